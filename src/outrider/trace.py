@@ -1,0 +1,128 @@
+"""The one data structure: a tree of nodes for one task, of which every root-to-leaf path is a rollout.
+
+A node stores only the tokens that it adds. Ids are appended and never made from text a second time (DESIGN section 2).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.types import Message, Origin, Outcome, Task
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One turn's piece of the conversation.
+
+    ``logprobs`` and ``entropies`` hold one value a token on policy nodes (natural log; nats over the whole vocabulary)
+    and are empty elsewhere. ``credit`` is None until an algorithm assigns it: unassigned is not zero.
+    ``ratio_scale`` multiplies the importance ratio of the node's tokens (RAPO Eq. 8); 1 means plain.
+    ``metadata`` is plain data for metrics and for the viewer (similarity of a retrieved step, tools that ran).
+    """
+
+    node_id: int
+    parent: int | None
+    origin: Origin
+    token_ids: tuple[int, ...]
+    message: Message
+    logprobs: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
+    weight_version: int | None = None
+    reward: float = 0.0
+    credit: tuple[float, ...] | None = None
+    ratio_scale: float = 1.0
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the policy wrote these tokens."""
+        return self.origin is Origin.POLICY
+
+    @property
+    def mean_entropy(self) -> float:
+        """Step entropy: mean over the tokens that the policy generated, in nats (RAPO Eq. 2)."""
+        return sum(self.entropies) / len(self.entropies)
+
+
+@dataclass(slots=True, kw_only=True)
+class Leaf:
+    """The end of one rollout.
+
+    ``episode_return`` is the environment's record; it and ``node_id`` are None after an infrastructure fault, whose
+    partial nodes stay in the tree but belong to no rollout.
+    """
+
+    node_id: int | None
+    rollout: int
+    outcome: Outcome
+    episode_return: float | None
+    success: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    detail: str = ""
+
+
+class Trace:
+    """All rollouts of one task in one training step (one group)."""
+
+    def __init__(self, *, task: Task) -> None:
+        self.task = task
+        self.nodes: list[Node] = []
+        self.leaves: dict[int, Leaf] = {}
+
+    def append(self, *, parent: int | None, origin: Origin, token_ids: tuple[int, ...], message: Message, **fields: Any) -> Node:
+        """Add a node under ``parent`` (None: a root).
+
+        Raises ValueError when policy log-probs or entropies do not pair with the tokens, or sit on another origin.
+        """
+        node = Node(node_id=len(self.nodes), parent=parent, origin=origin, token_ids=token_ids, message=message, **fields)
+        expected = len(token_ids) if node.trainable else 0
+        if len(node.logprobs) != expected or len(node.entropies) != expected:
+            raise ValueError(f"a {origin} node of {len(token_ids)} tokens needs {expected} log-probs and entropies")
+        if parent is not None and not 0 <= parent < len(self.nodes):
+            raise ValueError(f"parent {parent} is not in the trace")
+        self.nodes.append(node)
+        return node
+
+    def finish(self, leaf: Leaf) -> None:
+        """Record the one terminal outcome of a rollout; a second one is an error."""
+        if leaf.rollout in self.leaves:
+            raise ValueError(f"rollout {leaf.rollout} already ended as {self.leaves[leaf.rollout].outcome}")
+        if leaf.outcome.is_fault != (leaf.episode_return is None):
+            raise ValueError(f"outcome {leaf.outcome} with return {leaf.episode_return}: a fault has none, all else has one")
+        self.leaves[leaf.rollout] = leaf
+
+    def path(self, node_id: int) -> list[Node]:
+        """Nodes from the root to ``node_id``."""
+        nodes: list[Node] = []
+        cursor: int | None = node_id
+        while cursor is not None:
+            nodes.append(self.nodes[cursor])
+            cursor = self.nodes[cursor].parent
+        return nodes[::-1]
+
+    def token_ids(self, node_id: int) -> tuple[int, ...]:
+        """All ids from the root to the end of ``node_id``: the context that an engine sees."""
+        return tuple(token for node in self.path(node_id) for token in node.token_ids)
+
+    def number_by_rollout(self) -> None:
+        """Give the nodes the order in which their rollouts would have been played one after the other.
+
+        While rollouts run at the same time, nodes are numbered as they arrive, which depends on how fast tools answer.
+        Nodes that a fault left behind come last, by the rollout in their metadata.
+        """
+        owned = {node.node_id: None for _, path in self.rollouts() for node in path}
+        lost = [node for node in self.nodes if node.node_id not in owned]
+        lost.sort(key=lambda node: int(node.metadata.get("rollout", -1)))
+        order = [self.nodes[node_id] for node_id in owned] + lost
+        numbers: dict[int | None, int | None] = {None: None} | {node.node_id: number for number, node in enumerate(order)}
+        for number, node in enumerate(order):
+            node.node_id, node.parent = number, numbers[node.parent]
+        for leaf in self.leaves.values():
+            leaf.node_id = numbers[leaf.node_id]
+        self.nodes = order
+
+    def rollouts(self) -> Iterator[tuple[Leaf, list[Node]]]:
+        """Finished rollouts with their paths, in order of rollout number and not of arrival."""
+        for rollout in sorted(self.leaves):
+            leaf = self.leaves[rollout]
+            yield leaf, [] if leaf.node_id is None else self.path(leaf.node_id)

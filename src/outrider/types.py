@@ -1,0 +1,93 @@
+"""Carriers that every layer shares: messages, tasks, outcomes. No torch, no numpy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
+
+Role = Literal["system", "user", "assistant", "tool", "inline"]
+"""``inline`` continues the open assistant message with text that the policy did not write (the papers' tag protocol)."""
+
+
+class Origin(StrEnum):
+    """Who wrote the tokens of a node. Trainable means exactly ``origin == POLICY``."""
+
+    PROMPT = "prompt"
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+    BUFFER = "buffer"  # a retrieved step of another agent (RAPO)
+    MEMORY = "memory"  # a tip (EMPO²)
+
+
+class Outcome(StrEnum):
+    """How a rollout ended; every owed rollout ends in exactly one."""
+
+    FINISHED = "finished"
+    TRUNCATED_TOKENS = "truncated_tokens"
+    TRUNCATED_TURNS = "truncated_turns"
+    INVALID = "invalid"
+    TOOL_FAULT = "tool_fault"
+    ENVIRONMENT_FAULT = "environment_fault"
+    ENGINE_FAULT = "engine_fault"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether infrastructure, not the policy, ended the rollout; such a rollout has no reward."""
+        return self in _FAULTS
+
+
+_FAULTS = frozenset({Outcome.TOOL_FAULT, Outcome.ENVIRONMENT_FAULT, Outcome.ENGINE_FAULT, Outcome.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message. The text is for people and for rendering once; ids are never made from it twice."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem that rollouts try to solve. Frozen data; behaviour lives in the environment.
+
+    ``key`` is unique within a task set and stable across machines; it keys random streams and resume.
+    """
+
+    key: str
+    question: str
+    answers: tuple[str, ...] = ()
+    metadata: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a trajectory in plain text: what the agent thought and did, and what came back.
+
+    ``text`` is the agent's output verbatim (thought and action), ``observation`` what the environment answered,
+    ``is_terminal`` whether the step holds the final answer or ended the episode.
+    """
+
+    text: str
+    observation: str
+    is_terminal: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """A finished episode of any agent: where off-policy steps come from (RAPO section 3.1).
+
+    ``prompt`` are the messages before step 0; ``reward`` is the outcome on the environment's own scale;
+    ``num_tokens`` counts the agent's tokens where known (ties in reward are broken by fewer tokens).
+    """
+
+    trajectory_id: str
+    task_key: str
+    agent: str
+    prompt: tuple[Message, ...]
+    steps: tuple[Step, ...]
+    reward: float
+    num_tokens: int = 0
