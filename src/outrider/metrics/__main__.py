@@ -1,0 +1,7 @@
+"""``python -m outrider.metrics > docs/metrics.md``: the metrics page, made from the declarations."""
+
+import sys
+
+from outrider.metrics.docs import metrics_page
+
+sys.stdout.write(metrics_page())

@@ -1,0 +1,264 @@
+"""The declarations: name, unit, meaning, healthy range and what to look at when a value leaves it.
+
+Retrieval metrics follow RAPO (arXiv 2603.03078), equations 3 to 8; entropies are natural-log, over the whole vocabulary.
+"""
+
+from dataclasses import dataclass
+
+from outrider.errors import OutriderError
+from outrider.types import Outcome
+
+
+class UndeclaredMetric(OutriderError, KeyError):
+    """A metric was logged under a name that no declaration has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would print the repr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One declared metric.
+
+    ``name`` is ``group/rest``; its last part may be a placeholder in braces that stands for any name without a slash.
+    ``unit`` is ``1`` for a pure number or a share; ``healthy`` is words, not a bound that code tests.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    healthy: str
+    look_at: str
+
+    @property
+    def group(self) -> str:
+        """The part of the name before the first slash."""
+        return self.name.split("/", 1)[0]
+
+
+def _group(prefix: str, *rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
+    return tuple(
+        Metric(name=f"{prefix}/{name}", unit=unit, meaning=meaning, healthy=healthy, look_at=look_at)
+        for name, unit, meaning, healthy, look_at in rows
+    )
+
+
+def _outcome_row(outcome: Outcome) -> tuple[str, str, str, str, str]:
+    healthy = "most rollouts" if outcome is Outcome.FINISHED else "0 or rare"
+    look_at = (
+        "the tool, simulator or engine: faults never count as reward" if outcome.is_fault else "the sample rollouts in the report"
+    )
+    return (f"num_{outcome.value}", "rollouts", f"rollouts of this step that ended as `{outcome.value}`", healthy, look_at)
+
+
+# fmt: off
+DECLARED: tuple[Metric, ...] = (
+    *_group(
+        "reward",
+        ("mean", "reward", "mean episode return over the rollouts of the step, faults left out", "rises slowly, noisy",
+         "group/fraction_without_signal, then the evaluation curve"),
+        ("std", "reward", "standard deviation of the episode return over rollouts", "above 0",
+         "0 means that nothing can be learned"),
+        ("min", "reward", "lowest episode return", "within the range of the environment", "the reward function"),
+        ("max", "reward", "highest episode return", "within the range of the environment", "the reward function"),
+        ("success_rate", "1", "share of rollouts that the environment calls solved", "rises", "sample rollouts in the report"),
+    ),
+    *_group(
+        "rollout",
+        ("num", "rollouts", "rollouts owed and delivered in this step", "constant", "a change means that groups were dropped"),
+        *(_outcome_row(outcome) for outcome in Outcome),
+        ("num_retries", "rollouts", "rollouts that were started again after a fault", "0 or rare", "tool and simulator logs"),
+        ("num_masked", "rollouts", "rollouts left out of the update because of a fault", "0 or rare", "the fault counts above"),
+        ("length_tokens_mean", "tokens", "mean length of a response: all tokens after the prompt", "stable or slowly moving",
+         "growth with flat reward: rambling; collapse: the policy gave up on turns"),
+        ("length_tokens_max", "tokens", "longest response", "below the context limit", "rollout/truncated_fraction"),
+        ("policy_tokens_mean", "tokens", "mean number of tokens that the policy wrote in a rollout", "stable",
+         "length_tokens_mean"),
+        ("turns_mean", "turns", "mean number of policy turns in a rollout", "stable or falling", "num_truncated_turns"),
+        ("turns_max", "turns", "most policy turns in a rollout", "below the turn limit", "num_truncated_turns"),
+        ("num_tool_calls", "calls", "tool calls really executed in this step", "stable",
+         "0 means that the agent stopped using tools"),
+        ("num_tool_calls_saved", "calls", "tool calls not executed because a retrieved step brought its stored observation",
+         "above 0 with retrieval, else 0", "retrieval/rate"),
+        ("num_invalid_actions", "actions", "policy turns that the environment could not read as an action", "falls towards 0",
+         "the prompt, stop strings and the cold start"),
+        ("truncated_fraction", "1", "share of rollouts cut by the token or the turn limit", "below 0.1",
+         "raise the limits or shorten retrieved text"),
+        ("diversity", "1", "mean over groups of one minus the mean pairwise cosine similarity of the rollouts' bags of words",
+         "falls slowly, never to 0", "entropy collapse; a larger share of hybrid rollouts"),
+    ),
+    *_group(
+        "retrieval",
+        ("rate", "1", "share of the turns of hybrid rollouts, after the first, before which a step was inserted",
+         "near the scheduled probability",
+         "num_no_candidate and num_refused"),
+        ("num_inserted", "steps", "retrieved steps that were inserted", "above 0 in RAPO runs", "the schedule and the buffer"),
+        ("num_no_candidate", "steps", "retrievals for which scope, terminal and repetition rules left no step", "rare",
+         "the size and scope of the buffer"),
+        ("num_refused", "steps", "retrieved actions that the live environment refused (mode `execute`)", "rare",
+         "similarity_mean and the scope"),
+        ("num_cut", "steps", "retrieved steps cut at the token limit", "rare", "the limit against the buffer's step lengths"),
+        ("num_dropped", "steps", "retrieved steps left out because they would have left the policy no room", "rare",
+         "the token limits of a rollout and of a retrieved step"),
+        ("num_unscored", "steps", "retrievals without a policy turn after them, left out of Z", "rare",
+         "rollout/truncated_fraction"),
+        ("share_hybrid_retrieved", "1", "share of hybrid rollouts that retrieved at least once", "above 0.5",
+         "short episodes or a low probability"),
+        ("z_mean", "nats", "mean retrieval reward Z = g times the entropy before (Eq. 7), over rollouts that retrieved",
+         "above 0", "g_mean, similarity_mean"),
+        ("g_mean", "1", "mean quality g = tanh(2 delta) of a retrieval (Eq. 5 and 6)", "above 0, below 1",
+         "noise in the buffer; another off-policy agent"),
+        ("entropy_before_mean", "nats", "mean entropy of the policy turn before a retrieval", "above 0",
+         "near 0: the policy has collapsed and Z is noise"),
+        ("entropy_after_mean", "nats", "mean entropy of the policy turn after a retrieval", "below entropy_before_mean",
+         "whether retrieved text confuses the policy"),
+        ("share_g_positive", "1", "share of scored retrievals with g above 0", "above 0.5", "similarity_mean"),
+        ("reward_on_policy", "reward", "mean episode return of pure on-policy rollouts", "rises", "reward_hybrid"),
+        ("reward_hybrid", "reward", "mean episode return of rollouts that retrieved", "at or above reward_on_policy",
+         "quality of the buffer; num_cut"),
+        ("length_on_policy", "tokens", "mean response length of pure on-policy rollouts", "stable", "length_hybrid"),
+        ("length_hybrid", "tokens", "mean response length of rollouts that retrieved", "at or below length_on_policy",
+         "num_cut, retrieved token limit"),
+        ("token_share", "1", "mean share of retrieved tokens in the response of a hybrid rollout (F in Eq. 8)", "below 0.5",
+         "the token limit of a retrieved step"),
+        ("share_factor_negative", "1",
+         "share of rollouts whose combined factor 1 + a A_ret (Eq. 10) is negative and turns the credit around",
+         "0", "the weight a; spread of Z in the group"),
+        ("similarity_mean", "1", "mean cosine similarity of query and retrieved key", "above 0.5", "embedder, buffer coverage"),
+        ("num_hits/{source}", "steps", "inserted steps that came from this off-policy source", "spread over the sources",
+         "one source crowds the others out"),
+    ),
+    *_group(
+        "group",
+        ("num", "groups", "groups (tasks) of this step", "constant", "task sampling"),
+        ("num_dropped", "groups", "groups left out because faults left too few rollouts", "0", "the fault counts"),
+        ("num_without_signal_singleton", "groups", "groups of one rollout: credit zero", "0", "group size; faults"),
+        ("num_without_signal_no_spread", "groups", "groups whose rollouts all have the same return: credit zero", "few",
+         "all solved or none solved: change the difficulty of the tasks"),
+        ("num_without_signal_unscorable", "groups", "groups with fewer than two rollouts that have a return: credit zero", "0",
+         "the fault counts"),
+        ("fraction_without_signal", "1", "share of groups that give no gradient, whatever the reason", "below 0.7",
+         "difficulty, group size"),
+    ),
+    *_group(
+        "loss",
+        ("total", "1", "the minimised objective", "near 0, noisy: not a measure of progress", "grad/norm"),
+        ("policy", "1", "the clipped policy term", "near 0", "ratio/*"),
+        ("kl", "nats", "mean KL to the reference policy, before its weight", "small", "learning rate, KL weight"),
+    ),
+    *_group(
+        "ratio",
+        ("mean", "1", "mean importance ratio of trained tokens, after shaping", "near 1", "learning rate; gap/*"),
+        ("min", "1", "smallest importance ratio", "above 0.1", "gap/logprob_max"),
+        ("max", "1", "largest importance ratio", "below 10", "gap/logprob_max"),
+        ("clip_fraction_low", "1", "share of trained tokens whose gradient the lower clip removed", "below 0.1",
+         "learning rate, updates per batch"),
+        ("clip_fraction_high", "1", "share of trained tokens whose gradient the upper clip removed", "below 0.1",
+         "learning rate, updates per batch"),
+        ("clip_fraction_dual", "1", "share of trained tokens whose gradient the dual clip removed", "below 0.02",
+         "ratio/max; stale rollouts"),
+        ("importance_mean", "1", "mean weight that corrects engine log-probs to trainer log-probs", "near 1", "gap/*"),
+        ("importance_max", "1", "largest correction weight before truncation", "below 10", "gap/logprob_max"),
+        ("importance_ess_share", "1", "effective sample size of the correction weights as a share of the tokens",
+         "above 0.9", "gap/*"),
+        ("num_truncated", "tokens", "correction weights that were cut at the cap", "0 or rare", "gap/*"),
+        ("shaping_mean", "1", "mean factor 1 + m F of retrieval importance shaping (Eq. 8)", "1 to 1 + m",
+         "retrieval/token_share"),
+    ),
+    *_group(
+        "entropy",
+        ("token_mean", "nats", "mean entropy of the policy per generated token, at sampling time", "falls slowly",
+         "a fast fall is collapse: lower the learning rate"),
+        ("trainer_mean", "nats", "mean entropy of the trained tokens under the weights that the update starts from",
+         "near token_mean", "gap/*"),
+        ("turn_mean", "nats", "mean over turns of the mean token entropy of the turn", "falls slowly", "token_mean"),
+    ),
+    *_group(
+        "gap",
+        ("logprob_mean", "nats", "mean absolute difference of trainer and engine log-prob per trained token",
+         "below 0.01 (float32)",
+         "stale weights, template drift, another precision"),
+        ("logprob_max", "nats", "largest absolute difference of trainer and engine log-prob", "below 0.1 (float32)",
+         "one wrong token: masks and positions"),
+    ),
+    *_group(
+        "grad",
+        ("norm", "1", "norm of the gradient before clipping", "stable", "spikes: learning rate; 0: no group has signal"),
+        ("clipped_fraction", "1", "share of optimiser steps of this step that were clipped", "below 0.5", "the clip norm"),
+        ("num_skipped", "updates", "optimiser steps skipped because the gradient was not finite", "0", "gap/*, precision"),
+        ("learning_rate", "1", "learning rate of the last optimiser step", "follows the schedule", "the config"),
+    ),
+    *_group(
+        "time",
+        ("rollout", "s", "wall-clock seconds of the rollout phase", "stable", "rollout/length_tokens_mean, tools"),
+        ("update", "s", "wall-clock seconds of the update phase", "stable", "tokens/policy"),
+        ("step", "s", "wall-clock seconds of the whole step", "near rollout + update", "checkpoints, evaluation, trackers"),
+    ),
+    *_group(
+        "speed",
+        ("rollout_tokens", "tokens/s", "policy tokens sampled per second of the rollout phase", "stable",
+         "batching, tools that block"),
+        ("update_tokens", "tokens/s", "trained tokens per second of the update phase", "stable", "packing, thread counts"),
+    ),
+    *_group(
+        "tokens",
+        ("policy", "tokens", "tokens that the policy wrote in this step", "stable", "rollout/policy_tokens_mean"),
+        ("policy_total", "tokens", "tokens that the policy wrote since step 0", "grows", "the fair x axis between algorithms"),
+        ("retrieved", "tokens", "tokens of retrieved steps in this step", "below tokens/policy", "retrieval/token_share"),
+        ("observation", "tokens", "tokens that environment and tools wrote in this step", "stable", "observation limits"),
+        ("memory", "tokens", "tokens of tips in this step", "below tokens/policy", "tip limits"),
+    ),
+    *_group(
+        "buffer",
+        ("num_steps", "steps", "records in the step-trace buffer", "constant, or grows when it evolves", "the import report"),
+        ("num_trajectories", "trajectories", "trajectories in the buffer", "constant, or grows when it evolves",
+         "the import report"),
+        ("num_added", "trajectories", "trajectories added in this step", "0 unless the buffer evolves", "the reward filter"),
+        ("num_rejected", "trajectories", "trajectories refused by the reward filter in this step", "any", "the minimum reward"),
+    ),
+    *_group(
+        "memory",
+        ("peak_rss", "MiB", "largest resident memory of the process so far", "levels off", "steady growth is a leak"),
+        ("peak_device", "MiB", "largest device memory allocated so far", "levels off", "micro-batch size"),
+    ),
+    *_group(
+        "eval",
+        ("score", "1", "mean score on the frozen panel; no retrieval", "rises", "sample rollouts; reward/mean"),
+        ("ci_low", "1", "lower end of the 95 % interval of the score", "rises", "number of tasks"),
+        ("ci_high", "1", "upper end of the 95 % interval of the score", "rises", "number of tasks"),
+        ("num_tasks", "tasks", "tasks that were scored", "the size of the panel", "num_faults"),
+        ("num_faults", "tasks", "tasks left out of the score because of a fault", "0", "tools and simulators"),
+    ),
+    *_group(
+        "sft",
+        ("loss", "nats", "mean negative log-prob of the trained tokens in the cold start", "falls, then flat",
+         "learning rate, data"),
+        ("token_accuracy", "1", "share of trained tokens that are the model's first choice", "rises", "masks"),
+        ("num_tokens", "tokens", "trained tokens of this step", "stable", "packing"),
+        ("num_examples", "trajectories", "trajectories of this step", "constant", "data"),
+        ("num_skipped", "trajectories", "trajectories left out because they exceed the context", "0 or rare",
+         "the context limit"),
+    ),
+    *_group(
+        "record",
+        ("num_non_finite", "values", "values of this record that were NaN or infinite and are written as null", "0",
+         "the first null of the record: it names the metric that broke"),
+    ),
+)
+# fmt: on
+
+_BY_NAME = {metric.name: metric for metric in DECLARED}
+_OPEN = {metric.name.rpartition("/")[0]: metric for metric in DECLARED if metric.name.endswith("}")}
+_OPEN = {metric.name.rpartition("/")[0]: metric for metric in DECLARED if metric.name.endswith("}")}
+
+
+def declared_metric(name: str) -> Metric:
+    """The declaration of a name; a placeholder in braces matches any one part.
+
+    Raises :class:`UndeclaredMetric`, a ``KeyError``, when there is none.
+    """
+    parent, _, last = name.rpartition("/")
+    metric = _BY_NAME.get(name) or _OPEN.get(parent)
+    if metric is not None and last and "{" not in name:
+        return metric
+    raise UndeclaredMetric(f"metric {name!r} is not declared in outrider.metrics")

@@ -1,0 +1,164 @@
+"""The writer of ``metrics.jsonl``: one JSON object a line, durable line by line, cut exactly on resume."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Final, Literal, SupportsFloat, TypeAlias
+
+from outrider.errors import CheckpointError, DataError
+from outrider.metrics.declared import declared_metric
+
+Kind: TypeAlias = Literal["sft", "train", "eval"]
+
+_STAGE_ORDER: Final = {"sft": 0, "train": 1}  # evaluations lie before, between and within the stages
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutReport:
+    """What a cut did: lines kept, and lines cut because they lie after the checkpoint."""
+
+    num_kept: int
+    num_cut: int
+
+
+class MetricsWriter:
+    """Appends one JSON object a line and forces it to disk before it returns.
+
+    A record is ``{"step", "kind", name: value, ...}`` with declared names only. A value that is NaN or infinite becomes
+    null and is counted under ``record/num_non_finite``; None means "not defined at this step". Within ``train`` and ``sft``
+    the step must rise. Opening a file whose last line was torn by a kill drops that line, warns, and counts it in
+    ``num_torn``. A line that is damaged anywhere else is a :class:`~outrider.errors.DataError`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_torn = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._records = self._recover()
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, step: int, kind: Kind, values: Mapping[str, SupportsFloat | None]) -> None:
+        """Append one record. Raises ``UndeclaredMetric``, ``TypeError`` (not a number) or ``ValueError`` (bad step)."""
+        last = max((line_step for line_step, line_kind in self._records if line_kind == kind), default=-1)
+        if step < 0 or (kind in _STAGE_ORDER and step <= last):
+            raise ValueError(f"{kind} step {step} does not follow {kind} step {last}")
+        record: dict[str, str | int | float | None] = {"step": step, "kind": kind}
+        num_non_finite = 0
+        for name, value in values.items():
+            declared_metric(name)
+            number = _number(name, value)
+            if number is not None and not math.isfinite(number):
+                number, num_non_finite = None, num_non_finite + 1
+            record[name] = number
+        record["record/num_non_finite"] = num_non_finite
+        self._append((json.dumps(record, allow_nan=False) + "\n").encode())
+        self._records.append((step, kind))
+
+    def resume(self, step: int, kind: Literal["sft", "train"] = "train") -> CutReport:
+        """Cut every line written after the checkpoint of ``step`` of stage ``kind``, in one atomic replacement.
+
+        The file is in the order of time, so the cut is one position: before the first line of a later stage, or of a
+        later step of this stage. An evaluation of the step itself stays: write it before the checkpoint, or use :meth:`cut`.
+        """
+        num_kept = next((i for i in range(len(self._records)) if self._is_after(i, step, kind)), len(self._records))
+        return self.cut(num_kept)
+
+    @property
+    def num_records(self) -> int:
+        """Whole lines in the file; a checkpoint that stores this number can be resumed with :meth:`cut`."""
+        return len(self._records)
+
+    def cut(self, num_records: int) -> CutReport:
+        """Keep the first ``num_records`` lines, in one atomic replacement.
+
+        Raises :class:`~outrider.errors.CheckpointError` when the file has fewer: then it is not this checkpoint's file.
+        """
+        num_cut = len(self._records) - num_records
+        if num_cut < 0:
+            raise CheckpointError(f"{self.path.name} has {len(self._records)} lines, its checkpoint was saved at {num_records}")
+        if num_cut:
+            lines = self.path.read_bytes().split(b"\n")
+            os.close(self._fd)
+            _replace(self.path, b"".join(line + b"\n" for line in lines[:num_records]))
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            del self._records[num_records:]
+        return CutReport(num_kept=num_records, num_cut=num_cut)
+
+    def close(self) -> None:
+        """Release the file; may be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _is_after(self, index: int, step: int, kind: str) -> bool:
+        line_step, line_kind = self._records[index]
+        if line_kind == "eval":  # counts on the stage's own axis only while that stage runs
+            line_kind = next((k for _, k in reversed(self._records[:index]) if k != "eval"), "sft")
+            return line_kind == kind == "train" and line_step > step
+        order = _STAGE_ORDER[line_kind] - _STAGE_ORDER[kind]
+        return order > 0 or (order == 0 and line_step > step)
+
+    def _recover(self) -> list[tuple[int, str]]:
+        """The (step, kind) of every whole line; a torn tail is removed from the file first."""
+        if not self.path.exists():
+            return []
+        *lines, tail = self.path.read_bytes().split(b"\n")
+        if tail:
+            self.num_torn = 1
+            _log.warning("%s: dropped a torn last line of %d bytes", self.path.name, len(tail))
+            _replace(self.path, b"".join(line + b"\n" for line in lines))
+        return _parse(self.path, lines)
+
+    def _append(self, line: bytes) -> None:
+        size = os.fstat(self._fd).st_size
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(self._fd, line[written:])
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, size)  # a full disk must not leave half a line for the next record to join
+            raise
+
+
+def _number(name: str, value: SupportsFloat | None) -> int | float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"metric {name!r} must be a number, not {type(value).__name__}")
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _parse(path: Path, lines: Sequence[bytes]) -> list[tuple[int, str]]:
+    records: list[tuple[int, str]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            step, kind = record["step"], record["kind"]
+            if not isinstance(step, int) or kind not in ("sft", "train", "eval"):
+                raise ValueError("step or kind is malformed")
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path.name} line {number} is damaged: {error}") from error
+        records.append((step, kind))
+    return records
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replace the file so that a kill leaves either the old content or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
