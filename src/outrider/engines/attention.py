@@ -1,0 +1,200 @@
+"""Attention over ragged rows, registered with transformers as the implementation ``outrider``.
+
+Linear layers see one packed row of tokens without padding; only attention knows where sequences begin. Two plans exist:
+:class:`TreePlan` (training: a segment attends to its ancestors and itself, so a shared prefix is computed once) and
+:class:`CachePlan` (generation: keys and values live in slots, one a rollout).
+
+Shape letters: N packed tokens, B rows, S slots, T cache positions, H query heads, K key-value heads, D head size.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+IMPLEMENTATION = "outrider"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """``length`` packed tokens whose context is the segments numbered ``ancestors``, oldest first, and themselves."""
+
+    length: int
+    ancestors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreePlan:
+    """How the tokens of one packed training row may see each other; the segments cover the row in order."""
+
+    segments: tuple[Segment, ...]
+
+    def attend(
+        self, module: nn.Module, query_1HND: torch.Tensor, key_1KND: torch.Tensor, value_1KND: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Attention output [1, N, H, D]; no token sees another branch or another sequence."""
+        repeats = query_1HND.shape[1] // key_1KND.shape[1]
+        # split and not slices: the gradient of a slice is a whole row of zeros, once a segment and layer
+        lengths = [segment.length for segment in self.segments]
+        queries = query_1HND.split(lengths, dim=2)
+        keys = _repeat(key_1KND, repeats).split(lengths, dim=2)
+        values = _repeat(value_1KND, repeats).split(lengths, dim=2)
+        outputs = []
+        for index, segment in enumerate(self.segments):
+            seen = (*segment.ancestors, index)
+            seen_keys = torch.cat([keys[i] for i in seen], dim=2) if segment.ancestors else keys[index]
+            seen_values = torch.cat([values[i] for i in seen], dim=2) if segment.ancestors else values[index]
+            outputs.append(_causal(queries[index], seen_keys, seen_values, scale))
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotCache:
+    """Keys and values of up to S rollouts, T positions each: one [S, K, T, D] pair a layer, grown on demand."""
+
+    dtype: torch.dtype
+    device: torch.device
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    num_slots: int = 0
+    num_positions: int = 0
+
+    def reserve(self, num_slots: int, num_positions: int) -> None:
+        """Make room; what is stored stays. Grows in steps, so that a longer episode does not copy at every turn."""
+        if num_slots <= self.num_slots and num_positions <= self.num_positions:
+            return
+        if num_slots > self.num_slots:
+            self.num_slots = max(num_slots, self.num_slots + self.num_slots // 4)
+        self.num_positions = max(-(-num_positions // 128) * 128, self.num_positions)
+        for index, (keys, values) in self.layers.items():
+            self.layers[index] = (self._grown(keys), self._grown(values))
+
+    def _grown(self, old: torch.Tensor) -> torch.Tensor:
+        new = old.new_zeros((self.num_slots, old.shape[1], self.num_positions, old.shape[3]))
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+    def layer(self, index: int, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pair of a layer, made at its first use with the head layout of ``key`` [., K, ., D]."""
+        if index not in self.layers:
+            shape = (self.num_slots, key.shape[1], self.num_positions, key.shape[3])
+            self.layers[index] = (key.new_zeros(shape), key.new_zeros(shape))
+        return self.layers[index]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of a slot: a shared prompt or a fork."""
+        for keys, values in self.layers.values():
+            keys[target, :, :length] = keys[source, :, :length]
+            values[target, :, :length] = values[source, :, :length]
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchange two slots up to ``length`` positions."""
+        for pair in self.layers.values():
+            for tensor in pair:
+                kept = tensor[one, :, :length].clone()
+                tensor[one, :, :length] = tensor[other, :, :length]
+                tensor[other, :, :length] = kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """New tokens [start, end) of the packed row extend ``slot`` after its first ``cached`` positions."""
+
+    start: int
+    end: int
+    slot: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPlan:
+    """Several ragged prefills in one packed row."""
+
+    cache: SlotCache
+    rows: tuple[Prefill, ...]
+
+    def attend(
+        self, module: nn.Module, query_1HND: torch.Tensor, key_1KND: torch.Tensor, value_1KND: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write the new keys and values into their slots and attend, row by row; [1, N, H, D]."""
+        keys, values = self.cache.layer(module.layer_idx, key_1KND)  # type: ignore[arg-type]
+        repeats = query_1HND.shape[1] // key_1KND.shape[1]
+        outputs = []
+        for row in self.rows:
+            length = row.cached + row.end - row.start
+            keys[row.slot, :, row.cached : length] = key_1KND[0, :, row.start : row.end]
+            values[row.slot, :, row.cached : length] = value_1KND[0, :, row.start : row.end]
+            seen_keys = _repeat(keys[row.slot : row.slot + 1, :, :length], repeats)
+            seen_values = _repeat(values[row.slot : row.slot + 1, :, :length], repeats)
+            outputs.append(_causal(query_1HND[:, :, row.start : row.end], seen_keys, seen_values, scale))
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePlan:
+    """One new token for each of the slots 0..B-1; ``lengths_B`` counts the positions stored before it."""
+
+    cache: SlotCache
+    lengths_B: torch.Tensor
+    mask_B11T: torch.Tensor
+    rows_B: torch.Tensor
+
+    def attend(
+        self, module: nn.Module, query_BH1D: torch.Tensor, key_BK1D: torch.Tensor, value_BK1D: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Append and attend for all rows at once; the heads of one key-value group become queries of one head."""
+        keys, values = self.cache.layer(module.layer_idx, key_BK1D)  # type: ignore[arg-type]
+        keys[self.rows_B, :, self.lengths_B] = key_BK1D[:, :, 0]
+        values[self.rows_B, :, self.lengths_B] = value_BK1D[:, :, 0]
+        batch, heads, _, size = query_BH1D.shape
+        num_seen = self.mask_B11T.shape[3]
+        query = query_BH1D.reshape(batch, keys.shape[1], heads // keys.shape[1], size)
+        output = scaled_dot_product_attention(
+            query, keys[:batch, :, :num_seen], values[:batch, :, :num_seen], attn_mask=self.mask_B11T, scale=scale
+        )
+        return output.reshape(batch, heads, 1, size).transpose(1, 2)
+
+
+def _repeat(tensor: torch.Tensor, repeats: int) -> torch.Tensor:
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
+
+
+def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention in which the queries are the last tokens of the keys."""
+    num_new, num_seen = query.shape[2], keys.shape[2]
+    if num_new == num_seen:
+        return scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+    if num_new == 1:
+        return scaled_dot_product_attention(query, keys, values, scale=scale)
+    mask = torch.ones(num_new, num_seen, dtype=torch.bool, device=query.device).tril(num_seen - num_new)
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+
+
+Plan = TreePlan | PrefillPlan | DecodePlan
+
+
+def _forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    plan: Plan,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return plan.attend(module, query, key, value, scale), None
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    """The plan decides what a token may see."""
+
+
+def register() -> None:
+    """Make the implementation known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(IMPLEMENTATION, _forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)

@@ -1,0 +1,76 @@
+"""The engine contract: token ids in; ids, log-probs, entropies, finish reason and weight version out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from outrider.tokens import Tokenizer
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"  # a stop string was completed; it is part of the ids
+    EOS = "eos"  # an end-of-turn id was written; it is part of the ids
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One continuation to sample.
+
+    ``token_ids`` is the whole context. ``seed`` starts this request's own random stream, so that a result does not
+    depend on which requests share its batch (up to the engine's documented numerical level). ``temperature`` 0 is greedy.
+    ``cache_key`` names the rollout, so that its keys and values can be kept between turns.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    stop: tuple[str, ...] = ()
+    cache_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A sampled continuation.
+
+    ``logprobs``: natural log of the probability at the sampling temperature (at 1 when greedy).
+    ``entropies``: nats over the whole vocabulary at temperature 1. Both have one value a token.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    entropies: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_version: int
+    num_prefilled_tokens: int = 0
+
+
+class Engine(Protocol):
+    """A batch in, a batch out, in the order asked. Raises EngineFault when the batch could not be served."""
+
+    tokenizer: Tokenizer
+    context_length: int
+    weight_version: int
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample all requests. Every context must leave room for at least one token."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a running request at its next token; safe to call from another thread; unknown ids are ignored."""
+        ...
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Forget what is kept for these rollouts."""
+        ...
+
+    def weights_changed(self) -> None:
+        """The policy's weights moved: raise ``weight_version`` and drop every cached key and value."""
+        ...

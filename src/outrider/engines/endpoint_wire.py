@@ -1,0 +1,81 @@
+"""What goes over the wire to a chat server, and what its answers mean."""
+
+import http.client
+import json
+import urllib.error
+from collections.abc import Mapping, Sequence
+
+from outrider.types import Message
+
+_MAX_LINE = 300
+
+
+class Transient(Exception):
+    """A failure worth another try. ``kind`` is counted; ``wait_s`` is what the server asks for, in seconds."""
+
+    def __init__(self, kind: str, text: str, *, wait_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.wait_s = wait_s
+
+
+class Refusal(Exception):
+    """A status that the same request will get again."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def wire_messages(messages: Sequence[Message], *, continues: bool) -> tuple[list[dict[str, str]], bool]:
+    """Messages in the server's form, and whether the last one is an open assistant message to be continued.
+
+    With ``continues``, inline text joins the assistant message that it continues; without, it becomes a user message.
+    Tool messages become user messages, since they answer no call that the server knows.
+    """
+    wire: list[dict[str, str]] = []
+    for message in messages:
+        joins = continues and message.role in ("assistant", "inline")
+        if joins and wire and wire[-1]["role"] == "assistant":
+            wire[-1]["content"] += message.content
+        elif message.role in ("assistant", "system") or joins:
+            wire.append({"role": "system" if message.role == "system" else "assistant", "content": message.content})
+        else:
+            wire.append({"role": "user", "content": message.content})
+    return wire, continues and bool(messages) and messages[-1].role == "inline"
+
+
+def reply_text(text: str, stop: Sequence[str], choice: Mapping[str, object]) -> str:
+    """A turn's text up to and with the first stop string, as local engines keep it.
+
+    Servers leave the stop string out. vLLM names it in ``stop_reason``. For others, where ``</name>`` is a stop string and
+    ``<name>`` was opened last, the turn is taken to have ended there (an end-of-turn inside an open tag looks the same).
+    """
+    ends = [text.index(end) + len(end) for end in stop if end in text]
+    if ends:
+        return text[: min(ends)]
+    if choice.get("finish_reason") == "length":
+        return text
+    if "stop_reason" in choice:
+        reason = choice["stop_reason"]
+        return text + reason if isinstance(reason, str) and reason in stop else text
+    opened = [(text.rfind(f"<{end[2:]}"), end) for end in stop if end.startswith("</")]
+    position, last = max(opened, default=(-1, ""))
+    return text + last if position >= 0 else text
+
+
+def refusal_line(error: urllib.error.HTTPError) -> str:
+    """Status and the server's own words, on one line."""
+    try:
+        raw = error.read(1 << 14).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        raw = ""
+    try:
+        parsed = json.loads(raw)
+    except (ValueError, RecursionError):
+        parsed = None
+    match parsed:
+        case {"error": {"message": str(text)}} | {"error": str(text)} | {"message": str(text)}:
+            raw = text
+    words = " ".join(raw.split())[:_MAX_LINE]
+    return f"status {error.code} {error.reason}" + (f": {words}" if words else "")

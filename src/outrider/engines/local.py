@@ -1,0 +1,271 @@
+"""Batched generation with transformers, in process, on CPU or one GPU.
+
+Keys and values stay in slots between the turns of an episode; contexts that share a beginning (a group's prompt, a fork)
+are computed once and copied. A request's tokens depend on its own seed; the floating-point level at which they could
+depend on the batch is measured in docs/benchmarks.md.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from outrider.engines.attention import DecodePlan, Prefill, PrefillPlan, SlotCache
+from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.model import LanguageModel
+from outrider.engines.sampling import StopStrings, sample, uniform_stream
+from outrider.errors import EngineFault
+from outrider.tokens import Tokenizer
+
+
+@dataclass(slots=True)
+class _Row:
+    """One running request: its slot's position in the batch changes, its number ``index`` does not."""
+
+    index: int
+    request: Request
+    uniforms: np.ndarray
+    length: int
+    logits: torch.Tensor | None = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    num_prefilled: int = 0
+    reason: FinishReason | None = None
+
+
+class LocalEngine:
+    """The engine of the default path (DESIGN section 5). Shares its weights with the trainer: nothing is copied."""
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        *,
+        context_length: int | None = None,
+        prefill_tokens: int = 8192,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        self._lm = language_model
+        self._model = language_model.model
+        self.tokenizer: Tokenizer = language_model.tokenizer
+        self.context_length = min(context_length or language_model.context_length, language_model.context_length)
+        self.weight_version = 0
+        self._prefill_tokens = prefill_tokens
+        self._on_tokens = on_tokens  # called with the number of tokens after every decoding step: live progress
+        self._device = language_model.device
+        self._stops = StopStrings(self.tokenizer, len(language_model.tokenizer))
+        self._cache = SlotCache(dtype=language_model.dtype, device=self._device)
+        self._slots: list[tuple[str | None, tuple[int, ...]]] = []  # slot -> (cache key, ids whose keys and values it holds)
+        self._cancelled: set[str] = set()
+
+    def weights_changed(self) -> None:
+        """Raise the version and forget every cached key and value."""
+        self.weight_version += 1
+        self._slots = [(None, ()) for _ in self._slots]
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Forget what is kept for these rollouts; the memory is used again."""
+        gone = frozenset(cache_keys)
+        self._slots = [(None, ()) if key in gone else (key, ids) for key, ids in self._slots]
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request at its next token."""
+        self._cancelled.add(request_id)
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample all requests as one batch; results in the order asked.
+
+        Raises EngineFault when a context is empty or leaves no room for a token.
+        """
+        for request in requests:
+            if not 0 < len(request.token_ids) < self.context_length:
+                raise EngineFault(
+                    f"request {request.request_id}: {len(request.token_ids)} tokens do not fit a context of {self.context_length}"
+                )
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            rows = self._start(requests)
+            self._decode(list(rows))
+        finally:
+            self._model.train(was_training)
+            self._cancelled.difference_update(request.request_id for request in requests)
+            self.release([_unnamed(request) for request in requests if request.cache_key is None])
+        return [self._generation(row) for row in rows]
+
+    def _start(self, requests: Sequence[Request]) -> list[_Row]:
+        """Give every request the slot of its number, with its context's keys and values in it."""
+        longest = max(min(len(r.token_ids) + r.max_tokens, self.context_length) for r in requests)
+        self._arrange(requests)
+        self._cache.reserve(len(self._slots), longest)
+        rows = []
+        for index, request in enumerate(requests):
+            room = min(request.max_tokens, self.context_length - len(request.token_ids))
+            rows.append(_Row(index, request, uniform_stream(request.seed, room), len(request.token_ids)))
+        self._prefill(rows)
+        return rows
+
+    def _arrange(self, requests: Sequence[Request]) -> None:
+        """Move slots so that request i owns slot i; slots of absent rollouts stay behind them."""
+        while len(self._slots) < len(requests):
+            self._slots.append((None, ()))
+        self._cache.reserve(len(self._slots), 1)
+        for index, request in enumerate(requests):
+            held = next(
+                (s for s in range(index, len(self._slots)) if request.cache_key and self._slots[s][0] == request.cache_key), None
+            )
+            if held is None and self._slots[index][0] is not None:  # somebody else's: keep it, take a free or a new slot
+                held = next((s for s in range(index, len(self._slots)) if self._slots[s][0] is None), None)
+                if held is None:
+                    self._slots.append((None, ()))
+                    held = len(self._slots) - 1
+                    self._cache.reserve(len(self._slots), 1)
+            if held is not None and held != index:
+                self._cache.swap(index, held, max(len(self._slots[index][1]), len(self._slots[held][1])))
+                self._slots[index], self._slots[held] = self._slots[held], self._slots[index]
+            key, ids = self._slots[index]
+            self._slots[index] = (request.cache_key or _unnamed(request), ids if key else ())
+
+    def _prefill(self, rows: list[_Row]) -> None:
+        """Compute what no slot holds yet: first the contexts that others begin with, then the rest."""
+        waiting = sorted(rows, key=lambda row: (row.length, row.index))
+        while waiting:
+            batch: list[tuple[_Row, int]] = []
+            later: list[_Row] = []
+            num_tokens = 0
+            for row in waiting:
+                cached = self._shared_prefix(row)
+                wanted = row.request.token_ids[:-1]
+                if any(_common(other.request.token_ids, wanted) > cached for other, _ in batch) or (
+                    batch and num_tokens + row.length - cached > self._prefill_tokens
+                ):
+                    later.append(row)
+                    continue
+                batch.append((row, cached))
+                num_tokens += row.length - cached
+            self._prefill_batch(batch)
+            waiting = later
+
+    def _shared_prefix(self, row: _Row) -> int:
+        """Take the longest cached beginning of the row's context into its slot; its length.
+
+        The last context token is always computed: its logits are needed.
+        """
+        wanted = row.request.token_ids[:-1]
+        own = self._slots[row.index][1]
+        best, best_length = row.index, _common(own, wanted)
+        if own and best_length == len(own):  # the usual later turn: all that is kept fits, so no other slot can hold more of it
+            return best_length
+        for slot, (_, ids) in enumerate(self._slots):
+            length = _common(ids, wanted) if slot != row.index else 0
+            if length > best_length:
+                best, best_length = slot, length
+        if best != row.index:
+            self._cache.copy(best, row.index, best_length)
+        key, _ = self._slots[row.index]
+        self._slots[row.index] = (key, wanted[:best_length])
+        return best_length
+
+    def _prefill_batch(self, batch: list[tuple[_Row, int]]) -> None:
+        ids: list[int] = []
+        positions: list[int] = []
+        plan_rows = []
+        for row, cached in batch:
+            new = row.request.token_ids[cached:]
+            plan_rows.append(Prefill(start=len(ids), end=len(ids) + len(new), slot=row.index, cached=cached))
+            ids.extend(new)
+            positions.extend(range(cached, row.length))
+            row.num_prefilled = len(new)
+        plan = PrefillPlan(cache=self._cache, rows=tuple(plan_rows))
+        hidden = self._lm.hidden(torch.tensor([ids]), torch.tensor([positions]), plan)[0]
+        logits = self._lm.head(hidden[[p.end - 1 for p in plan_rows]])
+        for (row, _), row_logits in zip(batch, logits, strict=True):
+            row.logits = row_logits
+            self._slots[row.index] = (self._slots[row.index][0], row.request.token_ids)
+
+    def _decode(self, active: list[_Row]) -> None:
+        """Token by token; a finished row leaves the batch at once and its slot is swapped behind the active ones."""
+        logits = torch.stack([row.logits for row in active if row.logits is not None])
+        for row in active:
+            row.logits = None
+        while active:
+            draws = [float(row.uniforms[len(row.ids)]) for row in active]
+            chosen, logprobs, entropies = sample(logits, [row.request.temperature for row in active], draws)
+            for row, token, logprob, entropy in zip(active, chosen, logprobs, entropies, strict=True):
+                self._accept(row, token, logprob, entropy)
+            if self._on_tokens is not None:
+                self._on_tokens(len(active))
+            active = self._compact(active)
+            if active:
+                logits = self._next_logits(active)
+
+    def _accept(self, row: _Row, token: int, logprob: float, entropy: float) -> None:
+        if row.request.request_id in self._cancelled:
+            row.reason = FinishReason.CANCELLED
+            return
+        row.ids.append(token)
+        row.logprobs.append(logprob)
+        row.entropies.append(entropy)
+        if token in self._lm.eos_token_ids:
+            row.reason = FinishReason.EOS
+        elif row.request.stop and self._stops.completed(row.ids, row.request.stop):
+            row.reason = FinishReason.STOP
+        elif len(row.ids) == len(row.uniforms):
+            row.reason = FinishReason.LENGTH
+
+    def _compact(self, active: list[_Row]) -> list[_Row]:
+        """Keep running rows in slots 0..B-1; the order of the rest is kept where possible."""
+        num = len(active)
+        position = 0
+        while position < num:
+            if active[position].reason is None:
+                position += 1
+                continue
+            num -= 1
+            if position != num:
+                length = max(len(self._slots[position][1]), len(self._slots[num][1]))
+                self._cache.swap(position, num, length)
+                self._slots[position], self._slots[num] = self._slots[num], self._slots[position]
+                active[position], active[num] = active[num], active[position]
+        return active[:num]
+
+    def _next_logits(self, active: list[_Row]) -> torch.Tensor:
+        lengths = torch.tensor([row.length + len(row.ids) - 1 for row in active], device=self._device)
+        num_seen = int(lengths.max()) + 1
+        mask = torch.arange(num_seen, device=self._device)[None, None, None, :] <= lengths[:, None, None, None]
+        plan = DecodePlan(
+            cache=self._cache, lengths_B=lengths, mask_B11T=mask, rows_B=torch.arange(len(active), device=self._device)
+        )
+        hidden = self._lm.hidden(torch.tensor([[row.ids[-1]] for row in active]), lengths[:, None], plan)
+        for slot, row in enumerate(active):
+            key, ids = self._slots[slot]
+            self._slots[slot] = (key, (*ids, row.ids[-1]))
+        logits: torch.Tensor = self._lm.head(hidden[:, 0])
+        return logits
+
+    def _generation(self, row: _Row) -> Generation:
+        assert row.reason is not None
+        return Generation(
+            request_id=row.request.request_id,
+            token_ids=tuple(row.ids),
+            logprobs=tuple(row.logprobs),
+            entropies=tuple(row.entropies),
+            finish_reason=row.reason,
+            weight_version=self.weight_version,
+            num_prefilled_tokens=row.num_prefilled,
+        )
+
+
+def _unnamed(request: Request) -> str:
+    """The key of a request that keeps nothing after its generation."""
+    return f"request {request.request_id}"
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    limit = min(len(one), len(other))
+    if tuple(one[:limit]) == tuple(other[:limit]):
+        return limit
+    return next(i for i in range(limit) if one[i] != other[i])

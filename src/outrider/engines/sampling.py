@@ -1,0 +1,66 @@
+"""From logits to tokens: seeded inverse-CDF sampling with exact log-probs and entropies, and stop-string detection.
+
+Shape letters: B rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from outrider.tokens import Tokenizer
+
+
+def sample(
+    logits_BV: torch.Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
+) -> tuple[list[int], list[float], list[float]]:
+    """One token a row: ids, log-probs at the row's temperature (1 when greedy), entropies at temperature 1 in nats.
+
+    ``uniforms`` are the rows' own draws in [0, 1). Everything is computed in float32 over the whole vocabulary.
+    """
+    logprobs_BV = torch.log_softmax(logits_BV.float(), dim=-1)
+    probs_BV = logprobs_BV.exp()
+    entropies = -(probs_BV * logprobs_BV).sum(dim=-1)
+    scale = torch.tensor([t if t > 0 else 1.0 for t in temperatures], device=logits_BV.device)
+    if bool((scale != 1.0).any()):
+        logprobs_BV = torch.log_softmax(logits_BV.float() / scale[:, None], dim=-1)
+        probs_BV = logprobs_BV.exp()
+    cumulative_BV = probs_BV.cumsum(dim=-1)
+    draws = torch.tensor(uniforms, dtype=torch.float32, device=logits_BV.device)[:, None] * cumulative_BV[:, -1:]
+    chosen = torch.searchsorted(cumulative_BV, draws, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
+    if any(t == 0 for t in temperatures):
+        greedy = torch.tensor([t == 0 for t in temperatures], device=logits_BV.device)
+        chosen = torch.where(greedy, logprobs_BV.argmax(dim=-1), chosen)
+    picked = logprobs_BV.gather(1, chosen[:, None])[:, 0]
+    return chosen.tolist(), picked.tolist(), entropies.tolist()
+
+
+class StopStrings:
+    """Tells when the newest token completes one of a request's stop strings.
+
+    Text is only decoded when the newest piece holds the last character of a stop string, and then only a short tail.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in range(vocabulary_size)]
+        self._endings = lru_cache(maxsize=256)(self._compute_endings)
+
+    def _compute_endings(self, character: str) -> frozenset[int]:
+        return frozenset(i for i, piece in enumerate(self._pieces) if character in piece)
+
+    def completed(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
+        """Whether the text of ``token_ids`` contains a stop string that its last token completed."""
+        candidates = [s for s in stop if token_ids[-1] in self._endings(s[-1])]
+        if not candidates:
+            return False
+        tail = list(token_ids[-(max(map(len, candidates)) + 4) :])  # a token holds at least a byte; 4 spare for split characters
+        before = self._tokenizer.decode(tail[:-1], skip_special_tokens=False)
+        after = self._tokenizer.decode(tail, skip_special_tokens=False)
+        return any(s in after and after.rfind(s) + len(s) > len(before) for s in candidates)
+
+
+def uniform_stream(seed: int, num: int) -> np.ndarray:
+    """The draws of one request: float32 in [0, 1), from its own generator."""
+    return np.random.Generator(np.random.PCG64(seed)).random(num, dtype=np.float32)

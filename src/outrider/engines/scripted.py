@@ -1,0 +1,72 @@
+"""An engine that replays text: unit tests, and `outrider replay` of recorded rollouts."""
+
+from collections.abc import Callable, Sequence
+
+from outrider.engines.base import FinishReason, Generation, Request
+from outrider.errors import EngineFault
+from outrider.tokens import Tokenizer
+
+
+class ScriptedEngine:
+    """Answers every request with the text that ``script(request, context text)`` returns.
+
+    Stop strings and the token limit act as in a real engine. Log-probs are 0 and entropies 0 unless ``entropy`` gives a
+    value for the turn: a replayed policy is certain of its script.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        script: Callable[[Request, str], str],
+        context_length: int = 4096,
+        entropy: Callable[[Request, int], float] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.weight_version = 0
+        self._script = script
+        self._entropy = entropy
+        self._cancelled: set[str] = set()
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Replay the script for each request."""
+        return [self._one(request) for request in requests]
+
+    def _one(self, request: Request) -> Generation:
+        if request.request_id in self._cancelled:
+            self._cancelled.discard(request.request_id)
+            return self._generation(request, [], FinishReason.CANCELLED)
+        text = self._script(request, self.tokenizer.decode(request.token_ids, skip_special_tokens=False))
+        ends = [text.index(stop) + len(stop) for stop in request.stop if stop in text]
+        reason = FinishReason.STOP if ends else FinishReason.EOS
+        ids = self.tokenizer.encode(text[: min(ends)] if ends else text, add_special_tokens=False)
+        if reason is FinishReason.EOS:
+            if self.tokenizer.eos_token_id is None:
+                raise EngineFault("the tokenizer has no end-of-turn id")
+            ids = [*ids, self.tokenizer.eos_token_id]
+        if len(ids) > request.max_tokens:
+            ids, reason = ids[: request.max_tokens], FinishReason.LENGTH
+        return self._generation(request, ids, reason)
+
+    def _generation(self, request: Request, ids: Sequence[int], reason: FinishReason) -> Generation:
+        entropies = tuple(self._entropy(request, i) if self._entropy else 0.0 for i in range(len(ids)))
+        return Generation(
+            request_id=request.request_id,
+            token_ids=tuple(ids),
+            logprobs=(0.0,) * len(ids),
+            entropies=entropies,
+            finish_reason=reason,
+            weight_version=self.weight_version,
+        )
+
+    def cancel(self, request_id: str) -> None:
+        """The next request of this id ends as cancelled."""
+        self._cancelled.add(request_id)
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Nothing is kept between turns."""
+
+    def weights_changed(self) -> None:
+        """A script has no weights; only the version moves."""
+        self.weight_version += 1
