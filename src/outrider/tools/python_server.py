@@ -1,0 +1,230 @@
+"""The fork server behind the Python tool: one process that preloads modules and forks a locked child for every call.
+
+Three generations, so that a call sees nothing of another one, not even in freed memory: the *server* never reads from the
+socket itself; for each request it forks a *supervisor*, which reads the code, forks the locked *worker*, watches its limits,
+answers and ends. Requests and answers are length-prefixed bytes on the socket at file descriptor 0.
+"""
+
+import gc
+import importlib
+import json
+import os
+import platform
+import random
+import resource
+import select
+import shutil
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from outrider.tools import sandbox, sandbox_paths
+from outrider.tools.python_watch import Ending, watch
+from outrider.tools.python_worker import EXIT_ERROR, run_program
+from outrider.tools.sandbox_filter import filter_program
+
+REQUEST = struct.Struct("<I")
+"""Number of code bytes; the code follows."""
+REPLY = struct.Struct("<BdI")
+"""Index into :data:`STATUSES`, wall seconds, number of output bytes; the output follows."""
+STATUSES = ("ready", "fault", "ok", "error", "timeout", "memory", "output_limit", "killed")
+LOCKED = b"\x01"
+"""First byte of a worker's output: the locks are on and the code starts. Its absence is a fault, never the code's doing."""
+
+_NUM_SERVER_FILES = 256  # no descriptor of the server is larger, so a worker can close all of them
+
+# Small and asked for all the time; imported once here instead of once a call.
+_PRELOADED = (
+    "bisect",
+    "cmath",
+    "collections",
+    "copy",
+    "datetime",
+    "decimal",
+    "fractions",
+    "functools",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "operator",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "textwrap",
+    "typing",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the parent hands to the server on its command line. ``root`` is an empty folder that the server owns."""
+
+    root: str
+    parent: int
+    packages: tuple[str, ...]
+    landlock: bool
+    seccomp: bool
+    limits: sandbox.Limits
+
+    @classmethod
+    def from_json(cls, text: str) -> "Settings":
+        """Inverse of ``json.dumps(dataclasses.asdict(settings))``."""
+        fields = json.loads(text)
+        limits = sandbox.Limits(**fields.pop("limits"))
+        return cls(**fields | {"packages": tuple(fields["packages"]), "limits": limits})
+
+
+def main(argument: str) -> None:
+    """Serve until the parent closes the socket or ends; then remove the scratch folder."""
+    settings = Settings.from_json(argument)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_NUM_SERVER_FILES, _NUM_SERVER_FILES))
+    with socket.socket(fileno=os.dup(0)) as sock:
+        _null_input()
+        try:
+            lock = _prepare(settings)
+        except (ImportError, OSError) as error:
+            _answer(sock, "fault", 0.0, f"{type(error).__name__}: {error}".encode())
+            return
+        _answer(sock, "ready", 0.0, b"")
+        try:
+            _serve(sock, settings, lock)
+        finally:
+            shutil.rmtree(settings.root, ignore_errors=True)
+
+
+def _prepare(settings: Settings) -> Callable[[str], None]:
+    """Load everything, close the rest of the installed packages, and return the function that locks a worker into a folder."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:  # a lone surrogate must not fail, and a killed call shows the lines that it printed
+            stream.reconfigure(errors="replace", line_buffering=True)
+    for name in (*_PRELOADED, *settings.packages):
+        importlib.import_module(name)
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random").seed(0)
+    readable = sandbox_paths.standard_paths() + sandbox_paths.package_paths(sandbox_paths.loaded_packages("outrider"))
+    sys.path[:] = sandbox_paths.standard_search_path()
+    reading = sandbox.read_ruleset([settings.root, *readable]) if settings.landlock else None
+    program = filter_program(platform.machine()) if settings.seccomp else None
+    gc.collect()
+    gc.freeze()  # the children must not copy these pages only because a collection touches them
+
+    def lock(folder: str) -> None:
+        sandbox.set_limits(settings.limits)
+        if reading is not None:
+            writing = sandbox.write_ruleset(folder)
+            sandbox.restrict(reading)
+            sandbox.restrict(writing)
+        os.closerange(3, _NUM_SERVER_FILES)
+        if program is not None:
+            sandbox.install_filter(program)
+
+    return lock
+
+
+def _serve(sock: socket.socket, settings: Settings, lock: Callable[[str], None]) -> None:
+    requests = select.poll()
+    requests.register(sock, select.POLLIN)
+    # A death signal would come when the *thread* that started this server ends, and episodes run in short-lived threads. So:
+    # end of file on the socket, and, in case another child of the parent holds its end open, a look at the parent's id.
+    while os.getppid() == settings.parent:
+        if not requests.poll(1000):
+            continue
+        if not sock.recv(1, socket.MSG_PEEK):
+            return
+        supervisor = os.fork()
+        if supervisor == 0:
+            _supervise(sock, settings, lock)
+        _, status = os.waitpid(supervisor, 0)
+        if status != 0:
+            return  # the parent sees the closed socket and starts another server
+
+
+def _supervise(sock: socket.socket, settings: Settings, lock: Callable[[str], None]) -> NoReturn:
+    """Answer one request and end this process; status 1 where that was not possible."""
+    status = 1
+    try:
+        sandbox.die_with_parent()
+        _handle(sock, settings, lock)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+def _handle(sock: socket.socket, settings: Settings, lock: Callable[[str], None]) -> None:
+    """Read one request, run it in a locked child, remove its folder, answer."""
+    (length,) = REQUEST.unpack(_receive(sock, REQUEST.size))
+    code = _receive(sock, length).decode("utf-8", "surrogatepass")
+    folder = os.path.join(settings.root, "call")
+    os.mkdir(folder, 0o700)
+    source, sink = os.pipe()
+    start = time.monotonic()
+    worker = os.fork()
+    if worker == 0:
+        _work(code, sink, folder, lock)
+    os.close(sink)
+    try:
+        ending, output = watch(worker, source, sock, folder, settings.limits)
+    finally:
+        shutil.rmtree(folder)
+    seconds = time.monotonic() - start
+    if output.startswith(LOCKED):
+        _answer(sock, ending.status, seconds, output[1:] + _note(ending, output))
+    else:
+        _answer(sock, "fault", seconds, output + _note(ending, output))
+
+
+def _work(code: str, sink: int, folder: str, lock: Callable[[str], None]) -> NoReturn:
+    """The worker: locks itself in, says so, runs the code and ends."""
+    status = EXIT_ERROR
+    try:
+        sandbox.die_with_parent()
+        os.setsid()
+        os.dup2(sink, 1)
+        os.dup2(sink, 2)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        sys.argv = [""]
+        random.seed(0)  # the same code gives the same output
+        lock(folder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "outrider"]:
+            del sys.modules[name]
+    except BaseException as error:
+        os.write(sink, f"cannot lock the worker: {error}".encode())
+        os._exit(status)
+    os.write(1, LOCKED)
+    status = run_program(code)
+    os._exit(status)
+
+
+def _note(ending: Ending, output: bytes) -> bytes:
+    start = "" if output.endswith((b"\n", LOCKED)) else "\n"
+    return f"{start}[{ending.note}]".encode() if ending.note else b""
+
+
+def _answer(sock: socket.socket, status: str, seconds: float, output: bytes) -> None:
+    sock.sendall(REPLY.pack(STATUSES.index(status), seconds, len(output)) + output)
+
+
+def _receive(sock: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        chunk = sock.recv(length - len(data))
+        if not chunk:
+            raise EOFError("the parent closed the socket")
+        data += chunk
+    return data
+
+
+def _null_input() -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)

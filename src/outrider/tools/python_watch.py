@@ -1,0 +1,115 @@
+"""Watches one locked worker from outside until it has ended or must be ended: wall time, output and files on disk."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import stat
+import time
+from dataclasses import dataclass
+
+from outrider.tools.python_worker import EXIT_MEMORY, EXIT_OK
+from outrider.tools.sandbox import Limits
+
+_TICK = 0.02  # seconds between two looks at the disk; bounds by how much a fast writer can overshoot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a worker ended: a status of the Python tool and, where a limit ended it, which one (for the model to read)."""
+
+    status: str
+    note: str = ""
+
+
+def watch(worker: int, source: int, parent: socket.socket, folder: str, limits: Limits) -> tuple[Ending, bytes]:
+    """Collect the worker's output from the pipe ``source`` until it ends; no process of it is left afterwards.
+
+    Ends this process at once (and with it the worker) when ``parent`` hangs up.
+    """
+    output = bytearray()
+    deadline = time.monotonic() + limits.wall_seconds
+    look_at_disk = time.monotonic() + _TICK
+    ready = select.poll()
+    ready.register(source, select.POLLIN)
+    ready.register(parent, 0)
+    cause = None
+    reading, ended = True, 0
+    while not ended and cause is None:
+        now = time.monotonic()
+        if now >= deadline:
+            cause = Ending(status="timeout", note=f"stopped: ran longer than {limits.wall_seconds:g} s")
+        elif now >= look_at_disk:
+            cause = _disk_excess(worker, folder, limits)
+            look_at_disk = time.monotonic() + _TICK
+        for descriptor, _ in ready.poll(1000 * (_TICK if reading else 0.001)):
+            if descriptor == parent.fileno():
+                os._exit(1)
+            chunk = os.read(source, 1 << 16)
+            output += chunk
+            if not chunk:
+                reading = False
+                ready.unregister(source)
+        if len(output) > limits.output_bytes:
+            break
+        ended, status, usage = os.wait4(worker, os.WNOHANG)
+    if not ended:
+        os.kill(worker, signal.SIGKILL)
+        _, status, usage = os.wait4(worker, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)  # its children, where no filter forbade them
+    output += _rest(source, limits.output_bytes)
+    os.close(source)
+    if len(output) > limits.output_bytes:
+        cause = Ending(status="output_limit", note=f"stopped: printed more than {limits.output_bytes} bytes")
+    return cause or _judge(status, usage.ru_utime + usage.ru_stime, limits), bytes(output[: limits.output_bytes])
+
+
+def _judge(status: int, cpu_seconds: float, limits: Limits) -> Ending:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
+            return Ending(status="timeout", note=f"stopped: used more than {limits.cpu_seconds} s of processor time")
+        return Ending(status="killed", note=f"ended by {signal.Signals(number).name}")
+    code = os.WEXITSTATUS(status)
+    if code == EXIT_MEMORY:
+        return Ending(status="memory", note=f"out of memory: the limit is {limits.memory_bytes} bytes")
+    return Ending(status="ok" if code == EXIT_OK else "error")
+
+
+def _disk_excess(worker: int, folder: str, limits: Limits) -> Ending | None:
+    """An ending when the worker keeps too many files or bytes: in its folder, or open but no longer in any folder."""
+    sizes = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(_size(entry.stat(follow_symlinks=False)))
+    opened = f"/proc/{worker}/fd"
+    # A process that is just ending may not be looked into (PermissionError); one that runs cannot hide, since prctl and exec
+    # are forbidden to it.
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        for descriptor in os.listdir(opened):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                found = os.stat(os.path.join(opened, descriptor))
+                if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                    sizes.append(_size(found))
+    if sum(sizes) > limits.disk_bytes:
+        return Ending(status="killed", note=f"stopped: wrote more than {limits.disk_bytes} bytes of files")
+    if len(sizes) > limits.num_files:
+        return Ending(status="killed", note=f"stopped: made more than {limits.num_files} files")
+    return None
+
+
+def _size(found: os.stat_result) -> int:
+    return max(found.st_size, 512 * found.st_blocks)
+
+
+def _rest(source: int, limit: int) -> bytes:
+    """What is still in the pipe of a worker that has ended; does not wait for others who may hold it open."""
+    os.set_blocking(source, False)
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        while len(data) <= limit and (chunk := os.read(source, 1 << 16)):
+            data += chunk
+    return data

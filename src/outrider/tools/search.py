@@ -1,0 +1,182 @@
+"""BM25 search over a local corpus: deterministic, offline, one thread, safe to call from several threads."""
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import bm25s
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from outrider.config import Settings
+from outrider.errors import DataError
+from outrider.rows import read_rows
+from outrider.tools.base import ToolOutput
+
+EMPTY_QUERY = "The search query is empty."
+NO_HITS = "No search results."
+_CUT_MARK = "..."
+# Part of the cache key: raise it whenever terms() or the BM25 parameters change.
+_INDEX_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """One searchable text. ``passage_id`` is unique within a corpus; the title is indexed and shown with the text."""
+
+    passage_id: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Hits of one query, best first, and their rendering. ``num_cut`` counts passages shortened to ``max_chars``."""
+
+    passages: tuple[Passage, ...]
+    scores: tuple[float, ...]
+    text: str
+    num_cut: int = 0
+
+
+class SearchConfig(Settings):
+    """How many passages a query returns and how long each may be."""
+
+    top_k: int = Field(default=5, ge=1, le=100)
+    """Passages a query returns at most."""
+    max_chars: int = Field(default=1000, ge=20)
+    """Characters that one rendered passage (title and text) may have; longer ones are cut at a word."""
+    title_weight: int = Field(default=2, ge=1, le=5)
+    """How often a title's words count in the index; a title says what a passage is about, so 2 finds it more often."""
+    cache_dir: Path | None = None
+    """Folder that keeps built indices, one a corpus content hash; None builds in memory each time."""
+
+
+class SearchTool:
+    """The ``search`` tool. Hits with equal scores come in corpus order; a passage without any query term is no hit."""
+
+    name = "search"
+
+    def __init__(self, passages: Sequence[Passage], config: SearchConfig | None = None) -> None:
+        if not passages:
+            raise DataError("search corpus: no passages")
+        seen: set[str] = set()
+        for passage in passages:
+            if passage.passage_id in seen:
+                raise DataError(f"search corpus: duplicate passage id {passage.passage_id!r}")
+            seen.add(passage.passage_id)
+        self._passages = tuple(passages)
+        self._config = config or SearchConfig()
+        self._index = _load_or_build(self._passages, self._config)
+
+    def run(self, query: str) -> SearchResult:
+        """Search once. An empty query or one without hits returns no passages and a text that says so."""
+        words = terms(query)
+        if not words:
+            return SearchResult(passages=(), scores=(), text=EMPTY_QUERY)
+        vocabulary = self._index.vocab_dict
+        # Sorted, so that float32 sums and therefore ties do not depend on the order of the words.
+        ids = sorted(vocabulary[word] for word in words if word in vocabulary)
+        if not ids:
+            return SearchResult(passages=(), scores=(), text=NO_HITS)
+        scores = self._index.get_scores_from_ids(ids)
+        hits = _top(scores, self._config.top_k)
+        found = tuple(self._passages[i] for i in hits)
+        rendered = [_render(passage, self._config.max_chars) for passage in found]
+        return SearchResult(
+            passages=found,
+            scores=tuple(float(scores[i]) for i in hits),
+            text="\n".join(text for text, _ in rendered),
+            num_cut=sum(cut for _, cut in rendered),
+        )
+
+    def run_text(self, text: str) -> ToolOutput:
+        """The tool contract: only the rendering."""
+        return ToolOutput(text=self.run(text).text)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def load_passages(path: Path) -> list[Passage]:
+    """Passages of a JSONL or Parquet file with the columns ``id``, ``title`` and ``text``; raises DataError."""
+    passages: dict[str, Passage] = {}
+    for row in read_rows(path):
+        passage = Passage(passage_id=str(row.get("id")), title=str(row.get("title")), text=row.text("text"))
+        if passage.passage_id in passages:
+            raise DataError(f"{row.place}: duplicate passage id {passage.passage_id!r}")
+        passages[passage.passage_id] = passage
+    return list(passages.values())
+
+
+def terms(text: str) -> list[str]:
+    """Index terms: letter and digit runs without accents, case folded. Stop words stay, their weight is near zero."""
+    folded = unicodedata.normalize("NFKD", text).casefold()
+    return re.findall(r"[^\W_]+", "".join(c for c in folded if not unicodedata.combining(c)))
+
+
+def corpus_hash(passages: Sequence[Passage]) -> str:
+    """SHA-256 (hex) over ids, titles and texts in order."""
+    digest = hashlib.sha256()
+    for passage in passages:
+        digest.update(json.dumps([passage.passage_id, passage.title, passage.text]).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _top(scores: npt.NDArray[np.float32], top_k: int) -> list[int]:
+    """Indices of the best positive scores, ties in corpus order."""
+    k = min(top_k, len(scores))
+    threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
+    candidates = np.flatnonzero((scores >= threshold) & (scores > 0))
+    order = np.argsort(-scores[candidates], kind="stable")[:k]
+    return [int(i) for i in candidates[order]]
+
+
+def _render(passage: Passage, max_chars: int) -> tuple[str, bool]:
+    """``title: text`` on one line, and whether it had to be cut."""
+    line = " ".join(f"{passage.title}: {passage.text}".split())
+    if len(line) <= max_chars:
+        return line, False
+    kept = line[: max_chars - len(_CUT_MARK)]
+    # Cut back to a word, unless that would drop most of a text without spaces.
+    boundary = kept.rfind(" ")
+    return (kept[:boundary] if boundary > max_chars // 2 else kept) + _CUT_MARK, True
+
+
+def _build(passages: Sequence[Passage], title_weight: int) -> bm25s.BM25:
+    vocabulary: dict[str, int] = {}
+    ids = [
+        [vocabulary.setdefault(word, len(vocabulary)) for word in terms(p.title) * title_weight + terms(p.text)] for p in passages
+    ]
+    if not vocabulary:
+        raise DataError("search corpus: no passage has a word in it")
+    # The numpy backends start no threads and compile nothing.
+    index = bm25s.BM25(backend="numpy", csc_backend="numpy")
+    index.index((ids, vocabulary), create_empty_token=False, show_progress=False)
+    return index
+
+
+def _load_or_build(passages: Sequence[Passage], config: SearchConfig) -> bm25s.BM25:
+    cache_dir = config.cache_dir
+    if cache_dir is None:
+        return _build(passages, config.title_weight)
+    folder = cache_dir / f"bm25-{_INDEX_FORMAT}-{bm25s.__version__}-{config.title_weight}-{corpus_hash(passages)[:32]}"
+    if not folder.is_dir():
+        index = _build(passages, config.title_weight)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # Written aside and renamed: a killed run leaves no half-written index under the final name.
+        scratch = Path(tempfile.mkdtemp(dir=cache_dir, prefix="partial-"))
+        index.save(scratch, show_progress=False)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            # Another process was first; its index is the same.
+            shutil.rmtree(scratch)
+    return bm25s.BM25.load(folder, show_progress=False)
