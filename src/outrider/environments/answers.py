@@ -1,0 +1,112 @@
+r"""Taking an answer out of text and comparing it: boxes, normalisation, exact match, token F1.
+
+Source: ARPO (arXiv 2507.19849), section 3 and the released scoring code's behaviour. Where that behaviour equates
+different answers or parts equal ones, this differs on purpose; ``docs/environments.md`` lists every difference.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+# A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional thousands commas.
+_NUMBER = re.compile(r"(?<![\w.)])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?![\w])", re.ASCII)
+_CLOSED_ANSWERS = ("yes", "no", "noanswer")
+_DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The inside of the last closed ``\boxed{...}`` (braces matched, ``\{`` is no brace) or ``\boxed x$``; None if none.
+
+    An unclosed box is skipped rather than an error, and ``\fbox`` is not a box.
+    """
+    found: str | None = None
+    for match in re.finditer(r"\\boxed\s*\{|\\boxed ([^${}]+)(?:\$|$)", text):
+        inside = match.group(1) if match.group(1) is not None else _matched(text, match.end())
+        found = inside.strip() if inside is not None else found
+    return found
+
+
+def _matched(text: str, start: int) -> str | None:
+    """Text from ``start`` up to the brace that closes the one before it."""
+    depth = 1
+    for match in re.finditer(r"\\[{}\\]|[{}]", text[start:]):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return text[start : start + match.start()]
+    return None
+
+
+def unwrap_text(answer: str) -> str:
+    r"""``\text{Paris}`` becomes ``Paris``; anything else stays."""
+    match = re.fullmatch(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", answer.strip())
+    return match.group(1).strip() if match else answer.strip()
+
+
+def extract_answer(text: str) -> str:
+    """The answer of a whole output: last ``<answer>`` pair, its last box, else its text; without a pair the last box.
+
+    Empty when there is none of these.
+    """
+    pairs = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
+    boxed = last_boxed(pairs[-1] if pairs else text)
+    if boxed is not None:
+        return unwrap_text(boxed)
+    return str(pairs[-1]).strip() if pairs else ""
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case without ASCII punctuation and articles, blanks collapsed; numbers keep their sign and decimal point.
+
+    ``1,000`` becomes ``1000`` and ``12.0`` becomes ``12``. A text that would vanish (the choice ``A``, a lone ``%``)
+    keeps its articles, or its punctuation.
+    """
+    lowered = " ".join(text.lower().split())
+    words: list[str] = []
+    position = 0
+    for match in _NUMBER.finditer(lowered):
+        if not match.group().strip("-"):
+            continue
+        words += [lowered[position : match.start()].translate(_DELETE_PUNCTUATION), _canonical(match.group())]
+        position = match.end()
+    words.append(lowered[position:].translate(_DELETE_PUNCTUATION))
+    kept = " ".join("".join(words).split())
+    return " ".join(_ARTICLES.sub(" ", kept).split()) or kept or lowered
+
+
+def _canonical(number: str) -> str:
+    whole, _, fraction = number.replace(",", "").partition(".")
+    fraction = fraction.rstrip("0")
+    whole = "0" if whole == "" else "-0" if whole == "-" else whole
+    if not fraction:
+        return "0" if whole == "-0" else whole
+    return f"{whole}.{fraction}"
+
+
+def exact_match(prediction: str, answers: Sequence[str]) -> bool:
+    """Whether the normalised prediction equals any normalised answer. An empty prediction matches nothing."""
+    predicted = normalize_answer(prediction)
+    return bool(predicted) and any(predicted == normalize_answer(answer) for answer in answers)
+
+
+def contains_answer(prediction: str, answers: Sequence[str]) -> bool:
+    """Whether any normalised answer stands in the normalised prediction, as whole words."""
+    predicted = f" {normalize_answer(prediction)} "
+    return any(f" {normalize_answer(answer)} " in predicted for answer in answers)
+
+
+def f1_score(prediction: str, answers: Sequence[str]) -> float:
+    """Bag-of-words F1 in [0, 1], the best over the answers. Yes, no and "noanswer" only match themselves."""
+    return max((_f1(normalize_answer(prediction), normalize_answer(answer)) for answer in answers), default=0.0)
+
+
+def _f1(predicted: str, gold: str) -> float:
+    if predicted != gold and (predicted in _CLOSED_ANSWERS or gold in _CLOSED_ANSWERS):
+        return 0.0
+    predicted_words, gold_words = predicted.split(), gold.split()
+    num_shared = sum((Counter(predicted_words) & Counter(gold_words)).values())
+    if num_shared == 0:
+        return 0.0
+    precision, recall = num_shared / len(predicted_words), num_shared / len(gold_words)
+    return 2 * precision * recall / (precision + recall)

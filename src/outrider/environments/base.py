@@ -1,0 +1,96 @@
+"""The environment contract: one task in, messages out, and the environment keeps the record of the return."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.types import Message, Step, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one policy message did.
+
+    ``message`` is the observation (None when the episode ended without one). ``reward`` is the step reward.
+    ``num_tool_calls`` counts calls that were really executed; ``tools`` names them. ``invalid`` marks output that the
+    environment could not read as an action; the observation then says what was wrong. ``truncated`` goes with ``done``: the
+    environment's own limit of moves cut the episode.
+    """
+
+    message: Message | None
+    reward: float = 0.0
+    done: bool = False
+    invalid: bool = False
+    truncated: bool = False
+    num_tool_calls: int = 0
+    tools: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeResult:
+    """The environment's own record: the return of the episode, success, and named metrics (floats)."""
+
+    episode_return: float
+    success: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode at a time. May block: the rollout loop calls ``step`` in a thread.
+
+    Raises :class:`~outrider.errors.ToolFault` or :class:`~outrider.errors.EnvironmentFault` when infrastructure broke;
+    malformed model output never raises.
+    """
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        """Start the episode; the messages are the prompt."""
+        ...
+
+    def step(self, message: Message) -> StepResult:
+        """Act with one policy message (the text that the policy generated in this turn)."""
+        ...
+
+    def result(self) -> EpisodeResult:
+        """The record of the episode so far; valid after any step, also when the rollout was cut."""
+        ...
+
+    def close(self) -> None:
+        """Release processes and files; may be called twice."""
+        ...
+
+
+class TaskFamily(Protocol):
+    """A named set of tasks together with the environment that plays them.
+
+    ``stop`` are the strings that end a policy turn (kept in the turn's text). ``protocol`` tells how an observation is
+    joined: ``inline`` (inside the open assistant message) or ``chat`` (a new user message). ``stateful`` says whether an
+    action changes hidden state, so that showing a step is not the same as doing it (RAPO's mode ``execute``).
+    """
+
+    name: str
+    stop: tuple[str, ...]
+    stateful: bool
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The frozen list of a split (``train``, ``valid``, ``test``), in a fixed order."""
+        ...
+
+    def make(self) -> "EnvironmentFactory":
+        """Check that everything the family needs can load and return a factory; raises before the first rollout."""
+        ...
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """Steps of a scripted or gold-path expert for the task, or None where there is none."""
+        ...
+
+
+class EnvironmentFactory(Protocol):
+    """Makes environments for tasks and owns what they share (an index, a pool of simulators)."""
+
+    def __call__(self, task: Task) -> Environment:
+        """A fresh environment for one episode of the task."""
+        ...
+
+    def close(self) -> None:
+        """Release what the environments share; may be called twice."""
+        ...
