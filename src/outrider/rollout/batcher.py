@@ -1,0 +1,52 @@
+"""Collects the requests of all running episodes into one engine batch a round.
+
+A batch is formed only when every running episode waits for the engine. So its content depends on ids and never on how
+fast a tool answered, and the same seed gives the same bits.
+"""
+
+import asyncio
+
+from outrider.engines.base import Engine, Generation, Request
+from outrider.errors import EngineFault
+
+
+class RoundBatcher:
+    """Shared by the workers of one scheduler run; each worker counts as running from the start until it leaves."""
+
+    def __init__(self, engine: Engine, *, num_workers: int) -> None:
+        self.engine = engine
+        self._num_running = num_workers
+        self._waiting: dict[str, tuple[Request, asyncio.Future[Generation]]] = {}
+        self.num_batches = 0
+
+    async def generate(self, request: Request) -> Generation:
+        """Wait for the round's batch and return this request's part of it."""
+        if request.request_id in self._waiting:
+            raise ValueError(f"request {request.request_id} is already waiting")
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = (request, future)
+        self._flush_if_complete()
+        try:
+            return await future
+        finally:
+            self._waiting.pop(request.request_id, None)  # nobody waits for a cancelled request
+
+    def leave(self) -> None:
+        """A worker has no more episodes."""
+        self._num_running -= 1
+        self._flush_if_complete()
+
+    def _flush_if_complete(self) -> None:
+        if not self._waiting or len(self._waiting) < self._num_running:
+            return
+        entries = [self._waiting[key] for key in sorted(self._waiting)]
+        self._waiting = {}
+        self.num_batches += 1
+        try:
+            generations = self.engine.generate([request for request, _ in entries])
+        except EngineFault as fault:
+            for _, future in entries:
+                future.set_exception(EngineFault(str(fault)))
+            return
+        for (_, future), generation in zip(entries, generations, strict=True):
+            future.set_result(generation)

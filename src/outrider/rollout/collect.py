@@ -1,0 +1,173 @@
+"""Trajectories of an agent behind a chat endpoint: off-policy steps for the buffer, never training rollouts (no ids)."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+
+from outrider.engines.endpoint import ChatEndpoint
+from outrider.environments.base import Environment, EnvironmentFactory, StepResult
+from outrider.errors import EngineFault, EnvironmentFault, ToolFault
+from outrider.rollout.direct import guarded, outcome_of, step_of
+from outrider.rollout.episode import Limits
+from outrider.seeding import stream_seed
+from outrider.types import Message, Outcome, Step, Task, Trajectory
+
+_FAULT_OUTCOMES = {ToolFault: Outcome.TOOL_FAULT, EnvironmentFault: Outcome.ENVIRONMENT_FAULT, EngineFault: Outcome.ENGINE_FAULT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """One owed rollout: its outcome, and its trajectory unless infrastructure broke (``detail`` then says what).
+
+    ``num_retries`` counts the fresh tries after a fault of a tool or of the environment.
+    """
+
+    trajectory_id: str
+    outcome: Outcome
+    trajectory: Trajectory | None = None
+    success: bool = False
+    num_retries: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectReport:
+    """Every owed rollout in order of task and number; ``num_skipped`` were named as done before."""
+
+    collected: tuple[Collected, ...]
+    num_skipped: int
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """What can go into a buffer; faults are left out."""
+        return [one.trajectory for one in self.collected if one.trajectory is not None]
+
+    @property
+    def outcomes(self) -> Counter[Outcome]:
+        """How the rollouts ended."""
+        return Counter(one.outcome for one in self.collected)
+
+
+@dataclass(slots=True, kw_only=True)
+class Collector:
+    """Lets an endpoint's agent play tasks.
+
+    Turns, and tokens where the server counts them, are limited as in the rollout loop; observations are not cut.
+    After ``max_faults_in_a_row`` rollouts that the endpoint failed, with none between that it served, collecting stops
+    with :class:`EngineFault`: a dead server must not cost the back-off of every rollout. ``stop`` ends a turn.
+    """
+
+    endpoint: ChatEndpoint
+    factory: EnvironmentFactory
+    limits: Limits
+    stop: tuple[str, ...]
+    run_seed: int
+    temperature: float = 1.0
+    num_concurrent: int = 8
+    max_retries: int = 2
+    max_faults_in_a_row: int = 8
+
+    def collect(self, tasks: Sequence[Task], *, num_rollouts: int, done: Collection[str] = ()) -> CollectReport:
+        """Play every task ``num_rollouts`` times, except rollouts whose trajectory ids are in ``done``.
+
+        Raises EngineFault (see above) and ModelError (the server will never answer) once running episodes have ended.
+        """
+        owed = [(task, rollout) for task in tasks for rollout in range(num_rollouts)]
+        fresh = [(task, rollout) for task, rollout in owed if self.trajectory_id(task, rollout) not in done]
+        streak = _FaultStreak(self.max_faults_in_a_row)
+        with ThreadPoolExecutor(max_workers=self.num_concurrent) as pool:
+            futures = [pool.submit(self._owed, task, rollout, streak) for task, rollout in fresh]
+            try:
+                collected = tuple(future.result() for future in futures)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return CollectReport(collected=collected, num_skipped=len(owed) - len(fresh))
+
+    def trajectory_id(self, task: Task, rollout: int) -> str:
+        """The id of a rollout: agent, task and number."""
+        return f"{self.endpoint.settings.model}/{task.key}/{rollout}"
+
+    def _owed(self, task: Task, rollout: int, streak: "_FaultStreak") -> Collected:
+        """One rollout with fresh tries after a tool's or environment's fault; the endpoint has retried on its own."""
+        name = self.trajectory_id(task, rollout)
+        for attempt in range(self.max_retries + 1):
+            try:
+                played = self._play(task, rollout, num_retries=attempt)
+            except (ToolFault, EnvironmentFault, EngineFault) as fault:
+                if isinstance(fault, EngineFault):
+                    streak.failed(fault)
+                elif attempt < self.max_retries:
+                    continue
+                return Collected(trajectory_id=name, outcome=_FAULT_OUTCOMES[type(fault)], num_retries=attempt, detail=str(fault))
+            streak.served()
+            return played
+        raise AssertionError("unreachable: the last attempt returns")
+
+    def _play(self, task: Task, rollout: int, *, num_retries: int) -> Collected:
+        environment = guarded(self.factory, task)
+        try:
+            return self._episode(environment, task, rollout, num_retries)
+        finally:
+            guarded(environment.close)
+
+    def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
+        prompt = tuple(guarded(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
+        conversation = list(prompt)
+        steps: list[Step] = []
+        num_tokens = 0
+        outcome = None
+        while outcome is None:
+            room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - num_tokens)
+            if len(steps) >= self.limits.max_turns or room <= 0:
+                outcome = Outcome.TRUNCATED_TURNS if room > 0 else Outcome.TRUNCATED_TOKENS
+                break
+            reply = self.endpoint.complete(
+                conversation, max_tokens=room, temperature=self.temperature, stop=self.stop,
+                seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, len(steps)),
+            )  # fmt: skip
+            num_tokens += reply.num_tokens
+            said = Message(role="assistant", content=reply.text)
+            result: StepResult = guarded(environment.step, said)
+            steps.append(step_of(reply.text, result))
+            if result.done:
+                outcome = outcome_of(result)
+            elif result.message is None:
+                raise EnvironmentFault("the environment neither answered nor ended the episode")
+            else:
+                conversation += [said, result.message]
+        record = guarded(environment.result)
+        name = self.trajectory_id(task, rollout)
+        trajectory = Trajectory(
+            trajectory_id=name, task_key=task.key, agent=self.endpoint.settings.model, prompt=prompt, steps=tuple(steps),
+            reward=record.episode_return, num_tokens=num_tokens,
+        )  # fmt: skip
+        return Collected(
+            trajectory_id=name, outcome=outcome, trajectory=trajectory, success=record.success, num_retries=num_retries
+        )
+
+
+class _FaultStreak:
+    """Rollouts in a row, in order of arrival, that the endpoint failed."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_failed = 0
+        self._last: EngineFault | None = None
+        self._lock = Lock()
+
+    def failed(self, fault: EngineFault) -> None:
+        """Raises once there were too many; rollouts still under way then raise for the same fault, whoever is asked first."""
+        with self._lock:
+            self._num_failed += 1
+            if self._num_failed >= self._limit:
+                self._last = self._last or fault
+            if self._last is not None:
+                raise EngineFault(f"{self._limit} rollouts in a row failed; the last: {self._last}") from self._last
+
+    def served(self) -> None:
+        """A rollout got all its answers."""
+        with self._lock:
+            self._num_failed = 0

@@ -1,0 +1,232 @@
+"""One episode as a coroutine: prompt, then turns of policy and environment, until exactly one outcome."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import Field
+
+from outrider.config import Settings
+from outrider.engines.base import FinishReason, Request
+from outrider.environments.base import Environment, StepResult
+from outrider.errors import EnvironmentFault
+from outrider.rollout.batcher import RoundBatcher
+from outrider.rollout.blocking import guarded
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, message_of
+from outrider.seeding import stream_seed
+from outrider.tokens import ChatRenderer
+from outrider.trace import Leaf, Node, Trace
+from outrider.types import Message, Origin, Outcome, Step, Task
+
+ResultT = TypeVar("ResultT")
+
+CUT_MARK = " [...] "
+_NUM_KEPT_AT_END = 24  # tokens: they close tags and messages and open the assistant's turn
+
+
+class Limits(Settings):
+    """Budgets of one rollout; none is ever exceeded. Observations and retrieved steps count as response tokens too.
+
+    A longer observation or retrieved step loses its middle. What still leaves the policy no room for a token is not appended:
+    the rollout ends there as truncated after an observation, and goes on without a splice.
+    """
+
+    max_turns: int = Field(8, ge=1)
+    max_turn_tokens: int = Field(256, ge=1)
+    max_response_tokens: int = Field(2048, ge=1)
+    max_observation_tokens: int = Field(1024, ge=1)
+    max_splice_tokens: int = Field(512, ge=1)
+    step_timeout_s: float = Field(60.0, gt=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the policy's turns are drawn; evaluation may be greedy (temperature 0)."""
+
+    temperature: float = 1.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRunner:
+    """What all rollouts of one scheduler run share."""
+
+    batcher: RoundBatcher
+    renderer: ChatRenderer
+    limits: Limits
+    sampling: Sampling
+    hooks: Sequence[Hook]
+    run_seed: int
+    training_step: int
+
+    async def run(self, *, task: Task, trace: Trace, environment: Environment, rollout: int, mode: str) -> Leaf:
+        """Play one rollout into ``trace``.
+
+        Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or records it.
+        """
+        reset_seed = stream_seed(self.run_seed, "reset", self.training_step, task.key)  # a group shares its initial state
+        messages = await self._guarded(environment.reset, reset_seed)
+        root = _root(trace, self.renderer.prompt(messages), messages)
+        state = EpisodeState(
+            task=task,
+            trace=trace,
+            environment=environment,
+            run_seed=self.run_seed,
+            training_step=self.training_step,
+            rollout=rollout,
+            mode=mode,
+            tip=root,
+        )
+        outcome = None
+        while outcome is None:
+            outcome = await self._turn(state)
+        result = await self._guarded(environment.result)
+        if not math.isfinite(result.episode_return):
+            raise EnvironmentFault(f"the environment recorded a return of {result.episode_return}")
+        return Leaf(
+            node_id=state.tip.node_id,
+            rollout=rollout,
+            outcome=outcome,
+            episode_return=result.episode_return,
+            success=result.success,
+            metrics=dict(result.metrics),
+        )
+
+    async def _turn(self, state: EpisodeState) -> Outcome | None:
+        """One policy turn with what hooks put before it; None while the episode goes on."""
+        if state.turn >= self.limits.max_turns:
+            return Outcome.TRUNCATED_TURNS
+        if self._left(state) <= 0:
+            return Outcome.TRUNCATED_TOKENS
+        for hook in self.hooks:
+            for wanted in hook.before_turn(state):
+                if isinstance(wanted, Splice):
+                    self._splice(state, wanted)
+                elif (outcome := await self._attempt(state, wanted)) is not None:
+                    return outcome
+        finish, text = await self._generate(state, min(self.limits.max_turn_tokens, self._left(state)))
+        if finish is FinishReason.CANCELLED:
+            return Outcome.CANCELLED
+        result = await self._guarded(state.environment.step, Message(role="assistant", content=text))
+        state.last_result = result
+        state.tip.reward = result.reward
+        state.tip.metadata |= {"num_tool_calls": result.num_tool_calls, "tools": list(result.tools), "invalid": result.invalid}
+        observation = result.message.content if result.message else ""
+        state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
+        outcome = self._observe(state, result, finish)
+        state.turn += 1
+        for hook in self.hooks:
+            hook.after_turn(state)
+        return outcome
+
+    def _left(self, state: EpisodeState) -> int:
+        """Tokens that the rollout may still add."""
+        used = len(state.trace.token_ids(state.tip.node_id))
+        return min(self.limits.max_response_tokens - state.num_response_tokens, self.batcher.engine.context_length - used)
+
+    async def _generate(self, state: EpisodeState, room: int) -> tuple[FinishReason, str]:
+        generation = await self.batcher.generate(
+            Request(
+                request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}",
+                token_ids=state.trace.token_ids(state.tip.node_id),
+                max_tokens=room,
+                seed=stream_seed(self.run_seed, "sample", self.training_step, state.task.key, state.rollout, state.turn),
+                temperature=self.sampling.temperature,
+                stop=self.sampling.stop,
+                cache_key=f"{state.task.key}/{state.rollout}",
+            )
+        )
+        text = self.renderer.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        state.tip = state.trace.append(
+            parent=state.tip.node_id,
+            origin=Origin.POLICY,
+            token_ids=generation.token_ids,
+            message=Message(role="assistant", content=text),
+            logprobs=generation.logprobs,
+            entropies=generation.entropies,
+            weight_version=generation.weight_version,
+            metadata={
+                "finish": generation.finish_reason.value,
+                "rollout": state.rollout,
+                "num_splices_dropped": state.num_splices_dropped,
+            },
+        )
+        state.num_splices_dropped = 0
+        state.num_response_tokens += len(generation.token_ids)
+        return generation.finish_reason, text
+
+    def _observe(self, state: EpisodeState, result: StepResult, finish: FinishReason) -> Outcome | None:
+        """Append the observation and decide whether the episode is over."""
+        if result.done:
+            return _ended(result)
+        if result.message is None:
+            raise EnvironmentFault("the environment neither answered nor ended the episode")
+        if finish is FinishReason.EOS and result.message.role == "inline":
+            return Outcome.INVALID  # the policy closed the one assistant message that the protocol has
+        appended = self._append(state, Origin.ENVIRONMENT, result.message, self.limits.max_observation_tokens, {})
+        return None if appended else Outcome.TRUNCATED_TOKENS
+
+    async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
+        """Do a hook's action in the environment; the action counts also where its text finds no room."""
+        result = await self._guarded(state.environment.step, Message(role="assistant", content=attempt.action))
+        splice = attempt.then(result)
+        if splice is not None:
+            before = state.tip
+            self._splice(state, splice)
+            if state.tip is not before:
+                state.tip.reward = result.reward
+            elif not result.done:
+                return Outcome.TRUNCATED_TOKENS  # the state has moved on and the policy could not be told
+        return _ended(result) if result.done else None
+
+    def _splice(self, state: EpisodeState, splice: Splice) -> None:
+        if not self._append(state, splice.origin, message_of(splice), self.limits.max_splice_tokens, dict(splice.metadata)):
+            state.num_splices_dropped += 1
+        elif splice.step is not None:
+            state.steps.append(splice.step)
+
+    def _append(self, state: EpisodeState, origin: Origin, message: Message, limit: int, metadata: dict[str, object]) -> bool:
+        """Append tokens that the policy did not write; False when they would leave no room for a token of the policy.
+
+        A cut at the limit is marked in the text and on the node; it is never silent.
+        """
+        ids = self.renderer.bridge(state.trace.token_ids(state.tip.node_id), [message])
+        kept, num_cut = self._shortened(ids, limit)
+        if len(kept) >= self._left(state):
+            return False
+        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
+        state.tip = state.trace.append(
+            parent=state.tip.node_id, origin=origin, token_ids=kept, message=message, metadata=metadata
+        )
+        state.num_response_tokens += len(kept)
+        return True
+
+    def _shortened(self, ids: tuple[int, ...], limit: int) -> tuple[tuple[int, ...], int]:
+        """At most ``limit`` ids, and how many were cut: out of the middle, because the end closes what the start opens."""
+        if len(ids) <= limit:
+            return ids, 0
+        num_end = min(_NUM_KEPT_AT_END, limit // 2)
+        mark = self.renderer.bridge((), [Message(role="inline", content=CUT_MARK)])
+        if num_end + len(mark) >= limit:
+            mark = ()
+        num_start = limit - num_end - len(mark)
+        return (*ids[:num_start], *mark, *ids[len(ids) - num_end :]), len(ids) - num_start - num_end
+
+    async def _guarded(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
+        return await guarded(call, *arguments, timeout_s=self.limits.step_timeout_s)
+
+
+def _ended(result: StepResult) -> Outcome:
+    if result.truncated:
+        return Outcome.TRUNCATED_TURNS
+    return Outcome.INVALID if result.invalid else Outcome.FINISHED
+
+
+def _root(trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message]) -> Node:
+    """The group's shared prompt node; a simulator without a seed may open differently and then gets its own."""
+    for node in trace.nodes:
+        if node.parent is None and node.token_ids == token_ids:
+            return node
+    text = "\n".join(message.content for message in messages)
+    return trace.append(parent=None, origin=Origin.PROMPT, token_ids=token_ids, message=Message(role="user", content=text))

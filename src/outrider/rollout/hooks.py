@@ -1,0 +1,80 @@
+"""The three ways into the rollout loop, and the state that they see."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from outrider.environments.base import Environment, StepResult
+from outrider.seeding import stream
+from outrider.trace import Node, Trace
+from outrider.types import Message, Origin, Step, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splice:
+    """Text that a hook puts into the context before the policy's next turn, inside the open assistant message.
+
+    ``step`` is the step that the text stands for (it joins the history).
+    """
+
+    origin: Origin
+    text: str
+    step: Step | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An action that a hook wants done in the live environment; the loop does it with its own time limit and faults.
+
+    ``then`` makes the splice from the environment's answer, or None when the episode goes on without one.
+    """
+
+    action: str
+    then: Callable[[StepResult], Splice | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeState:
+    """One running rollout. ``turn`` counts the policy's turns; ``tip`` is the newest node; ``steps`` the history."""
+
+    task: Task
+    trace: Trace
+    environment: Environment
+    run_seed: int
+    training_step: int
+    rollout: int
+    mode: str
+    tip: Node
+    turn: int = 0
+    num_response_tokens: int = 0
+    num_splices_dropped: int = 0
+    steps: list[Step] = field(default_factory=list)
+    last_result: StepResult | None = None
+
+    def stream(self, purpose: str) -> np.random.Generator:
+        """The random stream of this purpose, step, task, rollout and turn."""
+        return stream(self.run_seed, purpose, self.training_step, self.task.key, self.rollout, self.turn)
+
+
+class Hook(Protocol):
+    """A plug-in of the loop. Hooks run in the order given; all three methods are called for every rollout."""
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
+        """Called before every policy turn; may return what to splice in, or to do and then splice in."""
+        ...
+
+    def after_turn(self, state: EpisodeState) -> None:
+        """Called after the environment answered; sees the entropies of the newest policy node and the result."""
+        ...
+
+    def after_group(self, trace: Trace) -> None:
+        """Called once all rollouts of a group have ended, group by group in order; may write to a memory."""
+        ...
+
+
+def message_of(splice: Splice) -> Message:
+    """The message that renders a splice: it continues the assistant's message."""
+    return Message(role="inline", content=splice.text)

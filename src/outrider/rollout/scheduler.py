@@ -1,0 +1,143 @@
+"""Runs the rollouts of many groups with bounded concurrency, retries and exactly one outcome each."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.engines.base import Engine
+from outrider.environments.base import Environment, EnvironmentFactory
+from outrider.errors import EngineFault, EnvironmentFault, ToolFault
+from outrider.rollout.batcher import RoundBatcher
+from outrider.rollout.blocking import guarded
+from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
+from outrider.rollout.hooks import Hook
+from outrider.tokens import ChatRenderer
+from outrider.trace import Leaf, Trace
+from outrider.types import Outcome, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutReport:
+    """The groups in the order asked, and what was counted on the way.
+
+    ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``, and ``close``: environments
+    that broke while they were closed, which changes no outcome.
+    """
+
+    traces: list[Trace]
+    num_batches: int
+    num_retries: int
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, kw_only=True)
+class Scheduler:
+    """Plays groups of rollouts. ``max_concurrent`` bounds the batch; ``max_retries`` fresh tries follow a fault."""
+
+    engine: Engine
+    renderer: ChatRenderer
+    factory: EnvironmentFactory
+    limits: Limits
+    sampling: Sampling
+    run_seed: int
+    hooks: Sequence[Hook] = ()
+    max_concurrent: int = 64
+    max_retries: int = 2
+    on_finished: Callable[[int, int], None] | None = None  # rollouts done and owed: live progress
+    stopped: bool = False  # set by a signal handler: what has not started ends as cancelled
+
+    def run(self, tasks: Sequence[Task], *, modes: Sequence[str], training_step: int) -> RolloutReport:
+        """Play ``len(modes)`` rollouts of every task; rollout i of a group has mode ``modes[i]``.
+
+        Raises ValueError when two tasks share a key (their random streams would coincide).
+        """
+        if len({task.key for task in tasks}) != len(tasks):
+            raise ValueError("two tasks of one batch share a key")
+        try:
+            return asyncio.run(self._run(tasks, modes, training_step))
+        except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
+            raise _first(group) from group
+
+    async def _run(self, tasks: Sequence[Task], modes: Sequence[str], training_step: int) -> RolloutReport:
+        traces = [Trace(task=task) for task in tasks]
+        owed = deque((trace, rollout) for trace in traces for rollout in range(len(modes)))
+        num_workers = min(self.max_concurrent, len(owed))
+        batcher = RoundBatcher(self.engine, num_workers=num_workers)
+        runner = EpisodeRunner(
+            batcher=batcher,
+            renderer=self.renderer,
+            limits=self.limits,
+            sampling=self.sampling,
+            hooks=self.hooks,
+            run_seed=self.run_seed,
+            training_step=training_step,
+        )
+        faults: Counter[str] = Counter()
+
+        async def work() -> None:
+            try:
+                while owed:
+                    trace, rollout = owed.popleft()
+                    trace.finish(await self._play(runner, trace, rollout, modes[rollout], faults))
+                    self.engine.release([f"{trace.task.key}/{rollout}"])
+                    if self.on_finished is not None:
+                        self.on_finished(sum(len(one.leaves) for one in traces), len(traces) * len(modes))
+            finally:
+                batcher.leave()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_workers):
+                group.create_task(work())
+        for trace in traces:
+            if len(trace.leaves) != len(modes):
+                raise AssertionError(f"task {trace.task.key}: {len(trace.leaves)} outcomes for {len(modes)} rollouts")
+            trace.number_by_rollout()
+            for hook in self.hooks:
+                hook.after_group(trace)
+        return RolloutReport(traces=traces, num_batches=batcher.num_batches, num_retries=faults["retries"], faults=faults)
+
+    async def _play(self, runner: EpisodeRunner, trace: Trace, rollout: int, mode: str, faults: Counter[str]) -> Leaf:
+        """One rollout with retries; every try gets a fresh environment and its nodes hang under the prompt anew."""
+        for attempt in range(self.max_retries + 1):
+            if self.stopped:
+                return _lost(rollout, Outcome.CANCELLED, "the run was stopped")
+            environment: Environment | None = None
+            try:
+                environment = await guarded(self.factory, trace.task, timeout_s=self.limits.step_timeout_s)
+                leaf = await runner.run(task=trace.task, trace=trace, environment=environment, rollout=rollout, mode=mode)
+                return leaf if leaf.outcome is not Outcome.CANCELLED else _lost(rollout, Outcome.CANCELLED, "cancelled")
+            except (ToolFault, EnvironmentFault, EngineFault) as fault:
+                outcome = _outcome(fault)
+                faults[outcome.value] += 1
+                if attempt == self.max_retries:
+                    return _lost(rollout, outcome, str(fault))
+                faults["retries"] += 1
+            finally:
+                if environment is not None:
+                    await self._close(environment, faults)
+        raise AssertionError("unreachable: the last attempt returns")
+
+    async def _close(self, environment: Environment, faults: Counter[str]) -> None:
+        try:
+            await guarded(environment.close, timeout_s=self.limits.step_timeout_s)
+        except (ToolFault, EnvironmentFault):
+            faults["close"] += 1
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    cause: BaseException = group
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause
+
+
+def _outcome(fault: ToolFault | EnvironmentFault | EngineFault) -> Outcome:
+    if isinstance(fault, ToolFault):
+        return Outcome.TOOL_FAULT
+    return Outcome.ENVIRONMENT_FAULT if isinstance(fault, EnvironmentFault) else Outcome.ENGINE_FAULT
+
+
+def _lost(rollout: int, outcome: Outcome, detail: str) -> Leaf:
+    """A rollout without a return: it is masked and never a reward."""
+    return Leaf(node_id=None, rollout=rollout, outcome=outcome, episode_return=None, detail=detail)
