@@ -1,0 +1,91 @@
+"""What an algorithm is: hooks, rollout modes, credit, and the settings of its loss."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from outrider.algorithms.credit import (
+    GroupAdvantages,
+    group_normalized_advantages_per_rollout,
+    leave_one_out_advantages_per_rollout,
+)
+from outrider.config import Settings
+from outrider.rollout.hooks import Hook
+from outrider.trace import Trace
+
+AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
+
+
+class ObjectiveSettings(Settings):
+    """The clipped policy-gradient objective that the group methods share.
+
+    ``clip_low`` and ``clip_high`` bound the ratio at 1 - low and 1 + high; ``dual_clip`` (None: off) bounds the loss of
+    negative advantages; ``max_length`` is the constant of Dr. GRPO's aggregation; ``sampler_correction`` caps the token
+    weight trainer / engine (None: off); ``kl_weight`` 0 keeps no reference model.
+    """
+
+    group_size: int = Field(8, ge=1)
+    advantage: AdvantageKind = "group_normalized"
+    clip_low: float = Field(0.2, ge=0, le=1)
+    clip_high: float = Field(0.2, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"] = "token_mean"
+    max_length: int | None = Field(None, ge=1)
+    sampler_correction: float | None = Field(2.0, gt=0)
+    kl_weight: float = Field(0.0, ge=0)
+    kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ObjectiveSettings":
+        if (self.aggregation == "constant_length") != (self.max_length is not None):
+            raise ValueError("max_length belongs to aggregation = constant_length and to no other")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCredit:
+    """What credit assignment found in one group: advantages per rollout and the algorithm's own measurements."""
+
+    advantages: GroupAdvantages
+    measurements: dict[str, list[float]]
+
+
+class Algorithm(Protocol):
+    """One page an algorithm. ``modes[i]`` is the mode of rollout i of every group."""
+
+    objective: ObjectiveSettings
+    hooks: tuple[Hook, ...]
+    modes: tuple[str, ...]
+
+    def credit(self, trace: Trace) -> GroupCredit:
+        """Write ``credit`` and ``ratio_scale`` on the trainable nodes of every rollout that has a return."""
+        ...
+
+
+def outcome_advantages(trace: Trace, kind: AdvantageKind) -> GroupAdvantages:
+    """The group's advantages from the environments' returns; faults are unscorable and stay out of the statistics."""
+    returns = [leaf.episode_return for leaf, _ in trace.rollouts()]
+    if kind == "leave_one_out":
+        return leave_one_out_advantages_per_rollout(returns=returns)
+    return group_normalized_advantages_per_rollout(returns=returns, normalize_std=kind == "group_normalized")
+
+
+def write_credit(trace: Trace, advantages: GroupAdvantages, ratio_scales: Sequence[float] | None = None) -> None:
+    """Give every trainable token of a rollout its advantage; rollouts without a return stay unassigned.
+
+    Raises ValueError when two rollouts share a policy node: that needs shared-token credit.
+    """
+    scales = ratio_scales if ratio_scales is not None else [1.0] * len(advantages.values)
+    for (_, path), value, assigned, scale in zip(
+        trace.rollouts(), np.asarray(advantages.values).tolist(), advantages.assigned.tolist(), scales, strict=True
+    ):
+        for node in path if assigned else ():
+            if not node.trainable:
+                continue
+            if node.credit is not None:
+                raise ValueError(f"node {node.node_id} already has credit")
+            node.credit = (value,) * len(node.token_ids)
+            node.ratio_scale = scale

@@ -1,0 +1,155 @@
+"""RAPO (arXiv 2603.03078): GRPO whose hybrid rollouts reason on over retrieved steps of other agents.
+
+Equation -> function: Eq. 2, 5-10 in :mod:`outrider.algorithms.retrieval`; Eq. 8's ratio in
+:mod:`outrider.algorithms.ratios`; Eq. 3-4 and Algorithm 1 in :mod:`outrider.algorithms.retrieval_hook`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+from outrider.algorithms.retrieval import (
+    RetrievalReward,
+    combined_advantages_per_rollout,
+    retrieval_advantages_per_rollout,
+    retrieval_factors_per_rollout,
+    retrieval_ratio_scale,
+    retrieval_reward_per_rollout,
+    retrieved_token_share,
+    step_entropy_per_step,
+)
+from outrider.algorithms.retrieval_hook import RetrievalHook, RetrievalSettings
+from outrider.memory.steps import StepTraceBuffer
+from outrider.rollout.hooks import Hook
+from outrider.trace import Leaf, Node, Trace
+from outrider.types import Origin
+
+
+class RapoSettings(ObjectiveSettings):
+    """RAPO's own settings; every ablation of the paper is one of them (spec section 10).
+
+    ``advantage_weight`` is a of Eq. 10, ``ratio_weight`` m of Eq. 8 (0 switches either off); ``num_hybrid`` of the
+    group's rollouts may retrieve. Defaults are the paper's where it gives one.
+    """
+
+    type: Literal["rapo"] = "rapo"
+    clip_high: float = Field(0.28, ge=0)
+    clip_low: float = Field(0.28, ge=0, le=1)
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"] = (
+        "sequence_mean_token_mean"
+    )
+    num_hybrid: int = Field(4, ge=0)
+    advantage_weight: float = Field(0.2, ge=0)
+    ratio_weight: float = Field(0.05, ge=0)
+    quality: bool = True
+    timing: Literal["entropy", "inverse_entropy", "none"] = "entropy"
+    sign: Literal["decrease", "increase"] = "decrease"
+    retrieval: RetrievalSettings = RetrievalSettings()
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RapoSettings":
+        if self.num_hybrid > self.group_size:
+            raise ValueError(f"num_hybrid {self.num_hybrid} exceeds group_size {self.group_size}")
+        if not self.quality and self.timing == "none":
+            raise ValueError("quality = false with timing = none leaves no retrieval reward: set advantage_weight = 0 instead")
+        if not self.quality and self.sign == "increase":
+            raise ValueError("sign acts on the quality term, which is off")
+        return self
+
+
+class Rapo:
+    """Pure on-policy rollouts first, hybrid ones after them; credit aware of the retrievals."""
+
+    def __init__(self, settings: RapoSettings, *, buffer: StepTraceBuffer | None, num_training_steps: int) -> None:
+        self.settings = settings
+        self.objective: ObjectiveSettings = settings
+        num_on_policy = settings.group_size - settings.num_hybrid
+        self.modes = ("on_policy",) * num_on_policy + ("hybrid",) * settings.num_hybrid
+        retrieves = settings.num_hybrid > 0 and buffer is not None
+        self.hooks: tuple[Hook, ...] = (
+            (RetrievalHook(settings.retrieval, buffer=buffer, num_training_steps=num_training_steps),)
+            if retrieves and buffer
+            else ()
+        )
+
+    def credit(self, trace: Trace) -> GroupCredit:
+        """``A = (1 + a A_ret) A_acc`` (Eq. 10) and the ratio scale ``1 + m F_ret`` (Eq. 8)."""
+        outcome = outcome_advantages(trace, self.objective.advantage)
+        rollouts = list(trace.rollouts())
+        rewards = [self.retrieval_reward(path) for _, path in rollouts]
+        scored = [
+            None if leaf.episode_return is None else reward.value for (leaf, _), reward in zip(rollouts, rewards, strict=True)
+        ]
+        factors = retrieval_factors_per_rollout(
+            retrieval=retrieval_advantages_per_rollout(rewards=scored), weight=self.settings.advantage_weight
+        )
+        advantages = combined_advantages_per_rollout(outcome=outcome, factors=factors)
+        shares = [_retrieved_share(path) for _, path in rollouts]
+        weight = self.settings.ratio_weight
+        write_credit(trace, advantages, [retrieval_ratio_scale(retrieved_token_share=share, weight=weight) for share in shares])
+        return GroupCredit(advantages=advantages, measurements=_measure(rollouts, rewards, shares, factors.tolist()))
+
+    def retrieval_reward(self, path: Sequence[Node]) -> RetrievalReward:
+        """Z_ret of one rollout (Eq. 5-7) from the entropies of the policy nodes around each retrieved node."""
+        around = entropies_around_retrievals(path)
+        return retrieval_reward_per_rollout(
+            entropies_before=[before for before, _ in around],
+            entropies_after=[after for _, after in around],
+            quality=self.settings.quality,
+            timing=self.settings.timing,
+            sign=self.settings.sign,
+        )
+
+
+def entropies_around_retrievals(path: Sequence[Node]) -> list[tuple[float, float | None]]:
+    """(H_b, H_a) of every retrieval: the policy steps before and after it; None where the rollout was cut.
+
+    Several retrieved nodes in a row (trajectory-level retrieval) are one retrieval.
+    """
+    found: list[tuple[float, float | None]] = []
+    before: float | None = None
+    waiting = False
+    for node in path:
+        if node.origin is Origin.BUFFER and not waiting and before is not None:
+            found.append((before, None))
+            waiting = True
+        elif node.trainable and node.entropies:
+            entropy = step_entropy_per_step(token_entropies=node.entropies)
+            if waiting:
+                found[-1] = (found[-1][0], entropy)
+                waiting = False
+            before = entropy
+    return found
+
+
+def _retrieved_share(path: Sequence[Node]) -> float:
+    response = [node for node in path if node.origin is not Origin.PROMPT]
+    return retrieved_token_share(
+        num_retrieved_tokens=sum(len(node.token_ids) for node in response if node.origin is Origin.BUFFER),
+        num_response_tokens=sum(len(node.token_ids) for node in response),
+    )
+
+
+def _measure(
+    rollouts: Sequence[tuple[Leaf, list[Node]]],
+    rewards: Sequence[RetrievalReward],
+    shares: Sequence[float],
+    factors: Sequence[float],
+) -> dict[str, list[float]]:
+    """Raw values behind the metrics of spec section 12; the trainer averages them over the step."""
+    around = [entropies_around_retrievals(path) for _, path in rollouts]
+    retrieved = [node for _, path in rollouts for node in path if node.origin is Origin.BUFFER]
+    return {
+        "retrieval/z_mean": [z for reward in rewards for z in reward.rewards],
+        "retrieval/g_mean": [g for reward in rewards for g in reward.gains],
+        "retrieval/entropy_before_mean": [before for found in around for before, _ in found],
+        "retrieval/entropy_after_mean": [after for found in around for _, after in found if after is not None],
+        "retrieval/share_g_positive": [float(g > 0) for reward in rewards for g in reward.gains],
+        "retrieval/token_share": list(shares),
+        "retrieval/similarity_mean": [s for node in retrieved if not math.isnan(s := float(node.metadata["similarity"]))],
+        "retrieval/num_unscored": [float(reward.num_without_after) for reward in rewards],
+        "retrieval/share_factor_negative": [float(factor < 0) for factor in factors],
+    }

@@ -1,0 +1,149 @@
+"""The hybrid-policy rollout of RAPO (Eq. 3-4, Algorithm 1) as a hook of the one loop."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from outrider.config import Settings
+from outrider.environments.base import StepResult
+from outrider.memory.history import history_text
+from outrider.memory.records import Hit, StepFilter
+from outrider.memory.steps import StepTraceBuffer
+from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.trace import Trace
+from outrider.types import Origin, Step
+
+
+class RetrievalSettings(Settings):
+    """When and what a hybrid rollout retrieves.
+
+    ``probability`` before every turn but the first, moving to ``final_probability`` by ``schedule`` over the run.
+    ``scope``: the whole buffer, the same task's trajectories, or all others. ``noise``: the share of retrievals that take
+    a random step instead of the nearest. ``mode`` "execute" replays the step's action in the live environment and shows
+    the real observation. ``level`` "trajectory" inserts the retrieved step with all non-terminal steps that followed it.
+    """
+
+    probability: float = Field(0.5, ge=0, le=1)
+    final_probability: float = Field(0.5, ge=0, le=1)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    scope: Literal["all", "same_task", "other_tasks"] = "all"
+    include_terminal: bool = False
+    noise: float = Field(0.0, ge=0, le=1)
+    mode: Literal["context", "execute"] = "context"
+    level: Literal["step", "trajectory"] = "step"
+
+
+def scheduled_probability(settings: RetrievalSettings, training_step: int, num_training_steps: int) -> float:
+    """The retrieval probability of a training step (0-based) of ``num_training_steps``."""
+    if settings.schedule == "constant" or num_training_steps <= 1:
+        return settings.probability
+    progress = min(1.0, training_step / (num_training_steps - 1))
+    if settings.schedule == "cosine":
+        progress = 0.5 - 0.5 * math.cos(math.pi * progress)
+    return settings.probability + (settings.final_probability - settings.probability) * progress
+
+
+class RetrievalHook:
+    """Before every turn of a hybrid rollout but its first, maybe splices a retrieved step; a policy turn always follows."""
+
+    def __init__(self, settings: RetrievalSettings, *, buffer: StepTraceBuffer, num_training_steps: int) -> None:
+        self.settings = settings
+        self.buffer = buffer
+        self.num_training_steps = num_training_steps
+        self.counts: Counter[str] = Counter()
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
+        """A retrieved step or nothing. Step 0 is always on-policy."""
+        if state.mode != "hybrid" or state.turn == 0:
+            return ()
+        random = state.stream("retrieval")
+        self.counts["opportunities"] += 1
+        if random.random() >= scheduled_probability(self.settings, state.training_step, self.num_training_steps):
+            return ()
+        hit = self._find(state, random_step=random.random() < self.settings.noise)
+        if hit is None:
+            self.counts["empty"] += 1
+            return ()
+        self.counts["retrievals"] += 1
+        return [self._execute(hit) if self.settings.mode == "execute" else self._show(state, hit)]
+
+    def _find(self, state: EpisodeState, *, random_step: bool) -> Hit | None:
+        allowed = StepFilter(
+            scope=self.settings.scope,
+            task_key=state.task.key,
+            include_terminal=self.settings.include_terminal,
+            exclude=_inserted(state),
+        )
+        if random_step:
+            record = self.buffer.sample(allowed, state.stream("retrieval noise"))
+            return None if record is None else Hit(record=record, similarity=float("nan"))
+        hits = self.buffer.query(history_text(state.task.question, state.steps), allowed)
+        return hits[0] if hits else None
+
+    def _show(self, state: EpisodeState, hit: Hit) -> Splice:
+        """Mode ``context``: the stored observation stands in, no tool is called."""
+        records = [hit.record]
+        if self.settings.level == "trajectory":
+            following = self.buffer.trajectory(hit.record.trajectory_id)[hit.record.step_index + 1 :]
+            inserted = _inserted(state)
+            allowed = (record for record in following if self.settings.include_terminal or not record.is_terminal)
+            records += [record for record in allowed if record.step_id not in inserted]
+        text = "".join(_joined(record.text, record.observation) for record in records)
+        saved = sum(bool(record.observation) for record in records)
+        return Splice(
+            origin=Origin.BUFFER,
+            text=_wrapped(text),
+            step=Step(text=text, observation="", is_terminal=False),
+            metadata=_metadata(hit, [record.step_id for record in records], num_calls_saved=saved),
+        )
+
+    def _execute(self, hit: Hit) -> Attempt:
+        """Mode ``execute``: do the retrieved action; when the environment refuses it, go on on-policy and count that."""
+
+        def then(result: StepResult) -> Splice | None:
+            if result.invalid:
+                self.counts["refused"] += 1
+                return None
+            observation = result.message.content if result.message else ""
+            metadata = _metadata(hit, [hit.record.step_id], num_calls_saved=0) | {"num_tool_calls": result.num_tool_calls}
+            step = Step(text=hit.record.text, observation=observation, is_terminal=result.done)
+            return Splice(
+                origin=Origin.BUFFER, text=_wrapped(_joined(hit.record.text, observation)), step=step, metadata=metadata
+            )
+
+        return Attempt(action=hit.record.text, then=then)
+
+    def after_turn(self, state: EpisodeState) -> None:
+        """Nothing to do."""
+
+    def after_group(self, trace: Trace) -> None:
+        """Nothing to do: the trainer feeds an evolving buffer, so that it can be rolled back with a checkpoint."""
+
+
+def _inserted(state: EpisodeState) -> frozenset[int]:
+    """Steps that the rollout has been shown already."""
+    nodes = [node for node in state.trace.path(state.tip.node_id) if node.origin is Origin.BUFFER]
+    return frozenset(step_id for node in nodes for step_id in node.metadata["step_ids"])
+
+
+def _wrapped(text: str) -> str:
+    return f"<retrieve>{text.strip()}</retrieve>\n"
+
+
+def _joined(text: str, observation: str) -> str:
+    """Action and observation; a chat observation goes on a line of its own, an inline one brings its own spacing."""
+    separator = "" if not observation or observation[0].isspace() or text[-1:].isspace() else "\n"
+    return text + separator + observation
+
+
+def _metadata(hit: Hit, step_ids: list[int], *, num_calls_saved: int) -> dict[str, object]:
+    return {
+        "step_ids": step_ids,
+        "similarity": hit.similarity,
+        "agent": hit.record.agent,
+        "source_task": hit.record.task_key,
+        "num_calls_saved": num_calls_saved,
+    }
