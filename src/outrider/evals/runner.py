@@ -1,0 +1,82 @@
+"""Evaluation on a frozen panel: no retrieval, no training, faults apart from scores, and intervals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+import numpy as np
+from pydantic import Field
+
+from outrider.config import Settings
+from outrider.rollout.scheduler import Scheduler
+from outrider.seeding import stream
+from outrider.trace import Trace
+from outrider.types import Task
+
+
+class EvaluationSettings(Settings):
+    """``num_tasks`` first tasks of ``split``, ``num_samples`` rollouts each at ``temperature`` (0: greedy).
+
+    ``every`` training steps the panel is played again (0: only before, after the cold start and at the end).
+    """
+
+    split: str = "test"
+    num_tasks: int = Field(200, ge=1)
+    num_samples: int = Field(1, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    every: int = Field(0, ge=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """``score`` is the mean success over tasks with its 95 % interval; faulty rollouts are counted and left out."""
+
+    label: str
+    step: int
+    score: float
+    ci_low: float
+    ci_high: float
+    mean_return: float
+    num_tasks: int
+    num_faults: int
+    num_tool_calls: float
+    num_policy_tokens: float
+
+
+def evaluate(
+    scheduler: Scheduler, tasks: Sequence[Task], *, num_samples: int, label: str, step: int
+) -> tuple[Evaluation, list[Trace]]:
+    """Play the panel. The random streams depend on task and sample only, so two checkpoints face the same draws."""
+    report = scheduler.run(tasks, modes=("evaluation",) * num_samples, training_step=-1)
+    leaves = [[leaf for leaf, _ in trace.rollouts() if leaf.episode_return is not None] for trace in report.traces]
+    scored = [group for group in leaves if group]
+    successes = [fmean(float(leaf.success) for leaf in group) for group in scored]
+    low, high = interval(successes, binary=num_samples == 1)
+    paths = [path for trace in report.traces for _, path in trace.rollouts()]
+    num_rollouts = max(1, len(paths))
+    evaluation = Evaluation(
+        label=label,
+        step=step,
+        score=fmean(successes) if successes else float("nan"),
+        ci_low=low,
+        ci_high=high,
+        mean_return=fmean(leaf.episode_return or 0.0 for group in scored for leaf in group) if scored else float("nan"),
+        num_tasks=len(scored),
+        num_faults=sum(num_samples - len(group) for group in leaves),
+        num_tool_calls=sum(node.metadata.get("num_tool_calls", 0) for path in paths for node in path) / num_rollouts,
+        num_policy_tokens=sum(len(node.token_ids) for path in paths for node in path if node.trainable) / num_rollouts,
+    )
+    return evaluation, report.traces
+
+
+def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> tuple[float, float]:
+    """Interval of the mean over tasks: Wilson's for one success or failure a task, else a seeded percentile bootstrap."""
+    if not scores:
+        return float("nan"), float("nan")
+    if not binary:
+        draws = stream(0, "bootstrap").choice(np.asarray(scores), size=(2000, len(scores))).mean(axis=1)
+        tail = 50 * (1 - level)
+        return float(np.percentile(draws, tail)), float(np.percentile(draws, 100 - tail))
+    z, n, p = NormalDist().inv_cdf(0.5 + level / 2), len(scores), fmean(scores)
+    centre, spread = p + z * z / (2 * n), z * float(np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)))
+    return max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))

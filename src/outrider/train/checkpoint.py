@@ -1,0 +1,117 @@
+"""Checkpoints: a folder that is either absent or whole, safetensors and JSON only, enough to continue bit for bit.
+
+Random streams are keyed by run seed and step (:mod:`outrider.seeding`), so their state is the step number.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider.errors import CheckpointError
+from outrider.train.policy import Policy, Scorer
+
+_STATE = "state.json"
+
+
+def save_checkpoint(folder: Path, policy: Policy, state: dict[str, Any]) -> None:
+    """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints as they were.
+
+    Raises CheckpointError when it cannot be written (a full disk), which leaves them as they were too.
+    """
+    temporary = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        _write(temporary, policy, state)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"cannot write checkpoint {folder.name}: {reason}; earlier checkpoints are whole") from error
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)
+
+
+def _write(temporary: Path, policy: Policy, state: dict[str, Any]) -> None:
+    temporary.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in policy.masters.items()}, temporary / "masters.safetensors")
+    save_file(_optimizer_tensors(policy), temporary / "optimizer.safetensors")
+    content = {**state, "num_optimizer_steps": policy.num_steps, "tensors": sorted(policy.masters)}
+    (temporary / _STATE).write_text(json.dumps(content, indent=1, sort_keys=True))
+    for path in [*temporary.iterdir(), temporary]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _optimizer_tensors(policy: Policy) -> dict[str, Tensor]:
+    tensors = {}
+    for name, master in policy.masters.items():
+        for key, value in policy.optimizer.state.get(master, {}).items():
+            tensors[f"{key}/{name}"] = torch.as_tensor(value).contiguous()
+    return tensors
+
+
+def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
+    """Put masters, working copy and optimiser back; the saved state.
+
+    Raises CheckpointError when files are missing, damaged, or belong to another model.
+    """
+    try:
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+        masters = load_file(folder / "masters.safetensors")
+        optimizer = load_file(folder / "optimizer.safetensors")
+        num_optimizer_steps = int(state["num_optimizer_steps"])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {str(error).splitlines()[0]}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in masters.items()}
+    if shapes != {name: tuple(tensor.shape) for name, tensor in policy.masters.items()}:
+        raise CheckpointError(f"checkpoint {folder} belongs to another model or adapter")
+    policy.optimizer.state.clear()
+    for name, master in policy.masters.items():
+        master.copy_(masters[name])
+        moments = {key.split("/", 1)[0]: value for key, value in optimizer.items() if key.split("/", 1)[1] == name}
+        if moments:
+            policy.optimizer.state[master] = moments
+    policy.num_steps = num_optimizer_steps
+    policy.round_masters()
+    return state
+
+
+def save_reference(path: Path, reference: Scorer) -> None:
+    """The frozen weights of the KL term; written once, because they differ from the model's after a cold start."""
+    temporary = path.with_name(f".{path.name}.partial")
+    save_file({name: p.detach().contiguous() for name, p in reference.model.named_parameters()}, temporary)
+    os.replace(temporary, path)
+
+
+@torch.no_grad()
+def load_reference(path: Path, reference: Scorer) -> None:
+    """Put the frozen weights back. Raises CheckpointError when they are missing, damaged or of another model."""
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"reference weights {path} are damaged: {str(error).splitlines()[0]}") from error
+    parameters = dict(reference.model.named_parameters())
+    if {name: p.shape for name, p in parameters.items()} != {name: w.shape for name, w in weights.items()}:
+        raise CheckpointError(f"reference weights {path} belong to another model or adapter")
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+
+
+def checkpoints_newest_first(folder: Path) -> list[Path]:
+    """All checkpoints below ``folder``; one that was damaged after it was written is among them."""
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
+
+
+def prune_checkpoints(folder: Path, *, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints and the one of step 0, from which other algorithms can start."""
+    found = sorted(folder.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    found = [path for path in found if int(path.name.split("-")[1]) > 0]
+    for path in found[: max(0, len(found) - keep)]:
+        shutil.rmtree(path)

@@ -1,0 +1,137 @@
+"""Builds what a run needs from its settings; everything that can be missing is found here, before the first rollout."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from outrider.algorithms.base import Algorithm
+from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.algorithms.rapo import Rapo, RapoSettings
+from outrider.engines.local import LocalEngine
+from outrider.engines.model import load_model
+from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.environments.factbook import FactbookConfig, FactbookFamily
+from outrider.environments.scienceworld import ScienceWorldConfig, ScienceWorldFamily
+from outrider.environments.tools import ToolsFamily
+from outrider.errors import CheckpointError, DataError
+from outrider.memory.embedder import load_embedder
+from outrider.memory.steps import StepTraceBuffer
+from outrider.tokens import ChatRenderer
+from outrider.train.experts import fill_buffer
+from outrider.train.policy import Policy, Scorer, set_threads
+from outrider.train.settings import EnvironmentConfig, RunSettings
+from outrider.types import Task
+
+
+@dataclass(slots=True, kw_only=True)
+class Components:
+    """The parts of a run. ``buffer`` is None for algorithms that do not retrieve, ``reference`` without a KL term."""
+
+    settings: RunSettings
+    policy: Policy
+    reference: Scorer | None
+    engine: LocalEngine
+    renderer: ChatRenderer
+    family: TaskFamily
+    factory: EnvironmentFactory
+    train_tasks: Sequence[Task]
+    test_tasks: Sequence[Task]
+    buffer: StepTraceBuffer | None
+    algorithm: Algorithm
+
+
+def make_family(config: EnvironmentConfig) -> TaskFamily:
+    """The task family of an environment's settings."""
+    if isinstance(config, FactbookConfig):
+        return FactbookFamily(config)
+    return ScienceWorldFamily(config) if isinstance(config, ScienceWorldConfig) else ToolsFamily(config)
+
+
+def build(
+    settings: RunSettings, *, buffer_path: Path, on_tokens: Callable[[int], None], note: Callable[[str], None]
+) -> Components:
+    """Load model, tasks, tools and buffer. Raises typed errors; nothing has been trained or played yet."""
+    set_threads(settings.num_threads)
+    family = make_family(settings.environment)
+    train_tasks = family.tasks("train") if settings.train.num_steps or settings.cold_start.num_examples else ()
+    test_tasks = family.tasks(settings.evaluation.split)[: settings.evaluation.num_tasks]
+    if settings.train.num_steps and len(train_tasks) < settings.train.tasks_per_step:
+        raise DataError(
+            f"{len(train_tasks)} training tasks are fewer than train.tasks_per_step = {settings.train.tasks_per_step}"
+        )
+    factory = family.make()
+    policy = make_policy(settings)
+    engine = LocalEngine(policy.language_model, context_length=settings.model.context_length, on_tokens=on_tokens)
+    buffer = open_buffer(settings, path=buffer_path, family=family, factory=factory, train_tasks=train_tasks, note=note)
+    return Components(
+        settings=settings,
+        policy=policy,
+        reference=policy.frozen_copy() if settings.algorithm.kl_weight > 0 else None,
+        engine=engine,
+        renderer=ChatRenderer(policy.language_model.tokenizer),
+        family=family,
+        factory=factory,
+        train_tasks=train_tasks,
+        test_tasks=test_tasks,
+        buffer=buffer,
+        algorithm=make_algorithm(settings, buffer),
+    )
+
+
+def make_policy(settings: RunSettings) -> Policy:
+    """The model with its optimiser, from a checkpoint's weights where one is named."""
+    model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
+    policy = Policy(model, settings.optimizer, lora=settings.model.lora, seed=settings.seed)
+    if settings.model.initial_checkpoint is not None:
+        load_weights(policy, Path(settings.model.initial_checkpoint))
+    return policy
+
+
+def load_weights(policy: Policy, checkpoint: Path) -> None:
+    """Weights of a checkpoint without its optimiser. Raises CheckpointError."""
+    try:
+        masters = load_file(checkpoint / "masters.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read weights from {checkpoint}: {str(error).splitlines()[0]}") from error
+    if {n: t.shape for n, t in masters.items()} != {n: t.shape for n, t in policy.masters.items()}:
+        raise CheckpointError(f"{checkpoint} holds the weights of another model or adapter")
+    for name, master in policy.masters.items():
+        master.copy_(masters[name])
+    policy.round_masters()
+
+
+def make_algorithm(settings: RunSettings, buffer: StepTraceBuffer | None) -> Algorithm:
+    """The algorithm that ``algorithm.type`` names."""
+    if isinstance(settings.algorithm, RapoSettings):
+        return Rapo(settings.algorithm, buffer=buffer, num_training_steps=settings.train.num_steps)
+    assert isinstance(settings.algorithm, GrpoSettings)
+    return Grpo(settings.algorithm)
+
+
+def open_buffer(
+    settings: RunSettings,
+    *,
+    path: Path,
+    family: TaskFamily,
+    factory: EnvironmentFactory,
+    train_tasks: Sequence[Task],
+    note: Callable[[str], None],
+) -> StepTraceBuffer | None:
+    """RAPO's buffer: the one that is named, or one filled by the family's experts. None where nothing retrieves."""
+    if not isinstance(settings.algorithm, RapoSettings) or settings.algorithm.num_hybrid == 0 or not settings.train.num_steps:
+        return None
+    embedder = load_embedder(settings.buffer.embedder)
+    named = Path(settings.buffer.path) if settings.buffer.path else None
+    if named is not None and not settings.buffer.evolve:
+        return StepTraceBuffer(named, embedder, mode="read")
+    buffer = StepTraceBuffer(named or path, embedder, mode="write")
+    if buffer.report.lost_batch:
+        note("the buffer's last writer was killed inside a batch: that batch is added again")
+    if named is None:
+        fill_buffer(buffer, family, factory, train_tasks[: settings.buffer.num_tasks], settings, note)
+    if len(buffer) == 0:
+        raise DataError("the step-trace buffer is empty: no expert solved a training task")
+    return buffer

@@ -1,0 +1,113 @@
+"""Experts' trajectories for the step-trace buffer, with the returns that the environment itself gave them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.errors import EnvironmentFault, ToolFault
+from outrider.memory.records import BuildReport
+from outrider.memory.steps import StepTraceBuffer
+from outrider.rollout.direct import play_texts
+from outrider.train.settings import RunSettings
+from outrider.types import Task, Trajectory
+
+_PORTION = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlay:
+    """An expert's steps as the environment answered them. ``success`` is the environment's own verdict."""
+
+    trajectory: Trajectory
+    success: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class FillReport:
+    """What asking the experts did: ``present`` tasks had theirs in the buffer, ``without_expert`` have none, ``fault`` ones
+    broke, ``unsolved`` ones were offered with the return that they got. ``builds`` holds one report a portion.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    builds: list[BuildReport] = field(default_factory=list)
+
+
+def play_expert(family: TaskFamily, factory: EnvironmentFactory, task: Task, seed: int) -> ExpertPlay | None:
+    """Play the expert's path in a fresh environment; None where there is no expert.
+
+    Raises ToolFault or EnvironmentFault when infrastructure broke.
+    """
+    steps = family.expert(task, seed)
+    if not steps:
+        return None
+    texts = [step.text for step in steps]
+    episode = play_texts(factory, task, texts, seed=seed)
+    trajectory = Trajectory(
+        trajectory_id=_name(task),
+        task_key=task.key,
+        agent="expert",
+        prompt=episode.prompt,
+        steps=episode.steps(texts),
+        reward=episode.record.episode_return,
+    )
+    return ExpertPlay(trajectory=trajectory, success=episode.record.success)
+
+
+def fill_buffer(
+    buffer: StepTraceBuffer,
+    family: TaskFamily,
+    factory: EnvironmentFactory,
+    tasks: Sequence[Task],
+    settings: RunSettings,
+    note: Callable[[str], None],
+) -> FillReport:
+    """Add the expert's trajectory of every task that lacks it, a portion of tasks at a time.
+
+    A fault is tried again ``train.max_retries`` times, then counted and left out.
+    """
+    report = FillReport()
+    questions = {task.key: task.question for task in tasks}
+    for start in range(0, len(tasks), _PORTION):
+        portion = tasks[start : start + _PORTION]
+        missing = [task for task in portion if not buffer.trajectory(_name(task))]
+        report.counts["present"] += len(portion) - len(missing)
+        plays = [_with_retries(family, factory, task, settings, report) for task in missing]
+        trajectories = [play.trajectory for play in plays if play is not None]
+        report.counts["unsolved"] += sum(not play.success for play in plays if play is not None)
+        if trajectories:
+            report.builds.append(
+                buffer.add_trajectories(
+                    trajectories,
+                    keep_best=settings.buffer.keep_best,
+                    min_reward=settings.buffer.min_reward,
+                    questions=questions,
+                )
+            )
+        note(f"buffer: experts of {start + len(portion)} of {len(tasks)} tasks asked, {len(buffer)} steps")
+    told = {name: count for name, count in report.counts.items() if count and name != "present"}
+    if told:
+        note("buffer: " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in told.items()))
+    return report
+
+
+def _name(task: Task) -> str:
+    return f"expert/{task.key}"
+
+
+def _with_retries(
+    family: TaskFamily, factory: EnvironmentFactory, task: Task, settings: RunSettings, report: FillReport
+) -> ExpertPlay | None:
+    for attempt in range(settings.train.max_retries + 1):
+        try:
+            play = play_expert(family, factory, task, settings.seed)
+        except (ToolFault, EnvironmentFault) as fault:
+            report.counts["retries"] += attempt < settings.train.max_retries
+            last = fault
+        else:
+            report.counts["without_expert"] += play is None
+            return play
+    report.counts["fault"] += 1
+    report.faults.append(f"{task.key}: {last}")
+    return None

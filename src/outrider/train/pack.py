@@ -1,0 +1,148 @@
+"""Packing: trees of tokens into one row without padding, a shared beginning computed once, only policy tokens scored.
+
+Shape letters: N packed tokens, T scored (policy) tokens. Packed rows are what :mod:`outrider.engines.attention` runs.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from outrider.engines.attention import Segment, TreePlan
+from outrider.trace import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPath:
+    """One rollout to train on: its nodes from the root, and its number in the global mini-batch."""
+
+    nodes: Sequence[Node]
+    rollout_index: int
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """One micro-batch. ``predictors_T`` index the packed position whose output predicts each scored token."""
+
+    ids_N: Tensor
+    positions_N: Tensor
+    plan: TreePlan
+    predictors_T: Tensor
+    targets_T: Tensor
+    credit_T: Tensor
+    ratio_scale_T: Tensor
+    engine_logprobs_T: Tensor
+    rollout_index_T: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Unique tokens that the model computes."""
+        return len(self.ids_N)
+
+    def like(self, scores_T: Tensor) -> "PackedBatch":
+        """The same batch with the per-token values in the precision and on the device of the model's scores."""
+        return replace(
+            self,
+            credit_T=self.credit_T.to(scores_T),
+            ratio_scale_T=self.ratio_scale_T.to(scores_T),
+            engine_logprobs_T=self.engine_logprobs_T.to(scores_T),
+        )
+
+
+@dataclass(slots=True)
+class _Builder:
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    scored: list[tuple[int, int, float, float, float, int]] = field(default_factory=list)
+
+    def add(
+        self, sequences: Sequence[RolloutPath], depth: int, ancestors: tuple[int, ...], last: int | None, position: int
+    ) -> None:
+        """Emit the nodes that all ``sequences`` share from ``depth`` on as one segment, then each branch.
+
+        ``last`` is the packed position of the token before, which predicts the first one here.
+        """
+        start = len(self.ids)
+        while len({id(s.nodes[depth]) if depth < len(s.nodes) else 0 for s in sequences}) == 1 and depth < len(
+            sequences[0].nodes
+        ):
+            last = self._emit(sequences[0].nodes[depth], sequences, last, position)
+            position += len(sequences[0].nodes[depth].token_ids)
+            depth += 1
+        if len(self.ids) > start:
+            self.segments.append(Segment(length=len(self.ids) - start, ancestors=ancestors))
+            ancestors = (*ancestors, len(self.segments) - 1)
+        branches: dict[int, list[RolloutPath]] = {}
+        for sequence in sequences:
+            if depth < len(sequence.nodes):
+                branches.setdefault(id(sequence.nodes[depth]), []).append(sequence)
+        for branch in branches.values():
+            self.add(branch, depth, ancestors, last, position)
+
+    def _emit(self, node: Node, sequences: Sequence[RolloutPath], previous: int | None, position: int) -> int | None:
+        if node.trainable and len(sequences) > 1:
+            raise ValueError(f"node {node.node_id} is shared by {len(sequences)} rollouts: shared-token credit is needed")
+        for offset, token in enumerate(node.token_ids):
+            if node.trainable and node.credit is not None and previous is not None:
+                scored = (
+                    previous,
+                    token,
+                    node.credit[offset],
+                    node.ratio_scale,
+                    node.logprobs[offset],
+                    sequences[0].rollout_index,
+                )
+                self.scored.append(scored)
+            previous = len(self.ids)
+            self.ids.append(token)
+            self.positions.append(position + offset)
+        return previous
+
+    def batch(self) -> PackedBatch:
+        predictors, targets, credit, scale, engine, owner = zip(*self.scored, strict=True)
+        return PackedBatch(
+            ids_N=torch.tensor(self.ids),
+            positions_N=torch.tensor(self.positions),
+            plan=TreePlan(segments=tuple(self.segments)),
+            predictors_T=torch.tensor(predictors),
+            targets_T=torch.tensor(targets),
+            credit_T=torch.tensor(credit, dtype=torch.float64),
+            ratio_scale_T=torch.tensor(scale, dtype=torch.float64),
+            engine_logprobs_T=torch.tensor(engine, dtype=torch.float64),
+            rollout_index_T=torch.tensor(owner),
+        )
+
+
+def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[PackedBatch]:
+    """Micro-batches of at most ``max_tokens`` unique tokens (a longer single rollout gets its own), in order.
+
+    Rollouts of one tree that fall into one micro-batch share their common beginning; the loss is the same for any split.
+    """
+    waiting: list[RolloutPath] = []
+    counted: set[int] = set()
+    num_tokens = 0
+    for sequence in sequences:
+        new = [node for node in sequence.nodes if id(node) not in counted]
+        size = sum(len(node.token_ids) for node in new)
+        if waiting and num_tokens + size > max_tokens:
+            yield _packed(waiting)
+            waiting, counted, num_tokens = [], set(), 0
+            new, size = list(sequence.nodes), sum(len(node.token_ids) for node in sequence.nodes)
+        waiting.append(sequence)
+        counted.update(id(node) for node in new)
+        num_tokens += size
+    if waiting:
+        yield _packed(waiting)
+
+
+def _packed(sequences: Sequence[RolloutPath]) -> PackedBatch:
+    builder = _Builder()
+    trees: dict[int, list[RolloutPath]] = {}
+    for sequence in sequences:
+        trees.setdefault(id(sequence.nodes[0]), []).append(sequence)
+    for tree in trees.values():
+        builder.add(tree, 0, (), None, 0)
+    return builder.batch()

@@ -1,0 +1,176 @@
+"""The policy in training: float32 master weights behind a working copy in the model's own precision.
+
+Small RL updates vanish in bfloat16, so gradients are accumulated and applied in float32; the working copy (which the
+local engine shares) is rounded from the masters after every step. Shape letters: N packed tokens, T scored tokens, V
+vocabulary.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from outrider.config import Settings
+from outrider.engines.model import LanguageModel
+from outrider.train.pack import PackedBatch
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters through peft. ``target_modules``: names of the linear layers that get one."""
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class OptimizerSettings(Settings):
+    """AdamW. ``max_grad_norm`` clips the global norm; ``warmup_steps`` raises the rate linearly from its first share."""
+
+    learning_rate: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenScores:
+    """``logprobs_T`` carry gradient; ``entropies_T`` (nats, whole vocabulary) do not."""
+
+    logprobs_T: Tensor
+    entropies_T: Tensor
+
+
+class Scorer:
+    """A language model that scores packed tokens; alone it is a frozen reference (KL term)."""
+
+    def __init__(self, language_model: LanguageModel) -> None:
+        self.language_model = language_model
+        self.model = language_model.model
+
+    def score(self, batch: PackedBatch, *, chunk: int = 512) -> TokenScores:
+        """Log-probs and entropies of the scored tokens; logits exist only for those, ``chunk`` rows at a time."""
+        states = self.language_model.hidden(batch.ids_N[None], batch.positions_N[None], batch.plan)
+        device = states.device
+        hidden, targets = states[0, batch.predictors_T.to(device)], batch.targets_T.to(device)
+        pieces = [self._head(hidden[i : i + chunk], targets[i : i + chunk]) for i in range(0, len(targets), chunk)]
+        return TokenScores(logprobs_T=torch.cat([p for p, _ in pieces]), entropies_T=torch.cat([e for _, e in pieces]))
+
+    def _head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        head = self.language_model.head
+        if not torch.is_grad_enabled():
+            return _log_softmax_at(hidden, targets, head)
+        result: tuple[Tensor, Tensor] = checkpoint(_log_softmax_at, hidden, targets, head, use_reentrant=False)
+        return result
+
+
+class Policy(Scorer):
+    """A language model with its optimiser."""
+
+    def __init__(
+        self, language_model: LanguageModel, settings: OptimizerSettings, *, lora: LoraSettings | None = None, seed: int = 0
+    ) -> None:
+        super().__init__(language_model)
+        self.settings = settings
+        if lora is not None:
+            _inject_lora(self.model, lora, seed)
+        self.working: dict[str, nn.Parameter] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.masters: dict[str, Tensor] = {name: _master(parameter) for name, parameter in self.working.items()}
+        for name, parameter in self.working.items():
+            parameter.register_post_accumulate_grad_hook(self._collect(name))
+        self.num_steps = 0
+        self.optimizer = torch.optim.AdamW(
+            list(self.masters.values()),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def _collect(self, name: str) -> Callable[[Tensor], None]:
+        def move(parameter: Tensor) -> None:
+            master, gradient = self.masters[name], parameter.grad
+            assert gradient is not None
+            master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+        return move
+
+    def step(self, *, learning_rate: float | None = None) -> float:
+        """Clip, apply, round into the working copy; the gradient norm before clipping.
+
+        A norm that is not finite skips the step (the caller counts it): one bad batch must not destroy the weights.
+        """
+        self.num_steps += 1
+        warm = min(1.0, self.num_steps / self.settings.warmup_steps) if self.settings.warmup_steps else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = (learning_rate or self.settings.learning_rate) * warm
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm))
+        if norm == norm and norm != float("inf"):
+            self.optimizer.step()
+            self.round_masters()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Copy the master weights into the working copy."""
+        for name, parameter in self.working.items():
+            parameter.copy_(self.masters[name])
+
+    def fresh_optimizer(self) -> None:
+        """Forget the moments: the cold start's do not belong to reinforcement learning."""
+        self.optimizer.state.clear()
+        self.num_steps = 0
+
+    def frozen_copy(self) -> Scorer:
+        """The policy as it is now, in its own memory and never trained."""
+        model = copy.deepcopy(self.model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        return Scorer(replace(self.language_model, model=model))
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    """A copy in float32, or in the parameter's own precision where that is higher."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+
+def _log_softmax_at(hidden: Tensor, targets: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
+    logits_TV: Tensor = head(hidden)
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
+    with torch.no_grad():
+        entropies_T = -(logprobs_TV.exp() * logprobs_TV).sum(dim=-1)
+    return logprobs_TV.gather(1, targets[:, None])[:, 0], entropies_T
+
+
+def _inject_lora(model: nn.Module, settings: LoraSettings, seed: int) -> None:
+    """Add adapters in place; only they train. Seeded, because peft draws A from the global generator."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    config = LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.target_modules), lora_dropout=0.0
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
+
+
+def set_threads(num_threads: int) -> None:
+    """The one place where torch's thread count is set, and its deterministic mode switched on."""
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor twice
+
+
+def trainable_names(policy: Policy) -> Sequence[str]:
+    """Names of the trained parameters in a fixed order."""
+    return sorted(policy.masters)

@@ -1,0 +1,229 @@
+"""``outrider replay``: play a recorded step's rollouts again, without a model, and compare with the record.
+
+The recorded texts of the policy go straight to the configured environment, so nothing is tokenised a second time. What is
+compared: prompt, observations, how the episode ended and its return, all exactly.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from outrider.algorithms.rapo import RapoSettings
+from outrider.config import load_settings
+from outrider.environments.base import EnvironmentFactory, StepResult
+from outrider.errors import DataError, EnvironmentFault, ToolFault
+from outrider.rollout.direct import DirectEpisode, outcome_of, play_texts
+from outrider.seeding import stream_seed
+from outrider.train.components import make_family
+from outrider.train.settings import RunSettings
+from outrider.types import Origin, Outcome, Task
+from outrider.watch.traces import TraceReader, TraceRow
+
+_COLUMNS = ("task", "rollout", "turn", "what", "recorded", "replayed")
+_SHOWN = 20
+_MAX_CELL = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first place where a rollout's replay leaves its record. ``turn`` is None for the prompt and the end."""
+
+    what: str
+    turn: int | None
+    recorded: str
+    replayed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    """One rollout on file: the rows from root to leaf."""
+
+    task_key: str
+    path: tuple[TraceRow, ...]
+
+    @property
+    def leaf(self) -> TraceRow:
+        return self.path[-1]
+
+
+def replay_step(run: Path, step: int) -> int:
+    """Replay ``traces`` of a training step and print what differs; 0 when nothing does, 1 otherwise.
+
+    Rollouts that ended in a fault are not on file, so they are counted but not played.
+    Raises DataError when the run, the step or a task of it is missing.
+    """
+    if not (run / "config.toml").exists():
+        raise DataError(f"{run} is no run directory: it has no config.toml")
+    settings = load_settings(RunSettings, file=run / "config.toml")
+    rollouts = list(recorded_rollouts(TraceReader(run / "traces").read(step)))
+    if not rollouts:
+        raise DataError(f"step {step} of {run} holds no finished rollout")
+    family = make_family(settings.environment)
+    tasks = {task.key: task for task in family.tasks("train")}
+    lost = sorted({one.task_key for one in rollouts} - tasks.keys())
+    if lost:
+        raise DataError(f"task {lost[0]} of the record is not in the training split any more ({len(lost)} such tasks)")
+    factory = family.make()
+    try:
+        found = [(one, _replay(one, tasks[one.task_key], factory, settings, step)) for one in rollouts]
+    finally:
+        factory.close()
+    owed = len({one.leaf.trace_id for one in rollouts}) * settings.algorithm.group_size
+    _print(step, found, num_unrecorded=max(0, owed - len(rollouts)))
+    return int(any(difference is not None for _, difference in found))
+
+
+def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[_Recorded]:
+    """The rollouts of a trace file, in its order."""
+    nodes = {(row.trace_id, row.node_id): row for row in rows}
+    for row in rows:
+        if row.outcome is None:
+            continue
+        path = [row]
+        while path[-1].parent_id != -1:
+            parent = nodes.get((row.trace_id, path[-1].parent_id))
+            if parent is None:
+                raise DataError(f"trace {row.trace_id}: node {path[-1].parent_id} is missing from the record")
+            path.append(parent)
+        yield _Recorded(task_key=row.task_key, path=tuple(reversed(path)))
+
+
+def compare(recorded: Sequence[TraceRow], episode: DirectEpisode, *, settings: RunSettings) -> Difference | None:
+    """The first difference between the rows of a rollout and its replay."""
+    prompt = "\n".join(message.content for message in episode.prompt)
+    if _stored(prompt) != recorded[0].text:
+        return Difference(what="prompt", turn=None, recorded=recorded[0].text, replayed=prompt)
+    results = iter(episode.results)
+    last: StepResult | None = None
+    played = [row for row in recorded if _is_played(row, settings)]
+    following = {id(row): after for row, after in zip(recorded, [*recorded[1:], None], strict=True)}
+    for turn, row in enumerate(played):
+        last = next(results, None)
+        if last is None:
+            return Difference(what="end", turn=turn, recorded="the episode went on", replayed="the episode had ended")
+        difference = _compare_observation(row, following[id(row)], last, turn)
+        if difference is not None:
+            return difference
+    return _compare_end(recorded, last, episode, settings)
+
+
+def _replay(one: _Recorded, task: Task, factory: EnvironmentFactory, settings: RunSettings, step: int) -> Difference | None:
+    texts = [_said(row) for row in one.path if _is_played(row, settings)]
+    seed = stream_seed(settings.seed, "reset", step - 1, task.key)  # the file of step n holds the rollouts before update n
+    try:
+        episode = play_texts(factory, task, texts, seed=seed)
+    except (ToolFault, EnvironmentFault) as fault:
+        return Difference(what="fault", turn=None, recorded="none", replayed=str(fault))
+    return compare(one.path, episode, settings=settings)
+
+
+def _is_played(row: TraceRow, settings: RunSettings) -> bool:
+    """Whether the environment saw the node as an action: policy turns, and retrieved steps that were executed."""
+    algorithm = settings.algorithm
+    executes = isinstance(algorithm, RapoSettings) and algorithm.retrieval.mode == "execute"
+    return row.origin is Origin.POLICY or (row.origin is Origin.BUFFER and executes)
+
+
+def _said(row: TraceRow) -> str:
+    """What the environment read. Behind an executed action stands its observation, which holds no action of its own.
+
+    Executed actions that were refused, or whose text found no room, are not on file, so they are not repeated.
+    """
+    return row.text if row.origin is Origin.POLICY else _inside(row)
+
+
+def _inside(row: TraceRow) -> str:
+    return row.text.strip().removeprefix("<retrieve>").removesuffix("</retrieve>")
+
+
+def _compare_observation(row: TraceRow, after: TraceRow | None, result: StepResult, turn: int) -> Difference | None:
+    said = _stored(result.message.content) if result.message else ""
+    if row.origin is Origin.BUFFER:
+        same = _inside(row).strip().endswith(said.strip())
+        return None if same else Difference(what="executed step", turn=turn, recorded=_inside(row), replayed=said)
+    if after is None or after.origin is not Origin.ENVIRONMENT:
+        return None
+    if result.done:
+        return Difference(what="end", turn=turn, recorded="the episode went on", replayed="the episode ended")
+    return None if after.text == said else Difference(what="observation", turn=turn, recorded=after.text, replayed=said)
+
+
+def _compare_end(
+    recorded: Sequence[TraceRow], last: StepResult | None, episode: DirectEpisode, settings: RunSettings
+) -> Difference | None:
+    leaf = recorded[-1]
+    outcome = outcome_of(last) if last is not None and last.done else _cut(recorded, last, settings)
+    assert leaf.outcome is not None  # what makes it a leaf
+    if outcome is not leaf.outcome:
+        return Difference(what="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
+    if episode.record.episode_return != leaf.episode_return:
+        told = f"{episode.record.episode_return!r}"
+        return Difference(what="return", turn=None, recorded=f"{leaf.episode_return!r}", replayed=told)
+    return None
+
+
+def _cut(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:
+    """How the rollout loop ends an episode that the environment did not end; token counts follow from where it stopped."""
+    leaf = recorded[-1]
+    finish = _metadata(leaf).get("finish") if leaf.origin is Origin.POLICY else None
+    if finish == "eos" and last is not None and last.message is not None and last.message.role == "inline":
+        return Outcome.INVALID
+    num_turns = sum(row.origin is Origin.POLICY for row in recorded)
+    ended_between_turns = leaf.origin in (Origin.ENVIRONMENT, Origin.PROMPT)
+    if ended_between_turns and num_turns >= settings.rollout.max_turns:
+        return Outcome.TRUNCATED_TURNS
+    return Outcome.TRUNCATED_TOKENS
+
+
+def _metadata(row: TraceRow) -> Mapping[str, object]:
+    try:
+        value = json.loads(row.metadata)
+    except ValueError as error:
+        raise DataError(f"trace {row.trace_id}: metadata of node {row.node_id} is no JSON") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _stored(text: str) -> str:
+    """The text as a trace file keeps it: lone surrogates spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _print(step: int, found: Sequence[tuple[_Recorded, Difference | None]], *, num_unrecorded: int) -> None:
+    differing = [(one, difference) for one, difference in found if difference is not None]
+    if differing:
+        table = Table(*(Column(name, overflow="fold") for name in _COLUMNS), title=f"step {step}: first differences")
+        for one, difference in differing[:_SHOWN]:
+            turn = "" if difference.turn is None else str(difference.turn)
+            recorded, replayed = _around(difference.recorded, difference.replayed)
+            cells = (one.task_key, str(one.leaf.rollout), turn, difference.what, recorded, replayed)
+            table.add_row(*(Text(cell) for cell in cells))
+        Console().print(table)
+        if len(differing) > _SHOWN:
+            print(f"... and {len(differing) - _SHOWN} more rollouts that differ")
+    summary = Table("rollouts", "count", title=f"step {step}")
+    counts = {
+        "replayed": len(found),
+        "same": len(found) - len(differing),
+        "different": len(differing),
+        "not on file (faults)": num_unrecorded,
+    }
+    for name, count in counts.items():
+        summary.add_row(name, str(count))
+    Console().print(summary)
+
+
+def _around(recorded: str, replayed: str) -> tuple[str, str]:
+    """Both texts on one line, cut to where they part, so that a long observation shows its difference."""
+    recorded, replayed = (text.replace("\n", "\\n") for text in (recorded, replayed))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(recorded, replayed, strict=False)) if a != b), min(len(recorded), len(replayed))
+    )
+    start = max(0, same - 40)
+    mark = "..." if start else ""
+    end = start + _MAX_CELL
+    return f"{mark}{recorded[start:end]}", f"{mark}{replayed[start:end]}"

@@ -1,0 +1,112 @@
+"""A run directory: never shared, never overwritten, readable at any instant."""
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from outrider.config import load_settings, to_toml
+from outrider.errors import CheckpointError, ConfigError, DataError
+from outrider.evals.runner import Evaluation
+from outrider.train.settings import RunSettings
+
+
+class RunDirectory:
+    """Paths of a run, its lock, and its evaluations file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.evaluations = path / "evaluations.jsonl"
+        self._lock: int | None = None
+        self._created: bool | None = None  # by this process: the folder itself (True) or only what is in it (False)
+
+    @classmethod
+    def create(cls, path: Path, settings: RunSettings) -> "RunDirectory":
+        """A new folder with the resolved configuration. Raises ConfigError when it exists and is not empty."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{path} is not empty: a run directory is never overwritten (continue it with --resume)")
+        existed = path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        temporary = path / "config.toml.partial"
+        temporary.write_text(to_toml(settings.model_dump(mode="json")) + "\n", encoding="utf-8")
+        os.replace(temporary, path / "config.toml")
+        run = cls(path)
+        run._created = not existed
+        run.lock()
+        return run
+
+    def discard(self) -> None:
+        """Take back a new run whose set-up failed, so that the same command works once the cause is gone.
+
+        A run that was opened, not created, stays as it is.
+        """
+        if self._created is None:
+            return
+        for entry in self.path.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if self._created:
+            self.path.rmdir()
+
+    @classmethod
+    def open(cls, path: Path) -> "tuple[RunDirectory, RunSettings]":
+        """An existing run and its settings. Raises CheckpointError when there is none."""
+        if not (path / "config.toml").exists():
+            raise CheckpointError(f"{path} is no run directory: it has no config.toml")
+        run = cls(path)
+        run.lock()
+        return run, load_settings(RunSettings, file=path / "config.toml")
+
+    def lock(self) -> None:
+        """One process a run; the kernel frees the lock when the process dies, however it dies."""
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"{self.path} is in use by another process") from error
+
+    def finished_evaluations(self) -> list[dict[str, Any]]:
+        """Evaluations on file; a line torn by a kill is dropped from the file, and that evaluation runs again."""
+        if not self.evaluations.exists():
+            return []
+        *lines, tail = self.evaluations.read_text(encoding="utf-8").split("\n")
+        if tail:
+            self._replace(lines)
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise DataError(f"{self.evaluations.name} is damaged: {error}") from error
+
+    def cut_evaluations(self, num_kept: int) -> None:
+        """Forget evaluations made after the checkpoint that a resumed run starts from; they run again, to the same bits."""
+        finished = self.finished_evaluations()
+        if len(finished) > num_kept:
+            self._replace([json.dumps(one) for one in finished[:num_kept]])
+
+    def _replace(self, lines: list[str]) -> None:
+        temporary = self.evaluations.with_suffix(".partial")
+        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        os.replace(temporary, self.evaluations)
+
+    def add_evaluation(self, evaluation: Evaluation, *, split: str, temperature: float, panel_hash: str) -> None:
+        """Append one line and force it to disk."""
+        score = {"value": evaluation.score, "ci_low": evaluation.ci_low, "ci_high": evaluation.ci_high}
+        line = {
+            "label": evaluation.label,
+            "split": split,
+            "num_tasks": evaluation.num_tasks,
+            "step": evaluation.step,
+            "temperature": temperature,
+            "panel_hash": panel_hash,
+            "num_faults": evaluation.num_faults,
+            "num_tool_calls": evaluation.num_tool_calls,
+            "num_policy_tokens": evaluation.num_policy_tokens,
+            "mean_return": evaluation.mean_return,
+            "metric": {"score": score},
+        }
+        with self.evaluations.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())

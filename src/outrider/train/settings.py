@@ -1,0 +1,99 @@
+"""The whole configuration of a run: one tree, checked as one, before anything is written."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from outrider.algorithms.grpo import GrpoSettings
+from outrider.algorithms.rapo import RapoSettings
+from outrider.config import Settings
+from outrider.environments.factbook import FactbookConfig
+from outrider.environments.scienceworld import ScienceWorldConfig
+from outrider.environments.tools import ToolsConfig
+from outrider.evals.runner import EvaluationSettings
+from outrider.rollout.episode import Limits
+from outrider.train.policy import LoraSettings, OptimizerSettings
+from outrider.train.sft import ColdStartSettings
+from outrider.train.update import UpdateSettings
+
+EnvironmentConfig = Annotated[FactbookConfig | ToolsConfig | ScienceWorldConfig, Field(discriminator="type")]
+AlgorithmSettings = Annotated[GrpoSettings | RapoSettings, Field(discriminator="type")]
+
+
+class ModelSettings(Settings):
+    """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy."""
+
+    name: str = "smollm2-135m-instruct"
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = "cpu"
+    context_length: int | None = Field(None, ge=8)
+    lora: LoraSettings | None = None
+    initial_checkpoint: str | None = None
+
+
+class BufferSettings(Settings):
+    """The step-trace buffer. ``path`` opens an existing one; without it, experts fill one inside the run directory.
+
+    ``num_tasks`` limits the training tasks whose experts are asked (None: all that training can draw);
+    ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts while training.
+    """
+
+    path: str | None = None
+    embedder: str = "minilm"
+    num_tasks: int | None = Field(None, ge=1)
+    keep_best: int = Field(5, ge=1)
+    min_reward: float | None = None
+    evolve: bool = False
+
+
+class TrainSettings(Settings):
+    """``num_steps`` training steps of ``tasks_per_step`` groups. ``max_policy_tokens`` ends the run earlier when the
+    policy has written so many (for comparisons at equal tokens). A checkpoint every ``checkpoint_every`` steps."""
+
+    num_steps: int = Field(100, ge=0)
+    tasks_per_step: int = Field(8, ge=1)
+    max_policy_tokens: int | None = Field(None, ge=1)
+    checkpoint_every: int = Field(10, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    max_concurrent: int = Field(64, ge=1)
+    max_retries: int = Field(2, ge=0)
+
+
+class RunSettings(Settings):
+    """Everything that decides what a run computes."""
+
+    seed: int = 0
+    num_threads: int = Field(2, ge=1)
+    model: ModelSettings = ModelSettings()
+    environment: EnvironmentConfig
+    algorithm: AlgorithmSettings
+    rollout: Limits = Limits()
+    buffer: BufferSettings = BufferSettings()
+    cold_start: ColdStartSettings = ColdStartSettings()
+    train: TrainSettings = TrainSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    update: UpdateSettings = UpdateSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+
+    @property
+    def num_concurrent(self) -> int:
+        """Episodes at a time: never more than there are simulators, because one that waits for a simulator holds the batch."""
+        wanted = self.train.max_concurrent
+        return min(wanted, self.environment.num_workers) if isinstance(self.environment, ScienceWorldConfig) else wanted
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RunSettings":
+        if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
+            raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
+        if self.buffer.evolve and not isinstance(self.algorithm, RapoSettings):
+            raise ValueError("buffer.evolve needs algorithm.type = rapo")
+        if (
+            isinstance(self.algorithm, RapoSettings)
+            and self.algorithm.retrieval.mode == "execute"
+            and self.environment.type != "scienceworld"
+        ):
+            raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld)")
+        if self.update.num_mini_batches > self.train.tasks_per_step:
+            raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
+        return self

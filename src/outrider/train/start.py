@@ -1,0 +1,81 @@
+"""From settings to a finished run: build the parts, train, write the report whatever happened."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from outrider.errors import OutriderError
+from outrider.train.components import build
+from outrider.train.run_directory import RunDirectory
+from outrider.train.settings import RunSettings
+from outrider.train.trainer import Trainer
+from outrider.watch.progress import Progress, make_progress
+from outrider.watch.report import write_report
+from outrider.watch.trackers import make_trackers
+
+
+class _TokenMeter:
+    """Feeds the engine's decoding steps to the display: tokens so far, and how many a second lately."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.trainer: Trainer | None = None
+        self.num_tokens = 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=50)
+
+    def __call__(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        if self.trainer is not None:
+            self._recent.append((time.monotonic(), self.num_tokens))
+            (began, before), (now, total) = self._recent[0], self._recent[-1]
+            speed = {"tokens/s": round((total - before) / (now - began))} if now > began else {}
+            self._progress.advance(self.trainer.num_done, generated=self.num_tokens, **speed)
+
+
+def run_training(
+    opened: tuple[RunDirectory, RunSettings],
+    *,
+    progress: Literal["auto", "rich", "plain", "none"],
+    on_start: Callable[[Callable[[], None]], None],
+) -> None:
+    """Run or continue. ``on_start`` receives a function that asks the trainer to stop after its step."""
+    run, settings = opened
+    display = make_progress(progress)
+    meter = _TokenMeter(display)
+    try:
+        display.stage("set-up", None)
+        try:
+            parts = build(settings, buffer_path=run.path / "buffer.sqlite", on_tokens=meter, note=display.note)
+            trackers = make_trackers(
+                settings.trackers, run_dir=run.path, config=settings.model_dump(mode="json"), warn=display.note
+            )
+        except (OutriderError, OSError):
+            run.discard()
+            raise
+        trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers)
+        meter.trainer = trainer
+
+        def request_stop() -> None:
+            trainer.stop_requested = True
+
+        on_start(request_stop)
+        try:
+            trainer.train()
+        finally:
+            trackers.close()
+            parts.factory.close()
+            if parts.buffer is not None:
+                parts.buffer.close()
+            for one in run.finished_evaluations():
+                score = one["metric"]["score"]
+                display.note(
+                    f"{one['label']:>20}: {100 * score['value']:5.1f} %  [{100 * score['ci_low']:.1f}, {100 * score['ci_high']:.1f}]"
+                    f"  {one['num_tasks']} held-out tasks, temperature {one['temperature']:g}, no retrieval"
+                )
+            try:
+                display.note(f"report: {write_report(run.path)}")
+            except OSError as error:  # a full disk: the run's own error must stay the one that is told
+                display.note(f"NO REPORT: {error.strerror}; write it later with: outrider view {run.path}")
+    finally:
+        display.close()

@@ -1,0 +1,163 @@
+"""What one step's rollouts say: declared metrics from traces and credits (meanings: docs/metrics.md)."""
+
+import resource
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+
+from outrider.algorithms.base import GroupCredit
+from outrider.memory.embedder import HashEmbedder
+from outrider.trace import Leaf, Node, Trace
+from outrider.types import Origin, Outcome
+
+
+def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """Rewards, outcomes, lengths, turns, tools and tokens of a step; faults stay out of every mean."""
+    every = [leaf for trace in traces for leaf, _ in trace.rollouts()]
+    kept = [(leaf, path) for trace in traces for leaf, path in trace.rollouts() if leaf.episode_return is not None]
+    outcomes = Counter(leaf.outcome for leaf in every)
+    metrics = {f"rollout/num_{outcome.value}": float(outcomes[outcome]) for outcome in Outcome}
+    metrics |= {
+        "rollout/num": float(len(every)),
+        "rollout/num_masked": float(len(every) - len(kept)),
+        "group/num": float(len(traces)),
+    }
+    if not kept:
+        return metrics
+    returns = [leaf.episode_return for leaf, _ in kept if leaf.episode_return is not None]
+    lengths = [_num_tokens(path) for _, path in kept]
+    turns = [sum(node.trainable for node in path) for _, path in kept]
+    policy = [node for _, path in kept for node in path if node.trainable]
+    truncated = outcomes[Outcome.TRUNCATED_TOKENS] + outcomes[Outcome.TRUNCATED_TURNS]
+    return (
+        metrics
+        | {
+            "reward/mean": fmean(returns),
+            "reward/std": pstdev(returns),
+            "reward/min": min(returns),
+            "reward/max": max(returns),
+            "reward/success_rate": fmean(float(leaf.success) for leaf, _ in kept),
+            "rollout/length_tokens_mean": fmean(lengths),
+            "rollout/length_tokens_max": float(max(lengths)),
+            "rollout/policy_tokens_mean": sum(len(node.token_ids) for node in policy) / len(kept),
+            "rollout/turns_mean": fmean(turns),
+            "rollout/turns_max": float(max(turns)),
+            "rollout/num_tool_calls": _total(kept, "num_tool_calls"),
+            "rollout/num_tool_calls_saved": _total(kept, "num_calls_saved"),
+            "rollout/num_invalid_actions": _total(kept, "invalid"),
+            "rollout/truncated_fraction": truncated / len(every),
+            "entropy/token_mean": fmean(e for node in policy for e in node.entropies) if policy else 0.0,
+            "entropy/turn_mean": fmean(node.mean_entropy for node in policy if node.entropies) if policy else 0.0,
+        }
+        | {f"tokens/{name}": float(_tokens(kept, origin)) for name, origin in _ORIGINS.items()}
+    )
+
+
+_ORIGINS: Mapping[str, Origin] = {
+    "policy": Origin.POLICY,
+    "retrieved": Origin.BUFFER,
+    "observation": Origin.ENVIRONMENT,
+    "memory": Origin.MEMORY,
+}
+
+
+def timing_metrics(*, rollout_s: float, update_s: float, num_policy_tokens: float, num_computed_tokens: int) -> dict[str, float]:
+    """Seconds, tokens a second, and the largest resident memory so far."""
+    return {
+        "time/rollout": rollout_s,
+        "time/update": update_s,
+        "time/step": rollout_s + update_s,
+        "speed/rollout_tokens": num_policy_tokens / rollout_s,
+        "speed/update_tokens": num_computed_tokens / update_s,
+        "memory/peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def diversity(traces: Sequence[Trace]) -> float | None:
+    """Mean over groups of 1 - mean pairwise cosine of what the policy wrote (bags of words); None without pairs."""
+    embedder = HashEmbedder()
+    values = []
+    for trace in traces:
+        texts = ["\n".join(n.message.content for n in path if n.trainable) for leaf, path in trace.rollouts() if path]
+        if len(texts) > 1:
+            vectors = embedder.embed(texts).astype(float)
+            num = len(texts)
+            values.append(1.0 - (float((vectors @ vectors.T).sum()) - num) / (num * (num - 1)))
+    return fmean(values) if values else None
+
+
+def credit_metrics(credits_: Sequence[GroupCredit]) -> dict[str, float]:
+    """How many groups taught nothing, and why."""
+    reasons = Counter(credit.advantages.reason for credit in credits_)
+    metrics = {
+        f"group/num_without_signal_{reason}": float(reasons[reason]) for reason in ("singleton", "no_spread", "unscorable")
+    }
+    return metrics | {"group/fraction_without_signal": 1.0 - reasons[None] / len(credits_)}
+
+
+def retrieval_metrics(
+    traces: Sequence[Trace], credits_: Sequence[GroupCredit], modes: Sequence[str], counts: Mapping[str, int]
+) -> dict[str, float]:
+    """RAPO's metrics (spec section 12). ``counts`` are the hook's counts of this step; values without data are left out."""
+    rollouts = [
+        (leaf, path, modes[leaf.rollout])
+        for trace in traces
+        for leaf, path in trace.rollouts()
+        if leaf.episode_return is not None
+    ]
+    retrieved = [(leaf, path) for leaf, path, _ in rollouts if any(node.origin is Origin.BUFFER for node in path)]
+    plain = [(leaf, path) for leaf, path, _ in rollouts if all(node.origin is not Origin.BUFFER for node in path)]
+    num_hybrid = sum(mode == "hybrid" for _, _, mode in rollouts)
+    inserted = [node for _, path in retrieved for node in path if node.origin is Origin.BUFFER]
+    metrics = {
+        "retrieval/num_inserted": float(len(inserted)),
+        "retrieval/num_no_candidate": float(counts.get("empty", 0)),
+        "retrieval/num_refused": float(counts.get("refused", 0)),
+        "retrieval/num_dropped": float(
+            sum(node.metadata.get("num_splices_dropped", 0) for _, path, _ in rollouts for node in path)
+        ),
+        "retrieval/num_cut": float(sum(node.metadata["num_tokens_cut"] > 0 for node in inserted)),
+        "retrieval/num_unscored": float(sum(sum(c.measurements.get("retrieval/num_unscored", ())) for c in credits_)),
+    }
+    if counts.get("opportunities"):
+        metrics["retrieval/rate"] = counts.get("retrievals", 0) / counts["opportunities"]
+    if num_hybrid:
+        metrics["retrieval/share_hybrid_retrieved"] = len(retrieved) / num_hybrid
+    for name, group in (("on_policy", plain), ("hybrid", retrieved)):
+        if group:
+            metrics[f"retrieval/reward_{name}"] = fmean(leaf.episode_return or 0.0 for leaf, _ in group)
+            metrics[f"retrieval/length_{name}"] = fmean(_num_tokens(path) for _, path in group)
+    for agent, number in Counter(str(node.metadata["agent"]) for node in inserted).items():
+        metrics[f"retrieval/num_hits/{agent.replace('/', '_')}"] = float(number)
+    return metrics | _measured_means(credits_)
+
+
+def _measured_means(credits_: Sequence[GroupCredit]) -> dict[str, float]:
+    names = (
+        "z_mean",
+        "g_mean",
+        "entropy_before_mean",
+        "entropy_after_mean",
+        "share_g_positive",
+        "token_share",
+        "similarity_mean",
+        "share_factor_negative",
+    )
+    means = {}
+    for name in (f"retrieval/{name}" for name in names):
+        values = [value for credit in credits_ for value in credit.measurements.get(name, ())]
+        if values:
+            means[name] = fmean(values)
+    return means
+
+
+def _num_tokens(path: Sequence[Node]) -> int:
+    return sum(len(node.token_ids) for node in path if node.origin is not Origin.PROMPT)
+
+
+def _tokens(kept: Sequence[tuple[Leaf, list[Node]]], origin: Origin) -> int:
+    return sum(len(node.token_ids) for _, path in kept for node in path if node.origin is origin)
+
+
+def _total(kept: Sequence[tuple[Leaf, list[Node]]], name: str) -> float:
+    return float(sum(node.metadata.get(name, 0) for _, path in kept for node in path))

@@ -1,0 +1,332 @@
+"""The training loop: buffer, cold start, then steps of rollout, credit and update, with evaluations between."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.algorithms.base import GroupCredit
+from outrider.algorithms.retrieval_hook import RetrievalHook
+from outrider.environments.datasets import panel_hash
+from outrider.errors import CheckpointError
+from outrider.evals.runner import evaluate
+from outrider.metrics.writer import MetricsWriter
+from outrider.rollout.episode import Sampling
+from outrider.rollout.expert import play_experts
+from outrider.rollout.scheduler import Scheduler
+from outrider.seeding import stream
+from outrider.trace import Trace
+from outrider.train.checkpoint import (
+    checkpoints_newest_first,
+    load_checkpoint,
+    load_reference,
+    prune_checkpoints,
+    save_checkpoint,
+    save_reference,
+)
+from outrider.train.components import Components
+from outrider.train.evolving import evolve_buffer
+from outrider.train.run_directory import RunDirectory
+from outrider.train.sft import cold_start, successful_paths
+from outrider.train.step_metrics import credit_metrics, diversity, retrieval_metrics, rollout_metrics, timing_metrics
+from outrider.train.trace_rows import rows_of
+from outrider.train.update import update
+from outrider.types import Task
+from outrider.watch.progress import Progress
+from outrider.watch.traces import TraceWriter
+from outrider.watch.trackers import TrackerSet
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """One run. ``stop_requested`` is set by a signal handler; the step in flight ends, a checkpoint is written."""
+
+    run: RunDirectory
+    parts: Components
+    progress: Progress
+    trackers: TrackerSet
+    metrics: MetricsWriter = field(init=False)
+    traces: TraceWriter = field(init=False)
+    step: int = 0
+    num_policy_tokens: int = 0
+    saved_step: int = -1
+    stop_requested: bool = False
+    num_done: int = 0  # of the stage that is shown
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
+        self.traces = TraceWriter(self.run.path / "traces")
+
+    def train(self) -> None:
+        """Everything that is still to do, from the newest checkpoint on."""
+        settings = self.parts.settings
+        checkpoints = checkpoints_newest_first(self.run.checkpoints)
+        if not checkpoints:
+            self.run.cut_evaluations(0)
+            self.metrics.cut(0)
+            self.traces.resume(-1)
+            self._evaluate("before training")
+            self._cold_start()
+            self._freeze_reference()
+            self._save()
+        else:
+            state = self._load_newest(checkpoints)
+            if self._is_finished():
+                self.progress.note(f"this run is finished: {self.step} of {settings.train.num_steps} steps; nothing to do")
+                return
+            self._rewind(state)
+        if settings.cold_start.num_examples:
+            self._evaluate("after cold start")
+        self._stage("train", settings.train.num_steps, done=self.step)
+        while self.step < settings.train.num_steps and not self.stop_requested and not self._budget_spent():
+            self._train_step()
+            every = settings.evaluation.every
+            if every and self.step % every == 0 and self.step < settings.train.num_steps:
+                self._evaluate(f"step {self.step}")
+                self._stage("train", settings.train.num_steps, done=self.step)
+            if self.step % settings.train.checkpoint_every == 0:
+                self._save()
+        if self.step and self.saved_step != self.step:
+            self._save()
+        if self.stop_requested:
+            self.progress.note(
+                f"stopped on request after step {self.step} of {settings.train.num_steps}, its checkpoint is written; "
+                f"continue with: outrider train --resume {self.run.path}"
+            )
+        elif self.step:
+            self._evaluate(self._last_label)
+
+    @property
+    def _last_label(self) -> str:
+        retrieves = bool(self.parts.algorithm.hooks)  # RAPO without hybrid rollouts is GRPO, bit for bit
+        return f"after {self.parts.settings.algorithm.type.upper() if retrieves else 'GRPO'}"
+
+    def _is_finished(self) -> bool:
+        """Whether all steps are done and the last evaluation, where there is a panel, is on file."""
+        ended = self.step >= self.parts.settings.train.num_steps or self._budget_spent()
+        return ended and (
+            not self.parts.test_tasks or any(one["label"] == self._last_label for one in self.run.finished_evaluations())
+        )
+
+    def _stage(self, name: str, total: int, *, done: int = 0) -> None:
+        self.num_done = done
+        self.progress.stage(name, total)
+
+    def _budget_spent(self) -> bool:
+        budget = self.parts.settings.train.max_policy_tokens
+        return budget is not None and self.num_policy_tokens >= budget
+
+    def _cold_start(self) -> None:
+        settings = self.parts.settings
+        if not settings.cold_start.num_examples:
+            return
+        tasks = self.parts.train_tasks[: settings.cold_start.num_examples]
+        self._stage("cold start: expert rollouts", len(tasks))
+        traces = play_experts(
+            tasks=tasks,
+            expert=lambda task: self.parts.family.expert(task, settings.seed),
+            factory=self.parts.factory,
+            tokenizer=self.parts.renderer.tokenizer,
+            limits=settings.rollout,
+            stop=self.parts.family.stop,
+            run_seed=settings.seed,
+            context_length=self.parts.engine.context_length,
+            retrieve_share=settings.cold_start.retrieve_share,
+            max_concurrent=settings.num_concurrent,
+        )
+        paths = successful_paths(traces)
+        self.progress.note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task")
+        num_steps = settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size)
+        self._stage("cold start: fine-tuning", num_steps)
+
+        def on_step(done: int, total: int, values: dict[str, float]) -> None:
+            self.metrics.write(done, "sft", values)
+            self.num_done = done
+            self.progress.advance(done, loss=values["sft/loss"])
+
+        cold_start(
+            self.parts.policy,
+            paths,
+            settings.cold_start,
+            run_seed=settings.seed,
+            max_tokens=settings.update.max_tokens,
+            on_step=on_step,
+        )
+        self.parts.policy.fresh_optimizer()
+        self.parts.engine.weights_changed()
+
+    def _freeze_reference(self) -> None:
+        """The KL term holds the policy to what it was when reinforcement learning began."""
+        if self.parts.reference is not None:
+            self.parts.reference = self.parts.policy.frozen_copy()
+            save_reference(self.run.path / "reference.safetensors", self.parts.reference)
+
+    def scheduler(self, *, training: bool) -> Scheduler:
+        """The rollout scheduler of training (with the algorithm's hooks) or of evaluation (without any)."""
+        settings, parts = self.parts.settings, self.parts
+
+        def on_finished(done: int, total: int) -> None:
+            if not training:
+                self.num_done = done
+            self.progress.advance(self.num_done, rollouts=f"{done}/{total}")
+
+        temperature = 1.0 if training else settings.evaluation.temperature
+        return Scheduler(
+            engine=parts.engine,
+            renderer=parts.renderer,
+            factory=parts.factory,
+            limits=settings.rollout,
+            sampling=Sampling(temperature=temperature, stop=parts.family.stop),
+            run_seed=settings.seed,
+            hooks=parts.algorithm.hooks if training else (),
+            max_concurrent=settings.num_concurrent,
+            max_retries=settings.train.max_retries,
+            on_finished=on_finished,
+        )
+
+    def _train_step(self) -> None:
+        """Rollout, credit, update, record."""
+        began = time.perf_counter()
+        parts = self.parts
+        counts = [dict(hook.counts) for hook in parts.algorithm.hooks if isinstance(hook, RetrievalHook)]
+        report = self.scheduler(training=True).run(self._next_tasks(), modes=parts.algorithm.modes, training_step=self.step)
+        rolled = time.perf_counter()
+        credits_ = [parts.algorithm.credit(trace) for trace in report.traces]
+        updated = update(
+            parts.policy,
+            report.traces,
+            objective=parts.algorithm.objective,
+            settings=parts.settings.update,
+            reference=parts.reference,
+            first=parts.policy.num_steps == 0,
+            on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
+        )
+        parts.engine.weights_changed()
+        self.step += 1
+        ended = time.perf_counter()
+        values = (
+            rollout_metrics(report.traces)
+            | credit_metrics(credits_)
+            | updated.metrics
+            | self._retrieval(report.traces, credits_, counts)
+        )
+        values["rollout/num_retries"] = float(report.num_retries)
+        if (spread := diversity(report.traces)) is not None:
+            values["rollout/diversity"] = spread
+        if parts.buffer is not None:
+            values |= evolve_buffer(parts.buffer, report.traces, settings=parts.settings.buffer, step=self.step)
+        values |= timing_metrics(
+            rollout_s=rolled - began,
+            update_s=ended - rolled,
+            num_policy_tokens=values.get("tokens/policy", 0.0),
+            num_computed_tokens=updated.num_computed_tokens,
+        )
+        self.num_policy_tokens += int(values.get("tokens/policy", 0.0))
+        values["tokens/policy_total"] = float(self.num_policy_tokens)
+        values["grad/learning_rate"] = parts.settings.optimizer.learning_rate
+        self.traces.write(self.step, rows_of(report.traces, step=self.step, tokenizer=parts.renderer.tokenizer))
+        self.metrics.write(self.step, "train", values)
+        self.trackers.log(self.step, values)
+        self._show(values)
+
+    def _next_tasks(self) -> list[Task]:
+        """Tasks of this step: a fresh order every epoch, keyed by the seed; the cursor is the step number."""
+        tasks, size = self.parts.train_tasks, self.parts.settings.train.tasks_per_step
+        per_epoch = len(tasks) // size
+        epoch, position = divmod(self.step, per_epoch)
+        order = stream(self.parts.settings.seed, "task order", epoch).permutation(len(tasks))
+        return [tasks[i] for i in order[position * size : (position + 1) * size]]
+
+    def _retrieval(
+        self, traces: Sequence[Trace], credits_: Sequence[GroupCredit], before: Sequence[dict[str, int]]
+    ) -> dict[str, float]:
+        hooks = [hook for hook in self.parts.algorithm.hooks if isinstance(hook, RetrievalHook)]
+        if not hooks:
+            return {}
+        counts = {name: number - before[0].get(name, 0) for name, number in hooks[0].counts.items()}
+        return retrieval_metrics(traces, credits_, self.parts.algorithm.modes, counts)
+
+    def _show(self, values: dict[str, float]) -> None:
+        shown = {
+            "reward": "reward/mean",
+            "no signal": "group/fraction_without_signal",
+            "tokens/s": "speed/rollout_tokens",
+            "s/step": "time/step",
+        }
+        self.num_done = self.step
+        self.progress.advance(self.step, **{name: values[key] for name, key in shown.items() if key in values})
+
+    def _evaluate(self, label: str) -> None:
+        """Play the frozen panel unless its result is on file already."""
+        settings = self.parts.settings.evaluation
+        if not self.parts.test_tasks or any(one["label"] == label for one in self.run.finished_evaluations()):
+            return
+        self._stage(f"evaluate {label}", len(self.parts.test_tasks) * settings.num_samples)
+        scheduler = self.scheduler(training=False)
+        evaluation, _ = evaluate(scheduler, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=self.step)
+        values = {
+            "eval/score": evaluation.score,
+            "eval/ci_low": evaluation.ci_low,
+            "eval/ci_high": evaluation.ci_high,
+            "eval/num_tasks": float(evaluation.num_tasks),
+            "eval/num_faults": float(evaluation.num_faults),
+        }
+        self.metrics.write(self.step, "eval", values)
+        # Last, because it marks the evaluation as done.
+        self.run.add_evaluation(
+            evaluation, split=settings.split, temperature=settings.temperature, panel_hash=panel_hash(self.parts.test_tasks)
+        )
+        self.trackers.log(self.step, values)
+        self.progress.note(
+            f"{label}: {100 * evaluation.score:.1f} % [{100 * evaluation.ci_low:.1f}, {100 * evaluation.ci_high:.1f}] "
+            f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} faults"
+        )
+
+    def _checkpoint_path(self) -> Path:
+        return self.run.checkpoints / f"step-{self.step:06d}"
+
+    def _save(self) -> None:
+        buffer = self.parts.buffer
+        state = {
+            "step": self.step,
+            "num_policy_tokens": self.num_policy_tokens,
+            "num_metric_records": self.metrics.num_records,
+            "num_evaluations": len(self.run.finished_evaluations()),
+            "buffer_revision": buffer.revision if buffer is not None and self.parts.settings.buffer.evolve else None,
+            "hook_counts": [dict(hook.counts) for hook in self.parts.algorithm.hooks if isinstance(hook, RetrievalHook)],
+        }
+        save_checkpoint(self._checkpoint_path(), self.parts.policy, state)
+        self.saved_step = self.step
+        prune_checkpoints(self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints)
+
+    def _load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
+        """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError if none can."""
+        for checkpoint in checkpoints:
+            try:
+                state = load_checkpoint(checkpoint, self.parts.policy)
+            except CheckpointError as error:
+                if checkpoint == checkpoints[-1]:
+                    raise
+                self.progress.note(f"DAMAGED CHECKPOINT, going back to an older one: {error}")
+                continue
+            self.step = self.saved_step = int(state["step"])
+            self.num_policy_tokens = int(state["num_policy_tokens"])
+            return state
+        raise CheckpointError(f"{self.run.path} has no checkpoint")
+
+    def _rewind(self, state: dict[str, Any]) -> None:
+        """Take back what was written after the checkpoint: it is computed again, to the same bits."""
+        if self.parts.reference is not None:
+            load_reference(self.run.path / "reference.safetensors", self.parts.reference)
+        self.metrics.cut(int(state["num_metric_records"]))
+        self.run.cut_evaluations(int(state["num_evaluations"]))
+        self.traces.resume(self.step)
+        hooks = [hook for hook in self.parts.algorithm.hooks if isinstance(hook, RetrievalHook)]
+        for hook, counts in zip(hooks, state["hook_counts"], strict=True):
+            hook.counts = Counter(counts)
+        if state["buffer_revision"] is not None and self.parts.buffer is not None:
+            self.parts.buffer.rollback(int(state["buffer_revision"]))
+        self.parts.engine.weights_changed()
+        self.progress.note(f"continuing from step {self.step}")

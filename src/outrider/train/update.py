@@ -1,0 +1,243 @@
+"""One policy update from credited groups: old log-probs, the clipped loss over packed micro-batches, the step.
+
+Shape letters: T scored tokens of a micro-batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.losses import clipped_surrogate_per_token, kl_per_token, token_weights, weighted_loss
+from outrider.algorithms.ratios import ImportanceStats, importance_stats, truncated_importance_weights_per_token
+from outrider.config import Settings
+from outrider.errors import EngineFault
+from outrider.trace import Trace
+from outrider.train.pack import PackedBatch, RolloutPath, pack
+from outrider.train.policy import Policy, Scorer
+
+
+class UpdateSettings(Settings):
+    """How a batch becomes optimiser steps.
+
+    ``num_mini_batches`` splits the tasks of a step into that many optimiser steps; ``num_epochs`` repeats them;
+    ``max_tokens`` bounds the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before its first update
+    when trainer and engine disagree by more (mean absolute difference, nats): a template or weight fault, not noise.
+    """
+
+    num_mini_batches: int = Field(1, ge=1)
+    num_epochs: int = Field(1, ge=1)
+    max_tokens: int = Field(4096, ge=1)
+    max_logprob_gap: float = Field(0.1, gt=0)
+
+
+@dataclass(slots=True)
+class UpdateReport:
+    """Sums and means of one update; names are those of the metrics."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_scored_tokens: int = 0
+    num_computed_tokens: int = 0
+
+
+def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
+    """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
+    kept = [path for trace in traces for leaf, path in trace.rollouts() if leaf.episode_return is not None]
+    return [RolloutPath(nodes=path, rollout_index=index) for index, path in enumerate(kept)]
+
+
+def update(
+    policy: Policy,
+    traces: Sequence[Trace],
+    *,
+    objective: ObjectiveSettings,
+    settings: UpdateSettings,
+    reference: Scorer | None,
+    first: bool,
+    on_batch: Callable[[int], None] | None = None,
+) -> UpdateReport:
+    """Train on credited groups. Raises EngineFault before the very first step when the log-prob gap is too large.
+
+    ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
+    """
+    size = -(-len(traces) // settings.num_mini_batches)
+    mini_batches = [traces[i : i + size] for i in range(0, len(traces), size)]
+    once = len(mini_batches) == 1 and settings.num_epochs == 1
+    report = UpdateReport()
+    tally = _Tally()
+    olds = None if once else [_old_logprobs(policy, rollout_paths(mini), objective, settings) for mini in mini_batches]
+    for epoch in range(settings.num_epochs):
+        for number, mini in enumerate(mini_batches):
+            gate = first and epoch == 0 and number == 0
+            old = olds[number] if olds else None
+            _mini_batch(policy, rollout_paths(mini), objective, settings, reference, old, report, tally, gate, on_batch)
+    report.metrics |= tally.means()
+    return report
+
+
+def _trained(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list[RolloutPath]:
+    """Rollouts whose gradient is not zero by construction; the others stay in every denominator."""
+    if objective.kl_weight > 0:  # the KL term trains every policy token, also of a rollout without advantage
+        return [path for path in paths if any(node.credit for node in path.nodes)]
+    return [path for path in paths if any(node.credit and any(node.credit) for node in path.nodes)]
+
+
+def _old_logprobs(
+    policy: Policy, paths: Sequence[RolloutPath], objective: ObjectiveSettings, settings: UpdateSettings
+) -> list[Tensor]:
+    """pi_old of every micro-batch, recomputed by the trainer before the first of several steps."""
+    with torch.no_grad():
+        return [policy.score(batch).logprobs_T for batch in pack(_trained(paths, objective), max_tokens=settings.max_tokens)]
+
+
+def _mini_batch(
+    policy: Policy,
+    paths: Sequence[RolloutPath],
+    objective: ObjectiveSettings,
+    settings: UpdateSettings,
+    reference: Scorer | None,
+    olds: Sequence[Tensor] | None,
+    report: UpdateReport,
+    tally: "_Tally",
+    gate: bool,
+    on_batch: Callable[[int], None] | None,
+) -> None:
+    """One optimiser step over all micro-batches, with the denominators of the whole mini-batch."""
+    batches = list(pack(_trained(paths, objective), max_tokens=settings.max_tokens))
+    if not batches:
+        return
+    weights = _weights(paths, objective, batches)
+    for index, batch in enumerate(batches):
+        scores = policy.score(batch)
+        batch = batch.like(scores.logprobs_T)
+        old = scores.logprobs_T.detach() if olds is None else olds[index]
+        if gate:
+            gap = float((old - batch.engine_logprobs_T).abs().mean())
+            if not gap <= settings.max_logprob_gap:  # NaN too
+                raise EngineFault(
+                    f"trainer and engine disagree by {gap:.4f} nats a token before the first update (limit {settings.max_logprob_gap})"
+                )
+        reference_logprobs = None
+        if reference is not None:
+            with torch.no_grad():
+                reference_logprobs = reference.score(batch).logprobs_T
+        loss = _loss(scores.logprobs_T, old, reference_logprobs, batch, weights[index].to(old), objective, tally)
+        tally.add_scores(scores.entropies_T, scores.logprobs_T.detach(), batch.engine_logprobs_T)
+        loss.backward()
+        report.num_scored_tokens += len(batch.targets_T)
+        report.num_computed_tokens += batch.num_tokens
+        if on_batch is not None:
+            on_batch(report.num_scored_tokens)
+    norm = policy.step()
+    tally.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
+    tally.add("grad/clipped_fraction", float(norm > policy.settings.max_grad_norm))
+    tally.add("grad/norm", norm)
+
+
+def _weights(paths: Sequence[RolloutPath], objective: ObjectiveSettings, batches: Sequence[PackedBatch]) -> list[Tensor]:
+    """Token weights with global denominators: tokens of rollouts without gradient count, but are not computed."""
+    owners = torch.tensor(
+        [
+            path.rollout_index
+            for path in paths
+            for node in path.nodes
+            if node.trainable and node.credit is not None
+            for _ in node.token_ids
+        ]
+    )
+    every = token_weights(
+        kind=objective.aggregation,
+        rollout_index=owners,
+        num_rollouts=len(paths),
+        max_length=objective.max_length,
+        dtype=torch.float64,
+    )
+    per_rollout = torch.zeros(len(paths), dtype=torch.float64)
+    per_rollout[owners] = every  # all tokens of a rollout weigh the same
+    return [per_rollout[batch.rollout_index_T] for batch in batches]
+
+
+def _loss(
+    logprobs_T: Tensor,
+    old_T: Tensor,
+    reference_T: Tensor | None,
+    batch: PackedBatch,
+    weights_T: Tensor,
+    objective: ObjectiveSettings,
+    tally: "_Tally",
+) -> Tensor:
+    """The weighted surrogate of one micro-batch, with the sampler correction and the KL term where they are on."""
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs_T,
+        old_logprobs=old_T,
+        advantages=batch.credit_T,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        ratio_scale=batch.ratio_scale_T,
+    )
+    losses = surrogate.losses
+    everywhere = torch.ones_like(old_T, dtype=torch.bool)
+    if objective.sampler_correction is not None:
+        arguments = {"old_logprobs": old_T, "sampler_logprobs": batch.engine_logprobs_T, "mask": everywhere}
+        losses = losses * truncated_importance_weights_per_token(**arguments, upper=objective.sampler_correction)
+        tally.add_importance(importance_stats(**arguments, upper=objective.sampler_correction))
+    loss = weighted_loss(losses=losses, weights=weights_T)
+    tally.add_sum("loss/policy", float(loss.detach()))
+    if reference_T is not None:
+        old = old_T if objective.kl_estimator == "k3_ratio" else None
+        kl = kl_per_token(estimator=objective.kl_estimator, logprobs=logprobs_T, reference_logprobs=reference_T, old_logprobs=old)
+        loss = loss + objective.kl_weight * weighted_loss(losses=kl, weights=weights_T)
+        tally.add("loss/kl", float(kl.detach().mean()), len(kl))
+    for name, mask in (("high", surrogate.clipped_high), ("low", surrogate.clipped_low), ("dual", surrogate.dual_clipped)):
+        tally.add(f"ratio/clip_fraction_{name}", float(mask.float().mean()), len(mask))
+    ratio = (logprobs_T.detach() - old_T).exp() * batch.ratio_scale_T
+    tally.add("ratio/mean", float(ratio.mean()), len(ratio))
+    tally.add("ratio/shaping_mean", float(batch.ratio_scale_T.mean()), len(ratio))
+    tally.add_min("ratio/min", float(ratio.min()))
+    tally.add_max("ratio/max", float(ratio.max()))
+    return loss
+
+
+class _Tally:
+    """Weighted means, sums and maxima of an update."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+        self._totals: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+        self._minima: dict[str, float] = {}
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        total = self._sums.setdefault(name, [0.0, 0.0])
+        total[0] += value * weight
+        total[1] += weight
+
+    def add_sum(self, name: str, value: float) -> None:
+        self._totals[name] = self._totals.get(name, 0.0) + value
+
+    def add_max(self, name: str, value: float) -> None:
+        self._maxima[name] = max(value, self._maxima.get(name, value))
+
+    def add_min(self, name: str, value: float) -> None:
+        self._minima[name] = min(value, self._minima.get(name, value))
+
+    def add_scores(self, entropies_T: Tensor, logprobs_T: Tensor, engine_T: Tensor) -> None:
+        gap = (logprobs_T - engine_T).abs()
+        self.add("entropy/trainer_mean", float(entropies_T.mean()), len(gap))
+        self.add("gap/logprob_mean", float(gap.mean()), len(gap))
+        self.add_max("gap/logprob_max", float(gap.max()))
+
+    def add_importance(self, stats: ImportanceStats) -> None:
+        self.add("ratio/importance_mean", stats.mean, stats.num_tokens)
+        self.add("ratio/importance_ess_share", stats.effective_sample_share, stats.num_tokens)
+        self.add_max("ratio/importance_max", stats.max)
+        self.add_sum("ratio/num_truncated", stats.num_truncated)
+
+    def means(self) -> dict[str, float]:
+        averaged = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+        return averaged | self._totals | self._maxima | self._minima
