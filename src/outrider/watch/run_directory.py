@@ -1,0 +1,166 @@
+"""Reads a run directory as it is: a missing or torn file becomes a note, never an error."""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Final
+
+from outrider.types import Json
+
+_NAMED_BAD_LINES: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A score with its 95 % interval."""
+
+    value: float
+    ci_low: float
+    ci_high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One line of ``evaluations.jsonl``."""
+
+    label: str
+    split: str
+    num_tasks: int
+    metrics: Mapping[str, Interval]
+    step: int
+    temperature: float
+    panel_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """What a run directory holds. ``config`` is flat (dotted keys); ``notes`` say what could not be read."""
+
+    config: Mapping[str, str]
+    records: tuple[Mapping[str, Json], ...]
+    evaluations: tuple[Evaluation, ...]
+    notes: tuple[str, ...]
+
+    def curve(self, kind: str, name: str) -> list[tuple[int, float | None]]:
+        """(step, value) of a metric over the records of a kind that have it."""
+        return [(_step(record), finite(record[name])) for record in self.records if record["kind"] == kind and name in record]
+
+    def total(self, kind: str, name: str) -> float:
+        """Sum of a metric over the records of a kind."""
+        return math.fsum(value for _, value in self.curve(kind, name) if value is not None)
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Read configuration, metrics and evaluations of a run."""
+    notes: list[str] = []
+    config = _read_config(run_dir / "config.toml", notes)
+    records = [record for record in _read_lines(run_dir / "metrics.jsonl", notes) if _is_record(record, notes)]
+    evaluations = [_evaluation(line, notes) for line in _read_lines(run_dir / "evaluations.jsonl", notes)]
+    return RunData(
+        config=config,
+        records=tuple(records),
+        evaluations=tuple(one for one in evaluations if one is not None),
+        notes=tuple(notes),
+    )
+
+
+def finite(value: object) -> float | None:
+    """The value as a float if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _step(record: Mapping[str, Json]) -> int:
+    step = record["step"]
+    assert isinstance(step, int)  # _is_record let it through
+    return step
+
+
+def _read_config(path: Path, notes: list[str]) -> dict[str, str]:
+    try:
+        with path.open("rb") as stream:
+            return _flat(tomllib.load(stream), "")
+    except FileNotFoundError:
+        notes.append("config.toml is missing")
+    except OSError as error:  # its text names folders of this machine
+        notes.append(f"config.toml cannot be read: {error.strerror}")
+    except ValueError as error:
+        notes.append(f"config.toml cannot be read: {error}")
+    return {}
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            rows.update(_flat(value, f"{prefix}{key}."))
+        else:
+            rows[prefix + key] = _portable(value)
+    return rows
+
+
+def _portable(value: object) -> str:
+    """The value without the folders of this machine: a report is read elsewhere."""
+    if isinstance(value, list):
+        return "[" + ", ".join(_portable(item) for item in value) + "]"
+    text = str(value)
+    for path in (PurePosixPath(text), PureWindowsPath(text)):
+        if path.is_absolute():
+            return f".../{path.name}"
+    return f".../{text.rpartition('/')[2]}" if text.startswith("~/") else text
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Json]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        notes.append(f"{path.name} is missing" if is_missing else f"{path.name} cannot be read: {error.strerror}")
+        return []
+    objects: list[dict[str, Json]] = []
+    bad: list[int] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            value = 0
+        if isinstance(value, dict):
+            objects.append(value)
+        elif value is not None or line.strip() == "null":
+            bad.append(number)
+    if bad:
+        named = ", ".join(map(str, bad[:_NAMED_BAD_LINES])) + (", ..." if len(bad) > _NAMED_BAD_LINES else "")
+        notes.append(f"{path.name}: {len(bad)} damaged or torn line(s) left out (line {named})")
+    return objects
+
+
+def _is_record(record: Mapping[str, Json], notes: list[str]) -> bool:
+    step = record.get("step")
+    if isinstance(step, int) and not isinstance(step, bool) and record.get("kind") in ("train", "sft", "eval"):
+        return True
+    notes.append("metrics.jsonl: a line without step or kind was left out")
+    return False
+
+
+def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
+    try:
+        metrics = {
+            str(name): Interval(value=float(one["value"]), ci_low=float(one["ci_low"]), ci_high=float(one["ci_high"]))
+            for name, one in line["metric"].items()
+        }
+        return Evaluation(
+            label=str(line["label"]),
+            split=str(line["split"]),
+            num_tasks=int(line["num_tasks"]),
+            metrics=metrics,
+            step=int(line["step"]),
+            temperature=float(line["temperature"]),
+            panel_hash=str(line["panel_hash"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        notes.append(f"evaluations.jsonl: an evaluation was left out ({type(error).__name__}: {error})")
+        return None
