@@ -1,0 +1,228 @@
+"""The command line. Heavy imports wait until a command needs them; every expected error is one line on stderr."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from outrider import __version__
+from outrider.config import load_settings, to_toml
+from outrider.errors import ConfigError, OutriderError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 the run failed for a named reason, 2 bad configuration, 130 interrupted."""
+    # Before torch loads OpenMP. Spinning without end starves a tool, an embedder or a simulator beside torch; not spinning
+    # at all halves the speed of generation (docs/benchmarks.md).
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and (not all("=" in item and not item.startswith("-") for item in rest) or "overrides" not in parsed):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes positionals in one run only; overrides may stand anywhere
+        parsed.overrides = [*parsed.overrides, *rest]
+    command: Command = parsed.command
+    try:
+        return command(parsed)
+    except ConfigError as error:
+        print(f"outrider: {error}", file=sys.stderr)
+        return 2
+    except OutriderError as error:
+        print(f"outrider: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a full disk, a folder without permission
+        print(f"outrider: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("outrider: interrupted; continue with: outrider train --resume RUN", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="outrider", description="Train LLM agents to explore.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train from a recipe, or continue a run")
+    train.add_argument("recipe", nargs="?", type=Path, help="TOML file")
+    train.add_argument("overrides", nargs="*", help="section.key=value")
+    train.add_argument("--run", type=Path, help="new run directory")
+    train.add_argument("--resume", type=Path, metavar="RUN", help="continue this run directory")
+    train.add_argument("--model", help="short for model.name=...")
+    train.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("eval", help="evaluate a model or a checkpoint on the recipe's held-out panel")
+    evaluate.add_argument("recipe", type=Path)
+    evaluate.add_argument("overrides", nargs="*", help="section.key=value")
+    evaluate.add_argument("--run", type=Path, required=True, help="new run directory")
+    evaluate.add_argument("--checkpoint", type=Path, help="weights of a training run")
+    evaluate.add_argument("--model", help="short for model.name=...")
+    evaluate.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    evaluate.set_defaults(command=_eval)
+
+    _add_buffer(commands)
+    view = commands.add_parser("view", help="write report.html of a run")
+    view.add_argument("run", type=Path)
+    view.set_defaults(command=_view)
+    replay = commands.add_parser("replay", help="play a recorded training step's rollouts again, without a model")
+    replay.add_argument("run", type=Path)
+    replay.add_argument("--step", type=int, required=True)
+    replay.set_defaults(command=_replay)
+    doctor = commands.add_parser("doctor", help="what works on this machine")
+    doctor.set_defaults(command=_doctor)
+    init = commands.add_parser("init", help="write a commented recipe to start from")
+    init.add_argument("file", type=Path)
+    init.set_defaults(command=_init)
+    return parser
+
+
+def _add_buffer(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    buffer = commands.add_parser("buffer", help="step-trace buffers").add_subparsers(required=True, metavar="ACTION")
+    build = buffer.add_parser("build", help="fill a buffer with expert or endpoint trajectories of a recipe's training tasks")
+    build.add_argument("recipe", type=Path)
+    build.add_argument("overrides", nargs="*")
+    build.add_argument("--out", type=Path, required=True)
+    build.add_argument("--endpoint", help="OpenAI-compatible base URL of an off-policy agent (default: the environment's expert)")
+    build.add_argument("--endpoint-model", default="default")
+    build.add_argument("--num-trajectories", type=int, default=16, help="per task, from an endpoint")
+    build.set_defaults(command=_buffer_build)
+    imported = buffer.add_parser("import", help="add chat trajectories from JSONL or Parquet")
+    imported.add_argument("file", type=Path)
+    imported.add_argument("--out", type=Path, required=True)
+    imported.add_argument("--embedder", default="minilm")
+    imported.add_argument("--keep-best", type=int, default=5)
+    imported.add_argument("--min-reward", type=float)
+    imported.add_argument("--skip-malformed", action="store_true", help="count malformed lines instead of stopping at the first")
+    imported.set_defaults(command=_buffer_import)
+    for name, command in (("stats", _buffer_stats), ("query", _buffer_query)):
+        action = buffer.add_parser(name)
+        action.add_argument("file", type=Path)
+        action.add_argument("--embedder", default="minilm")
+        if name == "query":
+            action.add_argument("history")
+            action.add_argument("-k", type=int, default=1)
+        action.set_defaults(command=command)
+
+
+def _overrides(parsed: argparse.Namespace) -> list[str]:
+    return [*parsed.overrides, *([f"model.name={parsed.model}"] if parsed.model else [])]
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    from outrider.train.run_directory import RunDirectory
+    from outrider.train.settings import RunSettings
+    from outrider.train.start import run_training
+
+    if (parsed.recipe is None) == (parsed.resume is None):
+        raise ConfigError("give a recipe for a new run, or --resume RUN to continue one")
+    if parsed.resume is not None:
+        if parsed.overrides or parsed.run or parsed.model:
+            raise ConfigError("a resumed run keeps its settings and its directory")
+        return _stoppable(lambda stop: run_training(RunDirectory.open(parsed.resume), progress=parsed.progress, on_start=stop))
+    settings = load_settings(RunSettings, file=parsed.recipe, overrides=_overrides(parsed))
+    if parsed.dry_run:
+        print(to_toml(settings.model_dump(mode="json")))
+        return 0
+    if parsed.run is None:
+        raise ConfigError("a new run needs --run DIRECTORY")
+    return _stoppable(
+        lambda stop: run_training((RunDirectory.create(parsed.run, settings), settings), progress=parsed.progress, on_start=stop)
+    )
+
+
+def _stoppable(run: Callable[[Callable[[Callable[[], None]], None]], None]) -> int:
+    """SIGTERM asks the trainer to end its step, write a checkpoint and leave."""
+
+    def install(request_stop: Callable[[], None]) -> None:
+        def handler(number: int, frame: FrameType | None) -> None:
+            request_stop()
+
+        signal.signal(signal.SIGTERM, handler)
+
+    run(install)
+    return 0
+
+
+def _eval(parsed: argparse.Namespace) -> int:
+    from outrider.train.run_directory import RunDirectory
+    from outrider.train.settings import RunSettings
+    from outrider.train.start import run_training
+
+    overrides = ["train.num_steps=0", "cold_start.num_examples=0", *_overrides(parsed)]
+    if parsed.checkpoint:
+        overrides.append(f"model.initial_checkpoint={parsed.checkpoint}")
+    settings = load_settings(RunSettings, file=parsed.recipe, overrides=overrides)
+    run_training((RunDirectory.create(parsed.run, settings), settings), progress=parsed.progress, on_start=lambda stop: None)
+    return 0
+
+
+def _buffer_build(parsed: argparse.Namespace) -> int:
+    from outrider.train.buffer_commands import build_buffer
+    from outrider.train.settings import RunSettings
+
+    settings = load_settings(RunSettings, file=parsed.recipe, overrides=parsed.overrides)
+    return build_buffer(
+        settings,
+        out=parsed.out,
+        endpoint=parsed.endpoint,
+        endpoint_model=parsed.endpoint_model,
+        num_trajectories=parsed.num_trajectories,
+    )
+
+
+def _buffer_import(parsed: argparse.Namespace) -> int:
+    from outrider.train.buffer_commands import import_trajectories
+
+    return import_trajectories(
+        parsed.file,
+        out=parsed.out,
+        embedder=parsed.embedder,
+        keep_best=parsed.keep_best,
+        min_reward=parsed.min_reward,
+        skip_malformed=parsed.skip_malformed,
+    )
+
+
+def _buffer_stats(parsed: argparse.Namespace) -> int:
+    from outrider.train.buffer_commands import print_stats
+
+    return print_stats(parsed.file, embedder=parsed.embedder)
+
+
+def _buffer_query(parsed: argparse.Namespace) -> int:
+    from outrider.train.buffer_commands import print_hits
+
+    return print_hits(parsed.file, embedder=parsed.embedder, history=parsed.history, k=parsed.k)
+
+
+def _view(parsed: argparse.Namespace) -> int:
+    from outrider.watch.report import write_report
+
+    print(write_report(parsed.run))
+    return 0
+
+
+def _replay(parsed: argparse.Namespace) -> int:
+    from outrider.train.replay import replay_step
+
+    return replay_step(parsed.run, parsed.step)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from outrider.train.doctor import examine
+
+    return examine()
+
+
+def _init(parsed: argparse.Namespace) -> int:
+    from outrider.train.doctor import write_recipe
+
+    return write_recipe(parsed.file)
