@@ -1,0 +1,277 @@
+"""Token weights, KL estimators and the sampler correction."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.algorithms.losses import (
+    Aggregation,
+    clipped_surrogate_per_token,
+    kl_per_token,
+    token_weights,
+    weighted_loss,
+)
+from outrider.algorithms.ratios import (
+    importance_stats,
+    log_ratio,
+    shaped_ratio,
+    truncated_importance_weights_per_token,
+)
+from outrider.algorithms.retrieval import retrieval_ratio_scale
+
+CASES: dict[str, dict[str, Any]] = {
+    case["id"]: case
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "kl_importance_aggregation.json").read_text())
+}
+
+
+def flat(rows: Any) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1)
+
+
+def aggregate(losses: Any, mask: Any, kind: Any, *, num_rollouts: int, max_length: int | None = None) -> float:
+    rows = torch.tensor(mask).bool()
+    weights = token_weights(
+        kind=kind,
+        rollout_index=torch.arange(len(rows)).repeat_interleave(rows.shape[1]),
+        num_rollouts=num_rollouts,
+        max_length=max_length,
+        mask=rows.reshape(-1),
+        dtype=torch.float64,
+    )
+    return float(weighted_loss(losses=flat(losses), weights=weights))
+
+
+def test_aggregation_vectors() -> None:
+    """The last row is fully masked: it counts as a sequence when ``num_rollouts`` says so."""
+    case = CASES["agg.verl_0.9.1"]
+    losses, mask, expected = case["inputs"]["loss_mat"], case["inputs"]["loss_mask"], case["expected"]
+    for name, kind, num_rollouts, max_length in (
+        ("token-mean", "token_mean", 6, None),
+        ("token-sum", "token_sum", 6, None),
+        ("seq-mean-token-sum", "sequence_mean_token_sum", 5, None),
+        ("seq-mean-token-mean", "sequence_mean_token_mean", 5, None),
+        ("seq-mean-token-mean(global_batch_size=6)", "sequence_mean_token_mean", 6, None),
+        ("seq-mean-token-sum-norm(scale=16)", "constant_length", 5, 16),
+        ("seq-mean-token-sum-norm", "constant_length", 5, 7),
+    ):
+        value = aggregate(losses, mask, kind, num_rollouts=num_rollouts, max_length=max_length)
+        assert value == pytest.approx(expected[name], abs=1e-8), name
+
+
+def test_old_forks_forget_to_divide_by_the_number_of_sequences() -> None:
+    """A known upstream fault: five sequences, so their value is five times ours."""
+    case = CASES["agg.old_verl_forks"]
+    losses, mask, expected = case["inputs"]["loss_mat"], case["inputs"]["loss_mask"], case["expected"]
+    ours = aggregate(losses, mask, "constant_length", num_rollouts=5, max_length=7)
+    assert expected["seq-mean-token-sum-norm"] == pytest.approx(5.0 * ours)
+
+
+BATCH = st.lists(
+    st.tuples(st.integers(0, 3), st.floats(-1, 1), st.floats(-2, 0), st.floats(-2, 2), st.booleans()), min_size=1, max_size=20
+)
+
+
+@settings(deadline=None)
+@given(batch=BATCH, kind=st.sampled_from(get_args(Aggregation)), parts=st.integers(1, 5), order=st.randoms(use_true_random=False))
+def test_any_split_into_micro_batches_gives_one_loss_and_gradient(batch: Any, kind: Any, parts: int, order: Any) -> None:
+    columns = zip(*batch, strict=True)
+    rollout_index = torch.tensor(next(columns))
+    shift, old, advantages = (flat(next(columns)) for _ in range(3))
+    mask = torch.tensor(next(columns))
+    max_length = 9 if kind == "constant_length" else None
+    weights = token_weights(
+        kind=kind, rollout_index=rollout_index, num_rollouts=4, max_length=max_length, mask=mask, dtype=torch.float64
+    )
+    assignment = torch.tensor([order.randrange(parts) for _ in batch])
+    results = []
+    for pieces in ([torch.arange(len(batch))], [torch.nonzero(assignment == part)[:, 0] for part in range(parts)]):
+        logprobs = (old + shift).requires_grad_()
+        total, gradient = 0.0, torch.zeros_like(old)
+        for piece in pieces:
+            surrogate = clipped_surrogate_per_token(
+                logprobs=logprobs[piece], old_logprobs=old[piece], advantages=advantages[piece], dual_clip=3.0
+            )
+            loss = weighted_loss(losses=surrogate.losses, weights=weights[piece])
+            gradient = gradient + torch.autograd.grad(loss, logprobs)[0]
+            total += loss.item()
+        results.append((total, gradient))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-12)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@settings(deadline=None)
+@given(batch=BATCH, kind=st.sampled_from(get_args(Aggregation)), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 7.0]))
+def test_masked_tokens_change_nothing(batch: Any, kind: Any, garbage: float) -> None:
+    """Not the loss, not the gradient, not the denominators - whatever stands there, NaN included."""
+    columns = list(zip(*batch, strict=True))
+    mask = torch.tensor(columns[4])
+    keep = torch.nonzero(mask)[:, 0]
+    max_length = 9 if kind == "constant_length" else None
+    results = []
+    for rows in (torch.arange(len(batch)), keep):
+        logprobs = flat(columns[1])
+        advantages = flat(columns[3])
+        logprobs[~mask], advantages[~mask] = garbage, garbage
+        logprobs.requires_grad_()
+        weights = token_weights(
+            kind=kind,
+            rollout_index=torch.tensor(columns[0])[rows],
+            num_rollouts=4,
+            max_length=max_length,
+            mask=mask[rows],
+            dtype=torch.float64,
+        )
+        surrogate = clipped_surrogate_per_token(
+            logprobs=logprobs[rows], old_logprobs=flat(columns[2])[rows], advantages=advantages[rows]
+        )
+        loss = weighted_loss(losses=surrogate.losses, weights=weights)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        results.append((loss.item(), gradient))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-12)
+    assert torch.equal(results[0][1][keep], results[1][1][keep]) and not results[0][1][~mask].any()
+
+
+def test_a_fault_in_a_trained_token_is_not_hidden() -> None:
+    losses = torch.tensor([1.0, math.nan])
+    assert math.isnan(float(weighted_loss(losses=losses, weights=torch.ones(2))))
+
+
+def test_token_weights_reject_what_they_would_ignore() -> None:
+    index = torch.tensor([0, 1])
+    wrong_lengths: list[tuple[Any, dict[str, Any]]] = [
+        ("token_mean", {"max_length": 8}),
+        ("constant_length", {}),
+        ("constant_length", {"max_length": 0}),
+    ]
+    for kind, arguments in wrong_lengths:
+        with pytest.raises(ValueError, match="max_length"):
+            token_weights(kind=kind, rollout_index=index, num_rollouts=2, **arguments)
+    for wrong in (torch.tensor([0, 2]), torch.tensor([-1, 0])):
+        with pytest.raises(ValueError, match="outside"):
+            token_weights(kind="sequence_mean_token_mean", rollout_index=wrong, num_rollouts=2)
+    nothing = token_weights(kind="token_mean", rollout_index=index, num_rollouts=2, mask=torch.zeros(2, dtype=torch.bool))
+    assert nothing.tolist() == [0.0, 0.0] and nothing.dtype == torch.float32
+
+
+def test_kl_vectors() -> None:
+    case = CASES["kl.verl.extremes"]
+    logprobs, reference = flat(case["inputs"]["log_prob"]), flat(case["inputs"]["ref_log_prob"])
+    k1, k2, k3 = (kl_per_token(estimator=name, logprobs=logprobs, reference_logprobs=reference) for name in ("k1", "k2", "k3"))
+    inside = slice(1, 4)  # upstream leaves k1 and k2 unclamped, and clamps the *value* of k3 to 10, whose gradient is then 0
+    np.testing.assert_allclose(k1[inside], case["expected"]["kl"][inside])
+    np.testing.assert_allclose(k2[inside], case["expected"]["mse"][inside])
+    assert case["expected"]["low_var_kl"][1] == 10.0
+    np.testing.assert_allclose(k3[2:4], case["expected"]["low_var_kl"][2:4], rtol=1e-12)
+    np.testing.assert_allclose(k3[[0, 1, 4]], [math.expm1(20.0) - 20.0, math.expm1(5.0) - 5.0, math.expm1(-20.0) + 20.0])
+    assert k1[[0, 4]].tolist() == [-20.0, 20.0]
+    for small in CASES["arpo.kl_penalty"]["cases"]:
+        arguments: dict[str, Any] = {"logprobs": flat([small["logprob"]]), "reference_logprobs": flat([small["ref_logprob"]])}
+        for name, key in (("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")):
+            estimator: Any = name
+            assert float(kl_per_token(estimator=estimator, **arguments)) == pytest.approx(small[key], abs=1e-7)
+
+
+def test_kl_values_and_gradients_in_expectation() -> None:
+    """Enumerated over a five-way categorical: what each estimator estimates, and where its gradient points."""
+    generator = np.random.default_rng(0)
+    logits = torch.tensor(generator.normal(size=5), requires_grad=True)
+    reference = torch.log_softmax(torch.tensor(generator.normal(size=5)), dim=0)
+    logprobs = torch.log_softmax(logits, dim=0)
+    policy = logprobs.detach().exp()
+    reverse = (logprobs.exp() * (logprobs - reference)).sum()
+    forward = (reference.exp() * (reference - logprobs)).sum()
+    (reverse_gradient,) = torch.autograd.grad(reverse, logits, retain_graph=True)
+    (forward_gradient,) = torch.autograd.grad(forward, logits, retain_graph=True)
+    for estimator, unbiased, direction in (
+        ("k1", True, torch.zeros(5, dtype=torch.float64)),
+        ("k2", False, reverse_gradient),
+        ("k3", True, forward_gradient),
+        ("k3_ratio", True, reverse_gradient),
+    ):
+        extra = {"old_logprobs": logprobs.detach()} if estimator == "k3_ratio" else {}
+        values = kl_per_token(estimator=estimator, logprobs=logprobs, reference_logprobs=reference, **extra)  # type: ignore[arg-type]
+        expected = (policy * values).sum()
+        assert (abs(expected.item() - reverse.item()) < 1e-12) is unbiased
+        (gradient,) = torch.autograd.grad(expected, logits, retain_graph=True)
+        np.testing.assert_allclose(gradient, direction, atol=1e-12)
+
+
+def test_kl_old_logprobs_only_where_they_are_used() -> None:
+    zeros = torch.zeros(1)
+    with pytest.raises(ValueError, match="k3_ratio"):
+        kl_per_token(estimator="k3_ratio", logprobs=zeros, reference_logprobs=zeros)
+    with pytest.raises(ValueError, match="k3_ratio"):
+        kl_per_token(estimator="k2", logprobs=zeros, reference_logprobs=zeros, old_logprobs=zeros)
+
+
+def test_sampler_correction_vector() -> None:
+    case = CASES["tis.verl.token.2.0"]
+    old, sampler = flat(case["inputs"]["train_log_prob"]), flat(case["inputs"]["rollout_log_prob"])
+    mask = flat(case["inputs"]["response_mask"]) > 0
+    weights = truncated_importance_weights_per_token(
+        old_logprobs=old.requires_grad_(), sampler_logprobs=sampler, mask=mask, upper=2.0
+    )
+    assert not weights.requires_grad
+    np.testing.assert_allclose(weights, flat(case["expected"]["weights"]), rtol=1e-12)
+    stats = importance_stats(old_logprobs=old, sampler_logprobs=sampler, mask=mask)
+    raw = np.exp((old - sampler).detach().numpy()[mask.numpy()])
+    assert stats.mean == pytest.approx(case["expected"]["mean"], abs=1e-8)
+    assert stats.effective_sample_share == pytest.approx(case["expected"]["ess"], abs=1e-7)
+    assert stats.max == pytest.approx(raw.max()) and stats.num_truncated == int((raw > 2.0).sum()) > 0
+    assert stats.mean_abs_log == pytest.approx(np.abs(np.log(raw)).mean()) and stats.num_tokens == raw.size
+
+
+def test_sampler_equal_to_trainer_is_a_no_op_and_faults_are_loud() -> None:
+    old = torch.tensor([-1.0, -2.0, -3.0])
+    mask = torch.tensor([True, True, False])
+    spoiled = torch.tensor([-1.0, -2.0, math.nan])
+    weights = truncated_importance_weights_per_token(old_logprobs=old, sampler_logprobs=spoiled, mask=mask)
+    assert weights.tolist() == [1.0, 1.0, 0.0]
+    stats = importance_stats(old_logprobs=old, sampler_logprobs=spoiled, mask=mask)
+    assert (stats.mean, stats.max, stats.effective_sample_share, stats.mean_abs_log) == (1.0, 1.0, 1.0, 0.0)
+    for broken in (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="sampler correction"):
+            importance_stats(old_logprobs=old, sampler_logprobs=spoiled, mask=broken)
+
+
+def test_log_ratio_clamp_and_retrieval_shaping() -> None:
+    values = log_ratio(logprobs=flat([30.0, -30.0, 1.0]), reference_logprobs=flat([0.0, 0.0, 0.5]))
+    assert values.tolist() == [20.0, -20.0, 0.5]
+    scale = flat([retrieval_ratio_scale(retrieved_token_share=share) for share in (0.0, 0.5, 1.0)])
+    np.testing.assert_allclose(scale, [1.0, 1.025, 1.05])
+    np.testing.assert_allclose(shaped_ratio(ratio=flat([1.0, 2.0, 0.5]), scale=scale), [1.0, 2.05, 0.525])
+
+
+def test_empo2_vectors() -> None:
+    """Clip 0.2 / 0.3 with c = 10, on ratios against the log-probs with tips; the mask is by token."""
+    case = CASES["masked_clipped_loss"]
+    mask = torch.tensor(case["expected"]["mask_paper_token_level"]).bool()
+    for sign, expected in ((1.0, case["expected"]["A=+1"]), (-1.0, case["expected"]["A=-1"])):
+        surrogate = clipped_surrogate_per_token(
+            logprobs=flat(case["inputs"]["new_plain"]),
+            old_logprobs=flat(case["inputs"]["old_tips"]),
+            advantages=torch.full((4,), sign, dtype=torch.float64),
+            clip_high=0.3,
+            dual_clip=10.0,
+        )
+        np.testing.assert_allclose(surrogate.losses, expected["token_loss"], atol=1e-6)
+        kept = aggregate(surrogate.losses.tolist(), [mask.tolist()], "token_mean", num_rollouts=1)
+        assert kept == pytest.approx(expected["masked_mean_over_kept"], abs=1e-6)
+        constant = aggregate(surrogate.losses.tolist(), [mask.tolist()], "constant_length", num_rollouts=1, max_length=4)
+        assert constant == pytest.approx(expected["paper_mean_over_all_T"], abs=1e-6)
+    dual = CASES["dual_clip"]
+    surrogate = clipped_surrogate_per_token(
+        logprobs=flat(dual["inputs"]["ratio"]).log(),
+        old_logprobs=flat([0.0]),
+        advantages=flat([dual["inputs"]["advantage"]]),
+        dual_clip=10.0,
+    )
+    assert surrogate.losses.tolist() == dual["expected"]["loss"] and surrogate.dual_clipped.item()

@@ -1,0 +1,260 @@
+"""The clipped surrogate, alone and shared by several rollouts, against upstream vectors and scalar references."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.algorithms.losses import (
+    clipped_surrogate_per_token,
+    clipped_surrogate_shared_per_token,
+    kl_per_token,
+    token_weights,
+    weighted_loss,
+)
+
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "surrogate_losses.json").read_text())
+KINDS = {
+    "token-mean": "token_mean",
+    "token-sum": "token_sum",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum-norm": "constant_length",
+    "dapo": "token_mean",
+    "grpo": "sequence_mean_token_mean",
+    "dr_grpo": "constant_length",
+}
+
+
+def flat(rows: Any) -> torch.Tensor:
+    """[B, L] padded rows as one packed row [B * L], float64."""
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1)
+
+
+def padded_weights(mask: Any, agg: str, *, num_rollouts: int | None = None, max_length: int | None = None) -> torch.Tensor:
+    """Token weights for padded rows. Upstream leaves empty rows out of the sequence count unless told otherwise."""
+    rows = torch.tensor(mask).bool()
+    kept = [index for index in range(len(rows)) if rows[index].any() or num_rollouts is not None]
+    number = torch.zeros(len(rows), dtype=torch.int64)
+    number[kept] = torch.arange(len(kept))
+    kind: Any = KINDS[agg]
+    return token_weights(
+        kind=kind,
+        rollout_index=number[:, None].expand(rows.shape).reshape(-1),
+        num_rollouts=num_rollouts or len(kept),
+        max_length=(max_length or rows.shape[1]) if kind == "constant_length" else None,
+        mask=rows.reshape(-1),
+        dtype=torch.float64,
+    )
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "inputs" in case], ids=lambda case: case["id"])
+def test_upstream_loss_and_gradient(case: dict[str, Any]) -> None:
+    inputs, expected = case["inputs"], case["expected"]
+    trl = "loss_type" in inputs
+    logprobs = flat(inputs["log_prob"]).requires_grad_()
+    advantages = torch.tensor(inputs["advantages"], dtype=torch.float64)
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand(len(inputs["log_prob"]), len(inputs["log_prob"][0]))
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=flat(inputs["old_log_prob"]),
+        advantages=advantages.reshape(-1),
+        clip_low=inputs["epsilon_low"] if trl else inputs["clip_low"],
+        clip_high=inputs["epsilon_high"] if trl else inputs["clip_high"],
+        dual_clip=inputs.get("delta") if trl else inputs["clip_c"],
+    )
+    mask = inputs["response_mask"]
+    weights = padded_weights(
+        mask,
+        inputs["loss_type"] if trl else inputs["agg"],
+        num_rollouts=len(mask) if trl else inputs.get("global_batch_size"),
+        max_length=inputs.get("max_completion_length") if trl else inputs.get("loss_scale_factor"),
+    )
+    if "batch_num_tokens" in inputs:  # the upstream call sees one of two ranks, and a mean over ranks follows
+        weights = weights * float(np.sum(mask)) / inputs["batch_num_tokens"] * inputs["dp_size"]
+    losses = surrogate.losses
+    if "beta" in inputs:
+        kl = kl_per_token(
+            estimator="k3_ratio",
+            logprobs=logprobs,
+            reference_logprobs=flat(inputs["ref_log_prob"]),
+            old_logprobs=flat(inputs["old_log_prob"]),
+        )
+        losses = losses + inputs["beta"] * kl
+    if "rollout_is_weights" in inputs:
+        weights = weights * flat(inputs["rollout_is_weights"])
+    loss = weighted_loss(losses=losses, weights=weights)
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-7 if "klear" in case["id"] or "tree" in case["id"] else 1e-9)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    np.testing.assert_allclose(gradient, flat(expected["grad_log_prob"]), atol=1e-8)
+    if "metrics" in expected:
+        trained = flat(mask) > 0
+        clipped = (surrogate.clipped_high | surrogate.clipped_low)[trained].double().mean()
+        assert float(clipped) == pytest.approx(expected["metrics"]["actor/pg_clipfrac"], abs=1e-8)
+        dual = surrogate.dual_clipped[trained].double().mean()
+        assert float(dual) == pytest.approx(expected["metrics"]["actor/pg_clipfrac_lower"], abs=1e-8)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "inputs" not in case], ids=lambda case: case["id"])
+def test_arpo_loss_and_gradient(case: dict[str, Any]) -> None:
+    logprobs = flat(case["ratio"]).log().requires_grad_()
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros_like(logprobs),
+        advantages=flat(case["advantage"]),
+        clip_low=case["clip_low"],
+        clip_high=case["clip_high"],
+        dual_clip=case["clip_c"],
+    )
+    loss = weighted_loss(losses=surrogate.losses, weights=padded_weights(case["mask"], case["agg"]))
+    assert loss.item() == pytest.approx(case["loss"], abs=1e-8)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    np.testing.assert_allclose(gradient, flat(case["grad_wrt_logprob"]), atol=1e-7)
+
+
+def reference(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> tuple[float, float]:
+    """Loss and its derivative by the log-prob, as the papers print them, one scalar at a time."""
+    plain, clipped = -advantage * ratio, -advantage * min(max(ratio, 1.0 - low), 1.0 + high)
+    loss, slope = (plain, plain) if plain >= clipped else (clipped, 0.0)
+    if dual is not None and advantage < 0.0 and -advantage * dual < loss:
+        loss, slope = -advantage * dual, 0.0
+    return loss, slope
+
+
+TOKEN = st.tuples(st.floats(-3.0, 3.0), st.floats(-2.0, 2.0), st.floats(1.0, 1.05))
+DUAL = st.sampled_from([None, 1.5, 3.0, 10.0])
+
+
+@settings(deadline=None)
+@given(tokens=st.lists(TOKEN, min_size=1, max_size=12), dual=DUAL, high=st.sampled_from([0.2, 0.28]), scaled=st.booleans())
+def test_scalar_reference(tokens: list[tuple[float, float, float]], dual: float | None, high: float, scaled: bool) -> None:
+    log_ratios, advantages, scales = (list(column) for column in zip(*tokens, strict=True))
+    logprobs = flat(log_ratios).requires_grad_()
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros_like(logprobs),
+        advantages=flat(advantages),
+        clip_high=high,
+        dual_clip=dual,
+        ratio_scale=flat(scales) if scaled else None,
+    )
+    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
+    for index, (log_ratio, advantage, scale) in enumerate(tokens):
+        loss, slope = reference(np.exp(log_ratio) * (scale if scaled else 1.0), advantage, 0.2, high, dual)
+        assert surrogate.losses[index].item() == pytest.approx(loss, abs=1e-12)
+        assert gradient[index].item() == pytest.approx(slope, abs=1e-12)
+        clipped = (surrogate.clipped_high | surrogate.clipped_low | surrogate.dual_clipped)[index]
+        assert bool(clipped) == (slope == 0.0 and loss != 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [(1.28, 1.0, -1.28, -1.28), (0.8, -1.0, 0.8, 0.8), (3.0, -1.0, 3.0, 3.0), (1.0, 2.0, -2.0, -2.0)],
+)
+def test_a_ratio_exactly_on_a_bound_keeps_its_whole_gradient(ratio: float, advantage: float, loss: float, slope: float) -> None:
+    """minimum() would hand half of it to the constant branch."""
+    logprobs = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros(1, dtype=torch.float64),
+        advantages=flat([advantage]),
+        clip_high=0.28,
+        dual_clip=3.0,
+        ratio_scale=flat([ratio]),
+    )
+    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
+    assert surrogate.losses.item() == pytest.approx(loss) and gradient.item() == pytest.approx(slope)
+
+
+@settings(deadline=None)
+@given(
+    log_ratio=st.floats(-4.0, 4.0),
+    leaves=st.lists(st.tuples(st.floats(-3.0, 3.0), st.floats(0.0, 1.0)), min_size=1, max_size=16),
+    dual=DUAL,
+    scale=st.floats(1.0, 1.05),
+)
+def test_shared_token_is_the_sum_over_its_leaves(
+    log_ratio: float, leaves: list[tuple[float, float]], dual: float | None, scale: float
+) -> None:
+    """Value and gradient, with a weight of its own for every leaf; the sums are over weight * advantage."""
+    advantages, weights = flat([leaf[0] for leaf in leaves]), flat([leaf[1] for leaf in leaves])
+    settings: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual}
+    shared, single = flat([log_ratio]).requires_grad_(), flat([log_ratio]).requires_grad_()
+    copies = single.expand(len(leaves))
+    apart = clipped_surrogate_per_token(
+        logprobs=copies,
+        old_logprobs=torch.zeros(len(leaves), dtype=torch.float64),
+        advantages=advantages,
+        ratio_scale=torch.full_like(advantages, scale),
+        **settings,
+    )
+    together = clipped_surrogate_shared_per_token(
+        logprobs=shared,
+        old_logprobs=torch.zeros(1, dtype=torch.float64),
+        advantage_positive=(weights * advantages.clamp(min=0)).sum().reshape(1),
+        advantage_negative=(weights * advantages.clamp(max=0)).sum().reshape(1),
+        ratio_scale=flat([scale]),
+        **settings,
+    )
+    apart_sum = (weights * apart.losses).sum()
+    assert together.losses.item() == pytest.approx(apart_sum.item(), abs=1e-10)
+    (gradient,) = torch.autograd.grad(together.losses.sum(), shared)
+    (apart_gradient,) = torch.autograd.grad(apart_sum, single)
+    assert gradient.item() == pytest.approx(apart_gradient.item(), abs=1e-10)
+
+
+def test_averaging_the_leaves_instead_is_wrong_once_something_clips() -> None:
+    """Ratio 1.5, leaves +1 and -0.5: the sum over leaves is -1.2 + 0.75, the mean advantage would give -1.2 * 0.5."""
+    logprobs = flat([1.5]).log().requires_grad_()
+    together = clipped_surrogate_shared_per_token(
+        logprobs=logprobs,
+        old_logprobs=flat([0.0]),
+        advantage_positive=flat([1.0]),
+        advantage_negative=flat([-0.5]),
+    )
+    (gradient,) = torch.autograd.grad(together.losses.sum(), logprobs)
+    assert together.losses.item() == pytest.approx(-0.45) and gradient.item() == pytest.approx(0.75)
+    assert together.clipped_high.item() and not together.clipped_low.item()
+
+
+def test_only_the_current_policy_carries_gradient() -> None:
+    tensors: dict[str, Any] = {
+        name: flat(values).requires_grad_()
+        for name, values in {"old_logprobs": [0.1], "advantages": [1.0], "ratio_scale": [1.01]}.items()
+    }
+    logprobs = flat([0.0]).requires_grad_()
+    losses = clipped_surrogate_per_token(logprobs=logprobs, **tensors).losses
+    gradients = torch.autograd.grad(losses.sum(), [logprobs, *tensors.values()], allow_unused=True)
+    assert gradients[0] is not None and all(gradient is None for gradient in gradients[1:])
+
+
+def test_huge_log_ratios_stay_finite() -> None:
+    logprobs = torch.tensor([900.0, -900.0], requires_grad=True)
+    surrogate = clipped_surrogate_per_token(logprobs=logprobs, old_logprobs=torch.zeros(2), advantages=torch.tensor([-1.0, 1.0]))
+    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
+    assert torch.isfinite(surrogate.losses).all() and not gradient.any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"clip_low": 1.1},
+        {"clip_low": -0.1},
+        {"clip_high": -0.1},
+        {"dual_clip": 1.0},
+        {"advantages": torch.zeros(3, 1)},
+        {"advantages": torch.zeros(1)},
+        {"old_logprobs": torch.zeros(3, dtype=torch.bfloat16)},
+        {"logprobs": torch.zeros(3, dtype=torch.float16)},
+    ],
+)
+def test_impossible_settings_shapes_and_half_precision_raise(change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {name: torch.zeros(3) for name in ("logprobs", "old_logprobs", "advantages")}
+    with pytest.raises(ValueError):
+        clipped_surrogate_per_token(**(arguments | change))

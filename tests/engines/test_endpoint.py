@@ -1,0 +1,243 @@
+"""The chat client against a real server on this machine that misbehaves in every known way."""
+
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from outrider.engines.endpoint import ChatEndpoint, ChatReply, EndpointSettings
+from outrider.engines.endpoint_wire import reply_text, wire_messages
+from outrider.errors import ConfigError, EngineFault, ModelError
+from outrider.types import Message
+from tests.chat_server import Answer, ChatServer, chat_server, completion
+
+QUESTION = (Message(role="user", content="why?"),)
+GOOD = completion("because")
+
+
+def endpoint(server: ChatServer, waits: list[float] | None = None, **settings: Any) -> ChatEndpoint:
+    chosen = EndpointSettings(**{"base_url": server.url, "model": "m", "timeout_s": 5.0, "max_retries": 2, **settings})
+    return ChatEndpoint(chosen, sleep=(waits if waits is not None else []).append)
+
+
+def ask(chat: ChatEndpoint, messages: tuple[Message, ...] = QUESTION, **options: Any) -> ChatReply:
+    return chat.complete(messages, **{"max_tokens": 9, "temperature": 0.5, "seed": 3, **options})
+
+
+def test_a_request_holds_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-secret")
+    with chat_server([GOOD]) as server:
+        reply = ask(endpoint(server, api_key_variable="MY_KEY"), stop=("</a>",), seed=2**40 + 5)
+    assert reply == ChatReply(text="because", truncated=False, num_tokens=7)
+    (asked,) = server.asked
+    assert (asked.path, asked.authorization) == ("/v1/chat/completions", "Bearer sk-secret")
+    assert asked.body == {
+        "model": "m", "messages": [{"role": "user", "content": "why?"}], "max_tokens": 9, "temperature": 0.5, "seed": 5,
+        "stop": ["</a>"],
+    }  # fmt: skip
+
+
+def test_no_key_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    with chat_server([GOOD]) as server:
+        ask(endpoint(server))
+    assert server.asked[0].authorization is None and "stop" not in (server.asked[0].body or {})
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        (Answer({"error": {"message": "slow down"}}, status=429), "status 429"),
+        (Answer(b"<html>oops</html>", status=500), "status 500"),
+        (Answer({}, status=503), "status 503"),
+        (Answer(b"<html>not json</html>"), "garbage"),
+        (Answer(b'{"choices": [{"mess'), "garbage"),
+        (Answer({"choices": []}), "garbage"),
+        (Answer({"choices": [{"message": {"content": 5}}]}), "garbage"),
+        (Answer([1]), "garbage"),
+        (Answer(b"[" * 100_000), "garbage"),
+        (Answer(b"\xff\xfe"), "garbage"),
+        (Answer(drop=True), "connection"),
+    ],
+)
+def test_what_passes_is_tried_again_and_counted(bad: Answer, kind: str) -> None:
+    waits: list[float] = []
+    with chat_server([bad, bad, GOOD]) as server:
+        chat = endpoint(server, waits)
+        assert ask(chat).text == "because"
+    assert chat.retries == {kind: 2} and chat.num_retries == 2 and len(server.asked) == 3 and len(waits) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (Answer({"error": {"message": "slow\ndown"}}, status=429), "status 429 Too Many Requests: slow down"),
+        (Answer(b"nope"), "the answer is no JSON"),
+    ],
+)
+def test_after_the_last_try_one_clear_line(bad: Answer, words: str) -> None:
+    with chat_server([bad]) as server, pytest.raises(EngineFault) as fault:
+        ask(endpoint(server))
+    assert str(fault.value) == f"{server.url}/chat/completions: gave up after 3 tries, the last: {words}"
+    assert len(server.asked) == 3
+
+
+def test_a_stall_is_a_timeout() -> None:
+    forever = threading.Event()
+    with chat_server([Answer(GOOD.body, hold=forever)]) as server:
+        began = time.monotonic()
+        with pytest.raises(EngineFault, match=r"gave up after 2 tries, the last: no answer within 0\.2 s"):
+            ask(endpoint(server, timeout_s=0.2, max_retries=1))
+        assert time.monotonic() - began < 3
+        forever.set()
+
+
+def test_a_byte_now_and_then_is_a_stall_too() -> None:
+    """Every single read is quick (50 ms); only the answer as a whole is late."""
+    with chat_server([Answer(completion("x" * 2000).body, trickle=True)]) as server:
+        began = time.monotonic()
+        with pytest.raises(EngineFault, match=r"no answer within 0\.3 s"):
+            ask(endpoint(server, timeout_s=0.3, max_retries=0))
+        assert time.monotonic() - began < 3
+
+
+def test_a_port_where_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        settings = EndpointSettings(base_url=f"http://127.0.0.1:{taken.getsockname()[1]}/v1", max_retries=1)
+        chat = ChatEndpoint(settings, sleep=lambda seconds: None)
+        with pytest.raises(EngineFault, match="gave up after 2 tries, the last: no connection"):
+            ask(chat)
+        assert chat.retries == {"connection": 1}
+
+
+def test_waits_double_with_jitter_from_a_named_stream() -> None:
+    def waits_of(seed: int, key: int) -> list[float]:
+        waits: list[float] = []
+        with chat_server([Answer({}, status=500)]) as server, pytest.raises(EngineFault):
+            ask(endpoint(server, waits, seed=seed, max_retries=6, backoff_s=1.0, max_backoff_s=10.0), seed=key)
+        return waits
+
+    waits = waits_of(0, 1)
+    assert all(min(10.0, 2.0**i / 2) <= wait <= min(10.0, 2.0**i) for i, wait in enumerate(waits)) and len(waits) == 6
+    assert waits == waits_of(0, 1)
+    assert waits[:3] != waits_of(0, 2)[:3] and waits[:3] != waits_of(1, 1)[:3]
+
+
+@pytest.mark.parametrize(("asked", "waited"), [("4", 4.0), ("9999", 30.0)])
+def test_retry_after_is_heeded_up_to_the_maximum(asked: str, waited: float) -> None:
+    waits: list[float] = []
+    with chat_server([Answer({}, status=429, headers={"Retry-After": asked}), GOOD]) as server:
+        ask(endpoint(server, waits))
+    assert waits == [waited]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_what_no_request_can_pass_is_a_model_error_at_once(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEY", "sk-secret")
+    with chat_server([Answer({"error": {"message": "no: sk-secret"}}, status=status)]) as server:
+        with pytest.raises(ModelError, match=f"status {status}") as error:
+            ask(endpoint(server))
+        assert len(server.asked) == 1
+    assert "sk-secret" not in str(error.value) and "no: ***" in str(error.value)
+
+
+def test_a_refused_request_and_a_redirect_are_faults_at_once() -> None:
+    for answer in (Answer({"message": "context too long"}, status=400), Answer({}, status=302, headers={"Location": "/v2"})):
+        with chat_server([answer]) as server:
+            with pytest.raises(EngineFault, match=f"status {answer.status}"):
+                ask(endpoint(server))
+            assert len(server.asked) == 1
+
+
+def test_missing_content_is_an_empty_turn_and_odd_usage_no_count() -> None:
+    odd = Answer(
+        {"choices": [{"message": {"role": "assistant", "tool_calls": []}, "finish_reason": "tool_calls"}], "usage": None}
+    )
+    with chat_server([completion(None), odd]) as server:
+        assert ask(endpoint(server)).text == ""
+        assert ask(endpoint(server)) == ChatReply(text="", num_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "ftp://x/v1", "127.0.0.1:80", "http://", "http://a b/v1", "http://h:99999"]
+)
+def test_only_http_addresses(url: str) -> None:
+    with pytest.raises(ValidationError):
+        EndpointSettings(base_url=url)
+
+
+def test_a_key_that_cannot_be_sent_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEY", "a\nb")
+    with pytest.raises(ConfigError, match="OUTRIDER_API_KEY"):
+        ChatEndpoint(EndpointSettings(base_url="http://h/v1"))
+
+
+def test_discovery() -> None:
+    models = Answer({"data": [{"id": "big", "owned_by": "vllm"}, {"id": "small", "owned_by": "me"}]})
+    with chat_server([models]) as server:
+        found = endpoint(server, model="default").discovered()
+        assert (found.model, found.continues_messages) == ("big", True)
+        found = endpoint(server, model="small").discovered()
+        assert (found.model, found.continues_messages) == ("small", False)
+        with pytest.raises(ModelError, match="serves big, small, not other"):
+            endpoint(server, model="other").discovered()
+    with chat_server([Answer({}, status=404)]) as server:
+        chat = endpoint(server, model="default")
+        assert chat.discovered() == chat.settings
+    with chat_server([Answer({}, status=401)]) as server, pytest.raises(ModelError, match="valid key"):
+        endpoint(server).discovered()
+
+
+OPEN = (
+    Message(role="system", content="s"),
+    Message(role="user", content="q"),
+    Message(role="assistant", content="<search>x</search>"),
+    Message(role="inline", content="\n<result>r</result>\n"),
+)
+
+
+def test_inline_results_continue_the_message_where_the_server_can() -> None:
+    with chat_server([GOOD]) as server:
+        ask(endpoint(server, continues_messages=True), OPEN)
+        ask(endpoint(server, continues_messages=True), OPEN[:2])
+        ask(endpoint(server), OPEN)
+    continued, opened, plain = (asked.body or {} for asked in server.asked)
+    assert continued["messages"][2:] == [{"role": "assistant", "content": "<search>x</search>\n<result>r</result>\n"}]
+    assert (continued["continue_final_message"], continued["add_generation_prompt"]) == (True, False)
+    assert "continue_final_message" not in opened and "continue_final_message" not in plain
+    assert [m["role"] for m in plain["messages"]] == ["system", "user", "assistant", "user"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool", "inline"]), st.text(max_size=5))), st.booleans()
+)
+def test_no_text_is_lost_on_the_wire(said: list[tuple[Any, str]], continues: bool) -> None:
+    wire, _ = wire_messages([Message(role=role, content=text) for role, text in said], continues=continues)
+    assert "".join(message["content"] for message in wire) == "".join(text for _, text in said)
+    assert {message["role"] for message in wire} <= {"system", "user", "assistant"}
+
+
+STOP = ("</search>", "</answer>")
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "expected"),
+    [
+        ("<search>x</search> and more</answer>", {}, "<search>x</search>"),
+        ("<search>x", {"finish_reason": "stop"}, "<search>x</search>"),
+        ("<search>x", {"finish_reason": "length"}, "<search>x"),
+        ("<search>x", {"finish_reason": "stop", "stop_reason": "</search>"}, "<search>x</search>"),
+        ("<search>x", {"finish_reason": "stop", "stop_reason": None}, "<search>x"),
+        ("<search>x", {"finish_reason": "stop", "stop_reason": 128009}, "<search>x"),
+        ("<search>x <answer>y", {"finish_reason": "stop"}, "<search>x <answer>y</answer>"),
+        ("no tag at all", {"finish_reason": "stop"}, "no tag at all"),
+    ],
+)
+def test_the_stop_string_that_a_server_leaves_out(text: str, choice: dict[str, Any], expected: str) -> None:
+    assert reply_text(text, STOP, choice) == expected

@@ -1,0 +1,243 @@
+"""Answer extraction and comparison: recorded cases of the released ARPO scoring code, and where we differ on purpose."""
+
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from outrider.environments.answers import (
+    contains_answer,
+    exact_match,
+    extract_answer,
+    f1_score,
+    last_boxed,
+    normalize_answer,
+    unwrap_text,
+)
+from outrider.environments.math_answers import Verdict, compare_math
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The  Cat, sat.", "cat sat"),
+        ("an apple a day", "apple day"),
+        ("U.S. (the)", "us"),
+        ("1,000", "1000"),
+        ("theory of a the", "theory of"),
+    ],
+)
+def test_normalisation_agrees_with_the_recorded_cases(text: str, expected: str) -> None:
+    assert normalize_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "upstream", "ours"),
+    [
+        ("-6", "6", "-6"),
+        ("0.5", "05", "0.5"),
+        ("12.0", "120", "12"),
+        (".5", "5", "0.5"),
+        ("-.50", "50", "-0.5"),
+        ("-0.0", "00", "0"),
+        ("The A", "", "the a"),
+        ("A", "", "a"),
+        ("%", "", "%"),
+        ("costs $1,234.50 now", "costs 123450 now", "costs 1234.5 now"),
+    ],
+)
+def test_normalisation_differs_where_numbers_or_whole_answers_would_be_lost(text: str, upstream: str, ours: str) -> None:
+    assert normalize_answer(text) == ours != upstream
+
+
+@pytest.mark.parametrize("text", ["2020-25", "x-6", "f(x)-6", "v1.2", "3\\sqrt{3} - 6", "1,2,3", "B12"])
+def test_a_dash_or_dot_that_is_no_sign_or_decimal_point_is_punctuation(text: str) -> None:
+    assert "-" not in normalize_answer(text) and "." not in normalize_answer(text) and "," not in normalize_answer(text)
+
+
+@given(st.text(max_size=40))
+def test_normalisation_is_idempotent_and_keeps_something(text: str) -> None:
+    once = normalize_answer(text)
+    assert bool(once) == bool(text.strip())
+    assert exact_match(text, (text,)) == bool(text.strip())
+    assert normalize_answer(once.upper()) == normalize_answer(once.upper().lower())
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(0, 3))
+def test_numbers_match_however_they_are_written(number: int, zeros: int) -> None:
+    plain = str(number) + ("." + "0" * zeros if zeros else "")
+    assert normalize_answer(f"{number:,}") == normalize_answer(plain) == str(number)
+    assert exact_match(str(-number), (str(number),)) == (number == 0)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "expected"),
+    [
+        ("Paris", ("paris",), 1.0),
+        ("Paris France", ("France Paris",), 1.0),
+        ("yes it is", ("yes",), 0.0),
+        ("Paris", ("London", "Paris, France"), 2 / 3),
+        ("", ("Paris",), 0.0),
+        ("3\\sqrt{3} - 6", ("3\\sqrt{3} - 6",), 1.0),
+        ("noanswer", ("Paris",), 0.0),
+        ("new york", ("york new",), 1.0),
+        ("Paris", (), 0.0),
+    ],
+)
+def test_f1_agrees_with_the_recorded_cases(prediction: str, answers: tuple[str, ...], expected: float) -> None:
+    assert f1_score(prediction, answers) == pytest.approx(expected)
+
+
+def test_f1_tells_minus_six_from_six() -> None:
+    assert f1_score("-6", ("6",)) == 0.0
+
+
+WORDS = st.lists(st.sampled_from(["red", "green", "dog", "cat"]), max_size=6)
+
+
+@given(WORDS, WORDS)
+def test_f1_is_twice_the_overlap_over_the_total_length(left: list[str], right: list[str]) -> None:
+    overlap = sum(min(left.count(word), right.count(word)) for word in set(left))
+    expected = 2 * overlap / (len(left) + len(right)) if overlap else 0.0
+    assert f1_score(" ".join(left), (" ".join(right),)) == pytest.approx(expected)
+    assert f1_score(" ".join(right), (" ".join(left),)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "em", "contained"),
+    [
+        ("Paris", ("Paris",), True, True),
+        ("The Paris", ("paris",), True, True),
+        ("U.S.", ("US",), True, True),  # the released evaluation keeps punctuation: 0 there
+        ("Paris", ("London", "Paris"), True, True),
+        ("new york", ("york new",), False, False),
+        ("in New York City", ("New York",), False, True),
+        ("art", ("a",), False, False),
+        ("", ("Paris",), False, False),
+    ],
+)
+def test_exact_match_and_containment(prediction: str, answers: tuple[str, ...], em: bool, contained: bool) -> None:
+    assert exact_match(prediction, answers) is em
+    assert contains_answer(prediction, answers) is contained
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{a}", "a"),
+        ("\\boxed 12$ z", "12"),
+        ("\\boxed{unclosed", None),
+        ("\\[ \\boxed{\\text{Paris}} \\]", "\\text{Paris}"),
+        ("\\boxed{1} then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{1} then \\boxed{open", "1"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\fbox{4}", None),
+        ("boxed{4}", None),
+        ("\\boxed{}", ""),
+        ("", None),
+    ],
+)
+def test_the_last_closed_box_is_taken(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected
+
+
+@given(st.text(alphabet="\\boxed{}$ a1", max_size=40))
+@example("\\boxed{\\}")
+def test_box_extraction_never_raises(text: str) -> None:
+    inside = last_boxed(text)
+    assert inside is None or inside in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>\\boxed{5}</answer>", "5"),
+        ("<answer>\\boxed{\\text{Paris}}</answer>", "Paris"),
+        ("no tags \\boxed{7}", "7"),
+        ("<answer>\\fbox{4}</answer>", "\\fbox{4}"),
+        ("<answer>1</answer> or <answer> \\boxed{2} </answer>", "2"),
+        ("<answer>Paris</answer>", "Paris"),
+        ("nothing", ""),
+        # The released evaluation takes the raw text of an answer and box that were never closed.
+        ("<answer>\\boxed{3", ""),
+    ],
+)
+def test_the_answer_of_a_whole_output(text: str, expected: str) -> None:
+    assert extract_answer(text) == expected
+
+
+def test_only_a_whole_text_command_is_unwrapped() -> None:
+    assert unwrap_text(" \\text{ New York } ") == "New York"
+    assert unwrap_text("5\\text{ cm}") == "5\\text{ cm}"
+
+
+EQUAL, DIFFERENT, UNDECIDED = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.UNDECIDED
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ("1/2", "\\frac{1}{2}", EQUAL),
+        (".5", "0.5", EQUAL),
+        ("x = 5", "5", EQUAL),
+        ("\\sqrt3", "\\sqrt{3}", EQUAL),
+        ("5\\text{ cm}", "5", EQUAL),
+        ("a b", "ab", EQUAL),
+        ("3\\sqrt{3} - 6", "-6+3\\sqrt{3}", EQUAL),
+        ("\\text{Paris}", "Paris", EQUAL),
+        ("10^{5}", "100000", EQUAL),
+        ("-6", "6", DIFFERENT),
+        ("Paris", "pairs", DIFFERENT),
+        ("", "5", DIFFERENT),
+        ("7", "5", DIFFERENT),
+    ],
+)
+def test_mathematical_equality(left: str, right: str, expected: Verdict) -> None:
+    assert compare_math(left, right) is expected
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "upstream", "ours"),
+    [
+        ("12", "12.0", False, EQUAL),
+        ("1,000", "1000", False, EQUAL),
+        ("2/4", "1/2", False, EQUAL),
+        ("2 3", "23", True, DIFFERENT),
+    ],
+)
+def test_mathematical_equality_differs_from_string_normalisation(left: str, right: str, upstream: bool, ours: Verdict) -> None:
+    assert compare_math(left, right) is ours
+    assert (ours is EQUAL) is not upstream
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "9^{9^{9}}",
+        "9^9^9",
+        "9**9**9",
+        "(2^{999})^{999}",
+        "((((1+x)^{9})^{9})^{9})^{9}",
+        "(1+x+y)^{99}",
+        "99999999!",
+        "\\binom{100000}{50000}",
+        "\\int x^2 dx",
+        "\\sum_{k=1}^{10} k",
+        "1" * 201,
+        "2^{9999999}",
+        "\\sin(\\sin(\\sin(1)))",
+    ],
+)
+def test_what_may_not_return_is_not_evaluated(bomb: str) -> None:
+    start = time.monotonic()
+    assert compare_math(bomb, "5") is UNDECIDED
+    assert compare_math("5", bomb) is UNDECIDED
+    assert compare_math(bomb, bomb) is EQUAL
+    assert time.monotonic() - start < 1.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(alphabet="0123456789x+-*/^(){}.,=\\ ", max_size=12))
+def test_comparing_never_raises(text: str) -> None:
+    assert compare_math(text, "5") in Verdict

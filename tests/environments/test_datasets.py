@@ -1,0 +1,154 @@
+"""Data sets as task lists: what is read, and what each kind of bad input says."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from outrider.environments.datasets import DatasetConfig, load_tasks, panel_hash
+from outrider.errors import DataError
+from outrider.types import Task
+
+
+def write(tmp_path: Path, text: str) -> DatasetConfig:
+    path = tmp_path / "qa.jsonl"
+    path.write_text(text, encoding="utf-8")
+    return DatasetConfig(path=path)
+
+
+def test_jsonl_rows_become_tasks_in_file_order(tmp_path: Path) -> None:
+    rows = [
+        {"question": " Who? ", "answer": ["A", "B"]},
+        {"question": "How many?", "answer": 12},
+        {"question": "\u2028", "answer": "x"},
+    ]
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows[:2])
+    assert load_tasks(write(tmp_path, text)) == [
+        Task(key="qa-0", question="Who?", answers=("A", "B")),
+        Task(key="qa-1", question="How many?", answers=("12",)),
+    ]
+
+
+def test_nested_parquet_columns_and_keys(tmp_path: Path) -> None:
+    rows = [{"extra_info": {"question": f"q{i}", "index": i}, "reward_model": {"ground_truth": str(i)}} for i in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    config = DatasetConfig(
+        path=tmp_path / "t.parquet", question="extra_info.question", answer="reward_model.ground_truth",
+        key="extra_info.index", limit=2,
+    )  # fmt: skip
+    assert load_tasks(config) == [Task(key="0", question="q0", answers=("0",)), Task(key="1", question="q1", answers=("1",))]
+
+
+def test_an_answer_behind_a_mark(tmp_path: Path) -> None:
+    config = write(tmp_path, '{"question": "q", "answer": "3 #### no\\n#### 1,200"}\n')
+    assert load_tasks(config.model_copy(update={"answer_after": "####"}))[0].answers == ("1,200",)
+    with pytest.raises(DataError, match=r"qa\.jsonl:1: .* lacks the mark '@@'"):
+        load_tasks(config.model_copy(update={"answer_after": "@@"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the data set is empty"),
+        ("\n \n", "the data set is empty"),
+        ('{"question": "q", "answer": "a"}\n{"question": \n', r"qa\.jsonl:2: malformed JSON"),
+        ("[1]\n", r"qa\.jsonl:1: malformed JSON: expected an object, got list"),
+        ('\n{"question": "q"}\n', r"qa\.jsonl:2: no column 'answer'; the row has question"),
+        ('{"question": "", "answer": "a"}\n', r"qa\.jsonl:1: column 'question' must hold a string"),
+        ('{"question": 3, "answer": "a"}\n', r"qa\.jsonl:1: column 'question' must hold a string"),
+        ('{"question": "q", "answer": []}\n', r"qa\.jsonl:1: column 'answer' holds no answer"),
+        ('{"question": "q", "answer": " "}\n', r"qa\.jsonl:1: column 'answer' holds a blank answer"),
+        ('{"question": "q", "answer": null}\n', r"qa\.jsonl:1: column 'answer' must hold text or numbers"),
+        ('{"question": "q", "answer": true}\n', r"qa\.jsonl:1: column 'answer' must hold text or numbers"),
+    ],
+)
+def test_bad_rows_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_tasks(write(tmp_path, text))
+
+
+def test_rows_with_a_blank_answer_can_be_left_out_and_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = write(
+        tmp_path, '{"question": "q", "answer": ""}\n{"question": "r", "answer": "b"}\n{"question": "s", "answer": ["c", " "]}\n'
+    )
+    config = config.model_copy(update={"blank_answers": "drop"})
+    assert load_tasks(config) == [Task(key="qa-1", question="r", answers=("b",))]
+    assert "2 rows with a blank answer left out" in caplog.text and "qa.jsonl:1" in caplog.text
+    with pytest.raises(DataError, match=r"qa\.jsonl: the data set is empty"):
+        load_tasks(config.model_copy(update={"limit": 1}))
+
+
+def test_bytes_that_are_no_utf8_name_the_line(tmp_path: Path) -> None:
+    (tmp_path / "qa.jsonl").write_bytes(b'{"question": "q", "answer": "a"}\n{"question": "\xff"}\n')
+    with pytest.raises(DataError, match=r"qa\.jsonl:2: malformed JSON"):
+        load_tasks(DatasetConfig(path=tmp_path / "qa.jsonl"))
+
+
+def test_duplicate_keys_are_refused(tmp_path: Path) -> None:
+    config = write(tmp_path, '{"id": 1, "question": "q", "answer": "a"}\n{"id": 1, "question": "r", "answer": "b"}\n')
+    assert len(load_tasks(config)) == 2
+    with pytest.raises(DataError, match=r"qa\.jsonl:2: duplicate key '1'"):
+        load_tasks(config.model_copy(update={"key": "id"}))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
+        load_tasks(DatasetConfig(path=tmp_path / "gone.jsonl"))
+    with pytest.raises(DataError, match=r"qa\.csv: unknown kind of file"):
+        load_tasks(DatasetConfig(path=tmp_path / "qa.csv"))
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DataError, match=r"bad\.parquet: malformed Parquet"):
+        load_tasks(DatasetConfig(path=tmp_path / "bad.parquet"))
+
+
+def test_exactly_one_source_must_be_set() -> None:
+    for kwargs in ({}, {"path": Path("a.jsonl"), "hub": "a/b"}):
+        with pytest.raises(ValidationError, match=r"exactly one of path and hub"):
+            DatasetConfig.model_validate(kwargs)
+
+
+def test_a_hub_data_set_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="needs the package datasets"):
+        load_tasks(DatasetConfig(hub="openai/gsm8k"))
+
+
+def test_a_hub_data_set_goes_through_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
+        calls.append((name, config, split))
+        if split == "gone":
+            raise ValueError("no split gone\nand more")
+        return [{"question": "q", "answer": "a"}] if split == "test" else []
+
+    library = types.ModuleType("datasets")
+    monkeypatch.setattr(library, "load_dataset", load_dataset, raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    config = DatasetConfig(hub="openai/gsm8k", hub_config="main", hub_split="test")
+    assert load_tasks(config) == [Task(key="openai/gsm8k-test-0", question="q", answers=("a",))]
+    assert calls == [("openai/gsm8k", "main", "test")]
+    with pytest.raises(DataError, match="openai/gsm8k: the data set is empty"):
+        load_tasks(DatasetConfig(hub="openai/gsm8k"))
+    with pytest.raises(DataError, match=r"cannot load: no split gone$"):
+        load_tasks(DatasetConfig(hub="openai/gsm8k", hub_split="gone"))
+
+
+def test_the_panel_hash_sees_order_and_every_field() -> None:
+    base = [Task(key="a", question="q", answers=("x",), metadata={"m": 1, "n": 2}), Task(key="b", question="r")]
+    variants = [
+        base[::-1],
+        base[:1],
+        [Task(key="a2", question="q", answers=("x",), metadata={"m": 1, "n": 2}), base[1]],
+        [Task(key="a", question="q2", answers=("x",), metadata={"m": 1, "n": 2}), base[1]],
+        [Task(key="a", question="q", answers=("y",), metadata={"m": 1, "n": 2}), base[1]],
+        [Task(key="a", question="q", answers=("x",), metadata={"m": 1, "n": 3}), base[1]],
+    ]
+    assert len({panel_hash(tasks) for tasks in [base, *variants]}) == 7
+    same = [Task(key="a", question="q", answers=("x",), metadata={"n": 2, "m": 1}), base[1]]
+    assert panel_hash(same) == panel_hash(base)

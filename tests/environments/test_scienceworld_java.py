@@ -1,0 +1,159 @@
+"""ScienceWorld with its real simulator: one Java process for the whole file."""
+
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.environments import scienceworld_tasks
+from outrider.environments.scienceworld import (
+    ScienceWorldConfig,
+    ScienceWorldEnvironment,
+    ScienceWorldFactory,
+    ScienceWorldFamily,
+)
+from outrider.environments.scienceworld_gateway import JavaSimulator
+from outrider.errors import EnvironmentFault
+from outrider.types import Message
+
+pytestmark = [
+    pytest.mark.java,
+    pytest.mark.skipif(shutil.which("java") is None, reason="no 'java' on PATH; ScienceWorld runs in a Java process"),
+]
+
+CONFIG = ScienceWorldConfig(
+    task_names=("find-animal", "lifespan-longest-lived", "chemistry-mix-paint-secondary-color"), borrow_limit_s=5.0
+)
+
+
+@pytest.fixture(scope="module")
+def family() -> ScienceWorldFamily:
+    pytest.importorskip("scienceworld", reason="ScienceWorld is an optional extra")
+    return ScienceWorldFamily(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def factory(family: ScienceWorldFamily) -> Iterator[ScienceWorldFactory]:
+    made = family.make()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def simulator(factory: ScienceWorldFactory) -> Iterator[JavaSimulator]:
+    loan = factory.pool.borrow()
+    assert isinstance(loan.simulator, JavaSimulator)
+    yield loan.simulator
+    factory.pool.give_back(loan)
+
+
+def act(environment: ScienceWorldEnvironment, action: str) -> str:
+    message = environment.step(Message(role="assistant", content=f"<action>{action}</action>")).message
+    assert message is not None
+    return message.content
+
+
+def test_our_frozen_split_is_the_simulators(simulator: JavaSimulator) -> None:
+    for name, size in scienceworld_tasks.NUM_VARIATIONS.items():
+        assert simulator.num_variations(name) == size
+    for name in ("boil", "identify-life-stages-1", "chemistry-mix"):
+        simulator.load(task_name=name, variation=0, simplification="")
+        for split, method in (("train", "getVariationsTrain"), ("valid", "getVariationsDev"), ("test", "getVariationsTest")):
+            told = simulator._strings(simulator._call(method))
+            assert [int(variation) for variation in told] == list(scienceworld_tasks.variations(name, split))
+
+
+def test_the_gold_path_wins_and_repeats_exactly(family: ScienceWorldFamily, factory: ScienceWorldFactory) -> None:
+    # This task is one whose listing of objects changes from load to load in the published set-up.
+    task = next(task for task in family.tasks("train") if "paint" in task.key)
+    gold = factory.pool.borrow()
+    actions = gold.simulator.gold_actions(task_name="chemistry-mix-paint-secondary-color", variation=0, simplification="")
+    factory.pool.give_back(gold)
+    environment = factory(task)
+    episodes = []
+    for seed in (1, 2):
+        seen = [environment.reset(seed)[0].content]
+        rewards = []
+        for action in actions:
+            result = environment.step(Message(role="assistant", content=f"<action>{action}</action>"))
+            rewards.append(result.reward)
+            seen.append(result.message.content if result.message else "")
+            if result.done:
+                break
+        record = environment.result()
+        assert (record.episode_return, record.success, sum(rewards)) == (100.0, True, 100.0)
+        episodes.append(seen)
+    assert episodes[0] == episodes[1]
+    assert "paint" in episodes[0][0] and "open OBJ" in episodes[0][0]
+
+
+def test_the_expert_gives_steps_with_real_observations(simulator: JavaSimulator) -> None:
+    family = ScienceWorldFamily(CONFIG, start=lambda: simulator)  # no second process for the expert
+    steps = family.expert(family.tasks("train")[0], 0)
+    assert steps is not None and len(steps) > 3
+    assert [step.is_terminal for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert all(step.text.startswith("<action>") and step.observation for step in steps)
+
+
+def test_a_wrong_focus_ends_the_episode_at_minus_100(family: ScienceWorldFamily, factory: ScienceWorldFactory) -> None:
+    environment = factory(family.tasks("train")[0])
+    environment.reset(0)
+    assert "No known action" in act(environment, "dance wildly")
+    assert "Ambiguous" in act(environment, "open door")
+    act(environment, "0")
+    before = environment.result().metrics
+    assert (before["num_invalid"], before["num_ambiguous"]) == (1, 1)
+    assert 0 < before["score"] < 100  # the opened door leads where the task wants to go
+    result = environment.step(Message(role="assistant", content="<action>focus on picture</action>"))
+    assert (result.reward, result.done) == (-100.0 - before["score"], True)
+    assert environment.result().episode_return == -100.0
+    assert environment.result().metrics["wrong_focus"] == 1
+
+
+def test_the_list_of_valid_actions_comes_on_demand(simulator: JavaSimulator) -> None:
+    simulator.load(task_name="find-animal", variation=0, simplification="easy")
+    actions = simulator.valid_actions()
+    assert len(actions) > 100 and "look around" in actions
+    assert any(action.startswith("teleport") for action in actions)
+
+
+def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: ScienceWorldFactory) -> None:
+    loan = factory.pool.borrow()
+    with pytest.raises(EnvironmentFault, match="exceeds the total number"):
+        loan.simulator.load(task_name="boil", variation=999, simplification="")
+    assert not loan.simulator.is_alive()
+    factory.pool.give_back(loan)
+
+
+def test_a_killed_process_is_a_fault_and_is_replaced(family: ScienceWorldFamily, factory: ScienceWorldFactory) -> None:
+    loan = factory.pool.borrow()
+    assert isinstance(loan.simulator, JavaSimulator)
+    pid, num_replaced = loan.simulator.pid, factory.pool.num_replaced
+    factory.pool.give_back(loan)
+    environment = factory(family.tasks("train")[0])
+    environment.reset(0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EnvironmentFault, match="died"):
+        act(environment, "look around")
+    environment.reset(0)
+    assert "room" in act(environment, "look around")
+    environment.close()
+    assert factory.pool.num_replaced == num_replaced + 1
+
+
+def test_close_leaves_no_process_and_no_port(factory: ScienceWorldFactory) -> None:
+    loan = factory.pool.borrow()
+    simulator = loan.simulator
+    assert isinstance(simulator, JavaSimulator)
+    assert not Path("object_type_ids.tsv").exists()  # the simulator writes it where it runs
+    pid, port = simulator.pid, simulator.port
+    factory.pool.give_back(loan)
+    factory.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)

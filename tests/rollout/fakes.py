@@ -1,0 +1,132 @@
+"""Small environments and engines for the loop: everything scripted, every call recorded."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.scripted import ScriptedEngine
+from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.hooks import Hook
+from outrider.rollout.scheduler import Scheduler
+from outrider.tokens import ChatRenderer, Tokenizer
+from outrider.types import Message, Role, Task
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def say(text: str, role: Role = "inline") -> StepResult:
+    return StepResult(message=Message(role=role, content=text))
+
+
+@dataclass(slots=True)
+class Fake:
+    """``on_step(number, text)`` answers the policy's turns; ``delay`` seconds before every answer."""
+
+    on_step: Callable[[int, str], StepResult]
+    question: str = "q"
+    delay: float = 0.0
+    episode_return: float = 0.5
+    num_steps: int = 0
+    num_closed: int = 0
+    texts: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        self.seeds.append(seed)
+        return (Message(role="user", content=self.question),)
+
+    def step(self, message: Message) -> StepResult:
+        assert self.num_closed == 0
+        time.sleep(self.delay)
+        self.texts.append(message.content)
+        self.num_steps += 1
+        return self.on_step(self.num_steps - 1, message.content)
+
+    def result(self) -> EpisodeResult:
+        return EpisodeResult(episode_return=self.episode_return, success=True, metrics={"steps": float(self.num_steps)})
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@dataclass(slots=True)
+class Factory:
+    """Makes environments with ``make(task, number)`` and keeps them for inspection."""
+
+    make: Callable[[Task, int], Environment]
+    made: list[Environment] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, task: Task) -> Environment:
+        with self.lock:
+            environment = self.make(task, len(self.made))
+            self.made.append(environment)
+        return environment
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+
+class RawEngine(ScriptedEngine):
+    """Answers with ids instead of text: what no tokenizer would write."""
+
+    def __init__(self, tokenizer: Tokenizer, ids: Callable[[Request], Sequence[int]], context_length: int = 4096) -> None:
+        super().__init__(tokenizer=tokenizer, script=lambda request, text: "", context_length=context_length)
+        self._ids = ids
+        self.longest = 0
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        answers = []
+        for request in requests:
+            assert 0 < len(request.token_ids) < self.context_length and request.max_tokens >= 1
+            ids = tuple(self._ids(request))[: request.max_tokens]
+            self.longest = max(self.longest, len(request.token_ids) + len(ids))
+            draw = random.Random(request.seed)
+            answers.append(
+                Generation(
+                    request_id=request.request_id,
+                    token_ids=ids,
+                    logprobs=tuple(-draw.random() for _ in ids),
+                    entropies=tuple(draw.random() for _ in ids),
+                    weight_version=3,
+                    finish_reason=FinishReason.EOS if ids and ids[-1] == self.tokenizer.eos_token_id else FinishReason.LENGTH,
+                )
+            )
+        return answers
+
+
+def scripted(script: Callable[[Request, str], str], *, context_length: int = 4096) -> ScriptedEngine:
+    return ScriptedEngine(tokenizer=TOKENIZER, script=script, context_length=context_length)
+
+
+def scheduler(
+    engine: ScriptedEngine,
+    factory: Factory,
+    *,
+    limits: Limits | None = None,
+    hooks: Sequence[Hook] = (),
+    stop: tuple[str, ...] = (".",),
+    max_concurrent: int = 16,
+    max_retries: int = 2,
+    seed: int = 0,
+) -> Scheduler:  # fmt: skip
+    return Scheduler(
+        engine=engine,
+        renderer=ChatRenderer(engine.tokenizer),
+        factory=factory,
+        limits=limits or Limits(step_timeout_s=5),
+        sampling=Sampling(stop=stop),
+        run_seed=seed,
+        hooks=hooks,
+        max_concurrent=max_concurrent,
+        max_retries=max_retries,
+    )
+
+
+def tasks(num: int) -> list[Task]:
+    return [Task(key=f"task {i}", question=f"question {i}") for i in range(num)]

@@ -1,0 +1,251 @@
+"""The command line: bad input is one line and the right exit status, and leaves nothing behind; imports stay light.
+
+Exit status 2 is bad configuration, 1 anything else that has a name.
+"""
+
+import fcntl
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import main
+from outrider.config import load_settings, to_toml
+from outrider.train.settings import RunSettings
+from tests.train.tool_run import write_tool_run
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tool_run(tmp_path_factory.mktemp("cli"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bad:
+    """An input that cannot run: what to add to ``train RECIPE``, the exit status, and a part of the line."""
+
+    name: str
+    overrides: tuple[str, ...]
+    status: int
+    says: str
+
+
+BAD = [
+    Bad(name="unknown key", overrides=("train.num_stepz=3",), status=2, says="train.num_stepz: unknown key"),
+    Bad(name="unknown section", overrides=("trian.num_steps=3",), status=2, says="trian: unknown key"),
+    Bad(name="wrong type", overrides=("train.num_steps=many",), status=2, says="train.num_steps"),
+    Bad(name="not finite", overrides=("optimizer.learning_rate=inf",), status=2, says="optimizer.learning_rate"),
+    Bad(name="out of range", overrides=("train.tasks_per_step=0",), status=2, says="train.tasks_per_step"),
+    Bad(name="value as section", overrides=("seed.x=1",), status=2, says="seed is a value"),
+    Bad(name="no override", overrides=("=1",), status=2, says="section.key=value"),
+    Bad(name="unknown algorithm", overrides=("algorithm.type=magic",), status=2, says="algorithm"),
+    Bad(
+        name="hybrids beyond the group", overrides=("algorithm.num_hybrid=9",), status=2, says="num_hybrid 9 exceeds group_size 4"
+    ),
+    Bad(name="turn beyond response", overrides=("rollout.max_turn_tokens=999",), status=2, says="max_turn_tokens exceeds"),
+    Bad(name="execute without state", overrides=("algorithm.retrieval.mode=execute",), status=2, says="stateful environment"),
+    Bad(name="mini-batches", overrides=("update.num_mini_batches=5",), status=2, says="num_mini_batches exceeds"),
+    Bad(name="search without corpus", overrides=('environment={type="tools"}',), status=2, says="needs a corpus"),
+    Bad(name="missing model", overrides=("model.name=no/such/folder",), status=1, says="no/such/folder"),
+    Bad(name="missing data set", overrides=("environment.train.path=gone.jsonl",), status=1, says="gone.jsonl: no such file"),
+    Bad(name="missing corpus", overrides=("environment.corpus=gone.jsonl",), status=1, says="gone.jsonl"),
+    Bad(name="missing buffer", overrides=("buffer.path=gone.sqlite",), status=1, says="gone.sqlite"),
+    Bad(name="other embedder", overrides=("buffer.embedder=minilm",), status=2, says="built with embedder"),
+    Bad(name="too few tasks", overrides=("train.tasks_per_step=50",), status=1, says="6 training tasks are fewer"),
+    Bad(name="no such split", overrides=("evaluation.split=valid",), status=1, says="no data set is configured"),
+    Bad(name="missing checkpoint", overrides=("model.initial_checkpoint=gone",), status=1, says="gone"),
+]
+
+
+def _assert_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *, status: int, says: str) -> None:
+    capsys.readouterr()
+    assert main(arguments) == status
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1, told
+    assert told[0].startswith("outrider: ") and says in told[0]
+
+
+def _files(folder: Path) -> dict[Path, bytes]:
+    """Contents by path; what SQLite keeps beside a database while it is read is not the user's."""
+    kept = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.endswith(("-shm", "-wal"))]
+    return {path: path.read_bytes() for path in kept}
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+def test_bad_input_is_one_line_and_writes_nothing(
+    bad: Bad, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "minilm" in bad.overrides[0] and find_spec("onnxruntime") is None:
+        pytest.skip("needs the extra minilm")
+    monkeypatch.chdir(tmp_path)
+    before = _files(recipe.parent)
+    arguments = ["train", str(recipe), *bad.overrides, "--run", str(tmp_path / "run"), "--progress", "none"]
+    _assert_refused(capsys, arguments, status=bad.status, says=bad.says)
+    assert list(tmp_path.iterdir()) == []
+    assert _files(recipe.parent) == before
+
+
+def test_a_failed_set_up_leaves_a_folder_that_was_there_empty(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", str(recipe), "--run", str(tmp_path), "--progress", "none", "--model", "no/such/folder"]
+    _assert_refused(capsys, arguments, status=1, says="no/such/folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_and_malformed_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text("seed = \n")
+    for path, says in ((tmp_path / "gone.toml", "cannot read"), (broken, "not valid TOML"), (tmp_path, "cannot read")):
+        _assert_refused(capsys, ["train", str(path), "--run", str(tmp_path / "run")], status=2, says=says)
+    assert list(tmp_path.iterdir()) == [broken]
+
+
+def test_commands_that_do_not_go_together(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _assert_refused(capsys, ["train"], status=2, says="give a recipe")
+    _assert_refused(capsys, ["train", str(recipe)], status=2, says="--run DIRECTORY")
+    _assert_refused(capsys, ["train", str(recipe), "--resume", str(tmp_path)], status=2, says="give a recipe")
+    _assert_refused(capsys, ["train", "--resume", str(tmp_path), "--model", "x"], status=2, says="keeps its settings")
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", str(recipe), "--no-such-option"])
+    assert stopped.value.code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def _damage_json(path: Path) -> str:
+    path.write_text('{"question": "a?", "answer": "b"}\n{"question": "c?", \n')
+    return f"{path}:2: malformed JSON"
+
+
+def _empty(path: Path) -> str:
+    path.write_text("\n")
+    return "the data set is empty"
+
+
+def _without_column(path: Path) -> str:
+    path.write_text(json.dumps({"question": "a?"}) + "\n")
+    return f"{path}:1: no column 'answer'"
+
+
+@pytest.mark.parametrize("spoil", [_damage_json, _empty, _without_column])
+def test_a_bad_data_file_is_named_with_its_line(
+    spoil: Callable[[Path], str], recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    says = spoil(data)
+    arguments = ["train", str(recipe), f"environment.train.path={data}", "--run", str(tmp_path / "run"), "--progress", "none"]
+    _assert_refused(capsys, arguments, status=1, says=says)
+    assert list(tmp_path.iterdir()) == [data]
+
+
+def test_a_corrupt_buffer_is_refused_and_left_as_it_is(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = tmp_path / "buffer.sqlite"
+    content = bytearray((recipe.parent / "buffer.sqlite").read_bytes())
+    content[len(content) // 2 :] = b"\xff" * (len(content) - len(content) // 2)
+    for damaged in (bytes(content), b"not a database at all" * 100):
+        buffer.write_bytes(damaged)
+        arguments = ["train", str(recipe), f"buffer.path={buffer}", "--run", str(tmp_path / "run"), "--progress", "none"]
+        _assert_refused(capsys, arguments, status=1, says=str(buffer))
+        assert buffer.read_bytes() == damaged and not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_is_never_overwritten_shared_or_guessed(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = tmp_path / "note.txt"
+    note.write_text("mine")
+    _assert_refused(capsys, ["train", str(recipe), "--run", str(tmp_path)], status=2, says="is not empty")
+    _assert_refused(capsys, ["train", str(recipe), "--run", str(note)], status=2, says="is not empty")
+    _assert_refused(capsys, ["train", "--resume", str(tmp_path)], status=1, says="no run directory")
+    _assert_refused(capsys, ["train", "--resume", str(tmp_path / "gone")], status=1, says="no run directory")
+    assert _files(tmp_path) == {note: b"mine"}
+
+
+def test_a_run_in_use_is_refused_and_left_alone(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(load_settings(RunSettings, file=recipe).model_dump(mode="json")))
+    with (run / "lock").open("w") as held:  # another open file description is another holder, as another process is
+        fcntl.flock(held, fcntl.LOCK_EX)
+        before = _files(run)
+        _assert_refused(capsys, ["train", "--resume", str(run)], status=2, says="in use by another process")
+        assert _files(run) == before
+
+
+@pytest.mark.parametrize(("tracker", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")])
+def test_a_missing_tracker_names_its_extra(
+    tracker: str, module: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # the import fails, whatever is installed
+    arguments = ["train", str(recipe), f'trackers=["{tracker}"]', "--run", str(tmp_path / "run"), "--progress", "none"]
+    _assert_refused(capsys, arguments, status=2, says=f"outrider[{tracker}]")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_prints_what_loads_again_and_writes_nothing(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    awkward = 'a "quoted" \\ name\twith\nlines é 日本'
+    overrides = [
+        "train.num_steps=3",
+        f"environment.system_prompt={json.dumps(awkward)}",
+        "optimizer.learning_rate=1e-7",
+    ]
+    assert main(["train", str(recipe), *overrides, "--dry-run", "--run", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and not (tmp_path / "run").exists()
+    copy = tmp_path / "copy.toml"
+    copy.write_text(printed.out, encoding="utf-8")
+    again = load_settings(RunSettings, file=copy)
+    assert again == load_settings(RunSettings, file=recipe, overrides=overrides)
+    assert (again.train.num_steps, again.optimizer.learning_rate) == (3, 1e-7)
+    assert again.environment.type == "tools" and again.environment.system_prompt == awkward
+
+
+def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    orders = [
+        ["train", str(recipe), "seed=9", "train.num_steps=3", "--dry-run", "--model", "m"],
+        ["train", str(recipe), "--model", "m", "seed=9", "--dry-run", "train.num_steps=3"],
+        ["train", "--dry-run", str(recipe), "--model", "m", "seed=1", "--progress", "none", "train.num_steps=3", "seed=9"],
+    ]
+    outputs = []
+    for arguments in orders:
+        assert main(arguments) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert "seed = 9" in outputs[0] and 'name = "m"' in outputs[0]
+
+
+def _python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_the_package_is_quick_and_brings_no_torch() -> None:
+    code = """
+import sys, time
+began = time.perf_counter()
+import outrider
+print(time.perf_counter() - began, "torch" in sys.modules, "transformers" in sys.modules)
+"""
+    best = min((_python(code).split() for _ in range(3)), key=lambda words: float(words[0]))
+    assert best[1:] == ["False", "False"]
+    assert float(best[0]) < 0.5
+
+
+def test_help_and_version_bring_no_torch() -> None:
+    code = """
+import sys
+from outrider.cli import main
+for arguments in (["--help"], ["train", "--help"], ["--version"]):
+    try:
+        main(arguments)
+    except SystemExit as stopped:
+        assert stopped.code == 0
+print("torch" in sys.modules, "transformers" in sys.modules, "pyarrow" in sys.modules)
+"""
+    assert _python(code).splitlines()[-1] == "False False False"

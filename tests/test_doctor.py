@@ -1,0 +1,113 @@
+"""The doctor never crashes and says what is missing; the starting recipe loads."""
+
+import importlib.util
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli import main
+from outrider.config import load_settings
+from outrider.errors import ConfigError, ToolUnavailable
+from outrider.train import doctor
+from outrider.train.doctor import Check, examine, find, write_recipe
+from outrider.train.settings import RunSettings
+
+
+def raising(error: Exception) -> Any:
+    def look() -> str:
+        raise error
+
+    return look
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ToolUnavailable("no java"), ImportError("libx.so"), RuntimeError("two\nlines"), OSError(2, "gone"), AssertionError()],
+)
+def test_whatever_a_check_raises_is_a_finding(error: Exception) -> None:
+    finding = find(Check(name="x", look=raising(error), advice="install it", required=True))
+    assert not finding.works and finding.required and finding.advice == "install it"
+    assert str(error).split("\n")[0] in finding.detail and "\n" not in finding.detail
+
+
+def test_a_full_examination(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "220")
+    assert main(["doctor"]) == 0
+    lines = {
+        cells[1].strip(): cells[2].strip()
+        for cells in (line.split("│") for line in capsys.readouterr().out.splitlines())
+        if len(cells) > 4
+    }
+    assert lines["python"] == lines["torch"] == lines["transformers"] == "ok"
+    parts = (
+        "fast bfloat16",
+        "CUDA",
+        "packaged models",
+        "embedder minilm",
+        "Java for ScienceWorld",
+        "Python sandbox",
+        "Factbook data",
+    )
+    assert {lines[name] for name in (*parts, "tracker tensorboard", "tracker wandb", "tracker trackio")} <= {"ok", "missing"}
+    expected = "ok" if importlib.util.find_spec("tensorboardX") else "missing"
+    assert lines["tracker tensorboard"] == expected
+
+
+def test_a_machine_that_lacks_everything(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No torch, no packages, no Java: every line says so, what every run needs decides the status, nothing raises."""
+    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    for name in ("torch", "transformers", "onnxruntime", "outrider.engines.model", "outrider.tools.python"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert examine() == 1
+    text = capsys.readouterr().out
+    assert "MISSING" in text and "pip install torch" in text
+    assert "no 'java' on PATH" in text and "pip install 'outrider[wandb]'" in text
+    assert text.count("missing") + text.count("MISSING") >= 9
+
+
+def test_processor_flags(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor : 0\nflags\t\t: fpu amx_bf16 sse\n\nmodel name: flags\nFeatures : bf16\n")
+    assert doctor._processor_flags(file) == {"fpu", "amx_bf16", "sse", "bf16"}
+    assert doctor._processor_flags(tmp_path / "none") == frozenset()
+
+
+def test_the_recipe_loads_and_every_commented_setting_exists(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    assert write_recipe(file) == 0
+    settings = load_settings(RunSettings, file=file)
+    assert settings.algorithm.type == "rapo" and settings.environment.type == "factbook"
+    text = file.read_text()
+    # The "tools" block in comments, put in place of the environment, loads too.
+    head, _, rest = text.partition("[environment]\n")
+    _, _, tail = rest.partition("[algorithm]")
+    block = rest[rest.index("# [environment]") : rest.index("[algorithm]")]
+    other = tmp_path / "tools.toml"
+    other.write_text(
+        head
+        + "\n".join(line.removeprefix("# ") for line in block.splitlines())
+        + "\n[algorithm]"
+        + tail.replace("# path", "path")
+    )
+    assert load_settings(RunSettings, file=other).environment.type == "tools"
+    assert load_settings(RunSettings, file=other).buffer.path == "steps.sqlite"
+    other.write_text(text.replace('type = "rapo"', 'type = "grpo"').replace("num_hybrid = 4", ""))
+    assert load_settings(RunSettings, file=other).algorithm.type == "grpo"
+
+
+def test_no_recipe_is_overwritten(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match="not overwritten"):
+        write_recipe(file)
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_recipe(tmp_path / "no" / "such" / "folder.toml")
+    assert file.read_text() == "mine" and main(["init", str(file)]) == 2
+    assert main(["init", str(tmp_path / "new.toml")]) == 0
+    assert tomllib.loads((tmp_path / "new.toml").read_text())["seed"] == 0

@@ -1,0 +1,174 @@
+"""Chat rendering against the whole template rendered at once, for several families of templates."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from outrider.errors import ModelError
+from outrider.tokens import ChatRenderer
+from outrider.types import Message, Role
+from tests.tiny import TEMPLATE, tiny_tokenizer
+
+CHATML = TEMPLATE
+LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ m['content'] | trim }}{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+QWEN = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    + CHATML
+)
+STRIPPING = CHATML.replace("m['content']", "(m['content'] | trim if m['role'] == 'assistant' else m['content'])")
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "stripping": STRIPPING}
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+
+
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """One token a byte, so that any Unicode text has exact ids, and the special tokens of all templates."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    eos = "<|eot_id|>" if "<|eot_id|>" in template else "<|im_end|>"
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
+    fast.add_special_tokens({"additional_special_tokens": SPECIAL})
+    fast.chat_template = template
+    return fast
+
+
+TOKENIZERS = {name: byte_tokenizer(template) for name, template in TEMPLATES.items()}
+RENDERERS = {name: ChatRenderer(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+
+# Text without blanks at its ends (some templates trim them) and without what reads as a special token.
+CONTENT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
+    lambda t: t == t.strip() and "<|" not in t
+)
+TURNS = st.lists(st.tuples(CONTENT, CONTENT, st.integers(0, 9)), min_size=1, max_size=4)
+
+
+def message(role: Role, content: str) -> Message:
+    return Message(role=role, content=content)
+
+
+def whole(name: str, messages: Sequence[Message]) -> list[int]:
+    """The reference: the template over the whole conversation, made into ids once."""
+    chat = [{"role": m.role, "content": m.content} for m in messages]
+    text = TOKENIZERS[name].apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return list(TOKENIZERS[name].encode(text, add_special_tokens=False))
+
+
+def said(name: str, text: str) -> list[int]:
+    return list(TOKENIZERS[name].encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(deadline=None, max_examples=60)
+@given(system=st.none() | CONTENT, question=CONTENT, turns=TURNS)
+def test_appended_ids_are_those_of_the_whole_conversation(
+    name: str, system: str | None, question: str, turns: list[tuple[str, str, int]]
+) -> None:
+    """However much of the closing ids the policy wrote itself: nothing, the end-of-turn token, or all of them."""
+    renderer = RENDERERS[name]
+    messages = ([message("system", system)] if system is not None else []) + [message("user", question)]
+    ids = list(renderer.prompt(messages))
+    assert ids == whole(name, messages)
+    for answer, observation, written in turns:
+        before = list(ids)
+        ids += [*said(name, answer), *renderer.end_of_turn[: min(written, len(renderer.end_of_turn))]]
+        messages += [message("assistant", answer), message("user", observation)]
+        ids += renderer.bridge(ids, messages[-1:])
+        assert ids[: len(before)] == before
+        assert ids == whole(name, messages)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_several_messages_answer_one_turn(name: str) -> None:
+    messages = [message("user", "q"), message("assistant", "a"), message("user", "one"), message("user", "two")]
+    ids = [*RENDERERS[name].prompt(messages[:1]), *said(name, "a")]
+    assert [*ids, *RENDERERS[name].bridge(ids, messages[2:])] == whole(name, messages)
+
+
+def test_the_end_of_turn_is_what_the_template_writes() -> None:
+    assert TOKENIZERS["chatml"].decode(RENDERERS["chatml"].end_of_turn) == "<|im_end|>\n"
+    assert TOKENIZERS["llama3"].decode(RENDERERS["llama3"].end_of_turn) == "<|eot_id|>"
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_smollm_template_closed_by_the_policy_with_and_without_the_newline(written: int) -> None:
+    tokenizer = tiny_tokenizer()
+    renderer = ChatRenderer(tokenizer)
+    assert len(renderer.end_of_turn) == 2
+    turn = (*tokenizer.encode("hi", add_special_tokens=False), *renderer.end_of_turn[:written])
+    joined = tokenizer.decode([*turn, *renderer.bridge(turn, [message("user", "next")])], skip_special_tokens=False)
+    assert joined == "hi<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(deadline=None, max_examples=40)
+@given(question=CONTENT, pieces=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=4))
+def test_inline_text_continues_the_open_turn(name: str, question: str, pieces: list[tuple[str, str]]) -> None:
+    renderer = RENDERERS[name]
+    ids = list(renderer.prompt([message("user", question)]))
+    start = len(ids)
+    for answer, result in pieces:
+        ids += said(name, answer)
+        ids += renderer.bridge(ids, [message("inline", result)])
+    assert TOKENIZERS[name].decode(ids[start:]) == "".join(answer + result for answer, result in pieces)
+    assert renderer.bridge(ids, []) == ()
+
+
+def test_inline_text_in_the_prompt_opens_the_answer() -> None:
+    renderer = RENDERERS["chatml"]
+    ids = renderer.prompt([message("user", "q"), message("inline", "<think>")])
+    assert TOKENIZERS["chatml"].decode(ids).endswith("<|im_start|>assistant\n<think>")
+
+
+def test_text_of_the_policy_is_never_made_into_ids_again() -> None:
+    """Ids that no tokenizer would produce (half a character) stay as they were sampled, and no text of theirs is encoded."""
+    encoded: list[str] = []
+    tokenizer = byte_tokenizer(CHATML)
+    encode = tokenizer.encode
+    tokenizer.encode = lambda text, **options: encoded.append(text) or encode(text, **options)  # type: ignore[method-assign, func-returns-value]
+    renderer = ChatRenderer(tokenizer)
+    ids = renderer.prompt([message("user", "secret question")])
+    half = encode("\u00e9", add_special_tokens=False)[:1]
+    assert "\ufffd" in tokenizer.decode(half)
+    encoded.clear()
+    added = renderer.bridge([*ids, *half], [message("user", "next")])
+    assert encoded and all("secret" not in text and "\ufffd" not in text for text in encoded)
+    assert tokenizer.decode(added) == "<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_end_of_turn_inside_the_turn_is_not_taken_for_its_end() -> None:
+    renderer = RENDERERS["chatml"]
+    ids = [renderer.end_of_turn[0], *said("chatml", "more")]
+    assert renderer.bridge(ids, [message("user", "x")])[:2] == renderer.end_of_turn
+
+
+def test_inline_and_chat_cannot_answer_one_turn() -> None:
+    with pytest.raises(ValueError, match="cannot answer the same turn"):
+        RENDERERS["chatml"].bridge((), [message("user", "x"), message("inline", "y")])
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('no') }}", "no usable chat template"),
+        ("{{ messages[0]['content'] }}", "drops assistant messages"),
+    ],
+)
+def test_a_template_that_cannot_serve_is_an_error_before_the_run(template: str, problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        ChatRenderer(byte_tokenizer(template))
+
+
+def test_a_template_that_closes_the_last_turn_differently_is_an_error() -> None:
+    template = CHATML.replace("'<|im_end|>' + '\n'", "('<|im_end|>\n' if not loop.last else '<|eot_id|>')")
+    renderer = ChatRenderer(byte_tokenizer(template))
+    with pytest.raises(ModelError, match="differently"):
+        renderer.bridge((), [message("user", "x")])

@@ -1,0 +1,327 @@
+"""A combination lock that on-policy exploration does not open, and a tabular policy that runs in the real loop.
+
+Everything that decides about learning is the library's own: Scheduler, RetrievalHook with a StepTraceBuffer, Grpo and Rapo,
+update and Policy. Only the network is replaced: one row of logits for every room, so that a run takes seconds and the
+expected return is known exactly. Shape letters: N packed tokens, S rooms of all locks, A actions, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.algorithms.rapo import Rapo, RapoSettings
+from outrider.algorithms.retrieval_hook import RetrievalSettings
+from outrider.engines.attention import TreePlan
+from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.model import LanguageModel
+from outrider.engines.sampling import sample, uniform_stream
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.memory.embedder import load_embedder
+from outrider.memory.steps import StepTraceBuffer
+from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.scheduler import Scheduler
+from outrider.seeding import stream
+from outrider.tokens import ChatRenderer, Tokenizer
+from outrider.train.policy import OptimizerSettings, Policy
+from outrider.train.update import UpdateSettings, update
+from outrider.types import Message, Step, Task, Trajectory
+from tests.tiny import tiny_tokenizer
+
+LEARNING_RATE = 0.2
+MAX_POLICY_TOKENS = 6000
+_SHARED = ObjectiveSettings(group_size=12, clip_low=0.28, clip_high=0.28, aggregation="sequence_mean_token_mean").model_dump()
+
+ACTIONS = "!\"#$%&'()*+,-./:;=?@"  # no word characters: the retrieval key is made of what was seen, not of what was tried
+ROOMS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # the newest of these letters in a context is the room, hence the policy's state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toy:
+    """``num_locks`` locks of ``depth`` rooms; one of twenty actions opens a room's door, the others do nothing.
+
+    The return is 1 for opening every door within ``num_turns`` policy turns and else 0, so the optimum is 1.
+    """
+
+    seed: int
+    num_locks: int = 1
+    depth: int = 4
+    num_turns: int = 6
+
+    def tasks(self) -> list[Task]:
+        """One task a lock; the combination is metadata, which the policy never sees."""
+        draws = stream(self.seed, "combinations").integers(len(ACTIONS), size=(self.num_locks, self.depth))
+        return [
+            Task(
+                key=f"lock-{lock}", question=f"lock {lock} room {ROOMS[lock * self.depth]}",
+                metadata={"combination": "".join(ACTIONS[i] for i in draws[lock]),
+                          "rooms": ROOMS[lock * self.depth : (lock + 1) * self.depth]},
+            )
+            for lock in range(self.num_locks)
+        ]  # fmt: skip
+
+
+class LockEnvironment:
+    """One episode: a policy message is the action that it tries."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._combination, self._rooms = str(task.metadata["combination"]), str(task.metadata["rooms"])
+        self._room = 0
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        """Into the first room."""
+        self._room = 0
+        return (Message(role="user", content=self._task.question),)
+
+    def step(self, message: Message) -> StepResult:
+        """Try the action on the door of the room."""
+        opened = message.content == self._combination[self._room]
+        self._room += opened
+        if self._room == len(self._combination):
+            return StepResult(message=None, reward=1.0, done=True)
+        return StepResult(message=Message(role="inline", content=f" {'now' if opened else 'still'} {self._rooms[self._room]}\n"))
+
+    def result(self) -> EpisodeResult:
+        """1 when every door is open."""
+        done = self._room == len(self._combination)
+        return EpisodeResult(episode_return=float(done), success=done)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class LockFactory:
+    """Makes environments; nothing is shared."""
+
+    def __call__(self, task: Task) -> LockEnvironment:
+        return LockEnvironment(task)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def expert_trajectory(task: Task) -> Trajectory:
+    """The combination, step by step, as the environment answers it."""
+    environment = LockEnvironment(task)
+    steps = []
+    for action in str(task.metadata["combination"]):
+        result = environment.step(Message(role="assistant", content=action))
+        steps.append(Step(text=action, observation=result.message.content if result.message else "", is_terminal=result.done))
+    return Trajectory(
+        trajectory_id=f"expert/{task.key}", task_key=task.key, agent="expert", prompt=(), steps=tuple(steps), reward=1.0
+    )
+
+
+class TabularModel(nn.Module):
+    """A softmax over the actions for every room, with the interface of a language model that Policy scores."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(len(ROOMS), len(ACTIONS))
+        nn.init.zeros_(self.table.weight)
+        self.action_ids = tokenizer.encode(ACTIONS, add_special_tokens=False)
+        self.room_of = np.full(vocabulary_size, -1)
+        self.room_of[tokenizer.encode(ROOMS, add_special_tokens=False)] = np.arange(len(ROOMS))
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The only parameters."""
+        return self.table
+
+    def get_output_embeddings(self) -> "TabularModel":
+        """Calling the model itself spreads action logits over the vocabulary."""
+        return self
+
+    def forward(self, logits_NA: Tensor) -> Tensor:
+        """[N, V]; what is no action has probability 0."""
+        logits_NV = logits_NA.new_full((len(logits_NA), len(self.room_of)), -1e4)
+        logits_NV[:, self.action_ids] = logits_NA
+        return logits_NV
+
+    def base_model(self, *, input_ids: Tensor, position_ids: Tensor, use_cache: bool, plan: TreePlan) -> SimpleNamespace:
+        """Logits of the room that each packed token's own branch saw last."""
+        rooms = self.room_of[input_ids[0].numpy()]
+        start = 0
+        last_of: list[int] = []
+        for segment in plan.segments:
+            piece = rooms[start : start + segment.length]
+            before = last_of[segment.ancestors[-1]] if segment.ancestors else 0
+            newest = np.maximum.accumulate(np.where(piece >= 0, np.arange(1, segment.length + 1), 0))
+            rooms[start : start + segment.length] = np.where(newest > 0, piece[newest - 1], before)
+            start += segment.length
+            last_of.append(int(rooms[start - 1]))
+        return SimpleNamespace(last_hidden_state=self.table(torch.from_numpy(rooms))[None])
+
+
+class TabularEngine:
+    """One action a request, drawn from its room's row with the request's own stream."""
+
+    context_length = 4096
+
+    def __init__(self, model: TabularModel, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.weight_version = 0
+        self._model = model
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """See :class:`outrider.engines.base.Engine`."""
+        rooms = [next(room for i in reversed(r.token_ids) if (room := self._model.room_of[i]) >= 0) for r in requests]
+        logits = self._model(self._model.table(torch.tensor(rooms)))
+        draws = [float(uniform_stream(request.seed, 1)[0]) for request in requests]
+        chosen, logprobs, entropies = sample(logits, [request.temperature for request in requests], draws)
+        return [
+            Generation(
+                request_id=request.request_id, token_ids=(token,), logprobs=(logprob,), entropies=(entropy,),
+                finish_reason=FinishReason.LENGTH, weight_version=self.weight_version,
+            )
+            for request, token, logprob, entropy in zip(requests, chosen, logprobs, entropies, strict=True)
+        ]  # fmt: skip
+
+    def cancel(self, request_id: str) -> None:
+        """A generation is one token: there is nothing to stop."""
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Nothing is kept."""
+
+    def weights_changed(self) -> None:
+        """The table is shared with the trainer; only the version moves."""
+        self.weight_version += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One training run. ``expected_return`` is exact, at temperature 1 and without retrieval, the mean over the locks.
+
+    ``num_on_policy_rewards`` counts rewarded rollouts without a retrieved step, ``num_hybrid_rewards`` those with one.
+    """
+
+    expected_return: float
+    sampled_return: float
+    num_policy_tokens: int
+    num_rollouts: int
+    num_steps: int
+    num_on_policy_rewards: int
+    num_hybrid_rewards: int
+
+
+class ToyRun:
+    """One algorithm on one toy, up to a number of policy tokens."""
+
+    def __init__(self, toy: Toy, settings: GrpoSettings | RapoSettings, *, folder: Path) -> None:
+        self.toy = toy
+        self.tasks = toy.tasks()
+        tokenizer = tiny_tokenizer()
+        self.model = TabularModel(tokenizer, len(tokenizer))
+        language_model = LanguageModel(
+            model=cast(Any, self.model), tokenizer=tokenizer, context_length=4096, eos_token_ids=frozenset({1})
+        )
+        self.policy = Policy(language_model, OptimizerSettings(learning_rate=LEARNING_RATE), seed=toy.seed)
+        self.engine = TabularEngine(self.model, tokenizer)
+        self.renderer = ChatRenderer(tokenizer)
+        self.buffer = StepTraceBuffer(folder / "buffer.sqlite", load_embedder("hash"), mode="write")
+        self.buffer.add_trajectories(
+            [expert_trajectory(t) for t in self.tasks], questions={t.key: t.question for t in self.tasks}
+        )
+        self.algorithm = self._algorithm(settings)
+
+    def _algorithm(self, settings: GrpoSettings | RapoSettings) -> Grpo | Rapo:
+        """As the trainer builds it; the retrieval probability is constant, so the number of steps is not used."""
+        if isinstance(settings, RapoSettings):
+            return Rapo(settings, buffer=self.buffer, num_training_steps=1)
+        return Grpo(settings)
+
+    def scheduler(self, *, training: bool) -> Scheduler:
+        """Evaluation has no hooks, hence no retrieval."""
+        return Scheduler(
+            engine=self.engine, renderer=self.renderer, factory=LockFactory(), run_seed=self.toy.seed, sampling=Sampling(),
+            limits=Limits(max_turns=self.toy.num_turns, max_turn_tokens=1), hooks=self.algorithm.hooks if training else (),
+        )  # fmt: skip
+
+    def train(self, *, max_policy_tokens: int) -> Result:
+        """Rollout, credit, update, until the policy has written its tokens."""
+        num_tokens = num_rollouts = num_steps = 0
+        rewards = {False: 0, True: 0}
+        while num_tokens < max_policy_tokens:
+            traces = self.scheduler(training=True).run(self.tasks, modes=self.algorithm.modes, training_step=num_steps).traces
+            for trace in traces:
+                self.algorithm.credit(trace)
+                for leaf, path in trace.rollouts():
+                    num_rollouts += 1
+                    num_tokens += sum(len(node.token_ids) for node in path if node.trainable)
+                    rewards[any(node.origin == "buffer" for node in path)] += leaf.success
+            update(
+                self.policy, traces, objective=self.algorithm.objective, settings=UpdateSettings(max_tokens=100_000),
+                reference=None, first=num_steps == 0,
+            )  # fmt: skip
+            self.engine.weights_changed()
+            num_steps += 1
+        return Result(
+            expected_return=self.expected_return(), sampled_return=self.sampled_return(), num_policy_tokens=num_tokens,
+            num_rollouts=num_rollouts, num_steps=num_steps,
+            num_on_policy_rewards=rewards[False], num_hybrid_rewards=rewards[True],
+        )  # fmt: skip
+
+    def expected_return(self) -> float:
+        """Exact: the chance that the doors, each open with its own probability a turn, are all open in time."""
+        probabilities = torch.softmax(self.model.table.weight.detach().double(), dim=-1).numpy()
+        chances = []
+        for task in self.tasks:
+            rooms, combination = str(task.metadata["rooms"]), str(task.metadata["combination"])
+            right = np.array([probabilities[ROOMS.index(r), ACTIONS.index(a)] for r, a in zip(rooms, combination, strict=True)])
+            at = np.eye(len(right) + 1)[0]  # distribution over the number of open doors
+            for _ in range(self.toy.num_turns):
+                moved = at[:-1] * right
+                at = at - np.append(moved, 0.0) + np.insert(moved, 0, 0.0)
+            chances.append(float(at[-1]))
+        return float(np.mean(chances))
+
+    def sampled_return(self, num_samples: int = 32) -> float:
+        """The same quantity through the real evaluation loop: streams of step -1, no hooks."""
+        report = self.scheduler(training=False).run(self.tasks, modes=("evaluation",) * num_samples, training_step=-1)
+        return float(np.mean([leaf.episode_return or 0.0 for trace in report.traces for leaf, _ in trace.rollouts()]))
+
+
+def grpo() -> GrpoSettings:
+    """GRPO with the objective that both algorithms share."""
+    return GrpoSettings(**_SHARED)
+
+
+def rapo(*, num_hybrid: int = 9, advantage_weight: float = 0.2, ratio_weight: float = 0.05, noise: float = 0.0) -> RapoSettings:
+    """RAPO with the same objective. A lock has state, so a retrieved step is executed and not only shown."""
+    retrieval = RetrievalSettings(mode="execute", noise=noise)
+    return RapoSettings(
+        **_SHARED, num_hybrid=num_hybrid, advantage_weight=advantage_weight, ratio_weight=ratio_weight, retrieval=retrieval
+    )
+
+
+def play(settings: GrpoSettings | RapoSettings, *, seed: int, max_policy_tokens: int = MAX_POLICY_TOKENS) -> Result:
+    """One run in a folder of its own."""
+    with TemporaryDirectory() as folder:
+        run = ToyRun(Toy(seed=seed), settings, folder=Path(folder))
+        try:
+            return run.train(max_policy_tokens=max_policy_tokens)
+        finally:
+            run.buffer.close()
+
+
+def table_row(name: str, results: Sequence[Result]) -> str:
+    """Mean over the seeds, every seed, and what was spent."""
+    mean = np.mean([result.expected_return for result in results])
+    each = " ".join(f"{result.expected_return:.3f}" for result in results)
+    tokens = sum(result.num_policy_tokens for result in results) // len(results)
+    found = sum(result.num_on_policy_rewards for result in results), sum(result.num_hybrid_rewards for result in results)
+    return f"{name:28} {mean:6.3f} {tokens:7d} {found[0]:10d} {found[1]:8d}   {each}"
+
+
+TABLE_HEAD = (
+    f"{'algorithm':28} {'mean':>6} {'tokens':>7} {'on-policy':>10} {'hybrid':>8}   expected return of each seed (optimum 1.000)"
+)

@@ -1,0 +1,488 @@
+"""Packing and the update against the plain computation: padded rows, eager attention, one rollout after the other."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.engines.model import LanguageModel
+from outrider.errors import CheckpointError, EngineFault
+from outrider.trace import Leaf, Node, Trace
+from outrider.train.checkpoint import load_reference, save_reference
+from outrider.train.pack import PackedBatch, RolloutPath, pack
+from outrider.train.policy import LoraSettings, OptimizerSettings, Policy
+from outrider.train.update import UpdateSettings, rollout_paths, update
+from outrider.types import Message, Origin, Outcome, Task
+from tests.tiny import tiny_model
+
+TEXT = Message(role="user", content="")
+NO_GATE = UpdateSettings(max_tokens=10_000)
+
+
+def written_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention written out; rows are padded on the right, so that no token sees padding."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return (torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ value).transpose(1, 2), None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double_precision() -> Iterator[None]:
+    """transformers normalises in float32 whatever the model's precision; float64 models need it in float64 here."""
+
+    def forward(self: Any, states: Tensor) -> Tensor:
+        wide = states.to(torch.promote_types(states.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(states.dtype)  # type: ignore[no-any-return]
+
+    AttentionInterface.register("written", written_attention)
+    AttentionMaskInterface.register("written", lambda *_, **__: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaRMSNorm, "forward", forward)
+        yield
+
+
+def eager(model: LanguageModel) -> LlamaForCausalLM:
+    config = model.model.config.__class__.from_dict(model.model.config.to_dict())
+    config._attn_implementation = "written"
+    plain = LlamaForCausalLM(config).to(model.dtype)
+    plain.load_state_dict(model.model.state_dict())
+    return plain.eval()
+
+
+def random_trace(seed: int, *, num_rollouts: int = 4, key: str = "t", faults: bool = True, flat: bool = False) -> Trace:
+    """A group with a shared prompt (sometimes two), rollouts of other lengths, retrieved and observed nodes, and credit."""
+    dice = random.Random(seed)
+    trace = Trace(task=Task(key=key, question=""))
+    roots = [node(trace, None, Origin.PROMPT, ids(dice, 1, 9)) for _ in range(dice.choice([1, 1, 2]))]
+    for rollout in range(num_rollouts):
+        credit = 0.0 if flat else dice.choice([-2.0, -0.75, 0.0, 0.5, 1.5])
+        scale = dice.choice([1.0, 1.0, 1.25])
+        tip = dice.choice(roots)
+        for turn in range(dice.randint(1, 3)):
+            if turn:
+                tip = node(trace, tip, dice.choice([Origin.ENVIRONMENT, Origin.BUFFER]), ids(dice, 1, 5))
+            tip = node(trace, tip, Origin.POLICY, ids(dice, 1, 6), dice=dice)
+            tip.credit, tip.ratio_scale = (credit,) * len(tip.token_ids), scale
+        if dice.random() < 0.5:
+            tip = node(trace, tip, Origin.ENVIRONMENT, ids(dice, 1, 4))  # cut after an observation
+        fault = faults and num_rollouts > 1 and dice.random() < 0.2
+        outcome, value = (Outcome.TOOL_FAULT, None) if fault else (Outcome.FINISHED, credit)
+        trace.finish(Leaf(node_id=None if fault else tip.node_id, rollout=rollout, outcome=outcome, episode_return=value))
+    return trace
+
+
+def ids(dice: random.Random, low: int, high: int) -> tuple[int, ...]:
+    return tuple(dice.randrange(3, 90) for _ in range(dice.randint(low, high)))
+
+
+def node(
+    trace: Trace, parent: Node | None, origin: Origin, token_ids: tuple[int, ...], dice: random.Random | None = None
+) -> Node:
+    values = tuple(-2.0 - dice.random() for _ in token_ids) if dice else ()
+    return trace.append(
+        parent=None if parent is None else parent.node_id, origin=origin, token_ids=token_ids, message=TEXT,
+        logprobs=values, entropies=values,
+    )  # fmt: skip
+
+
+def padded_logprobs(model: LlamaForCausalLM, paths: Sequence[RolloutPath]) -> list[Tensor]:
+    """Log-probs of every policy token of every rollout, from one padded batch."""
+    rows = [[token for one in path.nodes for token in one.token_ids] for path in paths]
+    width = max(map(len, rows))
+    logits = model(input_ids=torch.tensor([row + [2] * (width - len(row)) for row in rows]), use_cache=False).logits
+    found = []
+    for row, path, scores in zip(rows, paths, torch.log_softmax(logits, dim=-1), strict=True):
+        owners = [one for one in path.nodes for _ in one.token_ids]
+        found.append(torch.stack([scores[i - 1, row[i]] for i in range(1, len(row)) if owners[i].trainable]))
+    return found
+
+
+def written_loss(
+    logprobs: Sequence[Tensor],
+    olds: Sequence[Tensor],
+    paths: Sequence[RolloutPath],
+    o: ObjectiveSettings,
+    refs: Sequence[Tensor] | None,
+) -> Tensor:
+    """The objective written down once more, token by token, with floats and min/max."""
+    lengths = [len(one) for one in logprobs]
+    total = torch.zeros((), dtype=torch.float64)
+    for i, path in enumerate(paths):
+        nodes = [one for one in path.nodes if one.trainable for _ in one.token_ids]
+        engine = [value for one in path.nodes for value in one.logprobs]
+        weight = {
+            "token_mean": 1 / sum(lengths), "sequence_mean_token_mean": 1 / (len(paths) * lengths[i]),
+            "sequence_mean_token_sum": 1 / len(paths), "constant_length": 1 / (len(paths) * (o.max_length or 1)),
+        }[o.aggregation]  # fmt: skip
+        for t, one in enumerate(nodes):
+            assert one.credit is not None
+            advantage = one.credit[0]
+            ratio = one.ratio_scale * torch.exp(logprobs[i][t] - olds[i][t].detach())
+            clipped = min(max(ratio.item(), 1 - o.clip_low), 1 + o.clip_high)
+            gain = ratio * advantage if ratio.item() * advantage <= clipped * advantage else torch.tensor(clipped * advantage)
+            if o.dual_clip is not None and advantage < 0 and gain.item() < o.dual_clip * advantage:
+                gain = torch.tensor(o.dual_clip * advantage)
+            correction = 1.0
+            if o.sampler_correction is not None:
+                correction = min(float(torch.exp(olds[i][t].detach() - engine[t])), o.sampler_correction)
+            total = total - weight * correction * gain
+            if refs is not None:
+                difference = logprobs[i][t] - refs[i][t].detach()
+                k3 = torch.exp(-difference) - 1 + difference
+                kl = {"k2": difference**2 / 2, "k3": k3, "k3_ratio": k3 * torch.exp(logprobs[i][t] - olds[i][t].detach())}
+                total = total + o.kl_weight * weight * kl[o.kl_estimator]
+    return total
+
+
+class Recorder(Policy):
+    """Keeps the gradient of each optimiser step and moves the weights by a given amount instead of AdamW's."""
+
+    def __init__(self, model: LanguageModel, move: Callable[[str, Tensor], Tensor] | None = None) -> None:
+        super().__init__(model, OptimizerSettings(max_grad_norm=1e9))
+        self.gradients: list[dict[str, Tensor]] = []
+        self._move = move
+
+    def step(self, *, learning_rate: float | None = None) -> float:
+        self.gradients.append({name: m.grad.clone() for name, m in self.masters.items() if m.grad is not None})
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.grad = None
+                if self._move is not None:
+                    master.add_(self._move(name, master))
+        self.round_masters()
+        return 1.0
+
+
+def shift(name: str, master: Tensor) -> Tensor:
+    """A step large enough for every kind of clip to act."""
+    generator = torch.Generator().manual_seed(len(name))
+    return 0.08 * master.abs().mean() * torch.randn(master.shape, generator=generator, dtype=master.dtype)
+
+
+def gradients_of(model: LlamaForCausalLM, loss: Tensor) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    values = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: value for name, value in zip(parameters, values, strict=True) if value is not None}
+
+
+def assert_equal_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-10) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert float((found[name] - value).abs().max()) < limit * max(1.0, float(value.abs().max())), name
+
+
+OBJECTIVES: list[dict[str, Any]] = [
+    {"aggregation": "token_mean", "dual_clip": 1.02},
+    {"aggregation": "sequence_mean_token_mean", "clip_high": 0.01, "clip_low": 0.02, "sampler_correction": 1.1},
+    {"aggregation": "sequence_mean_token_sum", "dual_clip": 1.05, "clip_low": 0.05, "clip_high": 0.03},
+    {"aggregation": "constant_length", "max_length": 37, "sampler_correction": None},
+    {"kl_weight": 0.3, "kl_estimator": "k2"},
+    {"kl_weight": 0.3, "kl_estimator": "k3", "dual_clip": 1.02},
+    {"kl_weight": 0.3, "kl_estimator": "k3_ratio", "aggregation": "sequence_mean_token_mean"},
+]
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), num_groups=st.integers(1, 3), max_tokens=st.integers(1, 120))
+def test_packed_logprobs_are_those_of_padded_rows_for_any_split(seed: int, num_groups: int, max_tokens: int) -> None:
+    model = tiny_model(dtype=torch.float64)
+    traces = [random_trace(seed + i, key=str(i)) for i in range(num_groups)]
+    paths = rollout_paths(traces)
+    if not paths:
+        return
+    with torch.no_grad():
+        batches = list(pack(paths, max_tokens=max_tokens))
+        found = torch.cat([Policy(model, OptimizerSettings()).score(batch).logprobs_T for batch in batches])
+        owners = torch.cat([batch.rollout_index_T for batch in batches])
+        expected = padded_logprobs(eager(model), paths)
+    for path, reference in zip(paths, expected, strict=True):
+        assert float((found[owners == path.rollout_index] - reference).abs().max()) < 1e-10
+    assert found.dtype is torch.float64 and len(found) == sum(map(len, expected))
+    unique = {id(one): len(one.token_ids) for path in paths for one in path.nodes}
+    for batch in batches:
+        assert batch.num_tokens <= max_tokens or len(set(batch.rollout_index_T.tolist())) == 1
+    if len(batches) == 1:
+        assert batches[0].num_tokens == sum(unique.values())  # a shared prompt is computed once
+
+
+@pytest.mark.parametrize("options", OBJECTIVES, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
+def test_gradients_of_every_optimiser_step_are_those_of_the_written_objective(options: dict[str, Any], max_tokens: int) -> None:
+    """Two mini-batches, two epochs: the first step has ratio 1, later ones clip; old log-probs are those of the start."""
+    objective = ObjectiveSettings(**options)
+    model = tiny_model(dtype=torch.float64)
+    reference = (
+        Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy() if objective.kl_weight else None
+    )
+    plain = eager(model)
+    traces = [random_trace(seed, key=str(seed)) for seed in range(4)]
+    policy = Recorder(model, shift)
+    report = update(
+        policy, traces, objective=objective, reference=reference, first=False,
+        settings=UpdateSettings(num_mini_batches=2, num_epochs=2, max_tokens=max_tokens),
+    )  # fmt: skip
+    minis = [rollout_paths(traces[:2]), rollout_paths(traces[2:])]
+    with torch.no_grad():
+        olds = [padded_logprobs(plain, paths) for paths in minis]
+        refs = [padded_logprobs(eager(reference.language_model), paths) for paths in minis] if reference else [None, None]
+    assert len(policy.gradients) == 4
+    for step, found in enumerate(policy.gradients):
+        loss = written_loss(padded_logprobs(plain, minis[step % 2]), olds[step % 2], minis[step % 2], objective, refs[step % 2])
+        assert_equal_gradients(found, gradients_of(plain, loss))
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.add_(shift(name, parameter))
+    assert report.metrics["ratio/max"] > 1.01 and report.metrics["ratio/min"] < 0.99
+    clipped = report.metrics["ratio/clip_fraction_dual"] if objective.dual_clip else report.metrics["ratio/clip_fraction_high"]
+    assert clipped > 0 or objective.clip_high == 0.2
+
+
+def test_one_step_has_ratio_one_and_its_own_logprobs_as_old() -> None:
+    model = tiny_model(dtype=torch.float64)
+    plain, traces, objective = eager(model), [random_trace(1), random_trace(2, key="u")], ObjectiveSettings()
+    for trace in traces:
+        for one in trace.nodes:
+            one.ratio_scale = 1.0
+    policy = Recorder(model)
+    report = update(policy, traces, objective=objective, settings=NO_GATE, reference=None, first=False)
+    assert report.metrics["ratio/max"] == report.metrics["ratio/min"] == 1.0
+    paths = rollout_paths(traces)
+    logprobs = padded_logprobs(plain, paths)
+    assert_equal_gradients(policy.gradients[0], gradients_of(plain, written_loss(logprobs, logprobs, paths, objective, None)))
+
+
+def gradient_norms(traces: Sequence[Trace], **options: Any) -> dict[str, Tensor]:
+    policy = Recorder(tiny_model(dtype=torch.float64))
+    update(policy, traces, objective=ObjectiveSettings(**options), settings=NO_GATE, reference=None, first=False)
+    return policy.gradients[0]
+
+
+def test_only_policy_tokens_are_targets() -> None:
+    """With every policy token but one without credit, the loss is that token's alone - whatever stands around it."""
+    model, trace = tiny_model(dtype=torch.float64), random_trace(3, num_rollouts=1, faults=False)
+    policy_nodes = [one for one in trace.nodes if one.trainable]
+    for one in policy_nodes:
+        one.credit, one.ratio_scale = (0.0,) * len(one.token_ids), 1.0
+    policy_nodes[-1].credit = (*(0.0,) * (len(policy_nodes[-1].token_ids) - 1), 1.0)
+    policy = Recorder(model)
+    objective = ObjectiveSettings(aggregation="sequence_mean_token_sum", sampler_correction=None)
+    update(policy, [trace], objective=objective, settings=NO_GATE, reference=None, first=False)
+    plain = eager(model)
+    last = padded_logprobs(plain, rollout_paths([trace]))[0][-1]
+    assert_equal_gradients(policy.gradients[0], gradients_of(plain, -last))
+
+
+def places(batch: PackedBatch, trace: Trace) -> list[int]:
+    """Packed positions of the policy tokens, found from the lengths alone: each rollout's own nodes follow one another."""
+    found: list[int] = []
+    position, seen = 0, set()
+    roots = {id(path[0]): path[0] for _, path in trace.rollouts()}
+    for root in roots.values():
+        for _, path in trace.rollouts():
+            for one in path if path[0] is root else ():
+                if id(one) not in seen:
+                    seen.add(id(one))
+                    found += range(position, position + len(one.token_ids)) if one.trainable else ()
+                    position += len(one.token_ids)
+    assert position == batch.num_tokens
+    return found
+
+
+def test_targets_of_other_origins_have_no_gradient_in_the_packed_row() -> None:
+    trace = random_trace(5, num_rollouts=3, faults=False)
+    [batch] = list(pack(rollout_paths([trace]), max_tokens=10_000))
+    expected = [token for _, path in trace.rollouts() for one in path if one.trainable for token in one.token_ids]
+    assert sorted(batch.targets_T.tolist()) == sorted(expected)
+    assert all(
+        int(target) == int(batch.ids_N[place]) for target, place in zip(batch.targets_T, places(batch, trace), strict=True)
+    )
+
+
+def test_a_rollout_without_signal_is_not_computed_but_stays_in_the_denominators() -> None:
+    traces = [random_trace(11, faults=False), random_trace(12, key="flat", faults=False, flat=True)]
+    alone, both = gradient_norms(traces[:1]), gradient_norms(traces)
+    counts = [sum(len(one.token_ids) for one in trace.nodes if one.trainable) for trace in traces]
+    assert_equal_gradients(both, {name: value * counts[0] / sum(counts) for name, value in alone.items()}, 1e-9)
+    alone, both = (gradient_norms(some, aggregation="sequence_mean_token_mean") for some in (traces[:1], traces))
+    assert_equal_gradients(both, {name: value / 2 for name, value in alone.items()}, 1e-9)
+    policy = Recorder(tiny_model(dtype=torch.float64))
+    report = update(policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False)
+    assert report.num_scored_tokens <= counts[0]
+
+
+def test_rollouts_of_a_fault_are_masked_and_in_no_denominator() -> None:
+    trace = random_trace(21, num_rollouts=3, faults=False)
+    expected = gradient_norms([trace])
+    tip = node(trace, trace.nodes[0], Origin.POLICY, (5, 6, 7), dice=random.Random(0))
+    tip.credit = (3.0,) * 3  # even if somebody wrote credit on it
+    trace.finish(Leaf(node_id=None, rollout=3, outcome=Outcome.ENGINE_FAULT, episode_return=None))
+    assert_equal_gradients(gradient_norms([trace]), expected)
+
+
+@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
+def test_a_group_without_any_policy_token_changes_nothing(kl_weight: float) -> None:
+    """A prompt that fills the context: rollouts with a return and nothing to train."""
+    trace = Trace(task=Task(key="long", question=""))
+    root = node(trace, None, Origin.PROMPT, (3, 4))
+    for rollout in range(2):
+        trace.finish(Leaf(node_id=root.node_id, rollout=rollout, outcome=Outcome.TRUNCATED_TOKENS, episode_return=0.0))
+    policy = Recorder(tiny_model())
+    reference = policy.frozen_copy() if kl_weight else None
+    objective = ObjectiveSettings(kl_weight=kl_weight)
+    report = update(policy, [trace], objective=objective, settings=UpdateSettings(max_tokens=1), reference=reference, first=True)
+    assert policy.gradients == [] and report.num_computed_tokens == 0
+
+
+def honest(policy: Policy, traces: Sequence[Trace]) -> None:
+    """Give every policy node the log-probs that the trainer itself computes."""
+    for path in rollout_paths(traces):
+        with torch.no_grad():
+            [batch] = list(pack([path], max_tokens=10_000))
+            values = iter(policy.score(batch).logprobs_T.tolist())
+        for one in path.nodes:
+            if one.trainable:
+                one.logprobs = tuple(next(values) for _ in one.token_ids)
+
+
+@pytest.mark.parametrize("wrong", [3.0, float("nan"), float("-inf")])
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_the_gate_stops_before_the_first_update_and_only_there(wrong: float, num_mini_batches: int) -> None:
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
+    traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32)]
+    chosen = UpdateSettings(num_mini_batches=num_mini_batches)
+    honest(policy, traces)
+    objective = ObjectiveSettings(sampler_correction=None)
+    before = {name: master.clone() for name, master in policy.masters.items()}
+    spoiled = copy.deepcopy(traces)
+    victim = next(one for one in spoiled[0].nodes if one.trainable and one.credit and one.credit[0])
+    victim.logprobs = tuple(value + wrong for value in victim.logprobs)
+    with pytest.raises(EngineFault, match="disagree"):
+        update(policy, spoiled, objective=objective, settings=chosen, reference=None, first=True)
+    assert all(torch.equal(before[name], master) for name, master in policy.masters.items())
+    update(policy, traces, objective=objective, settings=chosen, reference=None, first=True)
+    assert not all(torch.equal(before[name], master) for name, master in policy.masters.items())
+
+
+def test_the_frozen_reference_does_not_move_and_does_not_share_memory() -> None:
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
+    reference = policy.frozen_copy()
+    traces = [random_trace(41, faults=False)]
+    [batch] = list(pack(rollout_paths(traces), max_tokens=10_000))
+    before = reference.score(batch).logprobs_T.detach().clone()
+    report = update(
+        policy, traces, objective=ObjectiveSettings(kl_weight=0.5), settings=NO_GATE, reference=reference, first=False
+    )
+    assert report.metrics["loss/kl"] == 0.0  # equal policies
+    assert torch.equal(reference.score(batch).logprobs_T, before)
+    assert not torch.equal(policy.score(batch).logprobs_T, before)
+    again = update(policy, traces, objective=ObjectiveSettings(kl_weight=0.5), settings=NO_GATE, reference=reference, first=False)
+    assert again.metrics["loss/kl"] > 0.0
+    assert not any(parameter.requires_grad for parameter in reference.model.parameters())
+
+
+def test_the_reference_survives_a_resume_and_is_checked(tmp_path: Path) -> None:
+    policy = Policy(tiny_model(), OptimizerSettings())
+    reference, path = policy.frozen_copy(), tmp_path / "reference.safetensors"
+    save_reference(path, reference)
+    other = Policy(tiny_model(seed=8), OptimizerSettings()).frozen_copy()
+    load_reference(path, other)
+    weights = dict(reference.model.named_parameters())
+    assert all(torch.equal(weights[name], value) for name, value in other.model.named_parameters())
+    for broken in (tmp_path / "missing", tmp_path / "cut"):
+        (tmp_path / "cut").write_bytes(path.read_bytes()[:100])
+        with pytest.raises(CheckpointError, match="damaged"):
+            load_reference(broken, other)
+    with pytest.raises(CheckpointError, match="another model"):
+        load_reference(path, Policy(tiny_model(num_layers=1), OptimizerSettings()).frozen_copy())
+
+
+def test_lora_trains_only_adapters_and_the_same_seed_gives_the_same_ones() -> None:
+    def run(seed: int) -> Policy:
+        torch.manual_seed(seed + 1000)  # the global generator must not matter
+        policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2), lora=LoraSettings(rank=2), seed=seed)
+        base = {name: p.detach().clone() for name, p in policy.model.named_parameters() if "lora_" not in name}
+        state = torch.random.get_rng_state()
+        for _ in range(2):
+            update(
+                policy,
+                [random_trace(51, faults=False)],
+                objective=ObjectiveSettings(),
+                settings=NO_GATE,
+                reference=None,
+                first=False,
+            )
+        assert torch.equal(state, torch.random.get_rng_state())
+        assert all(torch.equal(value, dict(policy.model.named_parameters())[name]) for name, value in base.items())
+        return policy
+
+    one, same, other = run(0), run(0), run(1)
+    assert one.masters and all("lora_" in name for name in one.masters)
+    assert any("lora_A" in name for name in one.masters) and all(float(one.masters[name].abs().max()) > 0 for name in one.masters)
+    assert all(torch.equal(one.masters[name], same.masters[name]) for name in one.masters)
+    assert not all(torch.equal(one.masters[name], other.masters[name]) for name in one.masters)
+
+
+def test_lora_starts_as_the_base_model_and_its_reference_keeps_the_adapters() -> None:
+    [batch] = list(pack(rollout_paths([random_trace(61, faults=False)]), max_tokens=10_000))
+    with torch.no_grad():
+        plain = Policy(tiny_model(), OptimizerSettings()).score(batch).logprobs_T
+        policy = Policy(tiny_model(), OptimizerSettings(), lora=LoraSettings(rank=2))
+        assert torch.equal(policy.score(batch).logprobs_T, plain)
+        for name, master in policy.masters.items():
+            master.add_(0.3 if "lora_B" in name else 0.0)
+        policy.round_masters()
+        moved = policy.score(batch).logprobs_T
+        assert not torch.equal(moved, plain) and torch.equal(policy.frozen_copy().score(batch).logprobs_T, moved)
+
+
+def test_many_updates_below_the_working_precision_are_not_lost() -> None:
+    """Adam moves by about the rate a step: 1e-5 is under half a bf16 unit of almost every weight, 400 of them are not."""
+    model = tiny_model(dtype=torch.bfloat16)
+    policy = Policy(model, OptimizerSettings(learning_rate=1e-5, max_grad_norm=1e9))
+    name = next(iter(policy.masters))
+    start = policy.masters[name].clone()
+    assert start.dtype is torch.float32 and policy.working[name].dtype is torch.bfloat16
+    for number in range(400):
+        (policy.working[name].float().sum() * 1e-3).backward()
+        policy.step()
+        if number == 0:
+            large = start.abs() > 0.01
+            assert torch.equal(policy.working[name].float()[large], start[large])  # one step alone is rounded away
+    moved = policy.masters[name] - start
+    assert float((moved + 400e-5).abs().max()) < 1e-4
+    assert float((policy.working[name].float() - start).mean()) == pytest.approx(-400e-5, rel=0.05)
+
+
+def test_gradients_of_micro_batches_are_added_in_float32() -> None:
+    policy = Policy(tiny_model(dtype=torch.bfloat16), OptimizerSettings())
+    name = next(iter(policy.masters))
+    for value in [1.0] + [2.0**-9] * 64:  # each is lost when added to 1 in bfloat16
+        (policy.working[name].float().sum() * value).backward()
+    gradient = policy.masters[name].grad
+    assert gradient is not None and gradient.dtype is torch.float32 and policy.working[name].grad is None
+    assert torch.equal(gradient, torch.full_like(gradient, 1.125))
+
+
+def test_a_gradient_that_is_no_number_skips_the_step() -> None:
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
+    before = {name: master.clone() for name, master in policy.masters.items()}
+    name = next(iter(policy.masters))
+    (policy.working[name].sum() * float("nan")).backward()
+    assert policy.step() != policy.step()  # NaN, then 0: nothing is left over
+    assert all(torch.equal(before[name], master) for name, master in policy.masters.items())

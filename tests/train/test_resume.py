@@ -1,0 +1,233 @@
+"""A run can be killed at any instant and continued to the same bits, through the real command line.
+
+The reference is the same run, never interrupted. What may differ is only what the clock or the machine decides.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.memory.embedder import load_embedder
+from outrider.memory.steps import StepTraceBuffer
+from outrider.watch.traces import TraceReader
+from tests.train.tool_run import outrider, start_outrider, write_tool_run
+
+NUM_STEPS = 10
+CASES: dict[str, tuple[str, ...]] = {
+    "rapo": (),
+    "evolve": ("buffer.evolve=true",),
+    "grpo": ("algorithm.type=grpo",),
+}
+CLOCK = ("time/", "speed/", "memory/")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_tool_run(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> Callable[[str], Path]:
+    """The uninterrupted run of a case, made once."""
+    made: dict[str, Path] = {}
+
+    def make(case: str) -> Path:
+        if case not in made:
+            made[case] = root / f"whole-{case}"
+            finished = outrider(*_command(root, made[case], case))
+            assert finished.returncode == 0, finished.stderr
+        return made[case]
+
+    return make
+
+
+def _command(root: Path, run: Path, case: str) -> list[str | Path]:
+    """``train`` with a buffer of the run's own: an evolving one is written to."""
+    overrides = list(CASES[case])
+    if case == "grpo":
+        recipe = root / "grpo.toml"
+        recipe.write_text((root / "recipe.toml").read_text().replace("num_hybrid = 2", ""))
+        return ["train", recipe, *overrides, "--run", run, "--progress", "plain"]
+    buffer = root / f"{run.name}.sqlite"
+    shutil.copy(root / "buffer.sqlite", buffer)
+    return ["train", root / "recipe.toml", *overrides, f"buffer.path={buffer}", "--run", run, "--progress", "plain"]
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in record.items() if not name.startswith(CLOCK)} for record in records]
+
+
+def _assert_same(one: Path, other: Path) -> None:
+    """Weights, optimiser, metrics, traces and evaluations."""
+    for name in ("masters.safetensors", "optimizer.safetensors", "state.json"):
+        path = Path("checkpoints") / f"step-{NUM_STEPS:06d}" / name
+        assert (one / path).read_bytes() == (other / path).read_bytes(), name
+    assert _metrics(one) == _metrics(other)
+    assert (one / "evaluations.jsonl").read_bytes() == (other / "evaluations.jsonl").read_bytes()
+    mine, theirs = TraceReader(one / "traces"), TraceReader(other / "traces")
+    assert mine.steps() == theirs.steps() == tuple(range(1, NUM_STEPS + 1))
+    assert all(mine.read(step) == theirs.read(step) for step in mine.steps())
+    assert not list(other.rglob("*.partial")) and not list(other.rglob("*.tmp"))
+
+
+def _kill_after(process: "subprocess.Popen[str]", run: Path, delay: float) -> None:
+    """SIGKILL ``delay`` seconds after training has begun to write metrics; a negative delay: inside a checkpoint."""
+    size = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
+    patience = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < patience:
+        if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size != size:
+            break
+        time.sleep(0.002)
+    if delay >= 0:
+        time.sleep(delay)
+    while delay < 0 and process.poll() is None and not list((run / "checkpoints").glob(".step-*.partial")):
+        pass
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize(("case", "delays"), [("rapo", (0.5, -1.0, 0.3)), ("evolve", (-1.0, 0.6)), ("grpo", (0.4, -1.0))])
+def test_a_killed_run_ends_in_the_same_bits(
+    case: str, delays: tuple[float, ...], root: Path, whole: Callable[[str], Path]
+) -> None:
+    run = root / f"killed-{case}"
+    draws = random.Random(f"kills of {case}")
+    _kill_after(start_outrider(*_command(root, run, case)), run, delays[0] * draws.uniform(0.5, 1.5))
+    num_killed = 1
+    for delay in delays[1:]:
+        process = start_outrider("train", "--resume", run, "--progress", "plain")
+        _kill_after(process, run, delay * draws.uniform(0.5, 1.5))
+        num_killed += process.returncode == -signal.SIGKILL
+    assert num_killed >= 2, "the kills came too late to test anything"
+    finished = outrider("train", "--resume", run, "--progress", "plain")
+    assert finished.returncode == 0, finished.stderr
+    _assert_same(whole(case), run)
+
+
+def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> None:
+    """Retrievals, tool calls, rewards that differ, a buffer that grew: otherwise the comparison above says little."""
+    train = [record for record in _metrics(whole("rapo")) if record["kind"] == "train"]
+    assert sum(record["retrieval/num_inserted"] for record in train) >= 3
+    assert sum(record["rollout/num_tool_calls"] for record in train) >= 3
+    assert sum(record["group/fraction_without_signal"] < 1 for record in train) >= 5
+    assert len((whole("rapo") / "evaluations.jsonl").read_text().splitlines()) == 4
+    grown = [record["buffer/num_added"] for record in _metrics(whole("evolve")) if record["kind"] == "train"]
+    assert sum(grown) >= 2
+
+
+def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[str], Path]) -> None:
+    if not (root / "killed-evolve.sqlite").exists():
+        pytest.skip("needs the killed run of the case evolve")
+    dumps = []
+    for name in (whole("evolve").name, "killed-evolve"):
+        with StepTraceBuffer(root / f"{name}.sqlite", load_embedder("hash"), mode="read") as buffer:
+            found = {f"self/{step}/tasks-{task}/{rollout}" for step in range(11) for task in range(6) for rollout in range(4)}
+            dumps.append((buffer.revision, buffer.stats(), [buffer.trajectory(one) for one in sorted(found)]))
+    assert dumps[0] == dumps[1]
+    assert any(dumps[0][2])
+
+
+def test_two_unbroken_runs_of_one_seed_are_equal_and_another_seed_is_not(root: Path, whole: Callable[[str], Path]) -> None:
+    again, other = root / "again", root / "other-seed"
+    assert outrider(*_command(root, again, "rapo")).returncode == 0
+    _assert_same(whole("rapo"), again)
+    assert outrider(*_command(root, other, "rapo"), "seed=4", "train.num_steps=1", "evaluation.every=0").returncode == 0
+    weights = "checkpoints/step-{:06d}/masters.safetensors"
+    assert (other / weights.format(0)).read_bytes() == (again / weights.format(0)).read_bytes()  # the same pretrained model
+    assert TraceReader(other / "traces").read(1) != TraceReader(again / "traces").read(1)
+
+
+def test_sigterm_writes_a_checkpoint_and_exits_cleanly(root: Path, whole: Callable[[str], Path]) -> None:
+    run = root / "terminated"
+    process = start_outrider(*_command(root, run, "rapo"), "train.checkpoint_every=100")
+    patience = time.monotonic() + 60
+    while not (run / "traces" / "step-000002.parquet").exists() and time.monotonic() < patience:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    told = [line for line in (stdout + stderr).splitlines() if "stopped on request" in line]
+    assert len(told) == 1 and f"--resume {run}" in told[0]
+    newest = max(int(path.name.split("-")[1]) for path in (run / "checkpoints").iterdir())
+    assert 2 <= newest < NUM_STEPS  # not a multiple of checkpoint_every: the signal wrote it
+    assert outrider("train", "--resume", run).returncode == 0
+    _assert_same(whole("rapo"), run)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(root: Path, whole: Callable[[str], Path]) -> None:
+    run = root / "finished"
+    shutil.copytree(whole("rapo"), run)
+    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != "report.html"}
+    finished = outrider("train", "--resume", run, "--progress", "plain")
+    assert finished.returncode == 0, finished.stderr
+    assert f"this run is finished: {NUM_STEPS} of {NUM_STEPS} steps" in finished.stdout + finished.stderr
+    assert before == {path: path.read_bytes() for path in before}
+    assert {path for path in run.rglob("*") if path.is_file()} == {*before, run / "report.html"}
+
+
+def _truncate_weights(checkpoint: Path) -> None:
+    path = checkpoint / "masters.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _remove_state(checkpoint: Path) -> None:
+    (checkpoint / "state.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [_truncate_weights, _remove_state])
+def test_a_damaged_checkpoint_gives_way_to_an_older_one_loudly(
+    damage: Callable[[Path], None], root: Path, whole: Callable[[str], Path]
+) -> None:
+    run = root / f"damaged{damage.__name__}"
+    shutil.copytree(whole("rapo"), run)
+    damage(run / "checkpoints" / f"step-{NUM_STEPS:06d}")
+    finished = outrider("train", "--resume", run, "--progress", "plain")
+    assert finished.returncode == 0, finished.stderr
+    told = finished.stdout + finished.stderr
+    assert "DAMAGED CHECKPOINT" in told and f"continuing from step {NUM_STEPS - 1}" in told
+    _assert_same(whole("rapo"), run)
+
+
+def test_only_damaged_checkpoints_are_one_clear_line(root: Path, whole: Callable[[str], Path]) -> None:
+    run = root / "all-damaged"
+    shutil.copytree(whole("rapo"), run)
+    for checkpoint in (run / "checkpoints").iterdir():
+        _truncate_weights(checkpoint)
+    before = (run / "metrics.jsonl").read_bytes()
+    failed = outrider("train", "--resume", run, "--progress", "none")
+    assert failed.returncode == 1
+    assert len(failed.stderr.splitlines()) == 1 and "is damaged" in failed.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before  # and nothing started over
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_readable(root: Path, whole: Callable[[str], Path]) -> None:
+    """A limit on the size of files stands for the disk: the small files still fit, the weights do not."""
+    run = root / "full-disk"
+    shutil.copytree(whole("rapo"), run)
+    shutil.rmtree(run / "checkpoints" / f"step-{NUM_STEPS:06d}")
+    weights = run / "checkpoints" / f"step-{NUM_STEPS - 1:06d}" / "masters.safetensors"
+    before, limit = weights.read_bytes(), weights.stat().st_size - 1
+    assert max(path.stat().st_size for path in [run / "metrics.jsonl", *(run / "traces").iterdir()]) < limit
+    failed = subprocess.run(
+        [sys.executable, "-m", "outrider", "train", "--resume", str(run), "--progress", "none"], capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert failed.returncode == 1
+    assert len(failed.stderr.splitlines()) == 1 and "cannot write checkpoint" in failed.stderr
+    assert weights.read_bytes() == before and not list((run / "checkpoints").glob(".*"))
+    assert outrider("train", "--resume", run).returncode == 0
+    _assert_same(whole("rapo"), run)

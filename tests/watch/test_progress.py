@@ -1,0 +1,194 @@
+"""Progress: what a person or a CI log sees, with a clock that the test turns."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from outrider.errors import ConfigError
+from outrider.watch.progress import NullProgress, PlainProgress, RichProgress, StageClock, make_progress, one_line
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(clock: Clock) -> tuple[PlainProgress, io.StringIO]:
+    stream = io.StringIO()
+    return PlainProgress(stream=stream, clock=clock), stream
+
+
+def test_time_left_of_an_even_pace() -> None:
+    clock = Clock()
+    stage = StageClock(name="train", total=10, clock=clock)
+    assert stage.left is None
+    for done in range(1, 5):
+        clock.now += 3.0
+        stage.advance(done, {})
+    assert stage.left == pytest.approx(6 * 3.0)
+    clock.now += 1.0  # the estimate runs down between reports
+    assert stage.left == pytest.approx(6 * 3.0 - 1.0)
+    clock.now += 1000.0
+    assert stage.left == 0.0
+
+
+def test_time_left_of_a_resumed_stage_uses_only_its_own_pace() -> None:
+    clock = Clock()
+    stage = StageClock(name="train", total=100, clock=clock)
+    clock.now += 25.0
+    stage.advance(91, {})  # 90 steps or so were done by the run before
+    assert stage.left is None
+    clock.now += 10.0
+    stage.advance(92, {})
+    assert stage.left == pytest.approx(8 * 10.0)
+
+
+def test_time_left_follows_a_change_of_pace() -> None:
+    clock = Clock()
+    stage = StageClock(name="train", total=200, clock=clock)
+    for done in range(1, 101):
+        clock.now += 1.0 if done <= 60 else 5.0
+        stage.advance(done, {})
+    assert stage.left == pytest.approx(100 * 5.0)
+
+
+def test_reports_within_a_step_do_not_wash_out_the_pace_of_steps() -> None:
+    clock = Clock()
+    stage = StageClock(name="train", total=10, clock=clock)
+    for done in range(1, 4):
+        for _ in range(50):  # rollouts of the step come in
+            clock.now += 0.1
+            stage.advance(done - 1, {"generated": 5})
+        stage.advance(done, {})
+    assert stage.left == pytest.approx(7 * 5.0)
+
+
+def test_plain_thins_out_reports_that_carry_nothing_new() -> None:
+    progress, stream = plain(Clock())
+    progress.stage("train", 10)
+    for _ in range(100):
+        progress.advance(0)
+    assert len(stream.getvalue().splitlines()) == 2
+
+
+def test_reward_is_a_mean_of_the_last_twenty() -> None:
+    stage = StageClock(name="train", total=None, clock=Clock())
+    for done in range(1, 31):
+        stage.advance(done, {"reward": float(done)})
+    assert stage.fields["reward"] == pytest.approx(sum(range(11, 31)) / 20)
+    assert stage.left is None
+
+
+def test_plain_prints_every_slow_event_on_one_line() -> None:
+    clock = Clock()
+    progress, stream = plain(clock)
+    progress.stage("train", 2)
+    clock.now += 30.0
+    progress.advance(1, reward=0.25, tokens_per_s=1234.56)
+    clock.now += 30.0
+    progress.note("checkpoint\nsaved")
+    progress.advance(2, reward=0.75)
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "train: start, 2 to do",
+        "train 1/2  reward 0.25  tokens_per_s 1235  elapsed 0:30  left 0:30",
+        "checkpoint saved",
+        "train 2/2  reward 0.5  tokens_per_s 1235  elapsed 1:00",
+    ]
+
+
+@pytest.mark.parametrize("pace", [0.01, 0.4, 3.0, 4.9, 7.0])
+def test_plain_is_never_silent_for_ten_seconds_while_work_is_reported(pace: float) -> None:
+    clock = Clock()
+    printed: list[float] = []
+
+    class Stream(io.StringIO):
+        def flush(self) -> None:
+            printed.append(clock.now)
+
+    progress = PlainProgress(stream=Stream(), clock=clock)
+    progress.stage("buffer", 10_000)
+    num_reports = int(60 / pace)
+    for done in range(1, num_reports + 1):
+        clock.now += pace
+        progress.advance(done)
+    gaps = [b - a for a, b in zip(printed, [*printed[1:], clock.now], strict=True)]
+    assert max(gaps) <= 10.0
+    assert len(printed) <= 16  # and fast work does not flood the log
+
+
+def test_plain_prints_the_last_state_of_a_stage_that_ends_between_lines() -> None:
+    clock = Clock()
+    progress, stream = plain(clock)
+    progress.stage("cold start", 50)
+    for done in (1, 2, 3):
+        progress.advance(done)
+    progress.stage("train", None)
+    progress.close()
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == [
+        "cold start: start, 50 to do",
+        "cold start 1/50",
+        "cold start 3/50",
+        "train: start",
+    ]
+
+
+def test_plain_survives_a_closed_pipe_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError("gone")
+
+    progress = PlainProgress(stream=Broken(), clock=Clock())
+    progress.stage("train", 1)
+    progress.advance(1)
+    assert [record.message for record in caplog.records] == ["progress display stopped, the run goes on: gone"]
+
+
+def test_plain_replaces_what_the_stream_cannot_encode() -> None:
+    raw = io.BytesIO()
+    progress = PlainProgress(stream=io.TextIOWrapper(raw, encoding="ascii"), clock=Clock())
+    progress.note("EMPO² \x1b[31mred\r")
+    assert raw.getvalue() == b"EMPO?  [31mred \n"
+
+
+def test_advance_before_a_stage_is_shown_and_not_an_error() -> None:
+    progress, stream = plain(Clock())
+    progress.advance(1)
+    assert "run 1" in stream.getvalue()
+
+
+def test_rich_shows_stage_count_fields_and_message_without_reading_markup() -> None:
+    clock = Clock()
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=120, color_system=None)
+    progress = RichProgress(console=console, clock=clock)
+    progress.stage("train", 4)
+    clock.now += 6.0
+    progress.advance(1, reward=0.5)
+    progress.note("[bold]kept[/bold] \x1b[2J")
+    with console.capture() as capture:
+        console.print(progress._render())
+    progress.close()
+    progress.close()
+    shown = capture.get()
+    for part in ("train", "1/4", "reward 0.5", "elapsed 0:06", "left 0:18", "[bold]kept[/bold]  [2J"):
+        assert part in shown
+    assert "train 1/4  reward 0.5  elapsed 0:06  left 0:18" in stream.getvalue()  # stays after the display is gone
+
+
+def test_make_progress_is_plain_without_a_terminal_and_refuses_unknown_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert isinstance(make_progress(), PlainProgress)
+    assert isinstance(make_progress("none"), NullProgress)
+    with pytest.raises(ConfigError, match="not one of"):
+        make_progress("loud")  # type: ignore[arg-type]
+
+
+def test_one_line_leaves_only_printable_characters() -> None:
+    assert one_line("a\tb\x1b]0;title\x07\u202e c\u2028") == "a b ]0;title   c "

@@ -1,0 +1,228 @@
+"""The report: whole on a whole run, a page with notes on any damage, and inert whatever the model wrote."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from synthetic_run import HOSTILE, trace, write_run
+
+from outrider.types import Origin
+from outrider.watch.report import MAX_BYTES, write_report
+from outrider.watch.samples import ENTROPY_EDGES, Budget, pick_samples
+from outrider.watch.traces import TraceWriter
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements with attributes, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def report(run_dir: Path) -> Page:
+    return Page(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "run", num_steps=60)
+
+
+@pytest.fixture(scope="module")
+def page(run_dir: Path) -> Page:
+    return report(run_dir)
+
+
+def test_nothing_in_the_page_runs_or_loads(page: Page) -> None:
+    assert not {tag for tag, _ in page.elements} & {"script", "img", "iframe", "object", "embed", "link", "form", "base"}
+    for tag, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "href", "srcdoc")], tag
+    assert (
+        "meta",
+        {"http-equiv": "Content-Security-Policy", "content": "default-src 'none'; style-src 'unsafe-inline'"},
+    ) in page.elements
+
+
+def test_hostile_text_is_shown_as_text_in_every_kind_of_node(page: Page) -> None:
+    assert page.text.count(HOSTILE) >= 3
+    assert "gold<i>" in page.text
+    assert "arithmetic <b>tools</b>" in page.text
+
+
+def test_header_tells_algorithm_model_and_time_but_no_folder_of_the_machine(page: Page, run_dir: Path) -> None:
+    for part in ("rapo", ".../tiny-agent", "720", "240k"):
+        assert part in page.text
+    whole = (run_dir / "report.html").read_text()
+    assert "/home/someone" not in whole
+    assert str(run_dir) not in whole
+
+
+def test_evaluations_have_intervals_and_a_column_each(page: Page) -> None:
+    for part in (
+        "before cold start",
+        "after cold start",
+        "after training",
+        "GRPO, after training",
+        "0.58 [0.54, 0.62]",
+        "0.11 [0.07, 0.15]",
+    ):
+        assert part in page.text
+    assert "0.4 [" not in page.text  # of a label that was evaluated several times the table has the last one
+    assert "panels differ" not in page.text
+
+
+def test_different_panels_get_a_warning(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=4)
+    path = run / "evaluations.jsonl"
+    path.write_text(path.read_text().replace("9f2c" * 16, "0000", 1))
+    assert "panels differ" in report(run).text
+
+
+def test_curves_carry_units_legends_and_what_was_not_recorded(page: Page) -> None:
+    labels = [a["aria-label"] or "" for tag, a in page.elements if tag == "svg"]
+    for title, unit in (
+        ("Reward", "reward"), ("Policy entropy", "nats"), ("Response length", "tokens"), ("Retrieval rate", "share, 0 to 1"),
+        ("Retrieval reward Z", "nats"), ("Retrieval quality g", "no unit"), ("Similarity of the retrieved key", "no unit"),
+        ("Reward by kind of rollout", "reward"), ("Mean trainer-engine log-prob gap", "nats"), ("Gradient norm", "no unit"),
+        ("Rollout speed", "tokens/s"), ("Tool calls", "calls"), ("Cold start loss", "nats"), ("Evaluation on test", "success"),
+    ):  # fmt: skip
+        assert any(label.startswith(f"{title} ({unit}) over step.") for label in labels), title
+    assert "Not recorded in this run: Groups without signal." in page.text
+
+
+def test_counts_are_summed_over_the_run(run_dir: Path, page: Page) -> None:
+    whole = (run_dir / "report.html").read_text()
+    assert "<code>rollout/num_tool_fault</code></td><td>30</td>" in whole
+    assert "<code>record/num_non_finite</code></td><td>1</td>" in whole
+    assert "rollout/num_retries" not in page.text  # what never happened has no row
+
+
+def test_samples_mark_origins_and_shade_policy_tokens_by_entropy(page: Page) -> None:
+    assert sum(tag == "details" for tag, _ in page.elements) == 1 + 10  # the configuration and ten rollouts
+    classes = [a.get("class") or "" for tag, a in page.elements if tag == "div"]
+    for origin in ("prompt", "policy", "environment", "buffer"):
+        assert f"node {origin}" in classes
+    assert "retrieved step" in page.text
+    tokens = [a for tag, a in page.elements if tag == "span" and re.fullmatch("e[0-7]", a.get("class") or "") and "title" in a]
+    assert len(tokens) == 10 * 2 * 60
+    for attributes in tokens:
+        title = attributes["title"] or ""
+        match = re.fullmatch(r"(.*)  log-prob (-?[\d.]+)  entropy ([\d.]+) nats", title, re.DOTALL)
+        assert match is not None, title
+        entropy = float(match[3])
+        if all(abs(entropy - edge) > 1e-3 for edge in ENTROPY_EDGES):  # the tooltip is rounded
+            shade = next((i for i, edge in enumerate(ENTROPY_EDGES) if entropy < edge), 7)
+            assert attributes["class"] == f"e{shade}"
+
+
+def test_report_is_the_same_bytes_when_written_again(run_dir: Path, page: Page) -> None:
+    first = (run_dir / "report.html").read_bytes()
+    assert write_report(run_dir).read_bytes() == first
+    assert not list(run_dir.glob("*.tmp"))
+
+
+def test_the_page_stays_small_with_long_rollouts_and_says_what_is_cut(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=4, num_tokens=4000)
+    page = report(run)
+    assert (run / "report.html").stat().st_size <= MAX_BYTES
+    hidden = [int(n) for n in re.findall(r"… (\d+) tokens not shown …", page.text)]
+    shown = [a for tag, a in page.elements if tag == "span" and "title" in a]
+    assert sum(hidden) + len(shown) == 10 * 2 * 4000
+
+
+def torn_metrics(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def odd_metrics(run: Path) -> None:
+    lines = [
+        "null",
+        "[1]",
+        "17",
+        '{"step": "x", "kind": "train"}',
+        '{"kind": "train"}',
+        '{"step": 70, "kind": "train", "reward/mean": "high"}',
+        "\ufffe{",
+    ]
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write("\n".join(lines) + "\n")
+
+
+def odd_evaluations(run: Path) -> None:
+    with (run / "evaluations.jsonl").open("a") as stream:
+        stream.write(json.dumps({"label": "x"}) + "\n" + json.dumps({"label": "y", "metric": 3}) + "\n")
+
+
+def orphan_nodes(run: Path) -> None:
+    TraceWriter(run / "traces").write(60, [row for row in trace(60, 1) if row.origin is not Origin.PROMPT])
+
+
+def circular_nodes(run: Path) -> None:
+    leaf = next(row for row in trace(60, 1) if row.outcome is not None)
+    TraceWriter(run / "traces").write(60, [dataclasses.replace(leaf, parent_id=leaf.node_id)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "note"),
+    [
+        (lambda run: (run / "config.toml").unlink(), "config.toml is missing"),
+        (lambda run: (run / "config.toml").write_text("a = ["), "config.toml cannot be read"),
+        (lambda run: (run / "config.toml").write_bytes(b"\xff\xfe"), "config.toml cannot be read"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+        (torn_metrics, "metrics.jsonl: 1 damaged or torn line(s) left out (line 14)"),
+        (odd_metrics, "metrics.jsonl: 4 damaged or torn line(s)"),
+        (lambda run: (run / "evaluations.jsonl").unlink(), "evaluations.jsonl is missing"),
+        (odd_evaluations, "evaluations.jsonl: an evaluation was left out"),
+        (lambda run: (run / "traces" / "step-000004.parquet").write_bytes(b"PAR1"), "step-000004.parquet cannot be read"),
+    ],
+)  # fmt: skip
+def test_damage_is_a_note_and_the_rest_of_the_page_is_there(tmp_path: Path, damage: Callable[[Path], object], note: str) -> None:
+    run = write_run(tmp_path / "run", num_steps=4)
+    damage(run)
+    page = report(run)
+    assert note in page.text
+    assert "Sample rollouts" in page.text
+    assert str(tmp_path) not in (run / "report.html").read_text()
+
+
+def test_rollouts_without_a_path_to_a_root_are_said_and_left_out(tmp_path: Path) -> None:
+    for make in (orphan_nodes, circular_nodes):
+        make(tmp_path)
+        notes: list[str] = []
+        assert pick_samples(tmp_path / "traces", notes) == ()
+        assert any("has no path to a root" in note for note in notes)
+
+
+def test_an_empty_directory_gives_a_page(tmp_path: Path) -> None:
+    page = report(tmp_path)
+    for part in (
+        "config.toml is missing",
+        "metrics.jsonl is missing",
+        "evaluations.jsonl is missing",
+        "No trace was recorded",
+        "No evaluation",
+    ):
+        assert part in page.text
+
+
+def test_samples_compare_best_and_worst_of_both_kinds(tmp_path: Path) -> None:
+    TraceWriter(tmp_path).write(1, [row for index in range(4) for row in trace(1, index)])
+    samples = pick_samples(tmp_path, [])
+    assert [(s.leaf.hybrid, s.leaf.episode_return) for s in samples[:4]] == [(True, 0.3), (False, 0.3), (True, 0.0), (False, 0.0)]
+    assert len({id(s) for s in samples}) == len(samples) == 8
+    hybrid = samples[0].nodes(Budget(num_tokens=600, num_chars=100))
+    assert [node.origin for node in hybrid] == ["prompt", "policy", "environment", "buffer", "policy"]

@@ -1,0 +1,118 @@
+"""Trackers: started before the run or a config error; a failure while running is loud, counted and harmless."""
+
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.watch.trackers import TRACKER_NAMES, TrackerSet, make_trackers
+
+
+class Recorder:
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+        self.num_closed = 0
+        self.fail_at = fail_at
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.fail_at:
+            raise ConnectionError("no route")
+        self.seen.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def test_a_failing_tracker_is_switched_off_once_and_the_others_go_on() -> None:
+    good, bad = Recorder(), Recorder(fail_at=2)
+    warnings: list[str] = []
+    trackers = TrackerSet({"bad": bad, "good": good}, warn=warnings.append)
+    for step in (1, 2, 3, 4):
+        trackers.log(step, {"reward/mean": 0.5})
+    assert [step for step, _ in good.seen] == [1, 2, 3, 4]
+    assert [step for step, _ in bad.seen] == [1]
+    assert trackers.num_failures == {"bad": 1, "good": 0}
+    assert trackers.active == ("good",)
+    assert len(warnings) == 1
+    assert "bad" in warnings[0]
+    assert "no route" in warnings[0]
+    trackers.close()
+    trackers.close()
+    assert (good.num_closed, bad.num_closed) == (1, 0)
+
+
+def test_undefined_and_non_finite_values_are_left_out() -> None:
+    tracker = Recorder()
+    TrackerSet({"t": tracker}).log(1, {"a": None, "b": float("nan"), "c": float("-inf"), "d": 2})
+    assert tracker.seen == [(1, {"d": 2.0})]
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")])
+def test_a_missing_extra_is_a_config_error_that_names_it(
+    name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # makes the import fail also where the extra is installed
+    with pytest.raises(ConfigError, match=rf"outrider\[{name}\]"):
+        make_trackers([name], run_dir=tmp_path, config={})
+
+
+@pytest.mark.parametrize("names", [["tensorbored"], ["wandb", "wandb"]])
+def test_unknown_or_repeated_names_are_config_errors(names: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tracker"):
+        make_trackers(names, run_dir=tmp_path, config={})
+
+
+class FakeService:
+    """Stands in for the third-party modules and records the calls that their documentation promises to accept."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def record(name: str) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.calls.append((name, args, kwargs))
+                return run
+
+            return call
+
+        run = types.SimpleNamespace(
+            **{name: record(name) for name in ("log", "finish", "define_metric", "add_scalar", "flush", "close")}
+        )
+        for module in ("wandb", "trackio", "tensorboardX"):
+            fake = types.ModuleType(module)
+            fake.init = record(f"{module}.init")  # type: ignore[attr-defined]
+            fake.SummaryWriter = record("SummaryWriter")  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, module, fake)
+
+
+def test_each_tracker_gets_the_values_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeService()
+    service.install(monkeypatch)
+    trackers = make_trackers(TRACKER_NAMES, run_dir=tmp_path / "run-7", config={"seed": 1})
+    trackers.log(3, {"reward/mean": 0.5})
+    trackers.close()
+    calls = service.calls
+    assert ("add_scalar", ("reward/mean", 0.5), {"global_step": 3}) in calls
+    assert ("log", ({"outrider_step": 3, "reward/mean": 0.5},), {}) in calls  # wandb
+    assert ("log", ({"reward/mean": 0.5},), {"step": 3}) in calls  # trackio
+    assert [name for name, _, _ in calls].count("finish") == 2
+    inits = {name: kwargs for name, _, kwargs in calls if name.endswith(".init")}
+    assert inits["trackio.init"] == {"project": "outrider", "name": "run-7", "config": {"seed": 1}}
+    assert sum(trackers.num_failures.values()) == 0
+
+
+def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = types.ModuleType("wandb")
+
+    def init(**_: Any) -> None:
+        raise RuntimeError("not logged in")
+
+    fake.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(ConfigError, match="not logged in"):
+        make_trackers(["wandb"], run_dir=tmp_path, config={})
