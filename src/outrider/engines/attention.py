@@ -15,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from outrider.engines.segment_attention import causal_attention
+
 IMPLEMENTATION = "outrider"
 
 
@@ -36,18 +38,17 @@ class TreePlan:
         self, module: nn.Module, query_1HND: torch.Tensor, key_1KND: torch.Tensor, value_1KND: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Attention output [1, N, H, D]; no token sees another branch or another sequence."""
-        repeats = query_1HND.shape[1] // key_1KND.shape[1]
         # split and not slices: the gradient of a slice is a whole row of zeros, once a segment and layer
         lengths = [segment.length for segment in self.segments]
         queries = query_1HND.split(lengths, dim=2)
-        keys = _repeat(key_1KND, repeats).split(lengths, dim=2)
-        values = _repeat(value_1KND, repeats).split(lengths, dim=2)
+        keys = key_1KND.split(lengths, dim=2)
+        values = value_1KND.split(lengths, dim=2)
         outputs = []
         for index, segment in enumerate(self.segments):
             seen = (*segment.ancestors, index)
             seen_keys = torch.cat([keys[i] for i in seen], dim=2) if segment.ancestors else keys[index]
             seen_values = torch.cat([values[i] for i in seen], dim=2) if segment.ancestors else values[index]
-            outputs.append(_causal(queries[index], seen_keys, seen_values, scale))
+            outputs.append(causal_attention(queries[index], seen_keys, seen_values, scale))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -120,21 +121,23 @@ class PrefillPlan:
     ) -> torch.Tensor:
         """Write the new keys and values into their slots and attend, row by row; [1, N, H, D]."""
         keys, values = self.cache.layer(module.layer_idx, key_1KND)  # type: ignore[arg-type]
-        repeats = query_1HND.shape[1] // key_1KND.shape[1]
         outputs = []
         for row in self.rows:
             length = row.cached + row.end - row.start
             keys[row.slot, :, row.cached : length] = key_1KND[0, :, row.start : row.end]
             values[row.slot, :, row.cached : length] = value_1KND[0, :, row.start : row.end]
-            seen_keys = _repeat(keys[row.slot : row.slot + 1, :, :length], repeats)
-            seen_values = _repeat(values[row.slot : row.slot + 1, :, :length], repeats)
-            outputs.append(_causal(query_1HND[:, :, row.start : row.end], seen_keys, seen_values, scale))
+            seen_keys = keys[row.slot : row.slot + 1, :, :length]
+            seen_values = values[row.slot : row.slot + 1, :, :length]
+            outputs.append(causal_attention(query_1HND[:, :, row.start : row.end], seen_keys, seen_values, scale))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """One new token for each of the slots 0..B-1; ``lengths_B`` counts the positions stored before it."""
+    """One new token for each of the slots 0..B-1; ``lengths_B`` counts the positions stored before it.
+
+    ``mask_B11T`` is added to the scores, in the precision of the queries: a boolean one is converted in every layer.
+    """
 
     cache: SlotCache
     lengths_B: torch.Tensor
@@ -155,21 +158,6 @@ class DecodePlan:
             query, keys[:batch, :, :num_seen], values[:batch, :, :num_seen], attn_mask=self.mask_B11T, scale=scale
         )
         return output.reshape(batch, heads, 1, size).transpose(1, 2)
-
-
-def _repeat(tensor: torch.Tensor, repeats: int) -> torch.Tensor:
-    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
-
-
-def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention in which the queries are the last tokens of the keys."""
-    num_new, num_seen = query.shape[2], keys.shape[2]
-    if num_new == num_seen:
-        return scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
-    if num_new == 1:
-        return scaled_dot_product_attention(query, keys, values, scale=scale)
-    mask = torch.ones(num_new, num_seen, dtype=torch.bool, device=query.device).tril(num_seen - num_new)
-    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
 
 
 Plan = TreePlan | PrefillPlan | DecodePlan

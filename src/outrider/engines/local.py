@@ -43,7 +43,7 @@ class LocalEngine:
         language_model: LanguageModel,
         *,
         context_length: int | None = None,
-        prefill_tokens: int = 8192,
+        prefill_tokens: int = 1024,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         self._lm = language_model
@@ -234,7 +234,8 @@ class LocalEngine:
     def _next_logits(self, active: list[_Row]) -> torch.Tensor:
         lengths = torch.tensor([row.length + len(row.ids) - 1 for row in active], device=self._device)
         num_seen = int(lengths.max()) + 1
-        mask = torch.arange(num_seen, device=self._device)[None, None, None, :] <= lengths[:, None, None, None]
+        unseen = torch.arange(num_seen, device=self._device)[None, None, None, :] > lengths[:, None, None, None]
+        mask = torch.zeros(unseen.shape, dtype=self._lm.dtype, device=self._device).masked_fill_(unseen, float("-inf"))
         plan = DecodePlan(
             cache=self._cache, lengths_B=lengths, mask_B11T=mask, rows_B=torch.arange(len(active), device=self._device)
         )

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 from outrider.engines.attention import IMPLEMENTATION, Plan, register
+from outrider.engines.fused import fuse
 from outrider.errors import ModelError
 
 Precision = Literal["bfloat16", "float32"]
@@ -128,4 +129,6 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
         raise ModelError(f"model {name!r} declares no end-of-turn id")
     context_length = int(model.config.max_position_embeddings)
     moved: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]  # its annotation hides the argument
+    if moved.device.type == "cpu":
+        fuse(moved)
     return LanguageModel(model=moved, tokenizer=tokenizer, context_length=context_length, eos_token_ids=frozenset(ends))

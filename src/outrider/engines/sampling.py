@@ -11,6 +11,8 @@ import torch
 
 from outrider.tokens import Tokenizer
 
+_ROWS = 16  # rows at a time: their float32 values (3 MB at 49,152 entries) stay in the processor's cache
+
 
 def sample(
     logits_BV: torch.Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
@@ -19,21 +21,35 @@ def sample(
 
     ``uniforms`` are the rows' own draws in [0, 1). Everything is computed in float32 over the whole vocabulary.
     """
-    logprobs_BV = torch.log_softmax(logits_BV.float(), dim=-1)
-    probs_BV = logprobs_BV.exp()
+    scale_B1 = torch.tensor([t if t > 0 else 1.0 for t in temperatures], device=logits_BV.device)[:, None]
+    uniforms_B1 = torch.tensor(uniforms, dtype=torch.float32, device=logits_BV.device)[:, None]
+    size = _ROWS if logits_BV.device.type == "cpu" else max(1, len(logits_BV))
+    parts = zip(logits_BV.split(size), scale_B1.split(size), uniforms_B1.split(size), strict=True)
+    greedy = [t == 0 for t in temperatures]
+    sampled = [
+        _sample(logits, scale, draws, greedy[i * size : (i + 1) * size], plain=all(t in (0, 1) for t in temperatures))
+        for i, (logits, scale, draws) in enumerate(parts)
+    ]
+    chosen, picked, entropies = (torch.cat(column).tolist() for column in zip(*sampled, strict=True))
+    return chosen, picked, entropies
+
+
+def _sample(
+    logits_BV: torch.Tensor, scale_B1: torch.Tensor, uniforms_B1: torch.Tensor, greedy: Sequence[bool], *, plain: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits_BV = logits_BV.float()
+    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+    probs_BV = torch.softmax(logits_BV, dim=-1)
     entropies = -(probs_BV * logprobs_BV).sum(dim=-1)
-    scale = torch.tensor([t if t > 0 else 1.0 for t in temperatures], device=logits_BV.device)
-    if bool((scale != 1.0).any()):
-        logprobs_BV = torch.log_softmax(logits_BV.float() / scale[:, None], dim=-1)
+    if not plain:
+        logprobs_BV = torch.log_softmax(logits_BV / scale_B1, dim=-1)
         probs_BV = logprobs_BV.exp()
     cumulative_BV = probs_BV.cumsum(dim=-1)
-    draws = torch.tensor(uniforms, dtype=torch.float32, device=logits_BV.device)[:, None] * cumulative_BV[:, -1:]
+    draws = uniforms_B1 * cumulative_BV[:, -1:]
     chosen = torch.searchsorted(cumulative_BV, draws, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
-    if any(t == 0 for t in temperatures):
-        greedy = torch.tensor([t == 0 for t in temperatures], device=logits_BV.device)
-        chosen = torch.where(greedy, logprobs_BV.argmax(dim=-1), chosen)
-    picked = logprobs_BV.gather(1, chosen[:, None])[:, 0]
-    return chosen.tolist(), picked.tolist(), entropies.tolist()
+    if any(greedy):
+        chosen = torch.where(torch.tensor(greedy, device=chosen.device), logprobs_BV.argmax(dim=-1), chosen)
+    return chosen, logprobs_BV.gather(1, chosen[:, None])[:, 0], entropies
 
 
 class StopStrings:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from outrider.config import Settings
 from outrider.engines.model import LanguageModel
 from outrider.train.pack import PackedBatch
+from outrider.train.vocabulary import score_tokens
 
 
 class LoraSettings(Settings):
@@ -53,20 +53,13 @@ class Scorer:
         self.language_model = language_model
         self.model = language_model.model
 
-    def score(self, batch: PackedBatch, *, chunk: int = 512) -> TokenScores:
-        """Log-probs and entropies of the scored tokens; logits exist only for those, ``chunk`` rows at a time."""
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
         states = self.language_model.hidden(batch.ids_N[None], batch.positions_N[None], batch.plan)
         device = states.device
         hidden, targets = states[0, batch.predictors_T.to(device)], batch.targets_T.to(device)
-        pieces = [self._head(hidden[i : i + chunk], targets[i : i + chunk]) for i in range(0, len(targets), chunk)]
-        return TokenScores(logprobs_T=torch.cat([p for p, _ in pieces]), entropies_T=torch.cat([e for _, e in pieces]))
-
-    def _head(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        head = self.language_model.head
-        if not torch.is_grad_enabled():
-            return _log_softmax_at(hidden, targets, head)
-        result: tuple[Tensor, Tensor] = checkpoint(_log_softmax_at, hidden, targets, head, use_reentrant=False)
-        return result
+        logprobs_T, entropies_T = score_tokens(hidden, targets, self.language_model.head)
+        return TokenScores(logprobs_T=logprobs_T, entropies_T=entropies_T)
 
 
 class Policy(Scorer):
@@ -139,15 +132,6 @@ class Policy(Scorer):
 def _master(parameter: nn.Parameter) -> Tensor:
     """A copy in float32, or in the parameter's own precision where that is higher."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-
-
-def _log_softmax_at(hidden: Tensor, targets: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
-    logits_TV: Tensor = head(hidden)
-    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
-    with torch.no_grad():
-        entropies_T = -(logprobs_TV.exp() * logprobs_TV).sum(dim=-1)
-    return logprobs_TV.gather(1, targets[:, None])[:, 0], entropies_T
 
 
 def _inject_lora(model: nn.Module, settings: LoraSettings, seed: int) -> None:

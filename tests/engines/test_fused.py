@@ -1,0 +1,134 @@
+"""Norms, gated MLPs, attention and the vocabulary projection in blocks: the values and gradients of the plain modules."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from outrider.engines import fused
+from outrider.engines.segment_attention import causal_attention
+from outrider.train import vocabulary
+from outrider.train.vocabulary import score_tokens
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+def tiny(config: LlamaConfig | Qwen2Config | Qwen3Config, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a forgotten weight
+            parameter.data.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_model_computes_the_bits_of_the_plain_one(
+    kind: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_BLOCK", 32 * 7)  # several blocks of rows, the last one shorter
+    plain = tiny(kind(**SIZES), dtype)
+    ours = copy.deepcopy(plain)
+    fused.fuse(ours)
+    assert sum("forward" in vars(module) for module in ours.modules()) >= 7
+    ids = torch.randint(0, 61, (2, 25), generator=torch.Generator().manual_seed(1))
+    wanted, found = plain(input_ids=ids).logits, ours(input_ids=ids).logits
+    assert torch.equal(wanted, found)
+    for logits in (wanted, found):
+        torch.log_softmax(logits.float(), -1)[..., 3].sum().backward()
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    for (name, one), (_, other) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, msg=name, **tolerance)
+
+
+def test_a_copy_of_a_fused_model_uses_its_own_weights() -> None:
+    model = tiny(LlamaConfig(**SIZES), torch.float32)
+    fused.fuse(model)
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.data.mul_(0.5)
+    ids = torch.arange(9)[None]
+    before = model(input_ids=ids).logits
+    other(input_ids=ids)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert not torch.allclose(other(input_ids=ids).logits, before)
+
+
+def test_norm_and_gate_gradients_in_float64_by_finite_differences() -> None:
+    gate, up = (torch.randn(5, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(fused._SwiGlu.apply, (gate, up))
+
+
+def test_the_norm_s_gradient_against_a_float64_reference() -> None:
+    torch.manual_seed(0)
+    x, weight, outer = torch.randn(50, 24), torch.rand(24) + 0.5, torch.randn(50, 24)
+    x32, w32 = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    fused._RmsNorm.apply(x32, w32, 1e-5).mul(outer).sum().backward()
+    x64, w64 = x.double().requires_grad_(), weight.double().requires_grad_()
+    (w64 * x64 * torch.rsqrt(x64.pow(2).mean(-1, keepdim=True) + 1e-5) * outer.double()).sum().backward()
+    torch.testing.assert_close(x32.grad.double(), x64.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(w32.grad.double(), w64.grad, rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    num_new=st.integers(1, 12), num_before=st.integers(0, 9), kv_heads=st.integers(1, 3), repeats=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_attention_and_its_gradients_equal_a_written_out_softmax(
+    num_new: int, num_before: int, kv_heads: int, repeats: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    shapes = ((1, kv_heads * repeats, num_new, 4), *[(1, kv_heads, num_before + num_new, 4)] * 2)
+    ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    plain = [tensor.detach().clone().requires_grad_() for tensor in ours]
+    outer = torch.randn(shapes[0], dtype=torch.float64)
+    output = causal_attention(*ours, 0.3)
+    keys, values = (tensor.repeat_interleave(repeats, dim=1) for tensor in plain[1:])
+    scores = 0.3 * plain[0] @ keys.transpose(2, 3)
+    visible = torch.ones(scores.shape[2:], dtype=torch.bool).tril(num_before)
+    wanted = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ values
+    torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-10)
+    for result in (output, wanted):
+        (result * outer).sum().backward()
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("plain_linear", [True, False])
+def test_scored_tokens_equal_a_whole_softmax(bias: bool, plain_linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of four chunks of two rows; another module than nn.Linear takes the general way."""
+    monkeypatch.setattr(vocabulary, "_CHUNK", 2)
+    torch.manual_seed(0)
+    head = nn.Linear(6, 19, bias=bias, dtype=torch.float64)
+    hidden = torch.randn(21, 6, dtype=torch.float64, requires_grad=True)
+    targets, outer = torch.randint(0, 19, (21,)), torch.randn(21, dtype=torch.float64)
+    logprobs, entropies = score_tokens(hidden, targets, head if plain_linear else nn.Sequential(head))
+    (logprobs * outer).sum().backward()
+    found = [hidden.grad, *(parameter.grad for parameter in head.parameters())]
+    hidden.grad = None
+    head.zero_grad()
+    whole = torch.log_softmax(head(hidden), dim=-1)
+    wanted = whole.gather(1, targets[:, None])[:, 0]
+    (wanted * outer).sum().backward()
+    torch.testing.assert_close(logprobs, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropies, -(whole.exp() * whole).sum(-1).detach(), rtol=1e-12, atol=1e-12)
+    assert not entropies.requires_grad
+    for one, other in zip(found, [hidden.grad, *(parameter.grad for parameter in head.parameters())], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    head = nn.Linear(6, 19).requires_grad_(False)
+    hidden = torch.randn(3, 6, requires_grad=True)
+    score_tokens(hidden, torch.tensor([1, 2, 3]), head)[0].sum().backward()
+    assert head.weight.grad is None and hidden.grad is not None
