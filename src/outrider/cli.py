@@ -139,7 +139,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _stoppable(run: Callable[[Callable[[Callable[[], None]], None]], None]) -> int:
-    """SIGTERM asks the trainer to end its step, write a checkpoint and leave."""
+    """SIGTERM asks the trainer to write a checkpoint of what is finished and leave."""
 
     def install(request_stop: Callable[[], None]) -> None:
         def handler(number: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ messages and keep the difference. (The package ``renderers`` does this per model
 its own config system, which is more than a light core should carry.)
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,11 @@ class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that Outrider uses."""
 
     eos_token_id: int | None
+
+    @property
+    def added_tokens_decoder(self) -> Any:
+        """Id -> added token, which says whether it is special."""
+        ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Text to ids."""
@@ -36,11 +42,16 @@ _MARK = "\u241euser\u241e"
 class ChatRenderer:
     """Renders prompts, observations and inline text for one tokenizer.
 
-    ``end_of_turn`` are the ids after which an assistant message is closed (what the template writes there).
+    ``end_of_turn`` are the ids after which an assistant message is closed (what the template writes there). Text of a
+    message that spells a special token (a chat marker in a question, a page or a retrieved step) gets a space after its
+    first character: only the template writes markers.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        markers = sorted((token for token in special if len(token) > 1), key=lambda token: (-len(token), token))
+        self._markers = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         try:
             closed = tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=False)
@@ -54,12 +65,15 @@ class ChatRenderer:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False) if text else []
 
+    def _plain(self, text: str) -> str:
+        return self._markers.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids of the first messages with the assistant's turn opened. Inline messages may only follow."""
         inline = [m for m in messages if m.role == "inline"]
-        chat = [{"role": m.role, "content": m.content} for m in messages if m.role != "inline"]
+        chat = [{"role": m.role, "content": self._plain(m.content)} for m in messages if m.role != "inline"]
         text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return tuple(self._encode(text + "".join(m.content for m in inline)))
+        return tuple(self._encode(text + "".join(self._plain(m.content) for m in inline)))
 
     def bridge(self, previous_ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids that follow ``previous_ids`` (an assistant turn, closed or not) so that ``messages`` are said next.
@@ -67,8 +81,8 @@ class ChatRenderer:
         Inline messages continue the open assistant turn; chat messages close it first, with exactly those of the
         template's closing ids that the policy has not written itself, and open the next assistant turn.
         """
-        inline = "".join(m.content for m in messages if m.role == "inline")
-        chat = [{"role": m.role, "content": m.content} for m in messages if m.role != "inline"]
+        inline = "".join(self._plain(m.content) for m in messages if m.role == "inline")
+        chat = [{"role": m.role, "content": self._plain(m.content)} for m in messages if m.role != "inline"]
         if not chat:
             return tuple(self._encode(inline))
         if inline:

@@ -87,7 +87,7 @@ def _assert_same(one: Path, other: Path) -> None:
 def _kill_after(process: "subprocess.Popen[str]", run: Path, delay: float) -> None:
     """SIGKILL ``delay`` seconds after training has begun to write metrics; a negative delay: inside a checkpoint."""
     size = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
-    patience = time.monotonic() + 60
+    patience = time.monotonic() + 240
     while process.poll() is None and time.monotonic() < patience:
         if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size != size:
             break
@@ -154,16 +154,31 @@ def test_two_unbroken_runs_of_one_seed_are_equal_and_another_seed_is_not(root: P
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(root: Path, whole: Callable[[str], Path]) -> None:
     run = root / "terminated"
     process = start_outrider(*_command(root, run, "rapo"), "train.checkpoint_every=100")
-    patience = time.monotonic() + 60
+    patience = time.monotonic() + 240
     while not (run / "traces" / "step-000002.parquet").exists() and time.monotonic() < patience:
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     told = [line for line in (stdout + stderr).splitlines() if "stopped on request" in line]
     assert len(told) == 1 and f"--resume {run}" in told[0]
     newest = max(int(path.name.split("-")[1]) for path in (run / "checkpoints").iterdir())
     assert 2 <= newest < NUM_STEPS  # not a multiple of checkpoint_every: the signal wrote it
+    assert outrider("train", "--resume", run).returncode == 0
+    _assert_same(whole("rapo"), run)
+
+
+def test_sigterm_in_the_first_evaluation_gives_it_up_and_the_run_starts_again(root: Path, whole: Callable[[str], Path]) -> None:
+    run = root / "terminated-early"
+    process = start_outrider(*_command(root, run, "rapo"))
+    assert process.stdout is not None and process.stderr is not None
+    for line in process.stdout:
+        if "evaluate before training" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    assert "nothing was trained yet" in stdout + stderr or "the checkpoint of step" in stdout + stderr
     assert outrider("train", "--resume", run).returncode == 0
     _assert_same(whole("rapo"), run)
 
@@ -184,11 +199,19 @@ def _truncate_weights(checkpoint: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def _flip_a_bit(checkpoint: Path) -> None:
+    """In the last value: safetensors reads it without a word."""
+    path = checkpoint / "optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
 def _remove_state(checkpoint: Path) -> None:
     (checkpoint / "state.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [_truncate_weights, _remove_state])
+@pytest.mark.parametrize("damage", [_truncate_weights, _flip_a_bit, _remove_state])
 def test_a_damaged_checkpoint_gives_way_to_an_older_one_loudly(
     damage: Callable[[Path], None], root: Path, whole: Callable[[str], Path]
 ) -> None:

@@ -6,6 +6,7 @@ Random streams are keyed by run seed and step (:mod:`outrider.seeding`), so thei
 import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from outrider.errors import CheckpointError
 from outrider.train.policy import Policy, Scorer
 
 _STATE = "state.json"
+_TENSORS = ("masters.safetensors", "optimizer.safetensors")
 
 
 def save_checkpoint(folder: Path, policy: Policy, state: dict[str, Any]) -> None:
@@ -41,12 +43,22 @@ def _write(temporary: Path, policy: Policy, state: dict[str, Any]) -> None:
     temporary.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in policy.masters.items()}, temporary / "masters.safetensors")
     save_file(_optimizer_tensors(policy), temporary / "optimizer.safetensors")
-    content = {**state, "num_optimizer_steps": policy.num_steps, "tensors": sorted(policy.masters)}
+    checksums = {name: _checksum(temporary / name) for name in _TENSORS}
+    content = {**state, "num_optimizer_steps": policy.num_steps, "checksums": checksums}
     (temporary / _STATE).write_text(json.dumps(content, indent=1, sort_keys=True))
     for path in [*temporary.iterdir(), temporary]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file: finds damage, not malice."""
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(2**22):
+            value = zlib.crc32(piece, value)
+    return value
 
 
 def _optimizer_tensors(policy: Policy) -> dict[str, Tensor]:
@@ -64,8 +76,10 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
     """
     try:
         state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-        masters = load_file(folder / "masters.safetensors")
-        optimizer = load_file(folder / "optimizer.safetensors")
+        for name in _TENSORS:
+            if _checksum(folder / name) != state["checksums"][name]:
+                raise ValueError(f"the contents of {name} are not what was written")
+        masters, optimizer = (load_file(folder / name) for name in _TENSORS)
         num_optimizer_steps = int(state["num_optimizer_steps"])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {str(error).splitlines()[0]}") from error

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from threading import Event
 from typing import Literal
 
 from outrider.errors import OutriderError
@@ -39,10 +40,12 @@ def run_training(
     progress: Literal["auto", "rich", "plain", "none"],
     on_start: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Run or continue. ``on_start`` receives a function that asks the trainer to stop after its step."""
+    """Run or continue. ``on_start`` receives a function that asks the trainer to stop soon."""
     run, settings = opened
     display = make_progress(progress)
     meter = _TokenMeter(display)
+    stop = Event()
+    on_start(stop.set)  # a request during set-up is honoured at its end
     try:
         display.stage("set-up", None)
         try:
@@ -53,13 +56,8 @@ def run_training(
         except (OutriderError, OSError):
             run.discard()
             raise
-        trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers)
+        trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers, stop=stop)
         meter.trainer = trainer
-
-        def request_stop() -> None:
-            trainer.stop_requested = True
-
-        on_start(request_stop)
         try:
             trainer.train()
         finally:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from outrider.algorithms.base import GroupCredit
@@ -14,7 +15,6 @@ from outrider.errors import CheckpointError
 from outrider.evals.runner import evaluate
 from outrider.metrics.writer import MetricsWriter
 from outrider.rollout.episode import Sampling
-from outrider.rollout.expert import play_experts
 from outrider.rollout.scheduler import Scheduler
 from outrider.seeding import stream
 from outrider.trace import Trace
@@ -28,8 +28,8 @@ from outrider.train.checkpoint import (
 )
 from outrider.train.components import Components
 from outrider.train.evolving import evolve_buffer
+from outrider.train.imitation import imitate_experts
 from outrider.train.run_directory import RunDirectory
-from outrider.train.sft import cold_start, successful_paths
 from outrider.train.step_metrics import credit_metrics, diversity, retrieval_metrics, rollout_metrics, timing_metrics
 from outrider.train.trace_rows import rows_of
 from outrider.train.update import update
@@ -39,9 +39,14 @@ from outrider.watch.traces import TraceWriter
 from outrider.watch.trackers import TrackerSet
 
 
+class _StopRequested(Exception):
+    """Raised where work can be given up without harm."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """One run. ``stop_requested`` is set by a signal handler; the step in flight ends, a checkpoint is written."""
+    """One run. ``stop`` is set by a signal handler: an update in flight ends, anything else is given up; what was finished
+    is then in a checkpoint."""
 
     run: RunDirectory
     parts: Components
@@ -52,7 +57,7 @@ class Trainer:
     step: int = 0
     num_policy_tokens: int = 0
     saved_step: int = -1
-    stop_requested: bool = False
+    stop: Event = field(default_factory=Event)
     num_done: int = 0  # of the stage that is shown
 
     def __post_init__(self) -> None:
@@ -60,7 +65,24 @@ class Trainer:
         self.traces = TraceWriter(self.run.path / "traces")
 
     def train(self) -> None:
-        """Everything that is still to do, from the newest checkpoint on."""
+        """Everything that is still to do, from the newest checkpoint on, or until a stop is asked for."""
+        try:
+            self._train()
+        except _StopRequested:
+            if self.step and self.saved_step != self.step:
+                self._save()
+            saved = f"the checkpoint of step {self.step} is written" if self.saved_step >= 0 else "nothing was trained yet"
+            self.progress.note(
+                f"stopped on request after step {self.step} of {self.parts.settings.train.num_steps}, {saved}; "
+                f"continue with: outrider train --resume {self.run.path}"
+            )
+
+    def _leave_if_asked(self) -> None:
+        if self.stop.is_set():
+            raise _StopRequested
+
+    def _train(self) -> None:
+        self._leave_if_asked()
         settings = self.parts.settings
         checkpoints = checkpoints_newest_first(self.run.checkpoints)
         if not checkpoints:
@@ -80,8 +102,9 @@ class Trainer:
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
         self._stage("train", settings.train.num_steps, done=self.step)
-        while self.step < settings.train.num_steps and not self.stop_requested and not self._budget_spent():
+        while self.step < settings.train.num_steps and not self._budget_spent():
             self._train_step()
+            self._leave_if_asked()
             every = settings.evaluation.every
             if every and self.step % every == 0 and self.step < settings.train.num_steps:
                 self._evaluate(f"step {self.step}")
@@ -90,12 +113,7 @@ class Trainer:
                 self._save()
         if self.step and self.saved_step != self.step:
             self._save()
-        if self.stop_requested:
-            self.progress.note(
-                f"stopped on request after step {self.step} of {settings.train.num_steps}, its checkpoint is written; "
-                f"continue with: outrider train --resume {self.run.path}"
-            )
-        elif self.step:
+        if self.step:
             self._evaluate(self._last_label)
 
     @property
@@ -119,43 +137,16 @@ class Trainer:
         return budget is not None and self.num_policy_tokens >= budget
 
     def _cold_start(self) -> None:
-        settings = self.parts.settings
-        if not settings.cold_start.num_examples:
+        if not self.parts.settings.cold_start.num_examples:
             return
-        tasks = self.parts.train_tasks[: settings.cold_start.num_examples]
-        self._stage("cold start: expert rollouts", len(tasks))
-        traces = play_experts(
-            tasks=tasks,
-            expert=lambda task: self.parts.family.expert(task, settings.seed),
-            factory=self.parts.factory,
-            tokenizer=self.parts.renderer.tokenizer,
-            limits=settings.rollout,
-            stop=self.parts.family.stop,
-            run_seed=settings.seed,
-            context_length=self.parts.engine.context_length,
-            retrieve_share=settings.cold_start.retrieve_share,
-            max_concurrent=settings.num_concurrent,
-        )
-        paths = successful_paths(traces)
-        self.progress.note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task")
-        num_steps = settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size)
-        self._stage("cold start: fine-tuning", num_steps)
 
-        def on_step(done: int, total: int, values: dict[str, float]) -> None:
+        def on_step(done: int, values: dict[str, float]) -> None:
             self.metrics.write(done, "sft", values)
             self.num_done = done
             self.progress.advance(done, loss=values["sft/loss"])
+            self._leave_if_asked()
 
-        cold_start(
-            self.parts.policy,
-            paths,
-            settings.cold_start,
-            run_seed=settings.seed,
-            max_tokens=settings.update.max_tokens,
-            on_step=on_step,
-        )
-        self.parts.policy.fresh_optimizer()
-        self.parts.engine.weights_changed()
+        imitate_experts(self.parts, stage=self._stage, note=self.progress.note, on_step=on_step)
 
     def _freeze_reference(self) -> None:
         """The KL term holds the policy to what it was when reinforcement learning began."""
@@ -171,6 +162,7 @@ class Trainer:
             if not training:
                 self.num_done = done
             self.progress.advance(self.num_done, rollouts=f"{done}/{total}")
+            self._leave_if_asked()
 
         temperature = 1.0 if training else settings.evaluation.temperature
         return Scheduler(
@@ -190,8 +182,12 @@ class Trainer:
         """Rollout, credit, update, record."""
         began = time.perf_counter()
         parts = self.parts
-        counts = [dict(hook.counts) for hook in parts.algorithm.hooks if isinstance(hook, RetrievalHook)]
-        report = self.scheduler(training=True).run(self._next_tasks(), modes=parts.algorithm.modes, training_step=self.step)
+        counts = [dict(hook.counts) for hook in self._retrieval_hooks]
+        try:
+            report = self.scheduler(training=True).run(self._next_tasks(), modes=parts.algorithm.modes, training_step=self.step)
+        except _StopRequested:
+            self._restore_counts(counts)  # the step is given up: it will be played again, to the same bits
+            raise
         rolled = time.perf_counter()
         credits_ = [parts.algorithm.credit(trace) for trace in report.traces]
         updated = update(
@@ -231,6 +227,14 @@ class Trainer:
         self.trackers.log(self.step, values)
         self._show(values)
 
+    @property
+    def _retrieval_hooks(self) -> list[RetrievalHook]:
+        return [hook for hook in self.parts.algorithm.hooks if isinstance(hook, RetrievalHook)]
+
+    def _restore_counts(self, saved: Sequence[dict[str, int]]) -> None:
+        for hook, counts in zip(self._retrieval_hooks, saved, strict=True):
+            hook.counts = Counter(counts)
+
     def _next_tasks(self) -> list[Task]:
         """Tasks of this step: a fresh order every epoch, keyed by the seed; the cursor is the step number."""
         tasks, size = self.parts.train_tasks, self.parts.settings.train.tasks_per_step
@@ -242,10 +246,9 @@ class Trainer:
     def _retrieval(
         self, traces: Sequence[Trace], credits_: Sequence[GroupCredit], before: Sequence[dict[str, int]]
     ) -> dict[str, float]:
-        hooks = [hook for hook in self.parts.algorithm.hooks if isinstance(hook, RetrievalHook)]
-        if not hooks:
+        if not self._retrieval_hooks:
             return {}
-        counts = {name: number - before[0].get(name, 0) for name, number in hooks[0].counts.items()}
+        counts = {name: number - before[0].get(name, 0) for name, number in self._retrieval_hooks[0].counts.items()}
         return retrieval_metrics(traces, credits_, self.parts.algorithm.modes, counts)
 
     def _show(self, values: dict[str, float]) -> None:
@@ -295,7 +298,7 @@ class Trainer:
             "num_metric_records": self.metrics.num_records,
             "num_evaluations": len(self.run.finished_evaluations()),
             "buffer_revision": buffer.revision if buffer is not None and self.parts.settings.buffer.evolve else None,
-            "hook_counts": [dict(hook.counts) for hook in self.parts.algorithm.hooks if isinstance(hook, RetrievalHook)],
+            "hook_counts": [dict(hook.counts) for hook in self._retrieval_hooks],
         }
         save_checkpoint(self._checkpoint_path(), self.parts.policy, state)
         self.saved_step = self.step
@@ -323,9 +326,7 @@ class Trainer:
         self.metrics.cut(int(state["num_metric_records"]))
         self.run.cut_evaluations(int(state["num_evaluations"]))
         self.traces.resume(self.step)
-        hooks = [hook for hook in self.parts.algorithm.hooks if isinstance(hook, RetrievalHook)]
-        for hook, counts in zip(hooks, state["hook_counts"], strict=True):
-            hook.counts = Counter(counts)
+        self._restore_counts(state["hook_counts"])
         if state["buffer_revision"] is not None and self.parts.buffer is not None:
             self.parts.buffer.rollback(int(state["buffer_revision"]))
         self.parts.engine.weights_changed()

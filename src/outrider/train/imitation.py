@@ -1,0 +1,48 @@
+"""The cold start of a run: experts play training tasks through the rollout loop, and the policy imitates those who solved."""
+
+from collections.abc import Callable
+
+from outrider.rollout.expert import play_experts
+from outrider.train.components import Components
+from outrider.train.sft import cold_start, successful_paths
+
+
+def imitate_experts(
+    parts: Components,
+    *,
+    stage: Callable[[str, int], None],
+    note: Callable[[str], None],
+    on_step: Callable[[int, dict[str, float]], None],
+) -> None:
+    """Fine-tune on the experts of the first ``cold_start.num_examples`` training tasks; the optimiser starts afresh after it.
+
+    ``stage(name, size)`` and ``on_step(done, metrics)`` feed the display. Raises DataError when no expert solved its task.
+    """
+    settings = parts.settings
+    tasks = parts.train_tasks[: settings.cold_start.num_examples]
+    stage("cold start: expert rollouts", len(tasks))
+    traces = play_experts(
+        tasks=tasks,
+        expert=lambda task: parts.family.expert(task, settings.seed),
+        factory=parts.factory,
+        tokenizer=parts.renderer.tokenizer,
+        limits=settings.rollout,
+        stop=parts.family.stop,
+        run_seed=settings.seed,
+        context_length=parts.engine.context_length,
+        retrieve_share=settings.cold_start.retrieve_share,
+        max_concurrent=settings.num_concurrent,
+    )
+    paths = successful_paths(traces)
+    note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task")
+    stage("cold start: fine-tuning", settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size))
+    cold_start(
+        parts.policy,
+        paths,
+        settings.cold_start,
+        run_seed=settings.seed,
+        max_tokens=settings.update.max_tokens,
+        on_step=lambda done, _, values: on_step(done, values),
+    )
+    parts.policy.fresh_optimizer()
+    parts.engine.weights_changed()
