@@ -72,6 +72,9 @@ class ToyFamily:
         self.num_factories_open += 1
         return ToyFactory(self)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
         """Task 2 has no expert; that of task 1 is wrong, and claims the best of worlds all the same."""
         if task.key == "toy/2":

@@ -60,7 +60,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         place = f"{path}:{number}"
         try:
             record = json.loads(raw.decode("utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: malformed JSON: {error}") from error
         if not isinstance(record, dict):
             raise DataError(f"{place}: malformed JSON: expected an object, got {type(record).__name__}")

@@ -175,7 +175,7 @@ def test_noise_shows_random_steps_of_the_scope_by_its_own_stream(buffer: StepTra
     ],
 )
 def test_schedules_at_their_ends(schedule: Any, expected: list[float]) -> None:
-    chosen = RetrievalSettings(probability=0.2, final_probability=0.8, schedule=schedule)
+    chosen = RetrievalSettings(probability=0.2, final_probability=None if schedule == "constant" else 0.8, schedule=schedule)
     assert [scheduled_probability(chosen, step, 9) for step in (0, 2, 4, 8, 50)] == pytest.approx(expected, abs=1e-12)
     assert scheduled_probability(chosen, 0, 1) == scheduled_probability(chosen, 0, 0) == 0.2
 

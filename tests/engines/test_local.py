@@ -162,13 +162,25 @@ def test_temperature_one_samples_the_model_distribution(model: LanguageModel) ->
 
 
 def test_cancel_and_impossible_requests(model: LanguageModel) -> None:
-    engine = LocalEngine(model)
+    engine = LocalEngine(model, on_tokens=lambda _: engine.cancel("1"))
     requests = ask(model, ["abc", "def"])
-    engine.cancel("1")
     kept, cancelled = engine.generate(requests)
-    assert cancelled.finish_reason is FinishReason.CANCELLED and cancelled.token_ids == ()
+    assert cancelled.finish_reason is FinishReason.CANCELLED and len(cancelled.token_ids) == 1
+    engine = LocalEngine(model)
+    engine.cancel("1")  # not running: a later request of the same name is another one
+    assert FinishReason.CANCELLED not in {one.finish_reason for one in engine.generate(requests)}
     assert kept.finish_reason is not FinishReason.CANCELLED
     with pytest.raises(EngineFault, match="do not fit"):
         engine.generate([Request(request_id="x", token_ids=(), max_tokens=4, seed=0)])
     with pytest.raises(EngineFault, match="do not fit"):
         engine.generate([Request(request_id="x", token_ids=tuple([5] * 512), max_tokens=4, seed=0)])
+
+
+def test_every_group_s_prompt_is_computed_once_also_when_groups_begin_alike(model: LanguageModel) -> None:
+    texts = [f"the common system prompt. question {group * 7}: " for group in range(3) for _ in range(4)]
+    requests = [
+        Request(request_id=str(i), token_ids=ids_of(model, text), max_tokens=2, seed=i, cache_key=str(i))
+        for i, text in enumerate(texts)
+    ]
+    computed = [one.num_prefilled_tokens for one in LocalEngine(model).generate(requests)]
+    assert [sorted(computed[i : i + 4])[:3] for i in (0, 4, 8)] == [[1, 1, 1]] * 3

@@ -44,12 +44,14 @@ def open_reader(path: Path) -> StepTraceBuffer:
 def test_kill_while_writing_loses_at_most_the_open_batch(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     num_lost = 0
-    for repetition in range(4):
+    for repetition in range(40):  # until a kill has fallen into a batch, and four at least
+        if repetition >= 4 and num_lost:
+            break
         arguments = [sys.executable, "-c", WRITER, str(path), str(Path(__file__).parents[2]), *[p for p in sys.path if p]]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             acknowledged = [process.stdout.readline() for _ in range(5)]
-            time.sleep(0.02 + 0.013 * repetition)
+            time.sleep(0.02 + 0.013 * (repetition % 7))
             os.kill(process.pid, signal.SIGKILL)
             acknowledged += process.stdout.readlines()
         last = max(int(line) for line in acknowledged if line.endswith("\n"))

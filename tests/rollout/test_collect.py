@@ -102,7 +102,7 @@ def test_limits_of_turns_and_tokens() -> None:
 
 
 def test_no_more_than_so_many_at_once() -> None:
-    running, most, lock, gate = [0], [0], threading.Lock(), threading.Barrier(3, timeout=5)
+    running, most, lock, gate = [0], [0], threading.Lock(), threading.Barrier(3, timeout=30)
 
     class Counting(ChatEndpoint):
         def complete(self, *arguments: Any, **options: Any) -> ChatReply:

@@ -168,7 +168,7 @@ def test_a_call_that_hangs_is_a_fault_after_the_time_limit_and_blocks_neither_th
     assert {leaf.outcome for leaf in report.traces[0].leaves.values()} == {Outcome.ENVIRONMENT_FAULT}
     assert "no answer within 0.3 s" in report.traces[0].leaves[0].detail
     assert {leaf.outcome for leaf in report.traces[1].leaves.values()} == {Outcome.FINISHED}
-    assert took < 5
+    assert took < 10  # one after the other: 12 s
 
 
 def test_slow_is_not_hanging_however_many_run_at_a_time() -> None:

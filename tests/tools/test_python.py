@@ -281,13 +281,13 @@ def test_a_server_lost_twice_is_a_fault_and_the_tool_recovers(tmp_path: Path) ->
             victims = killed_in_call(tmp_path)
             assert victims
         with pytest.raises(ToolFault, match="lost twice"):
-            call.result(timeout=20)
+            call.result(timeout=60)
         assert tool.run("6 * 7").output == "42"
 
 
 def killed_in_call(folder: Path) -> list[int]:
     """Kill a server (the oldest of its family) once it has a call under way; the pids that were killed or died with it."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while time.monotonic() < end:
         pids = server_pids(folder)
         if len(pids) == 3:
@@ -354,7 +354,7 @@ def test_everything_ends_with_a_killed_parent(tmp_path: Path, state: str) -> Non
         finally:
             parent.kill()
         assert num_servers == (3 if state == "busy" else 1)
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while (server_pids(tmp_path) or any(tmp_path.iterdir())) and time.monotonic() < end:
             time.sleep(0.02)
         assert server_pids(tmp_path) == []

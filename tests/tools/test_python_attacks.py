@@ -52,7 +52,7 @@ class Cage:
 
     def server(self) -> int:
         """The server, once it is alone: the supervisor of a call ends just after its answer."""
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while len(found := self.processes()) > 1 and time.monotonic() < end:
             time.sleep(0.002)
         assert len(found) == 1
@@ -204,7 +204,7 @@ def test_stopped_at_a_limit(cage: Cage, code: str, status: str, word: str) -> No
     result = cage.attack(code)
     assert (result.status, result.output[:5]) == (status, "begun")
     assert word in result.output[-200:]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert result.truncated == (status == "output_limit")
 
 

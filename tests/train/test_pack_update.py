@@ -486,3 +486,62 @@ def test_a_gradient_that_is_no_number_skips_the_step() -> None:
     (policy.working[name].sum() * float("nan")).backward()
     assert policy.step() != policy.step()  # NaN, then 0: nothing is left over
     assert all(torch.equal(before[name], master) for name, master in policy.masters.items())
+
+
+def test_the_gate_waits_for_the_first_mini_batch_with_signal() -> None:
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
+    traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32)]
+    honest(policy, traces)
+    for node in traces[0].nodes:
+        if node.trainable and node.credit:
+            node.credit = (0.0,) * len(node.credit)
+    for node in traces[1].nodes:
+        if node.trainable:
+            node.logprobs = tuple(value + 5.0 for value in node.logprobs)
+    with pytest.raises(EngineFault, match="disagree"):
+        update(
+            policy, traces, objective=ObjectiveSettings(sampler_correction=None), settings=UpdateSettings(num_mini_batches=2),
+            reference=None, first=True,
+        )  # fmt: skip
+
+
+def test_the_gap_is_measured_under_the_weights_that_the_update_starts_from() -> None:
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-1))
+    traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32, 33, 34)]
+    honest(policy, traces)
+    report = update(
+        policy, traces, objective=ObjectiveSettings(), settings=UpdateSettings(num_mini_batches=4, num_epochs=2), reference=None,
+        first=False,
+    )  # fmt: skip
+    assert report.metrics["gap/logprob_max"] < 1e-3 < abs(report.metrics["ratio/max"] - 1)
+
+
+def test_log_probs_that_are_not_finite_skip_the_step_and_are_counted() -> None:
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
+    traces = [random_trace(31, faults=False)]
+    before = {name: master.clone() for name, master in policy.masters.items()}
+    node = next(one for one in traces[0].nodes if one.trainable and one.credit and any(one.credit))
+    node.logprobs = (float("-inf"),) * len(node.logprobs)
+    report = update(policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False)
+    assert report.metrics["grad/num_skipped"] == 1.0
+    assert all(torch.equal(before[name], master) and master.grad is None for name, master in policy.masters.items())
+
+
+def test_the_cold_start_s_rate_is_not_warmed_up_twice() -> None:
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2, warmup_steps=100))
+    policy.step(learning_rate=1e-4)
+    assert policy.optimizer.param_groups[0]["lr"] == 1e-4
+    policy.step()
+    assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 2 / 100)
+
+
+@pytest.mark.parametrize("num", [1, 3, 4, 7])
+def test_as_many_optimiser_steps_as_mini_batches(num: int) -> None:
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-3))
+    traces = [random_trace(seed, key=str(seed), faults=False) for seed in range(31, 38)]
+    honest(policy, traces)
+    update(
+        policy, traces, objective=ObjectiveSettings(kl_weight=0.1), settings=UpdateSettings(num_mini_batches=num, max_logprob_gap=99),
+        reference=policy.frozen_copy(), first=False,
+    )  # fmt: skip
+    assert policy.num_steps == num

@@ -130,11 +130,11 @@ def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> N
 
 
 def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[str], Path]) -> None:
-    if not (root / "killed-evolve.sqlite").exists():
+    if not (root / "killed-evolve" / "buffer.sqlite").exists():
         pytest.skip("needs the killed run of the case evolve")
     dumps = []
     for name in (whole("evolve").name, "killed-evolve"):
-        with StepTraceBuffer(root / f"{name}.sqlite", load_embedder("hash"), mode="read") as buffer:
+        with StepTraceBuffer(root / name / "buffer.sqlite", load_embedder("hash"), mode="read") as buffer:
             found = {f"self/{step}/tasks-{task}/{rollout}" for step in range(11) for task in range(6) for rollout in range(4)}
             dumps.append((buffer.revision, buffer.stats(), [buffer.trajectory(one) for one in sorted(found)]))
     assert dumps[0] == dumps[1]

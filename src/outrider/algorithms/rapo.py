@@ -148,7 +148,7 @@ def _measure(
         "retrieval/entropy_before_mean": [before for found in around for before, _ in found],
         "retrieval/entropy_after_mean": [after for found in around for _, after in found if after is not None],
         "retrieval/share_g_positive": [float(g > 0) for reward in rewards for g in reward.gains],
-        "retrieval/token_share": list(shares),
+        "retrieval/token_share": [share for share in shares if share > 0],
         "retrieval/similarity_mean": [s for node in retrieved if not math.isnan(s := float(node.metadata["similarity"]))],
         "retrieval/num_unscored": [float(reward.num_without_after) for reward in rewards],
         "retrieval/share_factor_negative": [float(factor < 0) for factor in factors],

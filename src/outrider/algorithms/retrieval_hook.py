@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outrider.config import Settings
 from outrider.environments.base import StepResult
@@ -27,7 +27,7 @@ class RetrievalSettings(Settings):
     """
 
     probability: float = Field(0.5, ge=0, le=1)
-    final_probability: float = Field(0.5, ge=0, le=1)
+    final_probability: float | None = Field(None, ge=0, le=1)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     scope: Literal["all", "same_task", "other_tasks"] = "all"
     include_terminal: bool = False
@@ -35,10 +35,18 @@ class RetrievalSettings(Settings):
     mode: Literal["context", "execute"] = "context"
     level: Literal["step", "trajectory"] = "step"
 
+    @model_validator(mode="after")
+    def _possible(self) -> "RetrievalSettings":
+        if self.mode == "execute" and self.level == "trajectory":
+            raise ValueError("mode = execute replays one action: level = trajectory has no meaning there")
+        if (self.schedule == "constant") != (self.final_probability is None):
+            raise ValueError("final_probability belongs to schedule = linear or cosine and to no other")
+        return self
+
 
 def scheduled_probability(settings: RetrievalSettings, training_step: int, num_training_steps: int) -> float:
     """The retrieval probability of a training step (0-based) of ``num_training_steps``."""
-    if settings.schedule == "constant" or num_training_steps <= 1:
+    if settings.final_probability is None or num_training_steps <= 1:
         return settings.probability
     progress = min(1.0, training_step / (num_training_steps - 1))
     if settings.schedule == "cosine":

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.engines.segment_attention import causal_attention
+from outrider.errors import ModelError
 
 IMPLEMENTATION = "outrider"
 
@@ -172,8 +173,13 @@ def _forward(
     *,
     plan: Plan,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
+    """``sliding_window`` is among the ignored arguments: load_model keeps contexts within the window."""
+    if softcap is not None or s_aux is not None:
+        raise ModelError("attention with a soft cap or sinks is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return plan.attend(module, query, key, value, scale), None
 

@@ -58,6 +58,7 @@ class LocalEngine:
         self._cache = SlotCache(dtype=language_model.dtype, device=self._device)
         self._slots: list[tuple[str | None, tuple[int, ...]]] = []  # slot -> (cache key, ids whose keys and values it holds)
         self._cancelled: set[str] = set()
+        self._running: frozenset[str] = frozenset()
 
     def weights_changed(self) -> None:
         """Raise the version and forget every cached key and value."""
@@ -70,8 +71,9 @@ class LocalEngine:
         self._slots = [(None, ()) if key in gone else (key, ids) for key, ids in self._slots]
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request at its next token."""
-        self._cancelled.add(request_id)
+        """Stop a request at its next token; one that is not running is none of ours."""
+        if request_id in self._running:
+            self._cancelled.add(request_id)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -86,12 +88,14 @@ class LocalEngine:
                 )
         was_training = self._model.training
         self._model.eval()
+        self._running = frozenset(request.request_id for request in requests)
         try:
             rows = self._start(requests)
             self._decode(list(rows))
         finally:
             self._model.train(was_training)
-            self._cancelled.difference_update(request.request_id for request in requests)
+            self._running = frozenset()
+            self._cancelled.clear()
             self.release([_unnamed(request) for request in requests if request.cache_key is None])
         return [self._generation(row) for row in rows]
 
@@ -131,12 +135,13 @@ class LocalEngine:
     def _prefill(self, rows: list[_Row]) -> None:
         """Compute what no slot holds yet: first the contexts that others begin with, then the rest."""
         waiting = sorted(rows, key=lambda row: (row.length, row.index))
+        deferred: set[int] = set()  # rows that wait for another's prompt: what they hold of it may be less than it computes
         while waiting:
             batch: list[tuple[_Row, int]] = []
             later: list[_Row] = []
             num_tokens = 0
             for row in waiting:
-                cached = self._shared_prefix(row)
+                cached = self._shared_prefix(row, search=row.index in deferred)
                 wanted = row.request.token_ids[:-1]
                 if any(_common(other.request.token_ids, wanted) > cached for other, _ in batch) or (
                     batch and num_tokens + row.length - cached > self._prefill_tokens
@@ -147,8 +152,9 @@ class LocalEngine:
                 num_tokens += row.length - cached
             self._prefill_batch(batch)
             waiting = later
+            deferred.update(row.index for row in later)
 
-    def _shared_prefix(self, row: _Row) -> int:
+    def _shared_prefix(self, row: _Row, *, search: bool) -> int:
         """Take the longest cached beginning of the row's context into its slot; its length.
 
         The last context token is always computed: its logits are needed.
@@ -156,7 +162,7 @@ class LocalEngine:
         wanted = row.request.token_ids[:-1]
         own = self._slots[row.index][1]
         best, best_length = row.index, _common(own, wanted)
-        if own and best_length == len(own):  # the usual later turn: all that is kept fits, so no other slot can hold more of it
+        if own and best_length == len(own) and not search:  # a later turn: no other slot holds more
             return best_length
         for slot, (_, ids) in enumerate(self._slots):
             length = _common(ids, wanted) if slot != row.index else 0

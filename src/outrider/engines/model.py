@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from outrider.engines.attention import IMPLEMENTATION, Plan, register
+from outrider.engines.attention import IMPLEMENTATION, Plan, Segment, TreePlan, register
 from outrider.engines.fused import fuse
 from outrider.errors import ModelError
 
@@ -127,8 +127,26 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
     ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
     if not ends:
         raise ModelError(f"model {name!r} declares no end-of-turn id")
-    context_length = int(model.config.max_position_embeddings)
+    window = getattr(model.config, "sliding_window", None)  # only some configurations have one
+    context_length = min(int(model.config.max_position_embeddings), int(window or model.config.max_position_embeddings))
     moved: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]  # its annotation hides the argument
     if moved.device.type == "cpu":
         fuse(moved)
-    return LanguageModel(model=moved, tokenizer=tokenizer, context_length=context_length, eos_token_ids=frozenset(ends))
+    loaded = LanguageModel(model=moved, tokenizer=tokenizer, context_length=context_length, eos_token_ids=frozenset(ends))
+    _check(loaded, name)
+    return loaded
+
+
+@torch.no_grad()
+def _check(loaded: LanguageModel, name: str) -> None:
+    """Whether hidden states and head give the model's own logits: some models scale or cap them behind the head.
+
+    Raises ModelError: engine and trainer would agree on wrong numbers.
+    """
+    ids = torch.arange(1, 9)[None] % loaded.model.config.vocab_size
+    positions, plan = torch.arange(8)[None], TreePlan(segments=(Segment(length=8),))
+    ours = loaded.head(loaded.hidden(ids, positions, plan))
+    model: Any = loaded.model
+    theirs = model(input_ids=ids.to(loaded.device), position_ids=positions.to(loaded.device), use_cache=False, plan=plan).logits
+    if not torch.allclose(ours.float(), theirs.float(), rtol=0.02, atol=0.02):
+        raise ModelError(f"model {name!r} changes its logits behind the vocabulary projection, which is not supported")

@@ -6,13 +6,16 @@ different answers or parts equal ones, this differs on purpose; ``docs/environme
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional thousands commas.
-_NUMBER = re.compile(r"(?<![\w.)])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?![\w])", re.ASCII)
+_NUMBER = re.compile(r"(?<![\w.)])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?![\w]|\.\d)", re.ASCII)
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)[!-/:-@\[-`{-~](?=[-.(\[{$]*\d)|(?<=[!-/:-@\[-`{-~])[(\[{$](?=\d)")
+_SAME_SIGNS = str.maketrans("\u2212\u2018\u2019", "-''")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -62,17 +65,24 @@ def normalize_answer(text: str) -> str:
     ``1,000`` becomes ``1000`` and ``12.0`` becomes ``12``. A text that would vanish (the choice ``A``, a lone ``%``)
     keeps its articles, or its punctuation.
     """
-    lowered = " ".join(text.lower().split())
+    composed = unicodedata.normalize("NFC", text).translate(_SAME_SIGNS)
+    lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", " ".join(composed.lower().split()))
     words: list[str] = []
     position = 0
     for match in _NUMBER.finditer(lowered):
         if not match.group().strip("-"):
             continue
-        words += [lowered[position : match.start()].translate(_DELETE_PUNCTUATION), _canonical(match.group())]
+        words += [_between(lowered, position, match.start()), _canonical(match.group())]
         position = match.end()
-    words.append(lowered[position:].translate(_DELETE_PUNCTUATION))
+    words.append(_between(lowered, position, len(lowered)))
     kept = " ".join("".join(words).split())
     return " ".join(_ARTICLES.sub(" ", kept).split()) or kept or lowered
+
+
+def _between(text: str, start: int, end: int) -> str:
+    """Text around numbers without punctuation; between two digits it becomes a blank: 1/2 is not 12."""
+    parted = _BETWEEN_DIGITS.sub(" ", text)  # as long as text: one mark, one blank
+    return parted[start:end].translate(_DELETE_PUNCTUATION)
 
 
 def _canonical(number: str) -> str:

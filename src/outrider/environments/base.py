@@ -83,6 +83,10 @@ class TaskFamily(Protocol):
         """Steps of a scripted or gold-path expert for the task, or None where there is none."""
         ...
 
+    def close(self) -> None:
+        """Release what :meth:`expert` started; a later call starts it again. May be called twice."""
+        ...
+
 
 class EnvironmentFactory(Protocol):
     """Makes environments for tasks and owns what they share (an index, a pool of simulators)."""

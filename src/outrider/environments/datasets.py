@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -121,7 +122,7 @@ def _answers(row: Row, config: DatasetConfig) -> tuple[str, ...]:
 def _answer(value: Json, row: Row, config: DatasetConfig) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{row.place}: column {config.answer!r} must hold text or numbers, got {value!r}"[:300])
-    text = str(value)
+    text = "" if isinstance(value, float) and not math.isfinite(value) else str(value)  # a missing number
     if config.answer_after is not None:
         _, mark, text = text.rpartition(config.answer_after)
         if not mark:

@@ -97,6 +97,9 @@ class FactbookFamily:
         """Load data and index; raises DataError when they cannot be."""
         return ToolEnvironmentFactory(tools=[self._search], config=self.config, system_prompt=self.config.system_prompt)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def expert(self, task: Task, seed: int) -> Sequence[Step]:
         """The gold searches with their real results, then the answer. Nothing is drawn, so the seed is not used."""
         queries, reveals = _texts(task, "gold_queries"), _texts(task, "reveals")

@@ -16,6 +16,7 @@ from outrider.environments.answers import exact_match, unwrap_text
 MAX_CHARS = 200
 _MAX_EXPONENT = 1000
 _MAX_GROUP_EXPONENT = 30
+_MAX_TERMS = 2000  # of the expanded power of a group, by the number of symbols in it
 _POWER = r"(?:\^|\*\*)\s*"
 _EXPONENT = re.compile(_POWER + r"(\{[^{}]*\}|\([^()]*\)|-?\d+(?:\.\d+)?|-?[A-Za-z]|\\[A-Za-z]+)")
 _REFUSED = (
@@ -71,4 +72,7 @@ def _is_safe(text: str) -> bool:
     sizes = [max((int(digits[:6]) for digits in re.findall(r"\d+", exponent)), default=1) for exponent in exponents]
     product = math.prod(max(size, 1) for size in sizes)
     is_group_power = re.search(r"[)}\]]\s*(?:\^|\*\*)", text) is not None
-    return product <= (_MAX_GROUP_EXPONENT if is_group_power else _MAX_EXPONENT)
+    if not is_group_power:
+        return product <= (_MAX_GROUP_EXPONENT if "=" in text else _MAX_EXPONENT)
+    num_symbols = len(set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text))))
+    return product <= _MAX_GROUP_EXPONENT and math.comb(product + num_symbols, num_symbols) <= _MAX_TERMS

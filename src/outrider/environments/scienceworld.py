@@ -87,6 +87,7 @@ class ScienceWorldEnvironment:
         self._loan: Loan | None = None
         # close() may come from another thread than step(); a loan must go back exactly once.
         self._lock = threading.Lock()
+        self._closed = False
         self._start_record()
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -95,17 +96,22 @@ class ScienceWorldEnvironment:
         ``seed`` changes nothing: the simulator draws from the task's variation alone, so all rollouts of a task start equal
         (exactly so when the config is deterministic, up to the order of listed objects otherwise).
         """
-        self.close()
+        self._return_loan()
         self._start_record()
         self._loan = loan = self._pool.borrow()
+        if self._closed:  # the loop gave this reset up: nobody else would return the simulator
+            self._return_loan()
+            raise EnvironmentFault("the ScienceWorld environment was closed while it waited for a simulator")
         try:
             opening = loan.simulator.load(
                 task_name=self._task_name, variation=self._variation, simplification=self._config.simplification
             )
             observation = opening.observation + self._listing(loan.simulator)
         except EnvironmentFault:
-            self.close()
+            self._return_loan()
             raise
+        if self._closed:
+            self._return_loan()
         prompt = scienceworld_text.render_prompt(
             task_text=opening.task_text, observation=observation, action_templates=opening.action_templates
         )
@@ -126,7 +132,7 @@ class ScienceWorldEnvironment:
         try:
             return self._act(loan.simulator, parsed.action)
         except EnvironmentFault:
-            self.close()
+            self._return_loan()
             raise
 
     def result(self) -> EpisodeResult:
@@ -147,7 +153,11 @@ class ScienceWorldEnvironment:
         )
 
     def close(self) -> None:
-        """Give the simulator back; may be called twice."""
+        """Give the simulator back, for good; may be called twice."""
+        self._closed = True
+        self._return_loan()
+
+    def _return_loan(self) -> None:
         with self._lock:
             loan, self._loan = self._loan, None
         if loan is not None:
@@ -177,7 +187,7 @@ class ScienceWorldEnvironment:
         self._done = over or self._cut_by_moves
         observation = reply.observation.strip()
         if self._done:
-            self.close()
+            self._return_loan()
         else:
             observation += self._listing(simulator)
         return StepResult(

@@ -80,6 +80,9 @@ class ToolsFamily:
             raise
         return ToolEnvironmentFactory(tools=tools, config=self.config, system_prompt=system_prompt(self.config))
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
         """None: data sets come without solutions."""
         return None

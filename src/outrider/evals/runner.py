@@ -52,7 +52,7 @@ def evaluate(
     scored = [group for group in leaves if group]
     successes = [fmean(float(leaf.success) for leaf in group) for group in scored]
     low, high = interval(successes, binary=num_samples == 1)
-    paths = [path for trace in report.traces for _, path in trace.rollouts()]
+    paths = [path for trace in report.traces for leaf, path in trace.rollouts() if leaf.episode_return is not None]
     num_rollouts = max(1, len(paths))
     evaluation = Evaluation(
         label=label,

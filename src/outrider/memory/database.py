@@ -1,5 +1,7 @@
 """One SQLite connection with our errors, usable from any thread."""
 
+import contextlib
+import os
 import sqlite3
 import threading
 import zlib
@@ -10,6 +12,22 @@ from pathlib import Path
 from outrider.errors import BufferCorrupt, DataError
 
 _DAMAGE = ("malformed", "not a database", "could not decode")
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """A consistent copy of a database that others may be writing; ``target`` appears whole or not at all.
+
+    Raises BufferCorrupt or DataError, one line.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    partial.unlink(missing_ok=True)
+    reader = Database(source, writable=False)
+    try:
+        with reader.guard() as db, contextlib.closing(sqlite3.connect(partial)) as copy:
+            db.backup(copy)
+    finally:
+        reader.close()
+    os.replace(partial, target)
 
 
 class Database:

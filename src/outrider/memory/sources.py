@@ -8,6 +8,7 @@ is its observation.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from outrider.types import Message, Role, Step, Trajectory
 
 _ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 ANSWER_MARKS = ("<answer>", "\\boxed{")
+_BOX = re.compile(r"\\boxed\b")  # in whatever form the scorer reads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ def _split(messages: Sequence[Message], answer_marks: Sequence[str]) -> tuple[tu
     for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
         text = messages[start].content
         observation = "\n".join(message.content for message in messages[start + 1 : end])
-        is_terminal = start == starts[-1] or any(mark in text for mark in answer_marks)
+        is_terminal = start == starts[-1] or any(mark in text for mark in answer_marks) or _BOX.search(text) is not None
         steps.append(Step(text=text, observation=observation, is_terminal=is_terminal))
     return tuple(messages[: starts[0]]), tuple(steps)
 

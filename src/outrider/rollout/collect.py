@@ -9,7 +9,7 @@ from threading import Lock
 from outrider.engines.endpoint import ChatEndpoint
 from outrider.environments.base import Environment, EnvironmentFactory, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.direct import guarded, outcome_of, step_of
+from outrider.rollout.direct import close_quietly, guarded, outcome_of, step_of
 from outrider.rollout.episode import Limits
 from outrider.seeding import stream_seed
 from outrider.types import Message, Outcome, Step, Task, Trajectory
@@ -111,7 +111,7 @@ class Collector:
         try:
             return self._episode(environment, task, rollout, num_retries)
         finally:
-            guarded(environment.close)
+            close_quietly(environment)
 
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
         prompt = tuple(guarded(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))

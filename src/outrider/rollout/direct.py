@@ -1,10 +1,11 @@
 """Playing texts that are known beforehand straight against an environment: no model, no tokens."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from outrider.environments.base import EnvironmentFactory, EpisodeResult, StepResult
+from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.types import Message, Outcome, Step, Task
 
@@ -36,6 +37,12 @@ def play_texts(factory: EnvironmentFactory, task: Task, texts: Sequence[str], *,
                 break
         return DirectEpisode(prompt=prompt, results=tuple(results), record=guarded(environment.result))
     finally:
+        close_quietly(environment)
+
+
+def close_quietly(environment: Environment) -> None:
+    """A close that fails changes nothing of what was played."""
+    with suppress(ToolFault, EnvironmentFault):
         guarded(environment.close)
 
 

@@ -29,7 +29,8 @@ class Limits(Settings):
     """Budgets of one rollout; none is ever exceeded. Observations and retrieved steps count as response tokens too.
 
     A longer observation or retrieved step loses its middle. What still leaves the policy no room for a token is not appended:
-    the rollout ends there as truncated after an observation, and goes on without a splice.
+    the rollout ends there as truncated after an observation. A splice must leave room for a whole turn, or the rollout goes
+    on without it.
     """
 
     max_turns: int = Field(8, ge=1)
@@ -102,7 +103,7 @@ class EpisodeRunner:
         for hook in self.hooks:
             for wanted in hook.before_turn(state):
                 if isinstance(wanted, Splice):
-                    self._splice(state, wanted)
+                    self._splice(state, wanted, room=self.limits.max_turn_tokens)
                 elif (outcome := await self._attempt(state, wanted)) is not None:
                     return outcome
         finish, text = await self._generate(state, min(self.limits.max_turn_tokens, self._left(state)))
@@ -159,7 +160,8 @@ class EpisodeRunner:
     def _observe(self, state: EpisodeState, result: StepResult, finish: FinishReason) -> Outcome | None:
         """Append the observation and decide whether the episode is over."""
         if result.done:
-            return _ended(result)
+            cut = finish is FinishReason.LENGTH and result.invalid  # unreadable because it was cut, not because it is wrong
+            return Outcome.TRUNCATED_TOKENS if cut else _ended(result)
         if result.message is None:
             raise EnvironmentFault("the environment neither answered nor ended the episode")
         if finish is FinishReason.EOS and result.message.role == "inline":
@@ -173,27 +175,31 @@ class EpisodeRunner:
         splice = attempt.then(result)
         if splice is not None:
             before = state.tip
-            self._splice(state, splice)
+            self._splice(state, splice, room=1)
             if state.tip is not before:
                 state.tip.reward = result.reward
             elif not result.done:
                 return Outcome.TRUNCATED_TOKENS  # the state has moved on and the policy could not be told
         return _ended(result) if result.done else None
 
-    def _splice(self, state: EpisodeState, splice: Splice) -> None:
-        if not self._append(state, splice.origin, message_of(splice), self.limits.max_splice_tokens, dict(splice.metadata)):
+    def _splice(self, state: EpisodeState, splice: Splice, *, room: int) -> None:
+        """Put a hook's text in, unless it would leave the policy less than ``room`` tokens: a step must not end the episode."""
+        limit = self.limits.max_splice_tokens
+        if not self._append(state, splice.origin, message_of(splice), limit, dict(splice.metadata), room=room):
             state.num_splices_dropped += 1
         elif splice.step is not None:
             state.steps.append(splice.step)
 
-    def _append(self, state: EpisodeState, origin: Origin, message: Message, limit: int, metadata: dict[str, object]) -> bool:
-        """Append tokens that the policy did not write; False when they would leave no room for a token of the policy.
+    def _append(
+        self, state: EpisodeState, origin: Origin, message: Message, limit: int, metadata: dict[str, object], *, room: int = 1
+    ) -> bool:
+        """Append tokens that the policy did not write; False when they would leave it less than ``room`` tokens.
 
         A cut at the limit is marked in the text and on the node; it is never silent.
         """
         ids = self.renderer.bridge(state.trace.token_ids(state.tip.node_id), [message])
         kept, num_cut = self._shortened(ids, limit)
-        if len(kept) >= self._left(state):
+        if len(kept) > self._left(state) - room:
             return False
         metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
         state.tip = state.trace.append(

@@ -73,6 +73,7 @@ def play_experts(
     context_length: int,
     retrieve_share: float = 0.0,
     max_concurrent: int = 64,
+    max_retries: int = 2,
 ) -> list[Trace]:
     """One expert rollout of every task, in order."""
     player = ExpertPlayer(expert=expert, run_seed=run_seed, retrieve_share=retrieve_share)
@@ -84,6 +85,7 @@ def play_experts(
         limits=limits,
         sampling=Sampling(temperature=0.0, stop=stop),
         run_seed=run_seed,
+        max_retries=max_retries,
         hooks=(player,),
         max_concurrent=max_concurrent,
     )

@@ -76,15 +76,13 @@ class Scheduler:
         faults: Counter[str] = Counter()
 
         async def work() -> None:
-            try:
-                while owed:
-                    trace, rollout = owed.popleft()
-                    trace.finish(await self._play(runner, trace, rollout, modes[rollout], faults))
-                    self.engine.release([f"{trace.task.key}/{rollout}"])
-                    if self.on_finished is not None:
-                        self.on_finished(sum(len(one.leaves) for one in traces), len(traces) * len(modes))
-            finally:
-                batcher.leave()
+            while owed:
+                trace, rollout = owed.popleft()
+                trace.finish(await self._play(runner, trace, rollout, modes[rollout], faults))
+                self.engine.release([f"{trace.task.key}/{rollout}"])
+                if self.on_finished is not None:
+                    self.on_finished(sum(len(one.leaves) for one in traces), len(traces) * len(modes))
+            batcher.leave()  # not after an exception: it would start one more batch for workers that end anyway
 
         async with asyncio.TaskGroup() as group:
             for _ in range(num_workers):

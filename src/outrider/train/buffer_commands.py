@@ -52,10 +52,10 @@ def build_buffer(settings: RunSettings, *, out: Path, endpoint: str | None, endp
                 collector = Collector(
                     endpoint=agent,
                     factory=factory,
-                    limits=settings.rollout,
+                    limits=settings.limits,
                     stop=family.stop,
                     run_seed=settings.seed,
-                    num_concurrent=min(_MAX_CONCURRENT, settings.train.max_concurrent),
+                    num_concurrent=min(_MAX_CONCURRENT, settings.num_concurrent),
                     max_retries=settings.train.max_retries,
                 )
                 _ask_endpoint(buffer, collector, log, tasks, settings, num_trajectories)
@@ -63,6 +63,7 @@ def build_buffer(settings: RunSettings, *, out: Path, endpoint: str | None, endp
                 raise DataError(f"{out}: no trajectory has entered the buffer")
             print(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
     finally:
+        family.close()
         factory.close()
     return 0
 

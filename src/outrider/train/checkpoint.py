@@ -89,7 +89,9 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
     policy.optimizer.state.clear()
     for name, master in policy.masters.items():
         master.copy_(masters[name])
-        moments = {key.split("/", 1)[0]: value for key, value in optimizer.items() if key.split("/", 1)[1] == name}
+        moments = {
+            key.split("/", 1)[0]: value.to(master.device) for key, value in optimizer.items() if key.split("/", 1)[1] == name
+        }
         if moments:
             policy.optimizer.state[master] = moments
     policy.num_steps = num_optimizer_steps

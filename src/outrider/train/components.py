@@ -17,6 +17,7 @@ from outrider.environments.factbook import FactbookConfig, FactbookFamily
 from outrider.environments.scienceworld import ScienceWorldConfig, ScienceWorldFamily
 from outrider.environments.tools import ToolsFamily
 from outrider.errors import CheckpointError, DataError
+from outrider.memory.database import copy_database
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
 from outrider.tokens import ChatRenderer
@@ -51,10 +52,13 @@ def make_family(config: EnvironmentConfig) -> TaskFamily:
 
 
 def build(
-    settings: RunSettings, *, buffer_path: Path, on_tokens: Callable[[int], None], note: Callable[[str], None]
+    settings: RunSettings, *, buffer_path: Path, resumed: bool, on_tokens: Callable[[int], None], note: Callable[[str], None]
 ) -> Components:
-    """Load model, tasks, tools and buffer. Raises typed errors; nothing has been trained or played yet."""
-    set_threads(settings.num_threads)
+    """Load model, tasks, tools and buffer. Raises typed errors; nothing has been trained or played yet.
+
+    A ``resumed`` run has its weights in a checkpoint and its buffer filled: neither is made again.
+    """
+    set_threads(settings.num_threads, device=settings.model.device)
     family = make_family(settings.environment)
     train_tasks = family.tasks("train") if settings.train.num_steps or settings.cold_start.num_examples else ()
     test_tasks = family.tasks(settings.evaluation.split)[: settings.evaluation.num_tasks]
@@ -63,9 +67,11 @@ def build(
             f"{len(train_tasks)} training tasks are fewer than train.tasks_per_step = {settings.train.tasks_per_step}"
         )
     factory = family.make()
-    policy = make_policy(settings)
+    policy = make_policy(settings, initial=not resumed)
     engine = LocalEngine(policy.language_model, context_length=settings.model.context_length, on_tokens=on_tokens)
-    buffer = open_buffer(settings, path=buffer_path, family=family, factory=factory, train_tasks=train_tasks, note=note)
+    buffer = open_buffer(
+        settings, path=buffer_path, family=family, factory=factory, train_tasks=train_tasks, resumed=resumed, note=note
+    )
     return Components(
         settings=settings,
         policy=policy,
@@ -81,11 +87,11 @@ def build(
     )
 
 
-def make_policy(settings: RunSettings) -> Policy:
-    """The model with its optimiser, from a checkpoint's weights where one is named."""
+def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
+    """The model with its optimiser, with the weights of ``model.initial_checkpoint`` where one is named and wanted."""
     model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
     policy = Policy(model, settings.optimizer, lora=settings.model.lora, seed=settings.seed)
-    if settings.model.initial_checkpoint is not None:
+    if initial and settings.model.initial_checkpoint is not None:
         load_weights(policy, Path(settings.model.initial_checkpoint))
     return policy
 
@@ -118,20 +124,27 @@ def open_buffer(
     family: TaskFamily,
     factory: EnvironmentFactory,
     train_tasks: Sequence[Task],
+    resumed: bool,
     note: Callable[[str], None],
 ) -> StepTraceBuffer | None:
-    """RAPO's buffer: the one that is named, or one filled by the family's experts. None where nothing retrieves."""
+    """RAPO's buffer: the one that is named, or one filled by the family's experts. None where nothing retrieves.
+
+    An evolving run writes to a copy of its own of the buffer that is named: other runs may use that one.
+    """
     if not isinstance(settings.algorithm, RapoSettings) or settings.algorithm.num_hybrid == 0 or not settings.train.num_steps:
         return None
     embedder = load_embedder(settings.buffer.embedder)
     named = Path(settings.buffer.path) if settings.buffer.path else None
     if named is not None and not settings.buffer.evolve:
         return StepTraceBuffer(named, embedder, mode="read")
-    buffer = StepTraceBuffer(named or path, embedder, mode="write")
+    if named is not None and not path.exists():
+        copy_database(named, path)
+    buffer = StepTraceBuffer(path, embedder, mode="write")
     if buffer.report.lost_batch:
         note("the buffer's last writer was killed inside a batch: that batch is added again")
-    if named is None:
+    if named is None and not resumed:
         fill_buffer(buffer, family, factory, train_tasks[: settings.buffer.num_tasks], settings, note)
+        family.close()
     if len(buffer) == 0:
         raise DataError("the step-trace buffer is empty: no expert solved a training task")
     return buffer

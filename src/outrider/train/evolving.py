@@ -26,6 +26,7 @@ def evolve_buffer(buffer: StepTraceBuffer, traces: Sequence[Trace], *, settings:
     )
     return {
         "buffer/num_added": float(report.num_inserted),
+        "buffer/num_removed": float(report.num_removed),
         "buffer/num_rejected": float(report.num_outranked + report.num_below_min_reward),
         "buffer/num_steps": float(len(buffer)),
     }

@@ -26,13 +26,15 @@ def imitate_experts(
         expert=lambda task: parts.family.expert(task, settings.seed),
         factory=parts.factory,
         tokenizer=parts.renderer.tokenizer,
-        limits=settings.rollout,
+        limits=settings.limits,
         stop=parts.family.stop,
         run_seed=settings.seed,
         context_length=parts.engine.context_length,
         retrieve_share=settings.cold_start.retrieve_share,
         max_concurrent=settings.num_concurrent,
+        max_retries=settings.train.max_retries,
     )
+    parts.family.close()
     paths = successful_paths(traces)
     note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task")
     stage("cold start: fine-tuning", settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size))

@@ -102,13 +102,17 @@ class Policy(Scorer):
         self.num_steps += 1
         warm = min(1.0, self.num_steps / self.settings.warmup_steps) if self.settings.warmup_steps else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = (learning_rate or self.settings.learning_rate) * warm
+            group["lr"] = self.settings.learning_rate * warm if learning_rate is None else learning_rate
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm))
         if norm == norm and norm != float("inf"):
             self.optimizer.step()
             self.round_masters()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
         return norm
+
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def round_masters(self) -> None:
@@ -148,10 +152,13 @@ def _inject_lora(model: nn.Module, settings: LoraSettings, seed: int) -> None:
         inject_adapter_in_model(config, model)
 
 
-def set_threads(num_threads: int) -> None:
-    """The one place where torch's thread count is set, and its deterministic mode switched on."""
+def set_threads(num_threads: int, *, device: str = "cpu") -> None:
+    """The one place where torch's thread count is set, and its deterministic mode switched on.
+
+    Same bits are promised on CPU; on a GPU an operation without a deterministic form warns.
+    """
     torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor twice
 
 

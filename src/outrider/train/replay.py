@@ -157,7 +157,7 @@ def _compare_end(
     recorded: Sequence[TraceRow], last: StepResult | None, episode: DirectEpisode, settings: RunSettings
 ) -> Difference | None:
     leaf = recorded[-1]
-    outcome = outcome_of(last) if last is not None and last.done else _cut(recorded, last, settings)
+    outcome = _ended(leaf, last) if last is not None and last.done else _cut(recorded, last, settings)
     assert leaf.outcome is not None  # what makes it a leaf
     if outcome is not leaf.outcome:
         return Difference(what="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
@@ -165,6 +165,12 @@ def _compare_end(
         told = f"{episode.record.episode_return!r}"
         return Difference(what="return", turn=None, recorded=f"{leaf.episode_return!r}", replayed=told)
     return None
+
+
+def _ended(leaf: TraceRow, last: StepResult) -> Outcome:
+    """How the rollout loop names an end that the environment declared: a cut turn that cannot be read was cut, not invalid."""
+    cut = last.invalid and leaf.origin is Origin.POLICY and _metadata(leaf).get("finish") == "length"
+    return Outcome.TRUNCATED_TOKENS if cut else outcome_of(last)
 
 
 def _cut(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:

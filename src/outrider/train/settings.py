@@ -1,5 +1,6 @@
 """The whole configuration of a run: one tree, checked as one, before anything is written."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -82,10 +83,21 @@ class RunSettings(Settings):
         wanted = self.train.max_concurrent
         return min(wanted, self.environment.num_workers) if isinstance(self.environment, ScienceWorldConfig) else wanted
 
+    @property
+    def limits(self) -> Limits:
+        """The rollout's limits; a step that may wait for others' Python calls has that much longer before it is a fault."""
+        if not isinstance(self.environment, ToolsConfig) or "python" not in self.environment.tools:
+            return self.rollout
+        python = self.environment.python
+        waiting = python.wall_seconds * math.ceil(self.num_concurrent / python.num_servers)
+        return self.rollout.model_copy(update={"step_timeout_s": self.rollout.step_timeout_s + waiting})
+
     @model_validator(mode="after")
     def _possible(self) -> "RunSettings":
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
+        if self.buffer.path and not isinstance(self.algorithm, RapoSettings):
+            raise ValueError("buffer.path needs algorithm.type = rapo")
         if self.buffer.evolve and not isinstance(self.algorithm, RapoSettings):
             raise ValueError("buffer.evolve needs algorithm.type = rapo")
         if (

@@ -1,5 +1,6 @@
 """Cold start: supervised fine-tuning on expert rollouts, in exactly the ids that rollouts have."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -82,4 +83,10 @@ def _step(policy: Policy, batch: Sequence[RolloutPath], learning_rate: float, ma
         loss.backward()
         total += float(loss.detach())
     norm = policy.step(learning_rate=learning_rate)
-    return {"sft/loss": total, "sft/num_tokens": float(num_tokens), "sft/num_examples": float(len(batch)), "grad/norm": norm}
+    return {
+        "sft/loss": total,
+        "sft/num_tokens": float(num_tokens),
+        "sft/num_examples": float(len(batch)),
+        "grad/norm": norm,
+        "grad/num_skipped": float(not math.isfinite(norm)),
+    }

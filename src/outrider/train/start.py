@@ -7,6 +7,7 @@ from threading import Event
 from typing import Literal
 
 from outrider.errors import OutriderError
+from outrider.train.checkpoint import checkpoints_newest_first
 from outrider.train.components import build
 from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
@@ -49,7 +50,13 @@ def run_training(
     try:
         display.stage("set-up", None)
         try:
-            parts = build(settings, buffer_path=run.path / "buffer.sqlite", on_tokens=meter, note=display.note)
+            parts = build(
+                settings,
+                buffer_path=run.path / "buffer.sqlite",
+                resumed=bool(checkpoints_newest_first(run.checkpoints)),
+                on_tokens=meter,
+                note=display.note,
+            )
             trackers = make_trackers(
                 settings.trackers, run_dir=run.path, config=settings.model_dump(mode="json"), warn=display.note
             )

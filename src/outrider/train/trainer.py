@@ -89,7 +89,8 @@ class Trainer:
             self.run.cut_evaluations(0)
             self.metrics.cut(0)
             self.traces.resume(-1)
-            self._evaluate("before training")
+            given = settings.model.initial_checkpoint
+            self._evaluate("before training" if given is None else f"of {given}")
             self._cold_start()
             self._freeze_reference()
             self._save()
@@ -101,11 +102,13 @@ class Trainer:
             self._rewind(state)
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
+        every = settings.evaluation.every
+        if every and 0 < self.step < settings.train.num_steps and self.step % every == 0:
+            self._evaluate(f"step {self.step}")  # where a stop came between the step and its evaluation
         self._stage("train", settings.train.num_steps, done=self.step)
         while self.step < settings.train.num_steps and not self._budget_spent():
             self._train_step()
             self._leave_if_asked()
-            every = settings.evaluation.every
             if every and self.step % every == 0 and self.step < settings.train.num_steps:
                 self._evaluate(f"step {self.step}")
                 self._stage("train", settings.train.num_steps, done=self.step)
@@ -169,7 +172,7 @@ class Trainer:
             engine=parts.engine,
             renderer=parts.renderer,
             factory=parts.factory,
-            limits=settings.rollout,
+            limits=settings.limits,
             sampling=Sampling(temperature=temperature, stop=parts.family.stop),
             run_seed=settings.seed,
             hooks=parts.algorithm.hooks if training else (),
@@ -221,7 +224,7 @@ class Trainer:
         )
         self.num_policy_tokens += int(values.get("tokens/policy", 0.0))
         values["tokens/policy_total"] = float(self.num_policy_tokens)
-        values["grad/learning_rate"] = parts.settings.optimizer.learning_rate
+        values["grad/learning_rate"] = parts.policy.optimizer.param_groups[0]["lr"]
         self.traces.write(self.step, rows_of(report.traces, step=self.step, tokenizer=parts.renderer.tokenizer))
         self.metrics.write(self.step, "train", values)
         self.trackers.log(self.step, values)
@@ -297,7 +300,7 @@ class Trainer:
             "num_policy_tokens": self.num_policy_tokens,
             "num_metric_records": self.metrics.num_records,
             "num_evaluations": len(self.run.finished_evaluations()),
-            "buffer_revision": buffer.revision if buffer is not None and self.parts.settings.buffer.evolve else None,
+            "buffer_revision": buffer.revision if buffer is not None else None,
             "hook_counts": [dict(hook.counts) for hook in self._retrieval_hooks],
         }
         save_checkpoint(self._checkpoint_path(), self.parts.policy, state)
@@ -327,7 +330,11 @@ class Trainer:
         self.run.cut_evaluations(int(state["num_evaluations"]))
         self.traces.resume(self.step)
         self._restore_counts(state["hook_counts"])
-        if state["buffer_revision"] is not None and self.parts.buffer is not None:
-            self.parts.buffer.rollback(int(state["buffer_revision"]))
+        if (buffer := self.parts.buffer) is not None and buffer.revision != state["buffer_revision"]:
+            if not self.parts.settings.buffer.evolve:
+                raise CheckpointError(
+                    f"the step-trace buffer is at revision {buffer.revision}; the checkpoint used {state['buffer_revision']}"
+                )
+            buffer.rollback(int(state["buffer_revision"]))
         self.parts.engine.weights_changed()
         self.progress.note(f"continuing from step {self.step}")

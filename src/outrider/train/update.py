@@ -6,6 +6,7 @@ Shape letters: T scored tokens of a micro-batch.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from pydantic import Field
@@ -18,7 +19,7 @@ from outrider.config import Settings
 from outrider.errors import EngineFault
 from outrider.trace import Trace
 from outrider.train.pack import PackedBatch, RolloutPath, pack
-from outrider.train.policy import Policy, Scorer
+from outrider.train.policy import Policy, Scorer, TokenScores
 
 
 class UpdateSettings(Settings):
@@ -64,15 +65,15 @@ def update(
 
     ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
     """
-    size = -(-len(traces) // settings.num_mini_batches)
-    mini_batches = [traces[i : i + size] for i in range(0, len(traces), size)]
+    bounds = [len(traces) * i // settings.num_mini_batches for i in range(settings.num_mini_batches + 1)]
+    mini_batches = [traces[start:end] for start, end in pairwise(bounds) if end > start]
     once = len(mini_batches) == 1 and settings.num_epochs == 1
     report = UpdateReport()
     tally = _Tally()
     olds = None if once else [_old_logprobs(policy, rollout_paths(mini), objective, settings) for mini in mini_batches]
-    for epoch in range(settings.num_epochs):
+    for _ in range(settings.num_epochs):
         for number, mini in enumerate(mini_batches):
-            gate = first and epoch == 0 and number == 0
+            gate = first and policy.num_steps == 0  # until a step was made: a mini-batch without signal makes none
             old = olds[number] if olds else None
             _mini_batch(policy, rollout_paths(mini), objective, settings, reference, old, report, tally, gate, on_batch)
     report.metrics |= tally.means()
@@ -88,10 +89,10 @@ def _trained(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list
 
 def _old_logprobs(
     policy: Policy, paths: Sequence[RolloutPath], objective: ObjectiveSettings, settings: UpdateSettings
-) -> list[Tensor]:
-    """pi_old of every micro-batch, recomputed by the trainer before the first of several steps."""
+) -> list[TokenScores]:
+    """pi_old and entropies of every micro-batch, recomputed by the trainer before the first of several steps."""
     with torch.no_grad():
-        return [policy.score(batch).logprobs_T for batch in pack(_trained(paths, objective), max_tokens=settings.max_tokens)]
+        return [policy.score(batch) for batch in pack(_trained(paths, objective), max_tokens=settings.max_tokens)]
 
 
 def _mini_batch(
@@ -100,7 +101,7 @@ def _mini_batch(
     objective: ObjectiveSettings,
     settings: UpdateSettings,
     reference: Scorer | None,
-    olds: Sequence[Tensor] | None,
+    olds: Sequence[TokenScores] | None,
     report: UpdateReport,
     tally: "_Tally",
     gate: bool,
@@ -109,12 +110,14 @@ def _mini_batch(
     """One optimiser step over all micro-batches, with the denominators of the whole mini-batch."""
     batches = list(pack(_trained(paths, objective), max_tokens=settings.max_tokens))
     if not batches:
+        tally.add("grad/norm", 0.0)
         return
     weights = _weights(paths, objective, batches)
     for index, batch in enumerate(batches):
         scores = policy.score(batch)
         batch = batch.like(scores.logprobs_T)
-        old = scores.logprobs_T.detach() if olds is None else olds[index]
+        start = scores if olds is None else olds[index]
+        old = start.logprobs_T.detach()
         if gate:
             gap = float((old - batch.engine_logprobs_T).abs().mean())
             if not gap <= settings.max_logprob_gap:  # NaN too
@@ -125,8 +128,12 @@ def _mini_batch(
         if reference is not None:
             with torch.no_grad():
                 reference_logprobs = reference.score(batch).logprobs_T
+        if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
+            policy.drop_gradients()
+            tally.add_sum("grad/num_skipped", 1.0)
+            return
         loss = _loss(scores.logprobs_T, old, reference_logprobs, batch, weights[index].to(old), objective, tally)
-        tally.add_scores(scores.entropies_T, scores.logprobs_T.detach(), batch.engine_logprobs_T)
+        tally.add_scores(start.entropies_T, old, batch.engine_logprobs_T)
         loss.backward()
         report.num_scored_tokens += len(batch.targets_T)
         report.num_computed_tokens += batch.num_tokens

@@ -175,6 +175,7 @@ class RichProgress:
         self._clock = clock
         self._stage: StageClock | None = None
         self._message = ""
+        self._is_broken = False
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
 
@@ -194,17 +195,30 @@ class RichProgress:
     def note(self, text: str) -> None:
         """Keep the message above the display and show it as the last one."""
         self._message = one_line(text)
-        self._console.print(Text(self._message))
+        self._print(self._message)
 
     def close(self) -> None:
         """Stop redrawing and leave the line of the last stage."""
         self._leave_summary()
         self._stage = None
-        self._live.stop()
+        self._guarded(self._live.stop)
 
     def _leave_summary(self) -> None:
         if self._stage is not None:
-            self._console.print(Text(self._stage.summary()))
+            self._print(self._stage.summary())
+
+    def _print(self, line: str) -> None:
+        self._guarded(lambda: self._console.print(Text(line)))
+
+    def _guarded(self, draw: Callable[[], object]) -> None:
+        """A terminal that went away must not end the run."""
+        if self._is_broken:
+            return
+        try:
+            draw()
+        except (OSError, ValueError) as error:
+            self._is_broken = True
+            _log.warning("progress display stopped, the run goes on: %s", error)
 
     def _render(self) -> Group:
         stage = self._stage

@@ -158,22 +158,25 @@ def _figure(chart: Chart, caption: str) -> Figure:
 
 
 def _evaluation_charts(evaluations: Sequence[Evaluation]) -> list[Chart]:
-    """Score over step of each split's first metric, one line for each label that was evaluated at two steps or more."""
+    """Score over step of each split's first metric, one line for each panel that was evaluated at two steps or more.
+
+    The last evaluation of a step stands for it: after the cold start, the one after and not the one before.
+    """
     charts: list[Chart] = []
     for split in dict.fromkeys(one.split for one in evaluations):
         ours = [one for one in evaluations if one.split == split and one.metrics]
         name = next((metric for one in ours for metric in one.metrics), "")
-        lines = [_scores(label, name, ours) for label in dict.fromkeys(one.label for one in ours)]
+        lines = [_scores(panel, name, ours) for panel in dict.fromkeys(one.panel_hash for one in ours)]
         series = tuple(line for line in lines if len(line.points) > 1)[:_MAX_SERIES]
         if series:
             charts.append(Chart(title=f"Evaluation on {split}", x_label="step", y_label=name, series=series))
     return charts
 
 
-def _scores(label: str, name: str, evaluations: Sequence[Evaluation]) -> Series:
-    by_step = {one.step: one.metrics[name] for one in evaluations if one.label == label and name in one.metrics}
+def _scores(panel: str, name: str, evaluations: Sequence[Evaluation]) -> Series:
+    by_step = {one.step: one.metrics[name] for one in evaluations if one.panel_hash == panel and name in one.metrics}
     points = (Point(x=step, value=score.value, low=score.ci_low, high=score.ci_high) for step, score in sorted(by_step.items()))
-    return Series(label=label, points=tuple(points))
+    return Series(label=f"panel {panel[:12]}", points=tuple(points))
 
 
 def _evaluation_tables(evaluations: Sequence[Evaluation]) -> list[EvaluationTable]:
