@@ -92,14 +92,14 @@ def test_non_finite_values_become_null_and_are_counted_while_none_is_not(tmp_pat
     writer.write(
         3,
         "train",
-        {"loss/total": math.nan, "ratio/max": np.float32("inf"), "retrieval/g_mean": None, "reward/mean": np.float32(0.5)},
+        {"loss/policy": math.nan, "ratio/max": np.float32("inf"), "retrieval/g_mean": None, "reward/mean": np.float32(0.5)},
     )
     writer.close()
     assert lines(tmp_path / "metrics.jsonl") == [
         {
             "step": 3,
             "kind": "train",
-            "loss/total": None,
+            "loss/policy": None,
             "ratio/max": None,
             "retrieval/g_mean": None,
             "reward/mean": 0.5,

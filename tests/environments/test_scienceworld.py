@@ -472,3 +472,32 @@ def test_closing_from_another_thread_ends_a_call_that_hangs(tmp_path: Path) -> N
     threading.Timer(0.2, simulator.close).start()
     with pytest.raises(EnvironmentFault):
         simulator.act("wait")
+
+
+def test_a_reset_that_was_given_up_returns_the_simulator_that_it_gets_later() -> None:
+    family = ScienceWorldFamily(ScienceWorldConfig(num_workers=1, borrow_limit_s=5.0), start=ScriptedSimulator)
+    factory = family.make()
+    first, late = factory(family.tasks("train")[0]), factory(family.tasks("train")[1])
+    first.reset(0)
+    faults: list[EnvironmentFault] = []
+
+    def wait() -> None:
+        try:
+            late.reset(0)
+        except EnvironmentFault as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    late.close()  # the loop's time limit passed: it closes and forgets the environment
+    first.close()
+    thread.join(timeout=30)
+    assert len(faults) == 1 and "closed while it waited" in str(faults[0])
+    factory(family.tasks("train")[2]).reset(0)  # the one simulator is free
+
+
+def test_an_environment_can_be_reset_again_while_it_is_open() -> None:
+    environment = play_one(ScriptedSimulator(replies=[reply(3), reply(5)]))
+    act(environment)
+    environment.reset(1)
+    assert environment.result().episode_return == 0

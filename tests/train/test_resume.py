@@ -106,12 +106,16 @@ def test_a_killed_run_ends_in_the_same_bits(
 ) -> None:
     run = root / f"killed-{case}"
     draws = random.Random(f"kills of {case}")
-    _kill_after(start_outrider(*_command(root, run, case)), run, delays[0] * draws.uniform(0.5, 1.5))
-    num_killed = 1
-    for delay in delays[1:]:
-        process = start_outrider("train", "--resume", run, "--progress", "plain")
-        _kill_after(process, run, delay * draws.uniform(0.5, 1.5))
-        num_killed += process.returncode == -signal.SIGKILL
+    for attempt in range(6):  # on a busy machine a kill may come after the end: then again, with shorter delays
+        shutil.rmtree(run, ignore_errors=True)
+        num_killed = 0
+        for number, delay in enumerate(delays):
+            command = ["train", "--resume", run, "--progress", "plain"] if number else _command(root, run, case)
+            process = start_outrider(*command)
+            _kill_after(process, run, delay * draws.uniform(0.5, 1.5) / 2**attempt)
+            num_killed += process.returncode == -signal.SIGKILL
+        if num_killed >= 2:
+            break
     assert num_killed >= 2, "the kills came too late to test anything"
     finished = outrider("train", "--resume", run, "--progress", "plain")
     assert finished.returncode == 0, finished.stderr
@@ -181,6 +185,19 @@ def test_sigterm_in_the_first_evaluation_gives_it_up_and_the_run_starts_again(ro
     assert "nothing was trained yet" in stdout + stderr or "the checkpoint of step" in stdout + stderr
     assert outrider("train", "--resume", run).returncode == 0
     _assert_same(whole("rapo"), run)
+
+
+def test_a_stop_loses_no_evaluation_between_steps(root: Path) -> None:
+    run = root / "terminated-evaluations"
+    process = start_outrider(*_command(root, run, "rapo"), "evaluation.every=1", "train.num_steps=4")
+    patience = time.monotonic() + 240
+    while not (run / "traces" / "step-000002.parquet").exists() and time.monotonic() < patience:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)  # in the second step's record, its evaluation or the third step
+    process.communicate(timeout=240)
+    assert outrider("train", "--resume", run).returncode == 0
+    labels = [json.loads(line)["label"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert labels == ["before training", "step 1", "step 2", "step 3", "after RAPO"]
 
 
 def test_a_finished_run_says_so_and_changes_nothing(root: Path, whole: Callable[[str], Path]) -> None:

@@ -192,3 +192,26 @@ def test_make_progress_is_plain_without_a_terminal_and_refuses_unknown_modes(mon
 
 def test_one_line_leaves_only_printable_characters() -> None:
     assert one_line("a\tb\x1b]0;title\x07\u202e c\u2028") == "a b ]0;title   c "
+
+
+class HungUp(io.StringIO):
+    """A terminal whose session has ended."""
+
+    gone = False
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # rich's own redrawing thread ends
+def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
+    stream = HungUp()
+    progress = RichProgress(console=Console(file=stream, force_terminal=True, width=80), clock=Clock())
+    progress.stage("train", 4)
+    stream.gone = True
+    progress.note("still here")
+    progress.stage("evaluate", 2)
+    progress.advance(1)
+    progress.close()
