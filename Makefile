@@ -43,6 +43,7 @@ benchmarks: setup
 	$(BIN)/python benchmarks/grpo_bias.py
 	$(BIN)/python -m benchmarks.toy_rapo
 	$(BIN)/python benchmarks/spin.py
+	$(BIN)/python benchmarks/threads.py
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info

@@ -501,3 +501,27 @@ def test_an_environment_can_be_reset_again_while_it_is_open() -> None:
     act(environment)
     environment.reset(1)
     assert environment.result().episode_return == 0
+
+
+def test_closing_during_a_call_kills_the_simulator_before_another_episode_gets_it() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    class Slow(ScriptedSimulator):
+        def act(self, action: str) -> Reply:
+            inside.set()
+            leave.wait(30)
+            return reply(3)
+
+    starter = Starter(Slow)
+    family = ScienceWorldFamily(ScienceWorldConfig(num_workers=1, borrow_limit_s=5.0), start=starter)
+    factory = family.make()
+    stuck = factory(family.tasks("train")[0])
+    stuck.reset(0)
+    thread = threading.Thread(target=act, args=(stuck,))
+    thread.start()
+    assert inside.wait(30)
+    stuck.close()
+    factory(family.tasks("train")[1]).reset(0)
+    leave.set()
+    thread.join(timeout=30)
+    assert [simulator.alive for simulator in starter.started] == [False, True]

@@ -88,6 +88,7 @@ class ScienceWorldEnvironment:
         # close() may come from another thread than step(); a loan must go back exactly once.
         self._lock = threading.Lock()
         self._closed = False
+        self._in_flight = False
         self._start_record()
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -102,6 +103,7 @@ class ScienceWorldEnvironment:
         if self._closed:  # the loop gave this reset up: nobody else would return the simulator
             self._return_loan()
             raise EnvironmentFault("the ScienceWorld environment was closed while it waited for a simulator")
+        self._in_flight = True
         try:
             opening = loan.simulator.load(
                 task_name=self._task_name, variation=self._variation, simplification=self._config.simplification
@@ -110,8 +112,8 @@ class ScienceWorldEnvironment:
         except EnvironmentFault:
             self._return_loan()
             raise
-        if self._closed:
-            self._return_loan()
+        finally:
+            self._in_flight = False
         prompt = scienceworld_text.render_prompt(
             task_text=opening.task_text, observation=observation, action_templates=opening.action_templates
         )
@@ -129,11 +131,14 @@ class ScienceWorldEnvironment:
         if parsed.problem:
             self._num_invalid += 1
             return StepResult(message=Message(role="user", content=parsed.problem), invalid=True)
+        self._in_flight = True
         try:
             return self._act(loan.simulator, parsed.action)
         except EnvironmentFault:
             self._return_loan()
             raise
+        finally:
+            self._in_flight = False
 
     def result(self) -> EpisodeResult:
         """The simulator's own score as the return; ``score`` in the metrics is neither clipped nor scaled."""
@@ -153,15 +158,27 @@ class ScienceWorldEnvironment:
         )
 
     def close(self) -> None:
-        """Give the simulator back, for good; may be called twice."""
+        """Give the simulator back, for good; may be called twice.
+
+        While another thread is inside a call (the loop gave it up), the simulator is killed first: what that thread still
+        asks must not reach the next episode.
+        """
         self._closed = True
-        self._return_loan()
+        loan = self._take_loan()
+        if loan is not None:
+            if self._in_flight:
+                loan.simulator.close()
+            self._pool.give_back(loan)
 
     def _return_loan(self) -> None:
-        with self._lock:
-            loan, self._loan = self._loan, None
+        loan = self._take_loan()
         if loan is not None:
             self._pool.give_back(loan)
+
+    def _take_loan(self) -> Loan | None:
+        with self._lock:
+            loan, self._loan = self._loan, None
+        return loan
 
     def _start_record(self) -> None:
         self._score = 0

@@ -36,7 +36,8 @@ class BufferSettings(Settings):
     """The step-trace buffer. ``path`` opens an existing one; without it, experts fill one inside the run directory.
 
     ``num_tasks`` limits the training tasks whose experts are asked (None: all that training can draw);
-    ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts while training.
+    ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts while training, to a copy of the
+    buffer in the run directory.
     """
 
     path: str | None = None

@@ -1,0 +1,100 @@
+"""How many threads training should have on this machine: generation and update speed for several counts, in one process.
+
+    python benchmarks/threads.py [--model NAME] [--repeats 3] [--threads 1 2]
+
+Two virtual processors are often two hyper-threads of one core: they share its matrix unit, and a thread that waits at a
+barrier takes time from the one that works. The counts take turns, so that a slow minute of the machine hits all of them.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from outrider.engines.base import Request
+from outrider.engines.local import LocalEngine
+from outrider.engines.model import load_model
+from outrider.trace import Trace
+from outrider.train.pack import RolloutPath, pack
+from outrider.train.policy import OptimizerSettings, Policy
+from outrider.types import Message, Origin, Task
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    arguments = parser.parse_args()
+    policy = Policy(load_model(arguments.model, precision="bfloat16"), OptimizerSettings(learning_rate=1e-9))
+    engine = LocalEngine(policy.language_model)
+    rates: dict[int, list[tuple[float, float, float]]] = {count: [] for count in arguments.threads}
+    for _ in range(arguments.repeats + 1):
+        for count in arguments.threads:
+            torch.set_num_threads(count)
+            rates[count].append((*generated(engine), updated(policy)))
+    columns = ("threads", "prefill tokens/s", "decode tokens/s", "update tokens/s")
+    table = Table(*columns, title=f"{arguments.model}, bfloat16, medians of {arguments.repeats}")
+    for count, measured in rates.items():
+        medians = [statistics.median(column) for column in zip(*measured[1:], strict=True)]  # the first round warms up
+        table.add_row(str(count), *(f"{median:.0f}" for median in medians))
+    Console().print(table)
+
+
+def tokens(number: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(100, 10_000, (number,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def generated(engine: LocalEngine, *, batch: int = 32, prompt: int = 200, new: int = 24) -> tuple[float, float]:
+    """Prefill and decode rate of different prompts; one token more tells the two apart."""
+    seconds = []
+    for length in (1, new + 1):
+        engine.weights_changed()
+        requests = [
+            Request(request_id=str(i), token_ids=tokens(prompt, i), max_tokens=length, seed=i, cache_key=str(i))
+            for i in range(batch)
+        ]
+        began = time.perf_counter()
+        num_tokens = sum(len(one.token_ids) for one in engine.generate(requests))
+        seconds.append((time.perf_counter() - began, num_tokens))
+    (first, few), (whole, many) = seconds
+    return batch * prompt / first, (many - few) / max(whole - first, 1e-9)
+
+
+def updated(policy: Policy, *, num_rollouts: int = 6) -> float:
+    """Unique tokens a second of forward and backward over one group of the demo's shape."""
+    trace = Trace(task=Task(key="threads", question=""))
+    message = Message(role="user", content="")
+    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=tokens(90, 0), message=message)
+    paths = []
+    for index in range(num_rollouts):
+        tip = root
+        for turn in range(3):
+            ids, zeros = tokens(20, 7 * index + turn + 1), (0.0,) * 20
+            tip = trace.append(
+                parent=tip.node_id, origin=Origin.POLICY, token_ids=ids, message=message, logprobs=zeros, entropies=zeros
+            )
+            tip.credit = (1.0,) * 20
+            if turn < 2:
+                tip = trace.append(
+                    parent=tip.node_id, origin=Origin.ENVIRONMENT, token_ids=tokens(80, 7 * index + turn + 4), message=message
+                )
+        paths.append(RolloutPath(nodes=trace.path(tip.node_id), rollout_index=index))
+    began = time.perf_counter()
+    num_tokens = 0
+    for batch in pack(paths, max_tokens=2048):
+        (-policy.score(batch).logprobs_T.mean()).backward()
+        num_tokens += batch.num_tokens
+    for master in policy.masters.values():
+        master.grad = None
+    return num_tokens / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()
