@@ -97,8 +97,6 @@ class RunSettings(Settings):
     def _possible(self) -> "RunSettings":
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
-        if self.buffer.path and not isinstance(self.algorithm, RapoSettings):
-            raise ValueError("buffer.path needs algorithm.type = rapo")
         if self.buffer.evolve and not isinstance(self.algorithm, RapoSettings):
             raise ValueError("buffer.evolve needs algorithm.type = rapo")
         if (
