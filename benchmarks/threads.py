@@ -1,6 +1,6 @@
-"""How many threads training should have on this machine: generation and update speed for several counts, in one process.
+"""How many threads, and which precision, training should have on this machine: generation and update speed, in one process.
 
-    python benchmarks/threads.py [--model NAME] [--repeats 3] [--threads 1 2]
+    python benchmarks/threads.py [--model NAME] [--repeats 3] [--threads 1 2] [--precisions bfloat16 float32]
 
 Two virtual processors are often two hyper-threads of one core: they share its matrix unit, and a thread that waits at a
 barrier takes time from the one that works. The counts take turns, so that a slow minute of the machine hits all of them.
@@ -10,6 +10,8 @@ import argparse
 import os
 import statistics
 import time
+from collections import defaultdict
+from itertools import product
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -31,19 +33,23 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--precisions", nargs="+", default=["bfloat16", "float32"])
     arguments = parser.parse_args()
-    policy = Policy(load_model(arguments.model, precision="bfloat16"), OptimizerSettings(learning_rate=1e-9))
-    engine = LocalEngine(policy.language_model)
-    rates: dict[int, list[tuple[float, float, float]]] = {count: [] for count in arguments.threads}
+    policies = {
+        precision: Policy(load_model(arguments.model, precision=precision), OptimizerSettings(learning_rate=1e-9))
+        for precision in arguments.precisions
+    }
+    rates: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
     for _ in range(arguments.repeats + 1):
-        for count in arguments.threads:
+        for (precision, policy), count in product(policies.items(), arguments.threads):
             torch.set_num_threads(count)
-            rates[count].append((*generated(engine), updated(policy)))
-    columns = ("threads", "prefill tokens/s", "decode tokens/s", "update tokens/s")
-    table = Table(*columns, title=f"{arguments.model}, bfloat16, medians of {arguments.repeats}")
-    for count, measured in rates.items():
+            rates[precision, count].append((*generated(LocalEngine(policy.language_model)), updated(policy)))
+    columns = ("precision", "threads", "prefill tokens/s", "decode tokens/s", "update tokens/s")
+    amx = "with" if torch.cpu._is_amx_tile_supported() else "without"
+    table = Table(*columns, title=f"{arguments.model}, processor {amx} AMX, medians of {arguments.repeats}")
+    for (precision, count), measured in rates.items():
         medians = [statistics.median(column) for column in zip(*measured[1:], strict=True)]  # the first round warms up
-        table.add_row(str(count), *(f"{median:.0f}" for median in medians))
+        table.add_row(precision, str(count), *(f"{median:.0f}" for median in medians))
     Console().print(table)
 
 

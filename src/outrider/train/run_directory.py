@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import load_settings, to_toml
+from outrider.engines.model import resolve_precision
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.evals.runner import Evaluation
 from outrider.train.settings import RunSettings
@@ -30,6 +31,8 @@ class RunDirectory:
             raise ConfigError(f"{path} is not empty: a run directory is never overwritten (continue it with --resume)")
         existed = path.exists()
         path.mkdir(parents=True, exist_ok=True)
+        precision = resolve_precision(settings.model.precision, settings.model.device)
+        settings = settings.model_copy(update={"model": settings.model.model_copy(update={"precision": precision})})
         temporary = path / "config.toml.partial"
         temporary.write_text(to_toml(settings.model_dump(mode="json")) + "\n", encoding="utf-8")
         os.replace(temporary, path / "config.toml")

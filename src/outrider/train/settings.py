@@ -22,10 +22,11 @@ AlgorithmSettings = Annotated[GrpoSettings | RapoSettings, Field(discriminator="
 
 
 class ModelSettings(Settings):
-    """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy."""
+    """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a run writes
+    down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it."""
 
     name: str = "smollm2-135m-instruct"
-    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "cpu"
     context_length: int | None = Field(None, ge=8)
     lora: LoraSettings | None = None

@@ -12,7 +12,7 @@ num_threads = 2                 # of torch; leave a core to tools and simulators
 
 [model]
 name = "smollm2-135m-instruct"  # a packaged model, a Hugging Face id, or a folder
-precision = "bfloat16"          # of the working copy; master weights are float32
+precision = "auto"              # bfloat16 where the matrix unit has it; master weights are float32
 device = "cpu"                  # or "cuda"
 
 [environment]

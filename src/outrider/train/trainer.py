@@ -149,6 +149,7 @@ class Trainer:
             self.progress.advance(done, loss=values["sft/loss"])
             self._leave_if_asked()
 
+        self.parts.engine.free_cache()
         imitate_experts(self.parts, stage=self._stage, note=self.progress.note, on_step=on_step)
 
     def _freeze_reference(self) -> None:
@@ -193,6 +194,7 @@ class Trainer:
             raise
         rolled = time.perf_counter()
         credits_ = [parts.algorithm.credit(trace) for trace in report.traces]
+        parts.engine.free_cache()
         updated = update(
             parts.policy,
             report.traces,
