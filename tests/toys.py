@@ -192,6 +192,9 @@ class TabularEngine:
     def release(self, cache_keys: Sequence[str]) -> None:
         """Nothing is kept."""
 
+    def free_cache(self) -> None:
+        """Nothing is kept."""
+
     def weights_changed(self) -> None:
         """The table is shared with the trainer; only the version moves."""
         self.weight_version += 1

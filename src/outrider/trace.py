@@ -14,8 +14,9 @@ from outrider.types import Message, Origin, Outcome, Task
 class Node:
     """One turn's piece of the conversation.
 
-    ``logprobs`` and ``entropies`` hold one value a token on policy nodes (natural log; nats over the whole vocabulary)
-    and are empty elsewhere. ``credit`` is None until an algorithm assigns it: unassigned is not zero.
+    ``logprobs`` and ``entropies`` hold one value a token on policy nodes (natural log; nats over the whole vocabulary, or
+    lower bounds where ``entropies_are_bounds``) and are empty elsewhere. ``credit`` is None until an algorithm assigns it:
+    unassigned is not zero.
     ``ratio_scale`` multiplies the importance ratio of the node's tokens (RAPO Eq. 8); 1 means plain.
     ``metadata`` is plain data for metrics and for the viewer (similarity of a retrieved step, tools that ran).
     """
@@ -27,6 +28,7 @@ class Node:
     message: Message
     logprobs: tuple[float, ...] = ()
     entropies: tuple[float, ...] = ()
+    entropies_are_bounds: bool = False
     weight_version: int | None = None
     reward: float = 0.0
     credit: tuple[float, ...] | None = None

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from outrider.engines import fused
+from outrider.engines import fused, rotary
+from outrider.engines.attention import IMPLEMENTATION, Segment, TreePlan, register
 from outrider.engines.segment_attention import causal_attention
 from outrider.train import vocabulary
 from outrider.train.vocabulary import score_tokens
@@ -36,17 +37,42 @@ def test_a_fused_model_computes_the_bits_of_the_plain_one(
 ) -> None:
     monkeypatch.setattr(fused, "_BLOCK", 32 * 7)  # several blocks of rows, the last one shorter
     plain = tiny(kind(**SIZES), dtype)
+    monkeypatch.setattr(rotary, "_BLOCK", 32 * 4)
+    register()
+    plain.config._attn_implementation = IMPLEMENTATION
     ours = copy.deepcopy(plain)
     fused.fuse(ours)
-    assert sum("forward" in vars(module) for module in ours.modules()) >= 7
-    ids = torch.randint(0, 61, (2, 25), generator=torch.Generator().manual_seed(1))
-    wanted, found = plain(input_ids=ids).logits, ours(input_ids=ids).logits
+    assert sum("forward" in vars(module) for module in ours.modules()) >= 9
+    ids = torch.randint(0, 61, (1, 25), generator=torch.Generator().manual_seed(1))
+    plan = TreePlan(segments=(Segment(length=11), Segment(length=14, ancestors=(0,))))
+    wanted, found = (model(input_ids=ids, use_cache=False, plan=plan).logits for model in (plain, ours))
     assert torch.equal(wanted, found)
     for logits in (wanted, found):
         torch.log_softmax(logits.float(), -1)[..., 3].sum().backward()
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     for (name, one), (_, other) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, msg=name, **tolerance)
+
+
+def test_transformers_own_attention_and_caches_work_on_a_fused_model() -> None:
+    plain = tiny(LlamaConfig(**SIZES), torch.float32)
+    ours = copy.deepcopy(plain)
+    fused.fuse(ours)
+    ids = torch.arange(9)[None]
+    options = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": 60}
+    assert torch.equal(plain.generate(ids, **options), ours.generate(ids, **options))
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.integers(1, 3), tokens=st.integers(1, 9), heads=st.integers(1, 3), half=st.integers(1, 4))
+def test_rotation_and_its_gradient(rows: int, tokens: int, heads: int, half: int) -> None:
+    x = torch.randn(rows, tokens, heads, 2 * half, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(1, tokens, half, dtype=torch.float64).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    one, other = x.chunk(2, dim=-1)
+    wanted = x * cos[:, :, None] + torch.cat((-other, one), dim=-1) * sin[:, :, None]
+    assert torch.equal(rotary._Rotate.apply(x, cos, sin), wanted)
+    assert torch.autograd.gradcheck(lambda y: rotary._Rotate.apply(y, cos, sin), (x,))
 
 
 def test_a_copy_of_a_fused_model_uses_its_own_weights() -> None:

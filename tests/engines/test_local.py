@@ -83,7 +83,7 @@ def test_second_turn_prefills_only_the_new_tokens_and_equals_a_fresh_run(model: 
 def test_common_prompt_is_computed_once(model: LanguageModel) -> None:
     prompt = "the same long prompt for the whole group"
     generations = LocalEngine(model).generate(ask(model, [prompt] * 4))
-    assert sorted(g.num_prefilled_tokens for g in generations) == [1, 1, 1, len(prompt)]
+    assert sorted(g.num_prefilled_tokens for g in generations) == [0, 0, 0, len(prompt)]
     assert len({g.token_ids for g in generations}) > 1  # each request has its own seed
 
 
@@ -143,6 +143,17 @@ def test_greedy_takes_the_likeliest_token(model: LanguageModel) -> None:
     assert list(generation.token_ids) == expected
 
 
+def test_freeing_the_cache_changes_nothing_but_what_is_computed(model: LanguageModel) -> None:
+    engine = LocalEngine(model)
+    requests = ask(model, ["abc", "other text"])
+    before = engine.generate(requests)
+    engine.free_cache()
+    after = engine.generate(requests)
+    assert [g.token_ids for g in after] == [g.token_ids for g in before]
+    assert [g.num_prefilled_tokens for g in after] == [3, 10]
+    assert all(g.weight_version == 0 for g in after)
+
+
 def test_temperature_one_samples_the_model_distribution(model: LanguageModel) -> None:
     """4,000 first tokens against the exact probabilities; a chi-square bound that a wrong sampler misses by far."""
     engine = LocalEngine(model)
@@ -183,4 +194,4 @@ def test_every_group_s_prompt_is_computed_once_also_when_groups_begin_alike(mode
         for i, text in enumerate(texts)
     ]
     computed = [one.num_prefilled_tokens for one in LocalEngine(model).generate(requests)]
-    assert [sorted(computed[i : i + 4])[:3] for i in (0, 4, 8)] == [[1, 1, 1]] * 3
+    assert [sorted(computed[i : i + 4])[:3] for i in (0, 4, 8)] == [[0, 0, 0]] * 3

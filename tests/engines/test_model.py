@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, MistralConfig, PreTrainedConfig
 
 from outrider.engines.attention import Segment, TreePlan
-from outrider.engines.model import load_model
+from outrider.engines.model import load_model, resolve_precision
 from outrider.errors import ModelError
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
@@ -51,6 +51,19 @@ def test_a_missing_model_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ModelError) as caught:
         load_model(name, precision="float32")
     assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tiles", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_precision_is_bfloat16_only_with_a_matrix_unit_for_it(
+    tiles: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    assert load_model(str(save_tiny_model(tmp_path)), precision="auto").dtype is expected
+
+
+def test_auto_precision_without_the_gpu_that_was_asked_for_names_one() -> None:
+    if not torch.cuda.is_available():
+        assert resolve_precision("auto", "cuda") == "float32"
 
 
 def test_a_tiny_llama_loads(tmp_path: Path) -> None:

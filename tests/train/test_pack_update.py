@@ -451,6 +451,23 @@ def test_lora_starts_as_the_base_model_and_its_reference_keeps_the_adapters() ->
         assert not torch.equal(moved, plain) and torch.equal(policy.frozen_copy().score(batch).logprobs_T, moved)
 
 
+def test_checkpointed_activations_give_the_same_gradients_from_a_second_forward_pass() -> None:
+    batch = next(iter(pack(rollout_paths([random_trace(3, faults=False)]), max_tokens=1000)))
+    gradients, calls = [], []
+    for checkpointed in (False, True):
+        model = tiny_model()
+        model.model.eval()
+        counted: list[int] = []
+        model.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
+        policy = Policy(model, OptimizerSettings(), checkpoint_activations=checkpointed)
+        policy.score(batch).logprobs_T.sum().backward()
+        gradients.append({name: master.grad for name, master in policy.masters.items()})
+        calls.append(len(counted))
+    assert calls == [1, 2]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
 def test_many_updates_below_the_working_precision_are_not_lost() -> None:
     """Adam moves by about the rate a step: 1e-5 is under half a bf16 unit of almost every weight, 400 of them are not."""
     model = tiny_model(dtype=torch.bfloat16)

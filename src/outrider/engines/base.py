@@ -3,9 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
+from outrider.config import Settings
 from outrider.tokens import Tokenizer
+
+
+class LocalSettings(Settings):
+    """The model that is trained generates itself, in process (transformers)."""
+
+    type: Literal["local"] = "local"
 
 
 class FinishReason(StrEnum):
@@ -40,7 +47,8 @@ class Generation:
     """A sampled continuation.
 
     ``logprobs``: natural log of the probability at the sampling temperature (at 1 when greedy).
-    ``entropies``: nats over the whole vocabulary at temperature 1. Both have one value a token.
+    ``entropies``: nats over the whole vocabulary at temperature 1, or lower bounds from the likeliest tokens of the sampling
+    distribution (``entropies_are_bounds``). Both have one value a token.
     """
 
     request_id: str
@@ -50,6 +58,7 @@ class Generation:
     finish_reason: FinishReason
     weight_version: int
     num_prefilled_tokens: int = 0
+    entropies_are_bounds: bool = False
 
 
 class Engine(Protocol):
@@ -69,6 +78,10 @@ class Engine(Protocol):
 
     def release(self, cache_keys: Sequence[str]) -> None:
         """Forget what is kept for these rollouts."""
+        ...
+
+    def free_cache(self) -> None:
+        """Give back what memory the engine can spare until its next batch."""
         ...
 
     def weights_changed(self) -> None:

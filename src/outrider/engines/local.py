@@ -140,12 +140,16 @@ class LocalEngine:
     def _prefill(self, rows: list[_Row]) -> None:
         """Compute what no slot holds yet: first the contexts that others begin with, then the rest."""
         waiting = sorted(rows, key=lambda row: (row.length, row.index))
+        computed: dict[tuple[int, ...], _Row] = {}
         deferred: set[int] = set()  # rows that wait for another's prompt: what they hold of it may be less than it computes
         while waiting:
             batch: list[tuple[_Row, int]] = []
             later: list[_Row] = []
             num_tokens = 0
             for row in waiting:
+                if (twin := computed.get(row.request.token_ids)) is not None:
+                    self._take_over(twin, row)
+                    continue
                 cached = self._shared_prefix(row, search=row.index in deferred)
                 wanted = row.request.token_ids[:-1]
                 if any(_common(other.request.token_ids, wanted) > cached for other, _ in batch) or (
@@ -155,9 +159,17 @@ class LocalEngine:
                     continue
                 batch.append((row, cached))
                 num_tokens += row.length - cached
-            self._prefill_batch(batch)
+            if batch:
+                self._prefill_batch(batch)
+            computed.update((row.request.token_ids, row) for row, _ in batch)
             waiting = later
             deferred.update(row.index for row in later)
+
+    def _take_over(self, twin: _Row, row: _Row) -> None:
+        """The same context was computed for another row: nothing is left to compute."""
+        self._cache.copy(twin.index, row.index, row.length)
+        self._slots[row.index] = (self._slots[row.index][0], row.request.token_ids)
+        row.logits = twin.logits
 
     def _shared_prefix(self, row: _Row, *, search: bool) -> int:
         """Take the longest cached beginning of the row's context into its slot; its length.

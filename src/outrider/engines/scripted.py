@@ -67,6 +67,9 @@ class ScriptedEngine:
     def release(self, cache_keys: Sequence[str]) -> None:
         """Nothing is kept between turns."""
 
+    def free_cache(self) -> None:
+        """Nothing is kept."""
+
     def weights_changed(self) -> None:
         """A script has no weights; only the version moves."""
         self.weight_version += 1

@@ -146,6 +146,7 @@ class EpisodeRunner:
             message=Message(role="assistant", content=text),
             logprobs=generation.logprobs,
             entropies=generation.entropies,
+            entropies_are_bounds=generation.entropies_are_bounds,
             weight_version=generation.weight_version,
             metadata={
                 "finish": generation.finish_reason.value,

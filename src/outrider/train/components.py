@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from outrider.algorithms.base import Algorithm
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.rapo import Rapo, RapoSettings
+from outrider.engines.base import Engine
 from outrider.engines.local import LocalEngine
-from outrider.engines.model import load_model
+from outrider.engines.model import load_model, resolve_precision
+from outrider.engines.vllm import VllmEngine, VllmSettings
 from outrider.environments.base import EnvironmentFactory, TaskFamily
 from outrider.environments.factbook import FactbookConfig, FactbookFamily
 from outrider.environments.scienceworld import ScienceWorldConfig, ScienceWorldFamily
@@ -34,7 +36,7 @@ class Components:
     settings: RunSettings
     policy: Policy
     reference: Scorer | None
-    engine: LocalEngine
+    engine: Engine
     renderer: ChatRenderer
     family: TaskFamily
     factory: EnvironmentFactory
@@ -68,7 +70,7 @@ def build(
         )
     factory = family.make()
     policy = make_policy(settings, initial=not resumed)
-    engine = LocalEngine(policy.language_model, context_length=settings.model.context_length, on_tokens=on_tokens)
+    engine = make_engine(settings, policy, folder=buffer_path.parent / "engine", on_tokens=on_tokens)
     buffer = open_buffer(
         settings, path=buffer_path, family=family, factory=factory, train_tasks=train_tasks, resumed=resumed, note=note
     )
@@ -90,10 +92,34 @@ def build(
 def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
     """The model with its optimiser, with the weights of ``model.initial_checkpoint`` where one is named and wanted."""
     model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
-    policy = Policy(model, settings.optimizer, lora=settings.model.lora, seed=settings.seed)
+    policy = Policy(
+        model,
+        settings.optimizer,
+        lora=settings.model.lora,
+        seed=settings.seed,
+        checkpoint_activations=settings.update.checkpoint_activations,
+    )
     if initial and settings.model.initial_checkpoint is not None:
         load_weights(policy, Path(settings.model.initial_checkpoint))
     return policy
+
+
+def make_engine(settings: RunSettings, policy: Policy, *, folder: Path, on_tokens: Callable[[int], None]) -> Engine:
+    """The engine that ``engine.type`` names; ``folder`` is where one with weights of its own reads them."""
+    lm = policy.language_model
+    if not isinstance(settings.engine, VllmSettings):
+        return LocalEngine(lm, context_length=settings.model.context_length, on_tokens=on_tokens)
+    return VllmEngine(
+        folder=folder,
+        export=policy.export,
+        tokenizer=lm.tokenizer,
+        eos_token_ids=lm.eos_token_ids,
+        context_length=min(settings.model.context_length or lm.context_length, lm.context_length),
+        precision=resolve_precision(settings.model.precision, settings.model.device),
+        device=settings.model.device,
+        settings=settings.engine,
+        on_tokens=on_tokens,
+    )
 
 
 def load_weights(policy: Policy, checkpoint: Path) -> None:

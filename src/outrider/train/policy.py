@@ -8,10 +8,16 @@ vocabulary.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.config import Settings
 from outrider.engines.model import LanguageModel
@@ -63,13 +69,23 @@ class Scorer:
 
 
 class Policy(Scorer):
-    """A language model with its optimiser."""
+    """A language model with its optimiser. ``checkpoint_activations``: layers are computed again in the backward pass."""
 
     def __init__(
-        self, language_model: LanguageModel, settings: OptimizerSettings, *, lora: LoraSettings | None = None, seed: int = 0
+        self,
+        language_model: LanguageModel,
+        settings: OptimizerSettings,
+        *,
+        lora: LoraSettings | None = None,
+        seed: int = 0,
+        checkpoint_activations: bool = False,
     ) -> None:
         super().__init__(language_model)
         self.settings = settings
+        if checkpoint_activations:
+            for module in self.model.modules():
+                if isinstance(module, GradientCheckpointingLayer):
+                    module.forward = MethodType(_checkpointed, module)
         if lora is not None:
             _inject_lora(self.model, lora, seed)
         self.working: dict[str, nn.Parameter] = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -121,6 +137,11 @@ class Policy(Scorer):
             if parameter.dtype != self.masters[name].dtype:  # else they are one memory
                 parameter.copy_(self.masters[name])
 
+    def export(self, folder: Path) -> None:
+        """The working copy with its tokenizer as a Hugging Face folder."""
+        self.model.save_pretrained(folder)
+        self.language_model.tokenizer.save_pretrained(folder)
+
     def fresh_optimizer(self) -> None:
         """Forget the moments: the cold start's do not belong to reinforcement learning."""
         self.optimizer.state.clear()
@@ -132,6 +153,16 @@ class Policy(Scorer):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         return Scorer(replace(self.language_model, model=model))
+
+
+def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """A layer that keeps its inputs only. transformers' own switch works in training mode, which would turn dropout on."""
+    forward = partial(type(self).forward, self)
+    return (
+        checkpoint(forward, *arguments, use_reentrant=False, **options)
+        if torch.is_grad_enabled()
+        else forward(*arguments, **options)
+    )
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

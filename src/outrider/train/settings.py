@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.rapo import RapoSettings
 from outrider.config import Settings
+from outrider.engines.base import LocalSettings
+from outrider.engines.vllm import VllmSettings
 from outrider.environments.factbook import FactbookConfig
 from outrider.environments.scienceworld import ScienceWorldConfig
 from outrider.environments.tools import ToolsConfig
@@ -18,6 +20,7 @@ from outrider.train.sft import ColdStartSettings
 from outrider.train.update import UpdateSettings
 
 EnvironmentConfig = Annotated[FactbookConfig | ToolsConfig | ScienceWorldConfig, Field(discriminator="type")]
+EngineSettings = Annotated[LocalSettings | VllmSettings, Field(discriminator="type")]
 AlgorithmSettings = Annotated[GrpoSettings | RapoSettings, Field(discriminator="type")]
 
 
@@ -68,6 +71,7 @@ class RunSettings(Settings):
     seed: int = 0
     num_threads: int = Field(2, ge=1)
     model: ModelSettings = ModelSettings()
+    engine: EngineSettings = LocalSettings()
     environment: EnvironmentConfig
     algorithm: AlgorithmSettings
     rollout: Limits = Limits()
@@ -106,6 +110,8 @@ class RunSettings(Settings):
             and self.environment.type != "scienceworld"
         ):
             raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld)")
+        if self.engine.type == "vllm" and self.model.lora is not None:
+            raise ValueError("engine.type = vllm needs full fine-tuning: adapters are not merged for it (model.lora)")
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
         return self

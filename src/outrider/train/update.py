@@ -28,12 +28,14 @@ class UpdateSettings(Settings):
     ``num_mini_batches`` splits the tasks of a step into that many optimiser steps; ``num_epochs`` repeats them;
     ``max_tokens`` bounds the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before its first update
     when trainer and engine disagree by more (mean absolute difference, nats): a template or weight fault, not noise.
+    ``checkpoint_activations`` trades a second forward pass for the memory of the layers' activations.
     """
 
     num_mini_batches: int = Field(1, ge=1)
     num_epochs: int = Field(1, ge=1)
     max_tokens: int = Field(4096, ge=1)
     max_logprob_gap: float = Field(0.1, gt=0)
+    checkpoint_activations: bool = False
 
 
 @dataclass(slots=True)

