@@ -14,6 +14,7 @@ import torch
 from outrider.engines.attention import DecodePlan, Prefill, PrefillPlan, SlotCache
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.model import LanguageModel
+from outrider.engines.packed import PackedLinears
 from outrider.engines.sampling import StopStrings, sample, uniform_stream
 from outrider.errors import EngineFault
 from outrider.tokens import Tokenizer
@@ -56,6 +57,7 @@ class LocalEngine:
         self._device = language_model.device
         self._stops = StopStrings(self.tokenizer, len(language_model.tokenizer))
         self._cache = SlotCache(dtype=language_model.dtype, device=self._device)
+        self._packed = PackedLinears(self._model)
         self._slots: list[tuple[str | None, tuple[int, ...]]] = []  # slot -> (cache key, ids whose keys and values it holds)
         self._cancelled: set[str] = set()
         self._running: frozenset[str] = frozenset()
@@ -63,10 +65,12 @@ class LocalEngine:
     def weights_changed(self) -> None:
         """Raise the version and forget every cached key and value."""
         self.weight_version += 1
+        self._packed.drop()
         self._slots = [(None, ()) for _ in self._slots]
 
     def free_cache(self) -> None:
-        """Give the memory of all cached keys and values back: an update needs it more."""
+        """Give the memory of keys, values and packed weights back: an update needs it more."""
+        self._packed.drop()
         self._slots = []
         self._cache = SlotCache(dtype=self._lm.dtype, device=self._device)
 
@@ -96,7 +100,8 @@ class LocalEngine:
         self._running = frozenset(request.request_id for request in requests)
         try:
             rows = self._start(requests)
-            self._decode(list(rows))
+            with self._packed.active():
+                self._decode(list(rows))
         finally:
             self._model.train(was_training)
             self._running = frozenset()
