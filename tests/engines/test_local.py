@@ -1,6 +1,7 @@
 """The local engine against plain transformers, and the engine contract."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,6 +142,28 @@ def test_greedy_takes_the_likeliest_token(model: LanguageModel) -> None:
         logits = reference(model)(torch.tensor([[*request.token_ids, *generation.token_ids]])).logits[0]
     expected = logits[len(request.token_ids) - 1 : -1].argmax(dim=-1).tolist()
     assert list(generation.token_ids) == expected
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 3])
+def test_more_requests_than_rows_join_as_others_finish(model: LanguageModel, max_rows: int) -> None:
+    """Two turns with contexts and lengths of their own: the sequences of an engine without a limit, each computed once."""
+    texts = ["abc", "some prompt", "x", "abc", "yet another prompt", "a", "some more"]
+    small, large = LocalEngine(model, max_rows=max_rows), LocalEngine(model)
+    batches: list[int] = []
+    small = LocalEngine(model, max_rows=max_rows, on_tokens=batches.append)
+    requests = [replace(request, max_tokens=3 + 5 * (i % 3)) for i, request in enumerate(ask(model, texts))]
+    for _ in range(2):
+        ours, theirs = small.generate(requests), large.generate(requests)
+        assert [g.token_ids for g in ours] == [g.token_ids for g in theirs]
+        assert [g.finish_reason for g in ours] == [g.finish_reason for g in theirs]
+        requests = [
+            replace(request, token_ids=(*request.token_ids, *g.token_ids, *ids_of(model, " obs")), seed=request.seed + 50)
+            for request, g in zip(requests, ours, strict=True)
+        ]
+    assert max(batches) <= max_rows
+    assert sum(g.num_prefilled_tokens for g in ours) <= 6 * len(texts)
+    for request, generation in zip(requests, small.generate(requests), strict=True):
+        check_against_reference(model, request, generation)
 
 
 def test_freeing_the_cache_changes_nothing_but_what_is_computed(model: LanguageModel) -> None:

@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
 
+from pydantic import Field
+
 from outrider.config import Settings
 from outrider.tokens import Tokenizer
 
 
 class LocalSettings(Settings):
-    """The model that is trained generates itself, in process (transformers)."""
+    """The model that is trained generates itself, in process. ``max_rows`` bounds the batch: more requests wait their turn."""
 
     type: Literal["local"] = "local"
+    max_rows: int = Field(256, ge=1)
 
 
 class FinishReason(StrEnum):

@@ -5,6 +5,7 @@ are computed once and copied. A request's tokens depend on its own seed; the flo
 depend on the batch is measured in docs/benchmarks.md.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,12 +23,13 @@ from outrider.tokens import Tokenizer
 
 @dataclass(slots=True)
 class _Row:
-    """One running request: its slot's position in the batch changes, its number ``index`` does not."""
+    """One request. A running one owns slot ``slot``, which is also its position in the batch."""
 
     index: int
     request: Request
     uniforms: np.ndarray
     length: int
+    slot: int = -1
     logits: torch.Tensor | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -44,6 +46,7 @@ class LocalEngine:
         language_model: LanguageModel,
         *,
         context_length: int | None = None,
+        max_rows: int = 256,
         prefill_tokens: int = 1024,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
@@ -52,6 +55,7 @@ class LocalEngine:
         self.tokenizer: Tokenizer = language_model.tokenizer
         self.context_length = min(context_length or language_model.context_length, language_model.context_length)
         self.weight_version = 0
+        self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._on_tokens = on_tokens  # called with the number of tokens after every decoding step: live progress
         self._device = language_model.device
@@ -86,7 +90,7 @@ class LocalEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample all requests as one batch; results in the order asked.
+        """Sample all requests; results in the order asked. At most ``max_rows`` run at a time; others join as rows finish.
 
         Raises EngineFault when a context is empty or leaves no room for a token.
         """
@@ -99,9 +103,10 @@ class LocalEngine:
         self._model.eval()
         self._running = frozenset(request.request_id for request in requests)
         try:
-            rows = self._start(requests)
+            rows = [self._row(index, request) for index, request in enumerate(requests)]
+            self._cache.reserve(1, max(row.length + len(row.uniforms) for row in rows))
             with self._packed.active():
-                self._decode(list(rows))
+                self._decode(deque(rows))
         finally:
             self._model.train(was_training)
             self._running = frozenset()
@@ -109,38 +114,44 @@ class LocalEngine:
             self.release([_unnamed(request) for request in requests if request.cache_key is None])
         return [self._generation(row) for row in rows]
 
-    def _start(self, requests: Sequence[Request]) -> list[_Row]:
-        """Give every request the slot of its number, with its context's keys and values in it."""
-        longest = max(min(len(r.token_ids) + r.max_tokens, self.context_length) for r in requests)
-        self._arrange(requests)
-        self._cache.reserve(len(self._slots), longest)
-        rows = []
-        for index, request in enumerate(requests):
-            room = min(request.max_tokens, self.context_length - len(request.token_ids))
-            rows.append(_Row(index, request, uniform_stream(request.seed, room), len(request.token_ids)))
-        self._prefill(rows)
-        return rows
+    def _row(self, index: int, request: Request) -> _Row:
+        room = min(request.max_tokens, self.context_length - len(request.token_ids))
+        return _Row(index, request, uniform_stream(request.seed, room), len(request.token_ids))
 
-    def _arrange(self, requests: Sequence[Request]) -> None:
-        """Move slots so that request i owns slot i; slots of absent rollouts stay behind them."""
-        while len(self._slots) < len(requests):
+    def _admit(self, waiting: deque[_Row], num_active: int) -> list[_Row]:
+        """Rows that join the batch, each in a slot behind the active ones with its context's keys and values in it.
+
+        A few places are filled at once: a prefill of one row costs nearly as much as one of many.
+        """
+        free = self._max_rows - num_active
+        if not waiting or free < min(len(waiting), max(1, self._max_rows // 8)):
+            return []
+        joining = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+        while len(self._slots) < num_active + len(joining):
             self._slots.append((None, ()))
         self._cache.reserve(len(self._slots), 1)
-        for index, request in enumerate(requests):
-            held = next(
-                (s for s in range(index, len(self._slots)) if request.cache_key and self._slots[s][0] == request.cache_key), None
-            )
-            if held is None and self._slots[index][0] is not None:  # somebody else's: keep it, take a free or a new slot
-                held = next((s for s in range(index, len(self._slots)) if self._slots[s][0] is None), None)
-                if held is None:
-                    self._slots.append((None, ()))
-                    held = len(self._slots) - 1
-                    self._cache.reserve(len(self._slots), 1)
-            if held is not None and held != index:
-                self._cache.swap(index, held, max(len(self._slots[index][1]), len(self._slots[held][1])))
-                self._slots[index], self._slots[held] = self._slots[held], self._slots[index]
-            key, ids = self._slots[index]
-            self._slots[index] = (request.cache_key or _unnamed(request), ids if key else ())
+        for slot, row in enumerate(joining, start=num_active):
+            self._place(row, slot)
+        self._prefill(joining)
+        return joining
+
+    def _place(self, row: _Row, slot: int) -> None:
+        """Give the row this slot; what it holds of another rollout is kept in another slot behind."""
+        request = row.request
+        behind = range(slot, len(self._slots))
+        held = next((s for s in behind if request.cache_key and self._slots[s][0] == request.cache_key), None)
+        if held is None and self._slots[slot][0] is not None:
+            held = next((s for s in behind if self._slots[s][0] is None), None)
+            if held is None:
+                self._slots.append((None, ()))
+                held = len(self._slots) - 1
+                self._cache.reserve(len(self._slots), 1)
+        if held is not None and held != slot:
+            self._cache.swap(slot, held, max(len(self._slots[slot][1]), len(self._slots[held][1])))
+            self._slots[slot], self._slots[held] = self._slots[held], self._slots[slot]
+        key, ids = self._slots[slot]
+        self._slots[slot] = (request.cache_key or _unnamed(request), ids if key else ())
+        row.slot = slot
 
     def _prefill(self, rows: list[_Row]) -> None:
         """Compute what no slot holds yet: first the contexts that others begin with, then the rest."""
@@ -155,7 +166,7 @@ class LocalEngine:
                 if (twin := computed.get(row.request.token_ids)) is not None:
                     self._take_over(twin, row)
                     continue
-                cached = self._shared_prefix(row, search=row.index in deferred)
+                cached = self._shared_prefix(row, search=row.slot in deferred)
                 wanted = row.request.token_ids[:-1]
                 if any(_common(other.request.token_ids, wanted) > cached for other, _ in batch) or (
                     batch and num_tokens + row.length - cached > self._prefill_tokens
@@ -168,12 +179,12 @@ class LocalEngine:
                 self._prefill_batch(batch)
             computed.update((row.request.token_ids, row) for row, _ in batch)
             waiting = later
-            deferred.update(row.index for row in later)
+            deferred.update(row.slot for row in later)
 
     def _take_over(self, twin: _Row, row: _Row) -> None:
         """The same context was computed for another row: nothing is left to compute."""
-        self._cache.copy(twin.index, row.index, row.length)
-        self._slots[row.index] = (self._slots[row.index][0], row.request.token_ids)
+        self._cache.copy(twin.slot, row.slot, row.length)
+        self._slots[row.slot] = (self._slots[row.slot][0], row.request.token_ids)
         row.logits = twin.logits
 
     def _shared_prefix(self, row: _Row, *, search: bool) -> int:
@@ -182,18 +193,18 @@ class LocalEngine:
         The last context token is always computed: its logits are needed.
         """
         wanted = row.request.token_ids[:-1]
-        own = self._slots[row.index][1]
-        best, best_length = row.index, _common(own, wanted)
+        own = self._slots[row.slot][1]
+        best, best_length = row.slot, _common(own, wanted)
         if own and best_length == len(own) and not search:  # a later turn: no other slot holds more
             return best_length
         for slot, (_, ids) in enumerate(self._slots):
-            length = _common(ids, wanted) if slot != row.index else 0
+            length = _common(ids, wanted) if slot != row.slot else 0
             if length > best_length:
                 best, best_length = slot, length
-        if best != row.index:
-            self._cache.copy(best, row.index, best_length)
-        key, _ = self._slots[row.index]
-        self._slots[row.index] = (key, wanted[:best_length])
+        if best != row.slot:
+            self._cache.copy(best, row.slot, best_length)
+        key, _ = self._slots[row.slot]
+        self._slots[row.slot] = (key, wanted[:best_length])
         return best_length
 
     def _prefill_batch(self, batch: list[tuple[_Row, int]]) -> None:
@@ -202,7 +213,7 @@ class LocalEngine:
         plan_rows = []
         for row, cached in batch:
             new = row.request.token_ids[cached:]
-            plan_rows.append(Prefill(start=len(ids), end=len(ids) + len(new), slot=row.index, cached=cached))
+            plan_rows.append(Prefill(start=len(ids), end=len(ids) + len(new), slot=row.slot, cached=cached))
             ids.extend(new)
             positions.extend(range(cached, row.length))
             row.num_prefilled = len(new)
@@ -211,23 +222,27 @@ class LocalEngine:
         logits = self._lm.head(hidden[[p.end - 1 for p in plan_rows]])
         for (row, _), row_logits in zip(batch, logits, strict=True):
             row.logits = row_logits
-            self._slots[row.index] = (self._slots[row.index][0], row.request.token_ids)
+            self._slots[row.slot] = (self._slots[row.slot][0], row.request.token_ids)
 
-    def _decode(self, active: list[_Row]) -> None:
+    def _decode(self, waiting: deque[_Row]) -> None:
         """Token by token; a finished row leaves the batch at once and its slot is swapped behind the active ones."""
-        logits = torch.stack([row.logits for row in active if row.logits is not None])
-        for row in active:
-            row.logits = None
-        while active:
+        active: list[_Row] = []
+        logits: list[torch.Tensor] = []
+        while waiting or active:
+            joining = self._admit(waiting, len(active))
+            for row in joining:
+                assert row.logits is not None
+                logits.append(row.logits[None])
+                row.logits = None
+            active += joining
             draws = [float(row.uniforms[len(row.ids)]) for row in active]
-            chosen, logprobs, entropies = sample(logits, [row.request.temperature for row in active], draws)
+            chosen, logprobs, entropies = sample(torch.cat(logits), [row.request.temperature for row in active], draws)
             for row, token, logprob, entropy in zip(active, chosen, logprobs, entropies, strict=True):
                 self._accept(row, token, logprob, entropy)
             if self._on_tokens is not None:
                 self._on_tokens(len(active))
             active = self._compact(active)
-            if active:
-                logits = self._next_logits(active)
+            logits = [self._next_logits(active)] if active else []
 
     def _accept(self, row: _Row, token: int, logprob: float, entropy: float) -> None:
         if row.request.request_id in self._cancelled:
@@ -257,6 +272,7 @@ class LocalEngine:
                 self._cache.swap(position, num, length)
                 self._slots[position], self._slots[num] = self._slots[num], self._slots[position]
                 active[position], active[num] = active[num], active[position]
+                active[position].slot = position
         return active[:num]
 
     def _next_logits(self, active: list[_Row]) -> torch.Tensor:

@@ -108,7 +108,9 @@ def make_engine(settings: RunSettings, policy: Policy, *, folder: Path, on_token
     """The engine that ``engine.type`` names; ``folder`` is where one with weights of its own reads them."""
     lm = policy.language_model
     if not isinstance(settings.engine, VllmSettings):
-        return LocalEngine(lm, context_length=settings.model.context_length, on_tokens=on_tokens)
+        return LocalEngine(
+            lm, context_length=settings.model.context_length, max_rows=settings.engine.max_rows, on_tokens=on_tokens
+        )
     return VllmEngine(
         folder=folder,
         export=policy.export,
