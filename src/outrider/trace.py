@@ -10,6 +10,14 @@ from typing import Any
 from outrider.types import Message, Origin, Outcome, Task
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rollout gives to a node that it shares: its advantage and the scale of its importance ratio."""
+
+    advantage: float
+    ratio_scale: float = 1.0
+
+
 @dataclass(slots=True, kw_only=True)
 class Node:
     """One turn's piece of the conversation.
@@ -17,6 +25,8 @@ class Node:
     ``logprobs`` and ``entropies`` hold one value a token on policy nodes (natural log; nats over the whole vocabulary, or
     lower bounds where ``entropies_are_bounds``) and are empty elsewhere. ``credit`` is None until an algorithm assigns it:
     unassigned is not zero.
+    ``shares`` holds credit for each leaf on a node that several rollouts train on (soft attribution); ``owner`` is the rollout
+    that counts a shared node whose one ``credit`` stands for all of its leaves (hard attribution).
     ``ratio_scale`` multiplies the importance ratio of the node's tokens (RAPO Eq. 8); 1 means plain.
     ``metadata`` is plain data for metrics and for the viewer (similarity of a retrieved step, tools that ran).
     """
@@ -33,6 +43,8 @@ class Node:
     reward: float = 0.0
     credit: tuple[float, ...] | None = None
     ratio_scale: float = 1.0
+    shares: dict[int, Share] | None = None
+    owner: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property

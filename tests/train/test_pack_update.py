@@ -3,9 +3,11 @@
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,8 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.base import ObjectiveSettings, write_credit
+from outrider.algorithms.credit import GroupAdvantages
 from outrider.engines.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
 from outrider.trace import Leaf, Node, Trace
@@ -253,6 +256,84 @@ def test_gradients_of_every_optimiser_step_are_those_of_the_written_objective(op
     assert clipped > 0 or objective.clip_high == 0.2
 
 
+def forked_trace(seed: int, *, num_rollouts: int = 5) -> tuple[Trace, list[float], list[float]]:
+    """Rollouts that start anew or leave another one behind any of its nodes; their advantages and ratio scales."""
+    dice = random.Random(seed)
+    trace = Trace(task=Task(key="forked", question=""))
+    root = node(trace, None, Origin.PROMPT, ids(dice, 1, 6))
+    for rollout in range(num_rollouts):
+        tip = dice.choice(trace.nodes) if dice.random() < 0.8 else root
+        for turn in range(dice.randint(1, 3)):
+            if turn or tip.origin is not Origin.PROMPT:
+                tip = node(trace, tip, dice.choice([Origin.ENVIRONMENT, Origin.BUFFER]), ids(dice, 1, 4))
+            tip = node(trace, tip, Origin.POLICY, ids(dice, 1, 5), dice=dice)
+        trace.finish(Leaf(node_id=tip.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=0.0))
+    advantages = [dice.choice([-2.0, -0.75, 0.0, 0.5, 1.5]) for _ in range(num_rollouts)]
+    return trace, advantages, [dice.choice([1.0, 1.25]) for _ in range(num_rollouts)]
+
+
+def unshared(trace: Trace, attribution: str) -> list[RolloutPath]:
+    """Every rollout with nodes of its own: what the shared computation stands for."""
+    paths = []
+    for index, (leaf, path) in enumerate(trace.rollouts()):
+        copies = []
+        for one in path:
+            twin = replace(one, shares=None, owner=None)
+            if one.shares is not None:
+                share = one.shares[leaf.rollout]
+                twin.credit, twin.ratio_scale = (share.advantage,) * len(one.token_ids), share.ratio_scale
+            if one.owner not in (None, leaf.rollout):  # hard attribution: counted by its owner alone
+                twin.origin, twin.logprobs, twin.entropies = Origin.ENVIRONMENT, (), ()
+            copies.append(twin)
+        paths.append(RolloutPath(nodes=copies, rollout_index=index))
+    return paths
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10**6), options=st.sampled_from(OBJECTIVES), max_tokens=st.sampled_from([1, 25, 10_000]),
+    attribution=st.sampled_from(["soft", "hard"]),
+)  # fmt: skip
+def test_shared_tokens_give_the_gradient_of_the_unshared_computation(
+    seed: int, options: dict[str, Any], max_tokens: int, attribution: str
+) -> None:
+    """Random trees, two epochs, so that every clip acts in the second."""
+    objective = ObjectiveSettings(**(options | {"kl_weight": 0.0}))
+    trace, values, scales = forked_trace(seed)
+    scales = scales if attribution == "soft" else [1.0] * len(scales)
+    advantages = GroupAdvantages(values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None)
+    write_credit(trace, advantages, scales, attribution=attribution)
+    paths = unshared(trace, attribution)
+    if not any(value for value in values):
+        return
+    model = tiny_model(dtype=torch.float64)
+    plain, policy = eager(model), Recorder(model, shift)
+    chosen = UpdateSettings(num_epochs=2, max_tokens=max_tokens)
+    report = update(policy, [trace], objective=objective, settings=chosen, reference=None, first=False)
+    with torch.no_grad():
+        olds = padded_logprobs(plain, paths)
+    for found in policy.gradients:
+        loss = written_loss(padded_logprobs(plain, paths), olds, paths, objective, None)
+        expected = gradients_of(plain, loss) if loss.requires_grad else {}
+        assert_equal_gradients(found, {name: expected.get(name, torch.zeros_like(value)) for name, value in found.items()})
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.add_(shift(name, parameter))
+    unique = {id(one): len(one.token_ids) for _, path in trace.rollouts() for one in path if one.trainable}
+    if max_tokens == 10_000 and all(values):
+        assert report.num_scored_tokens == 2 * sum(unique.values())  # two epochs, each token once
+
+
+def test_a_shared_node_needs_an_attribution_and_hard_needs_equal_scales() -> None:
+    trace, values, _ = forked_trace(1)
+    advantages = GroupAdvantages(values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None)
+    with pytest.raises(ValueError, match="already"):
+        write_credit(trace, advantages)
+    trace, values, _ = forked_trace(1)
+    with pytest.raises(ValueError, match="differently"):
+        write_credit(trace, advantages, [1.0, 1.1, 1.2, 1.3, 1.4], attribution="hard")
+
+
 def test_one_step_has_ratio_one_and_its_own_logprobs_as_old() -> None:
     model = tiny_model(dtype=torch.float64)
     plain, traces, objective = eager(model), [random_trace(1), random_trace(2, key="u")], ObjectiveSettings()
@@ -308,9 +389,9 @@ def test_targets_of_other_origins_have_no_gradient_in_the_packed_row() -> None:
     trace = random_trace(5, num_rollouts=3, faults=False)
     [batch] = list(pack(rollout_paths([trace]), max_tokens=10_000))
     expected = [token for _, path in trace.rollouts() for one in path if one.trainable for token in one.token_ids]
-    assert sorted(batch.targets_T.tolist()) == sorted(expected)
+    assert sorted(batch.targets_U.tolist()) == sorted(expected)
     assert all(
-        int(target) == int(batch.ids_N[place]) for target, place in zip(batch.targets_T, places(batch, trace), strict=True)
+        int(target) == int(batch.ids_N[place]) for target, place in zip(batch.targets_U, places(batch, trace), strict=True)
     )
 
 

@@ -14,8 +14,9 @@ from outrider.algorithms.credit import (
 )
 from outrider.config import Settings
 from outrider.rollout.hooks import Hook
-from outrider.trace import Trace
+from outrider.trace import Share, Trace
 
+Attribution = Literal["soft", "hard"]
 AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
 
 
@@ -73,19 +74,36 @@ def outcome_advantages(trace: Trace, kind: AdvantageKind) -> GroupAdvantages:
     return group_normalized_advantages_per_rollout(returns=returns, normalize_std=kind == "group_normalized")
 
 
-def write_credit(trace: Trace, advantages: GroupAdvantages, ratio_scales: Sequence[float] | None = None) -> None:
+def write_credit(
+    trace: Trace,
+    advantages: GroupAdvantages,
+    ratio_scales: Sequence[float] | None = None,
+    *,
+    attribution: Attribution | None = None,
+) -> None:
     """Give every trainable token of a rollout its advantage; rollouts without a return stay unassigned.
 
-    Raises ValueError when two rollouts share a policy node: that needs shared-token credit.
+    ``attribution`` says what a node that several rollouts share gets (ARPO, arXiv 2507.19849, section 3.2): ``soft`` every
+    rollout's own advantage, counted once a rollout; ``hard`` the mean over its rollouts, counted once. Raises ValueError
+    for a shared node without it, and for ``hard`` where the rollouts scale their ratios differently.
     """
     scales = ratio_scales if ratio_scales is not None else [1.0] * len(advantages.values)
-    for (_, path), value, assigned, scale in zip(
-        trace.rollouts(), np.asarray(advantages.values).tolist(), advantages.assigned.tolist(), scales, strict=True
-    ):
-        for node in path if assigned else ():
-            if not node.trainable:
-                continue
-            if node.credit is not None:
-                raise ValueError(f"node {node.node_id} already has credit")
-            node.credit = (value,) * len(node.token_ids)
-            node.ratio_scale = scale
+    users: dict[int, list[tuple[int, float, float]]] = {}
+    values, assigned = np.asarray(advantages.values).tolist(), advantages.assigned.tolist()
+    for (leaf, path), value, has_return, scale in zip(trace.rollouts(), values, assigned, scales, strict=True):
+        for node in path if has_return else ():
+            if node.trainable:
+                users.setdefault(node.node_id, []).append((leaf.rollout, value, scale))
+    for node_id, shared in users.items():
+        node = trace.nodes[node_id]
+        if node.credit is not None or node.shares is not None or (len(shared) > 1 and attribution is None):
+            raise ValueError(f"node {node_id} already has credit")
+        if len(shared) > 1 and attribution == "soft":
+            node.shares = {rollout: Share(value, scale) for rollout, value, scale in shared}
+            continue
+        rollouts, credits_, node_scales = zip(*shared, strict=True)
+        if len(set(node_scales)) > 1:
+            raise ValueError(f"hard attribution: the rollouts of node {node_id} scale their ratios differently")
+        node.credit = (sum(credits_) / len(credits_),) * len(node.token_ids)
+        node.ratio_scale = node_scales[0]
+        node.owner = rollouts[0] if len(shared) > 1 else None

@@ -1,6 +1,7 @@
 """Packing: trees of tokens into one row without padding, a shared beginning computed once, only policy tokens scored.
 
-Shape letters: N packed tokens, T scored (policy) tokens. Packed rows are what :mod:`outrider.engines.attention` runs.
+Packed rows are what :mod:`outrider.engines.attention` runs.
+Shape letters: N packed tokens, U scored (policy) tokens, T entries: the scored tokens of every rollout.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,22 +16,27 @@ from outrider.trace import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPath:
-    """One rollout to train on: its nodes from the root, and its number in the global mini-batch."""
+    """One rollout to train on: its nodes from the root, its number in the global mini-batch, and in its group (``rollout``)."""
 
     nodes: Sequence[Node]
     rollout_index: int
+    rollout: int = 0
     temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
-    """One micro-batch. ``predictors_T`` index the packed position whose output predicts each scored token."""
+    """One micro-batch. Every rollout's trained tokens are entries T; a token that several rollouts share is computed once (U).
+
+    ``predictors_U`` index the packed position whose output predicts each scored token; ``token_T`` is the token of an entry.
+    """
 
     ids_N: Tensor
     positions_N: Tensor
     plan: TreePlan
-    predictors_T: Tensor
-    targets_T: Tensor
+    predictors_U: Tensor
+    targets_U: Tensor
+    token_T: Tensor
     credit_T: Tensor
     ratio_scale_T: Tensor
     engine_logprobs_T: Tensor
@@ -56,7 +62,8 @@ class _Builder:
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    scored: list[tuple[int, int, float, float, float, int]] = field(default_factory=list)
+    scored: list[tuple[int, int]] = field(default_factory=list)
+    entries: list[tuple[int, float, float, float, int]] = field(default_factory=list)
 
     def add(
         self, sequences: Sequence[RolloutPath], depth: int, ancestors: tuple[int, ...], last: int | None, position: int
@@ -83,37 +90,49 @@ class _Builder:
             self.add(branch, depth, ancestors, last, position)
 
     def _emit(self, node: Node, sequences: Sequence[RolloutPath], previous: int | None, position: int) -> int | None:
-        if node.trainable and len(sequences) > 1:
-            raise ValueError(f"node {node.node_id} is shared by {len(sequences)} rollouts: shared-token credit is needed")
+        trained = credits_by_rollout(node, sequences)
         for offset, token in enumerate(node.token_ids):
-            if node.trainable and node.credit is not None and previous is not None:
-                scored = (
-                    previous,
-                    token,
-                    node.credit[offset],
-                    node.ratio_scale,
-                    node.logprobs[offset],
-                    sequences[0].rollout_index,
-                )
-                self.scored.append(scored)
+            if trained and previous is not None:
+                for sequence, credit, scale in trained:
+                    self.entries.append((len(self.scored), credit[offset], scale, node.logprobs[offset], sequence.rollout_index))
+                self.scored.append((previous, token))
             previous = len(self.ids)
             self.ids.append(token)
             self.positions.append(position + offset)
         return previous
 
     def batch(self) -> PackedBatch:
-        predictors, targets, credit, scale, engine, owner = zip(*self.scored, strict=True)
+        predictors, targets = zip(*self.scored, strict=True)
+        tokens, credit, scale, engine, owner = zip(*self.entries, strict=True)
         return PackedBatch(
             ids_N=torch.tensor(self.ids),
             positions_N=torch.tensor(self.positions),
             plan=TreePlan(segments=tuple(self.segments)),
-            predictors_T=torch.tensor(predictors),
-            targets_T=torch.tensor(targets),
+            predictors_U=torch.tensor(predictors),
+            targets_U=torch.tensor(targets),
+            token_T=torch.tensor(tokens),
             credit_T=torch.tensor(credit, dtype=torch.float64),
             ratio_scale_T=torch.tensor(scale, dtype=torch.float64),
             engine_logprobs_T=torch.tensor(engine, dtype=torch.float64),
             rollout_index_T=torch.tensor(owner),
         )
+
+
+def credits_by_rollout(node: Node, sequences: Sequence[RolloutPath]) -> list[tuple[RolloutPath, Sequence[float], float]]:
+    """Which of these rollouts train the node's tokens, with their credit a token and their ratio scale.
+
+    Raises ValueError for a node that several rollouts share and whose credit belongs to none of them.
+    """
+    if not node.trainable:
+        return []
+    if node.shares is not None:
+        shares = [(sequence, node.shares[sequence.rollout]) for sequence in sequences if sequence.rollout in node.shares]
+        return [(sequence, (one.advantage,) * len(node.token_ids), one.ratio_scale) for sequence, one in shares]
+    if node.owner is None and len(sequences) > 1:
+        raise ValueError(f"node {node.node_id} is shared by {len(sequences)} rollouts: shared-token credit is needed")
+    if node.credit is None:
+        return []
+    return [(one, node.credit, node.ratio_scale) for one in sequences if node.owner in (None, one.rollout)]
 
 
 def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[PackedBatch]:

@@ -1,8 +1,8 @@
 """The policy in training: float32 master weights behind a working copy in the model's own precision.
 
 Small RL updates vanish in bfloat16, so gradients are accumulated and applied in float32; the working copy (which the
-local engine shares) is rounded from the masters after every step. Shape letters: N packed tokens, T scored tokens, V
-vocabulary.
+local engine shares) is rounded from the masters after every step. Shape letters: N packed tokens, U scored tokens, T entries
+of :class:`~outrider.train.pack.PackedBatch`, V vocabulary.
 """
 
 import copy
@@ -63,9 +63,12 @@ class Scorer:
         """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
         states = self.language_model.hidden(batch.ids_N[None], batch.positions_N[None], batch.plan)
         device = states.device
-        hidden, targets = states[0, batch.predictors_T.to(device)], batch.targets_T.to(device)
-        logprobs_T, entropies_T = score_tokens(hidden, targets, self.language_model.head)
-        return TokenScores(logprobs_T=logprobs_T, entropies_T=entropies_T)
+        hidden, targets = states[0, batch.predictors_U.to(device)], batch.targets_U.to(device)
+        logprobs_U, entropies_U = score_tokens(hidden, targets, self.language_model.head)
+        if len(batch.token_T) == len(logprobs_U):  # nothing is shared
+            return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
+        entries = batch.token_T.to(device)
+        return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
 
 
 class Policy(Scorer):

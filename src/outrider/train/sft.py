@@ -78,7 +78,9 @@ def _step(policy: Policy, batch: Sequence[RolloutPath], learning_rate: float, ma
     for packed in pack(batch, max_tokens=max_tokens):
         scores = policy.score(packed)
         packed = packed.like(scores.logprobs_T)
-        weights = token_weights(kind="token_sum", rollout_index=torch.zeros_like(packed.targets_T), num_rollouts=1) / num_tokens
+        weights = (
+            token_weights(kind="token_sum", rollout_index=torch.zeros_like(packed.rollout_index_T), num_rollouts=1) / num_tokens
+        )
         loss = weighted_loss(losses=-scores.logprobs_T * packed.credit_T, weights=weights.to(scores.logprobs_T))
         loss.backward()
         total += float(loss.detach())

@@ -18,7 +18,7 @@ from outrider.algorithms.ratios import ImportanceStats, importance_stats, trunca
 from outrider.config import Settings
 from outrider.errors import EngineFault
 from outrider.trace import Trace
-from outrider.train.pack import PackedBatch, RolloutPath, pack
+from outrider.train.pack import PackedBatch, RolloutPath, credits_by_rollout, pack
 from outrider.train.policy import Policy, Scorer, TokenScores
 
 
@@ -49,8 +49,8 @@ class UpdateReport:
 
 def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
     """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
-    kept = [path for trace in traces for leaf, path in trace.rollouts() if leaf.episode_return is not None]
-    return [RolloutPath(nodes=path, rollout_index=index) for index, path in enumerate(kept)]
+    kept = [(leaf.rollout, path) for trace in traces for leaf, path in trace.rollouts() if leaf.episode_return is not None]
+    return [RolloutPath(nodes=path, rollout_index=index, rollout=rollout) for index, (rollout, path) in enumerate(kept)]
 
 
 def update(
@@ -85,8 +85,10 @@ def update(
 def _trained(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list[RolloutPath]:
     """Rollouts whose gradient is not zero by construction; the others stay in every denominator."""
     if objective.kl_weight > 0:  # the KL term trains every policy token, also of a rollout without advantage
-        return [path for path in paths if any(node.credit for node in path.nodes)]
-    return [path for path in paths if any(node.credit and any(node.credit) for node in path.nodes)]
+        return [path for path in paths if any(credits_by_rollout(node, [path]) for node in path.nodes)]
+    return [
+        path for path in paths if any(any(credit) for node in path.nodes for _, credit, _ in credits_by_rollout(node, [path]))
+    ]
 
 
 def _old_logprobs(
@@ -137,7 +139,7 @@ def _mini_batch(
         loss = _loss(scores.logprobs_T, old, reference_logprobs, batch, weights[index].to(old), objective, tally)
         tally.add_scores(start.entropies_T, old, batch.engine_logprobs_T)
         loss.backward()
-        report.num_scored_tokens += len(batch.targets_T)
+        report.num_scored_tokens += len(batch.targets_U)
         report.num_computed_tokens += batch.num_tokens
         if on_batch is not None:
             on_batch(report.num_scored_tokens)
@@ -150,13 +152,7 @@ def _mini_batch(
 def _weights(paths: Sequence[RolloutPath], objective: ObjectiveSettings, batches: Sequence[PackedBatch]) -> list[Tensor]:
     """Token weights with global denominators: tokens of rollouts without gradient count, but are not computed."""
     owners = torch.tensor(
-        [
-            path.rollout_index
-            for path in paths
-            for node in path.nodes
-            if node.trainable and node.credit is not None
-            for _ in node.token_ids
-        ]
+        [path.rollout_index for path in paths for node in path.nodes if credits_by_rollout(node, [path]) for _ in node.token_ids]
     )
     every = token_weights(
         kind=objective.aggregation,
