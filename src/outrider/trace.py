@@ -3,7 +3,7 @@
 A node stores only the tokens that it adds. Ids are appended and never made from text a second time (DESIGN section 2).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,14 @@ from outrider.types import Message, Origin, Outcome, Task
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rollout gives to a node that it shares: its advantage and the scale of its importance ratio."""
+    """What one rollout gives to a node that it shares: its credit a token and the scale of its importance ratio."""
 
-    advantage: float
+    credit: tuple[float, ...]
     ratio_scale: float = 1.0
+
+    def scaled(self, factors: Sequence[float]) -> "Share":
+        """The credit times a factor a token."""
+        return Share(tuple(value * factor for value, factor in zip(self.credit, factors, strict=True)), self.ratio_scale)
 
 
 @dataclass(slots=True, kw_only=True)

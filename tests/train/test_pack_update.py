@@ -281,7 +281,7 @@ def unshared(trace: Trace, attribution: str) -> list[RolloutPath]:
             twin = replace(one, shares=None, owner=None)
             if one.shares is not None:
                 share = one.shares[leaf.rollout]
-                twin.credit, twin.ratio_scale = (share.advantage,) * len(one.token_ids), share.ratio_scale
+                twin.credit, twin.ratio_scale = share.credit, share.ratio_scale
             if one.owner not in (None, leaf.rollout):  # hard attribution: counted by its owner alone
                 twin.origin, twin.logprobs, twin.entropies = Origin.ENVIRONMENT, (), ()
             copies.append(twin)

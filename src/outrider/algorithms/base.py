@@ -23,7 +23,8 @@ AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
 class ObjectiveSettings(Settings):
     """The clipped policy-gradient objective that the group methods share.
 
-    ``clip_low`` and ``clip_high`` bound the ratio at 1 - low and 1 + high; ``dual_clip`` (None: off) bounds the loss of
+    ``clip_low`` and ``clip_high`` bound the ratio at 1 - low and 1 + high; ``keep_clipped_gradient`` keeps the gradient of a
+    token that the upper bound clips (AEPO); ``dual_clip`` (None: off) bounds the loss of
     negative advantages; ``max_length`` is the constant of Dr. GRPO's aggregation; ``sampler_correction`` caps the token
     weight trainer / engine (None: off); ``kl_weight`` 0 keeps no reference model.
     """
@@ -32,6 +33,7 @@ class ObjectiveSettings(Settings):
     advantage: AdvantageKind = "group_normalized"
     clip_low: float = Field(0.2, ge=0, le=1)
     clip_high: float = Field(0.2, ge=0)
+    keep_clipped_gradient: bool = False
     dual_clip: float | None = Field(None, gt=1)
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"] = "token_mean"
     max_length: int | None = Field(None, ge=1)
@@ -99,7 +101,7 @@ def write_credit(
         if node.credit is not None or node.shares is not None or (len(shared) > 1 and attribution is None):
             raise ValueError(f"node {node_id} already has credit")
         if len(shared) > 1 and attribution == "soft":
-            node.shares = {rollout: Share(value, scale) for rollout, value, scale in shared}
+            node.shares = {rollout: Share((value,) * len(node.token_ids), scale) for rollout, value, scale in shared}
             continue
         rollouts, credits_, node_scales = zip(*shared, strict=True)
         if len(set(node_scales)) > 1:

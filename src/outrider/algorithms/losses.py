@@ -39,11 +39,13 @@ def clipped_surrogate_per_token(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     ratio_scale: Tensor | None = None,
+    keep_clipped_gradient: bool = False,
 ) -> SurrogateLoss:
     """``max(-A r, -A clip(r, 1 - low, 1 + high))`` [T] (PPO, arXiv 1707.06347 Eq. 7); unequal bounds are DAPO's clip-higher.
 
     ``dual_clip`` c > 1 bounds the loss of a negative advantage at ``-A c`` (arXiv 1912.09729). ``ratio_scale`` [T]
-    multiplies the ratio before every clip (RAPO Eq. 8). A clipped token has no gradient.
+    multiplies the ratio before every clip (RAPO Eq. 8). A clipped token has no gradient, except that
+    ``keep_clipped_gradient`` lets the upper bound be ``(1 + high) r / sg(r)``, whose gradient is that of 1 + high (AEPO).
     """
     return clipped_surrogate_shared_per_token(
         logprobs=logprobs,
@@ -54,6 +56,7 @@ def clipped_surrogate_per_token(
         clip_high=clip_high,
         dual_clip=dual_clip,
         ratio_scale=ratio_scale,
+        keep_clipped_gradient=keep_clipped_gradient,
     )
 
 
@@ -67,6 +70,7 @@ def clipped_surrogate_shared_per_token(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     ratio_scale: Tensor | None = None,
+    keep_clipped_gradient: bool = False,
 ) -> SurrogateLoss:
     """The sum over leaves of :func:`clipped_surrogate_per_token` for tokens that several rollouts share, computed once.
 
@@ -88,7 +92,8 @@ def clipped_surrogate_shared_per_token(
     over, under = ratio > 1.0 + clip_high, ratio < 1.0 - clip_low
     over_dual = torch.zeros_like(over) if dual_clip is None else ratio > dual_clip
     # where, not minimum: at an exact tie minimum would split the gradient between the ratio and the constant.
-    ratio_positive = torch.where(over, torch.full_like(ratio, 1.0 + clip_high), ratio)
+    upper = (1.0 + clip_high) * (ratio / ratio.detach() if keep_clipped_gradient else torch.ones_like(ratio))
+    ratio_positive = torch.where(over, upper, ratio)
     ratio_negative = torch.where(under, torch.full_like(ratio, 1.0 - clip_low), ratio)
     if dual_clip is not None:
         ratio_negative = torch.where(over_dual, torch.full_like(ratio, dual_clip), ratio_negative)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from outrider.types import Message, Step, Task
 
@@ -56,6 +56,15 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Release processes and files; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class CopyableEnvironment(Environment, Protocol):
+    """An environment whose episode can be forked."""
+
+    def copy(self) -> "CopyableEnvironment":
+        """An environment in the same state, independent from then on; no action is done again."""
         ...
 
 

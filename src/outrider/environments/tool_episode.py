@@ -90,6 +90,15 @@ class ToolEnvironment:
         success = score.is_correct and score.fault is None
         return EpisodeResult(episode_return=score.reward, success=success, metrics=metrics)
 
+    def copy(self) -> "ToolEnvironment":
+        """The same episode so far; tools keep no state between calls."""
+        twin = ToolEnvironment(task=self._task, tools=self._tools, config=self._config, system_prompt=self._system_prompt)
+        twin._turns = list(self._turns)
+        twin._calls, twin._num_calls = self._calls.copy(), self._num_calls.copy()
+        twin._num_failed, twin._num_invalid, twin._num_refused = self._num_failed, self._num_invalid, self._num_refused
+        twin._done = self._done
+        return twin
+
     def close(self) -> None:
         """Nothing of its own to release."""
 

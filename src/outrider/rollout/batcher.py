@@ -1,21 +1,26 @@
 """Collects the requests of all running episodes into one engine batch a round.
 
-A batch is formed only when every running episode waits for the engine. So its content depends on ids and never on how
-fast a tool answered, and the same seed gives the same bits.
+A batch is formed only when every running episode waits for the engine, and new episodes begin only then. So its content
+depends on ids and never on how fast a tool answered, and the same seed gives the same bits.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from outrider.engines.base import Engine, Generation, Request
 from outrider.errors import EngineFault
 
 
 class RoundBatcher:
-    """Shared by the workers of one scheduler run; each worker counts as running from the start until it leaves."""
+    """Shared by the workers of one scheduler run; each counts as running from :meth:`join` until it leaves.
 
-    def __init__(self, engine: Engine, *, num_workers: int) -> None:
+    ``admit`` is called whenever all of them wait: it may let more join, which the batch then waits for.
+    """
+
+    def __init__(self, engine: Engine, *, admit: Callable[[int], None]) -> None:
         self.engine = engine
-        self._num_running = num_workers
+        self._admit = admit
+        self._num_running = 0
         self._waiting: dict[str, tuple[Request, asyncio.Future[Generation]]] = {}
         self.num_batches = 0
 
@@ -31,12 +36,19 @@ class RoundBatcher:
         finally:
             self._waiting.pop(request.request_id, None)  # nobody waits for a cancelled request
 
+    def join(self) -> None:
+        """One more worker runs."""
+        self._num_running += 1
+
     def leave(self) -> None:
-        """A worker has no more episodes."""
+        """A worker's episode has ended."""
         self._num_running -= 1
         self._flush_if_complete()
 
     def _flush_if_complete(self) -> None:
+        if len(self._waiting) < self._num_running:
+            return
+        self._admit(self._num_running)
         if not self._waiting or len(self._waiting) < self._num_running:
             return
         entries = [self._waiting[key] for key in sorted(self._waiting)]

@@ -13,6 +13,7 @@ from outrider.environments.base import Environment, StepResult
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
+from outrider.rollout.branch import Brancher, Fork, observation_of, take_fork
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, message_of
 from outrider.seeding import stream_seed
 from outrider.tokens import ChatRenderer
@@ -60,15 +61,23 @@ class EpisodeRunner:
     hooks: Sequence[Hook]
     run_seed: int
     training_step: int
+    on_fork: Callable[[Trace, int], Sequence[int]] = lambda trace, wanted: ()
+    spawn: Callable[[Trace, int, Fork], None] = lambda trace, rollout, fork: None
 
-    async def run(self, *, task: Task, trace: Trace, environment: Environment, rollout: int, mode: str) -> Leaf:
-        """Play one rollout into ``trace``.
+    async def run(
+        self, *, task: Task, trace: Trace, environment: Environment, rollout: int, mode: str, fork: Fork | None = None
+    ) -> Leaf:
+        """Play one rollout into ``trace``, from the prompt or from ``fork`` on.
 
         Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or records it.
         """
         reset_seed = stream_seed(self.run_seed, "reset", self.training_step, task.key)  # a group shares its initial state
-        messages = await self._guarded(environment.reset, reset_seed)
-        root = _root(trace, self.renderer.prompt(messages), messages)
+        if fork is None:
+            messages = await self._guarded(environment.reset, reset_seed)
+            tip = _root(trace, self.renderer.prompt(messages), messages)
+        else:
+            await fork.restore(environment, reset_seed=reset_seed, timeout_s=self.limits.step_timeout_s)
+            tip = fork.tip
         state = EpisodeState(
             task=task,
             trace=trace,
@@ -77,8 +86,10 @@ class EpisodeRunner:
             training_step=self.training_step,
             rollout=rollout,
             mode=mode,
-            tip=root,
+            tip=tip,
         )
+        if fork is not None:
+            fork.continue_in(state)
         outcome = None
         while outcome is None:
             outcome = await self._turn(state)
@@ -100,16 +111,15 @@ class EpisodeRunner:
             return Outcome.TRUNCATED_TURNS
         if self._left(state) <= 0:
             return Outcome.TRUNCATED_TOKENS
-        for hook in self.hooks:
-            for wanted in hook.before_turn(state):
-                if isinstance(wanted, Splice):
-                    self._splice(state, wanted, room=self.limits.max_turn_tokens)
-                elif (outcome := await self._attempt(state, wanted)) is not None:
-                    return outcome
+        if not state.is_forked and (outcome := await self._before_turn(state)) is not None:
+            return outcome
+        state.is_forked = False
+        before = state.tip
         finish, text = await self._generate(state, min(self.limits.max_turn_tokens, self._left(state)))
         if finish is FinishReason.CANCELLED:
             return Outcome.CANCELLED
-        result = await self._guarded(state.environment.step, Message(role="assistant", content=text))
+        await self._fork(state, before)
+        result = await self._act(state, text)
         state.last_result = result
         state.tip.reward = result.reward
         state.tip.metadata |= {"num_tool_calls": result.num_tool_calls, "tools": list(result.tools), "invalid": result.invalid}
@@ -120,6 +130,31 @@ class EpisodeRunner:
         for hook in self.hooks:
             hook.after_turn(state)
         return outcome
+
+    async def _before_turn(self, state: EpisodeState) -> Outcome | None:
+        for hook in self.hooks:
+            for wanted in hook.before_turn(state):
+                if isinstance(wanted, Splice):
+                    self._splice(state, wanted, room=self.limits.max_turn_tokens)
+                elif (outcome := await self._attempt(state, wanted)) is not None:
+                    return outcome
+        return None
+
+    async def _fork(self, state: EpisodeState, before: Node) -> None:
+        """Let rollouts leave in front of the turn that was just written; its own tokens stay with this rollout."""
+        wanted = sum(hook.num_forks(state) for hook in self.hooks if isinstance(hook, Brancher))
+        granted = self.on_fork(state.trace, wanted) if wanted else ()
+        state.tip.metadata |= {"num_forks": len(granted), "num_forks_wanted": wanted} if wanted else {}
+        if granted:
+            fork = await take_fork(state, before, timeout_s=self.limits.step_timeout_s)
+            for rollout in granted:
+                self.spawn(state.trace, rollout, fork)
+
+    async def _act(self, state: EpisodeState, action: str) -> StepResult:
+        result = await self._guarded(state.environment.step, Message(role="assistant", content=action))
+        state.actions.append(action)
+        state.observations.append(observation_of(result))
+        return result
 
     def _left(self, state: EpisodeState) -> int:
         """Tokens that the rollout may still add."""
@@ -172,7 +207,7 @@ class EpisodeRunner:
 
     async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
         """Do a hook's action in the environment; the action counts also where its text finds no room."""
-        result = await self._guarded(state.environment.step, Message(role="assistant", content=attempt.action))
+        result = await self._act(state, attempt.action)
         splice = attempt.then(result)
         if splice is not None:
             before = state.tip

@@ -38,7 +38,11 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeState:
-    """One running rollout. ``turn`` counts the policy's turns; ``tip`` is the newest node; ``steps`` the history."""
+    """One running rollout. ``turn`` counts the policy's turns; ``tip`` is the newest node; ``steps`` the history.
+
+    ``actions`` and ``observations`` are what the environment was given and answered. ``is_forked``: the next turn begins
+    where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a row at which rollouts left.
+    """
 
     task: Task
     trace: Trace
@@ -52,6 +56,10 @@ class EpisodeState:
     num_response_tokens: int = 0
     num_splices_dropped: int = 0
     steps: list[Step] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)
+    is_forked: bool = False
+    branch_streak: int = 0
     last_result: StepResult | None = None
 
     def stream(self, purpose: str) -> np.random.Generator:

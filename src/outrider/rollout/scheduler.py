@@ -1,7 +1,8 @@
 """Runs the rollouts of many groups with bounded concurrency, retries and exactly one outcome each."""
 
 import asyncio
-from collections import Counter, deque
+import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from outrider.environments.base import Environment, EnvironmentFactory
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
+from outrider.rollout.branch import Brancher, Fork, GroupBook, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
 from outrider.rollout.hooks import Hook
 from outrider.tokens import ChatRenderer
@@ -29,6 +31,16 @@ class RolloutReport:
     num_batches: int
     num_retries: int
     faults: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Owed:
+    """A rollout that must end in one outcome: from its prompt, or from a fork on. Ordered by group and number."""
+
+    group: int
+    rollout: int
+    trace: Trace = field(compare=False)
+    fork: Fork | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,9 +73,11 @@ class Scheduler:
 
     async def _run(self, tasks: Sequence[Task], modes: Sequence[str], training_step: int) -> RolloutReport:
         traces = [Trace(task=task) for task in tasks]
-        owed = deque((trace, rollout) for trace in traces for rollout in range(len(modes)))
-        num_workers = min(self.max_concurrent, len(owed))
-        batcher = RoundBatcher(self.engine, num_workers=num_workers)
+        brancher = next((hook for hook in self.hooks if isinstance(hook, Brancher)), None)
+        book = GroupBook(traces, size=len(modes), brancher=brancher)
+        owed = [_Owed(number, rollout, trace) for number, trace in enumerate(traces) for rollout in book.first]
+        numbers = {trace.task.key: number for number, trace in enumerate(traces)}
+        batcher = RoundBatcher(self.engine, admit=lambda num_running: admit(num_running))
         runner = EpisodeRunner(
             batcher=batcher,
             renderer=self.renderer,
@@ -72,21 +86,34 @@ class Scheduler:
             hooks=self.hooks,
             run_seed=self.run_seed,
             training_step=training_step,
+            on_fork=book.claim,
+            spawn=lambda trace, rollout, fork: owe(trace, rollout, fork),
         )
         faults: Counter[str] = Counter()
+        forks: list[Fork] = []
 
-        async def work() -> None:
-            while owed:
-                trace, rollout = owed.popleft()
-                trace.finish(await self._play(runner, trace, rollout, modes[rollout], faults))
-                self.engine.release([f"{trace.task.key}/{rollout}"])
-                if self.on_finished is not None:
-                    self.on_finished(sum(len(one.leaves) for one in traces), len(traces) * len(modes))
+        def owe(trace: Trace, rollout: int, fork: Fork | None = None) -> None:
+            heapq.heappush(owed, _Owed(numbers[trace.task.key], rollout, trace, fork))
+            forks.extend([fork] if fork is not None else [])
+
+        def admit(num_running: int) -> None:
+            """Begin what there is room for, first groups first, however early or late it came to be owed."""
+            for _ in range(min(self.max_concurrent - num_running, len(owed))):
+                batcher.join()
+                group.create_task(work(heapq.heappop(owed)))
+
+        async def work(one: _Owed) -> None:
+            one.trace.finish(await self._play(runner, one, modes[one.rollout], faults))
+            self.engine.release([f"{one.trace.task.key}/{one.rollout}"])
+            for rollout in book.ended(one.trace):
+                owe(one.trace, rollout)
+            if self.on_finished is not None:
+                self.on_finished(sum(len(trace.leaves) for trace in traces), len(traces) * len(modes))
             batcher.leave()  # not after an exception: it would start one more batch for workers that end anyway
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(num_workers):
-                group.create_task(work())
+            admit(0)
+        await self._close_all([fork.environment for fork in forks if fork.environment is not None], faults)
         for trace in traces:
             if len(trace.leaves) != len(modes):
                 raise AssertionError(f"task {trace.task.key}: {len(trace.leaves)} outcomes for {len(modes)} rollouts")
@@ -95,15 +122,18 @@ class Scheduler:
                 hook.after_group(trace)
         return RolloutReport(traces=traces, num_batches=batcher.num_batches, num_retries=faults["retries"], faults=faults)
 
-    async def _play(self, runner: EpisodeRunner, trace: Trace, rollout: int, mode: str, faults: Counter[str]) -> Leaf:
-        """One rollout with retries; every try gets a fresh environment and its nodes hang under the prompt anew."""
+    async def _play(self, runner: EpisodeRunner, owed: _Owed, mode: str, faults: Counter[str]) -> Leaf:
+        """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under where it began."""
+        trace, rollout, fork = owed.trace, owed.rollout, owed.fork
         for attempt in range(self.max_retries + 1):
             if self.stopped:
                 return _lost(rollout, Outcome.CANCELLED, "the run was stopped")
             environment: Environment | None = None
             try:
-                environment = await guarded(self.factory, trace.task, timeout_s=self.limits.step_timeout_s)
-                leaf = await runner.run(task=trace.task, trace=trace, environment=environment, rollout=rollout, mode=mode)
+                environment = await fork_environment(fork, self.factory, trace, timeout_s=self.limits.step_timeout_s)
+                leaf = await runner.run(
+                    task=trace.task, trace=trace, environment=environment, rollout=rollout, mode=mode, fork=fork
+                )
                 return leaf if leaf.outcome is not Outcome.CANCELLED else _lost(rollout, Outcome.CANCELLED, "cancelled")
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
                 outcome = _outcome(fault)
@@ -115,6 +145,11 @@ class Scheduler:
                 if environment is not None:
                     await self._close(environment, faults)
         raise AssertionError("unreachable: the last attempt returns")
+
+    async def _close_all(self, environments: Sequence[Environment], faults: Counter[str]) -> None:
+        """Copies that forks were taken from; several rollouts may have used one."""
+        for environment in {id(one): one for one in environments}.values():
+            await self._close(environment, faults)
 
     async def _close(self, environment: Environment, faults: Counter[str]) -> None:
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from outrider.algorithms.arpo import Arpo, ArpoSettings
 from outrider.algorithms.base import Algorithm
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.rapo import Rapo, RapoSettings
@@ -85,7 +86,7 @@ def build(
         train_tasks=train_tasks,
         test_tasks=test_tasks,
         buffer=buffer,
-        algorithm=make_algorithm(settings, buffer),
+        algorithm=make_algorithm(settings, buffer, vocabulary_size=int(policy.model.config.vocab_size)),
     )
 
 
@@ -137,8 +138,10 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
     policy.round_masters()
 
 
-def make_algorithm(settings: RunSettings, buffer: StepTraceBuffer | None) -> Algorithm:
+def make_algorithm(settings: RunSettings, buffer: StepTraceBuffer | None, *, vocabulary_size: int) -> Algorithm:
     """The algorithm that ``algorithm.type`` names."""
+    if isinstance(settings.algorithm, ArpoSettings):
+        return Arpo(settings.algorithm, vocabulary_size=vocabulary_size)
     if isinstance(settings.algorithm, RapoSettings):
         return Rapo(settings.algorithm, buffer=buffer, num_training_steps=settings.train.num_steps)
     assert isinstance(settings.algorithm, GrpoSettings)

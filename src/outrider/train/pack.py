@@ -127,7 +127,7 @@ def credits_by_rollout(node: Node, sequences: Sequence[RolloutPath]) -> list[tup
         return []
     if node.shares is not None:
         shares = [(sequence, node.shares[sequence.rollout]) for sequence in sequences if sequence.rollout in node.shares]
-        return [(sequence, (one.advantage,) * len(node.token_ids), one.ratio_scale) for sequence, one in shares]
+        return [(sequence, share.credit, share.ratio_scale) for sequence, share in shares]
     if node.owner is None and len(sequences) > 1:
         raise ValueError(f"node {node.node_id} is shared by {len(sequences)} rollouts: shared-token credit is needed")
     if node.credit is None:

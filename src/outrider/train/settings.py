@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from outrider.algorithms.arpo import ArpoSettings
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.rapo import RapoSettings
 from outrider.config import Settings
@@ -12,6 +13,7 @@ from outrider.engines.base import LocalSettings
 from outrider.engines.vllm import VllmSettings
 from outrider.environments.factbook import FactbookConfig
 from outrider.environments.scienceworld import ScienceWorldConfig
+from outrider.environments.scienceworld_tasks import replays_exactly
 from outrider.environments.tools import ToolsConfig
 from outrider.evals.runner import EvaluationSettings
 from outrider.rollout.episode import Limits
@@ -21,7 +23,7 @@ from outrider.train.update import UpdateSettings
 
 EnvironmentConfig = Annotated[FactbookConfig | ToolsConfig | ScienceWorldConfig, Field(discriminator="type")]
 EngineSettings = Annotated[LocalSettings | VllmSettings, Field(discriminator="type")]
-AlgorithmSettings = Annotated[GrpoSettings | RapoSettings, Field(discriminator="type")]
+AlgorithmSettings = Annotated[GrpoSettings | RapoSettings | ArpoSettings, Field(discriminator="type")]
 
 
 class ModelSettings(Settings):
@@ -112,6 +114,13 @@ class RunSettings(Settings):
             raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld)")
         if self.engine.type == "vllm" and self.model.lora is not None:
             raise ValueError("engine.type = vllm needs full fine-tuning: adapters are not merged for it (model.lora)")
+        if isinstance(self.algorithm, ArpoSettings) and isinstance(self.environment, ScienceWorldConfig):
+            deterministic = self.environment.deterministic
+            refused = [name for name in self.environment.task_names if not replays_exactly(name, deterministic=deterministic)]
+            if refused:
+                raise ValueError(
+                    f"algorithm.type = arpo forks by replay, and these tasks replay differently: {', '.join(refused)}"
+                )
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
         return self

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 
 from outrider.algorithms.base import GroupCredit
 from outrider.memory.embedder import HashEmbedder
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import Node, Trace
 from outrider.types import Origin, Outcome
 
 
@@ -27,7 +27,9 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     returns = [leaf.episode_return for leaf, _ in kept if leaf.episode_return is not None]
     lengths = [_num_tokens(path) for _, path in kept]
     turns = [sum(node.trainable for node in path) for _, path in kept]
-    policy = [node for _, path in kept for node in path if node.trainable]
+    nodes = list({id(node): node for _, path in kept for node in path}.values())  # a shared node was written once
+    policy = [node for node in nodes if node.trainable]
+    on_paths = sum(_total(path, "num_tool_calls") for _, path in kept)
     truncated = outcomes[Outcome.TRUNCATED_TOKENS] + outcomes[Outcome.TRUNCATED_TURNS]
     return (
         metrics
@@ -39,17 +41,22 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
             "reward/success_rate": fmean(float(leaf.success) for leaf, _ in kept),
             "rollout/length_tokens_mean": fmean(lengths),
             "rollout/length_tokens_max": float(max(lengths)),
-            "rollout/policy_tokens_mean": sum(len(node.token_ids) for node in policy) / len(kept),
+            "rollout/policy_tokens_mean": fmean(sum(len(n.token_ids) for n in path if n.trainable) for _, path in kept),
             "rollout/turns_mean": fmean(turns),
             "rollout/turns_max": float(max(turns)),
-            "rollout/num_tool_calls": _total(kept, "num_tool_calls"),
-            "rollout/num_tool_calls_saved": _total(kept, "num_calls_saved"),
-            "rollout/num_invalid_actions": _total(kept, "invalid"),
+            "rollout/num_tool_calls": _total(nodes, "num_tool_calls"),
+            "rollout/tool_calls_per_leaf": on_paths / len(kept),
+            "rollout/num_tool_calls_shared": on_paths - _total(nodes, "num_tool_calls"),
+            "rollout/num_tool_calls_saved": _total(nodes, "num_calls_saved"),
+            "rollout/num_invalid_actions": _total(nodes, "invalid"),
             "rollout/truncated_fraction": truncated / len(every),
             "entropy/token_mean": fmean(e for node in policy for e in node.entropies) if policy else 0.0,
             "entropy/turn_mean": fmean(node.mean_entropy for node in policy if node.entropies) if policy else 0.0,
         }
-        | {f"tokens/{name}": float(_tokens(kept, origin)) for name, origin in _ORIGINS.items()}
+        | {
+            f"tokens/{name}": float(sum(len(node.token_ids) for node in nodes if node.origin is origin))
+            for name, origin in _ORIGINS.items()
+        }
     )
 
 
@@ -93,6 +100,20 @@ def credit_metrics(credits_: Sequence[GroupCredit]) -> dict[str, float]:
         f"group/num_without_signal_{reason}": float(reasons[reason]) for reason in ("singleton", "no_spread", "unscorable")
     }
     return metrics | {"group/fraction_without_signal": 1.0 - reasons[None] / len(credits_)}
+
+
+def branch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """What the branching rule saw and did; empty where it was never asked."""
+    decided = [node.metadata for trace in traces for node in trace.nodes if "entropy_change" in node.metadata]
+    if not decided:
+        return {}
+    num_forks = sum(one.get("num_forks", 0) for one in decided)
+    return {
+        "branch/num_decisions": float(len(decided)),
+        "branch/num_forks": float(num_forks),
+        "branch/num_refused": float(sum(one.get("num_forks_wanted", 0) for one in decided) - num_forks),
+        "branch/entropy_change_mean": fmean(one["entropy_change"] for one in decided),
+    }
 
 
 def retrieval_metrics(
@@ -155,9 +176,5 @@ def _num_tokens(path: Sequence[Node]) -> int:
     return sum(len(node.token_ids) for node in path if node.origin is not Origin.PROMPT)
 
 
-def _tokens(kept: Sequence[tuple[Leaf, list[Node]]], origin: Origin) -> int:
-    return sum(len(node.token_ids) for _, path in kept for node in path if node.origin is origin)
-
-
-def _total(kept: Sequence[tuple[Leaf, list[Node]]], name: str) -> float:
-    return float(sum(node.metadata.get(name, 0) for _, path in kept for node in path))
+def _total(nodes: Sequence[Node], name: str) -> float:
+    return float(sum(node.metadata.get(name, 0) for node in nodes))

@@ -50,5 +50,5 @@ def _pieces(node: Node, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def _advantage(trace: Trace, leaf_node: Node) -> float | None:
-    credits_ = [node.credit[0] for node in trace.path(leaf_node.node_id) if node.credit]
+    credits_ = [node.credit[0] for node in trace.path(leaf_node.node_id) if node.credit and node.owner is None]
     return credits_[-1] if credits_ else None

@@ -30,7 +30,14 @@ from outrider.train.components import Components
 from outrider.train.evolving import evolve_buffer
 from outrider.train.imitation import imitate_experts
 from outrider.train.run_directory import RunDirectory
-from outrider.train.step_metrics import credit_metrics, diversity, retrieval_metrics, rollout_metrics, timing_metrics
+from outrider.train.step_metrics import (
+    branch_metrics,
+    credit_metrics,
+    diversity,
+    retrieval_metrics,
+    rollout_metrics,
+    timing_metrics,
+)
 from outrider.train.trace_rows import rows_of
 from outrider.train.update import update
 from outrider.types import Task
@@ -210,6 +217,7 @@ class Trainer:
         values = (
             rollout_metrics(report.traces)
             | credit_metrics(credits_)
+            | branch_metrics(report.traces)
             | updated.metrics
             | self._retrieval(report.traces, credits_, counts)
         )

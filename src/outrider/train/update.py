@@ -184,6 +184,7 @@ def _loss(
         clip_high=objective.clip_high,
         dual_clip=objective.dual_clip,
         ratio_scale=batch.ratio_scale_T,
+        keep_clipped_gradient=objective.keep_clipped_gradient,
     )
     losses = surrogate.losses
     everywhere = torch.ones_like(old_T, dtype=torch.bool)

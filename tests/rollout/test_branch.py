@@ -1,0 +1,179 @@
+"""Forks in the loop: whole groups, shared nodes, environments brought to the same point, nothing lost under faults."""
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.engines.base import Request
+from outrider.environments.base import CopyableEnvironment, StepResult
+from outrider.errors import EnvironmentFault, ToolFault
+from outrider.rollout.branch import Brancher
+from outrider.rollout.episode import Limits
+from outrider.rollout.hooks import EpisodeState
+from outrider.seeding import stream
+from outrider.trace import Trace
+from outrider.types import Outcome
+from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
+from tests.rollout.test_scheduler import chatty, facts
+
+END = StepResult(message=None, done=True)
+MODES = ("m",) * 8
+
+
+@dataclass
+class Forking:
+    """Forks where ``rule`` says so."""
+
+    rule: Any
+    first_wave: int = 3
+    wave: int = 5
+    asked: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Any]:
+        return ()
+
+    def after_turn(self, state: EpisodeState) -> None: ...
+
+    def after_group(self, trace: Trace) -> None: ...
+
+    def num_forks(self, state: EpisodeState) -> int:
+        self.asked.append((state.task.key, state.rollout, state.turn))
+        return int(self.rule(state))
+
+    def budget(self, trace: Trace) -> int:
+        return self.wave
+
+
+class Copying(Fake):
+    """The same with copies that remember what was done."""
+
+    def copy(self) -> "Copying":
+        return copy.deepcopy(self)
+
+
+def answers(number: int, text: str) -> StepResult:
+    return say(f" o{number}:{text}", "inline") if number < 3 else END
+
+
+def play(hook: Forking, *, kind: type[Fake] = Copying, modes: Sequence[str] = MODES, num_tasks: int = 1, **options: Any) -> Any:
+    factory = Factory(lambda task, number: kind(on_step=answers))
+    engine = options.pop("engine", None) or chatty()
+    runs = scheduler(engine, factory, hooks=(hook,), limits=Limits(step_timeout_s=5), **options)
+    return runs.run(tasks(num_tasks), modes=modes, training_step=0), factory
+
+
+def test_the_stand_ins_are_what_they_should_be() -> None:
+    assert isinstance(Forking(None), Brancher) and isinstance(Copying(on_step=answers), CopyableEnvironment)
+    assert not isinstance(Fake(on_step=answers), CopyableEnvironment)
+
+
+@pytest.mark.parametrize("kind", [Copying, Fake])
+def test_a_fork_shares_the_nodes_in_front_of_the_turn_and_goes_on_from_the_same_state(kind: type[Fake]) -> None:
+    """Copied or replayed, the child's environment has seen the parent's actions and then its own."""
+    hook = Forking(lambda state: state.rollout == 0 and state.turn == 2, first_wave=1, wave=1)
+    report, factory = play(hook, kind=kind, modes=("m",) * 2)
+    [trace] = report.traces
+    paths = {leaf.rollout: path for leaf, path in trace.rollouts()}
+    shared = [node for node in paths[0] if any(node is other for other in paths[1])]
+    assert [node.node_id for node in paths[0][:5]] == [node.node_id for node in shared]  # prompt, two turns with answers
+    assert paths[0][5].trainable and paths[1][5].trainable and paths[0][5].token_ids != paths[1][5].token_ids
+    assert paths[0][5].metadata["num_forks"] == 1 and "num_forks" not in paths[1][5].metadata
+    child = factory.made[-1] if kind is Fake else None
+    if child is not None:  # replayed: both prefixes equal, then its own turns
+        assert child.texts[:2] == factory.made[0].texts[:2] and child.texts[2] == paths[1][5].message.content
+        assert child.seeds == factory.made[0].seeds
+    observations = [node.message.content for node in paths[1] if node.origin.value == "environment"]
+    assert observations[2] == f" o2:{paths[1][5].message.content}"
+
+
+def test_a_group_is_filled_up_at_once_and_never_overfull() -> None:
+    never, _ = play(Forking(lambda state: 0))
+    always, _ = play(Forking(lambda state: 4))
+    for report in (never, always):
+        assert sorted(report.traces[0].leaves) == list(range(8))
+        assert len({id(path[-1]) for _, path in report.traces[0].rollouts()}) == 8  # no leaf twice
+    assert never.num_batches == 8  # 3 at once, then the other 5 at once, four turns each
+    roots = [node for node in always.traces[0].nodes if node.parent is None]
+    firsts = [node for node in always.traces[0].nodes if node.trainable and node.parent == roots[0].node_id]
+    assert len(roots) == 1 and len(firsts) > 3  # forks in front of the first turn hang under the prompt too
+    wanted = sum(node.metadata.get("num_forks_wanted", 0) for node in always.traces[0].nodes)
+    assert wanted > sum(node.metadata.get("num_forks", 0) for node in always.traces[0].nodes) == 5
+
+
+def test_a_first_wave_of_one_asks_for_the_budget_when_it_has_ended() -> None:
+    hook = Forking(lambda state: 0, first_wave=1, wave=5)
+    report, _ = play(hook)
+    assert sorted(report.traces[0].leaves) == list(range(8))
+    assert report.num_batches == 12  # one, then four more, then the last three
+    assert [turn for _, rollout, turn in hook.asked if rollout == 0] == [0, 1, 2, 3]
+
+
+def test_the_same_seed_gives_the_same_tree_however_fast_environments_answer() -> None:
+    def forks(state: EpisodeState) -> int:
+        return int(state.stream("fork").integers(0, 3))
+
+    def slow(task: Any, number: int) -> Fake:
+        return Copying(on_step=answers, delay=random.random() * 0.02)
+
+    quick, _ = play(Forking(forks), num_tasks=3)
+    runs = scheduler(chatty(), Factory(slow), hooks=(Forking(forks),), limits=Limits(step_timeout_s=5))
+    assert facts(runs.run(tasks(3), modes=MODES, training_step=0)) == facts(quick)
+
+
+def test_few_places_play_the_same_rollouts_later() -> None:
+    report, _ = play(Forking(lambda state: state.turn == 1), num_tasks=2, max_concurrent=2)
+    assert all(sorted(trace.leaves) == list(range(8)) for trace in report.traces)
+
+
+def test_a_replay_that_is_answered_differently_is_a_fault_and_not_a_rollout() -> None:
+    factory = Factory(lambda task, number: Fake(on_step=lambda n, text: say(f" {number} {n}") if n < 2 else END))
+    hook = Forking(lambda state: state.rollout == 0 and state.turn == 1, first_wave=1, wave=1)
+    runs = scheduler(chatty(), factory, hooks=(hook,), max_retries=1)
+    report = runs.run(tasks(1), modes=("m",) * 2, training_step=0)
+    assert report.traces[0].leaves[1].outcome is Outcome.ENVIRONMENT_FAULT
+    assert "replay" in report.traces[0].leaves[1].detail and report.traces[0].leaves[0].outcome is Outcome.FINISHED
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 2**32), first_wave=st.integers(1, 8), copies=st.booleans(), max_concurrent=st.sampled_from([1, 3, 40]))
+def test_every_owed_rollout_ends_once_whatever_breaks(seed: int, first_wave: int, copies: bool, max_concurrent: int) -> None:
+    """Faults of tools and environments, empty and cut turns, forks at random: group sizes add up and nothing hangs."""
+
+    def trouble(number: int, text: str) -> StepResult:
+        draw = stream(seed, text, number).random()
+        if draw < 0.06:
+            raise ToolFault("broken")
+        if draw < 0.12:
+            raise EnvironmentFault("gone")
+        return END if draw < 0.3 else StepResult(message=say(" o").message, num_tool_calls=1, invalid=draw > 0.9)
+
+    def ids(request: Request) -> list[int]:
+        draw = random.Random(request.seed ^ seed)
+        return [draw.randrange(10, 60) for _ in range(draw.randrange(0, 6))] or [draw.randrange(10, 60)]
+
+    kind = Copying if copies else Fake
+    factory = Factory(lambda task, number: kind(on_step=trouble))
+    hook = Forking(lambda state: int(state.stream("fork").integers(0, 3)), first_wave=first_wave)
+    runs = scheduler(RawEngine(TOKENIZER, ids), factory, hooks=(hook,), max_concurrent=max_concurrent, limits=Limits(max_turns=5))
+    report = runs.run(tasks(6), modes=MODES, training_step=0)
+    outcomes = Counter(leaf.outcome for trace in report.traces for leaf in trace.leaves.values())
+    assert outcomes.total() == 48 and all(sorted(trace.leaves) == list(range(8)) for trace in report.traces)
+    for trace in report.traces:
+        for leaf, path in trace.rollouts():
+            assert (leaf.episode_return is None) == leaf.outcome.is_fault == (not path)
+            assert path == [] or path[0].parent is None
+
+
+def test_a_loop_without_a_brancher_is_untouched() -> None:
+    engine = scripted(lambda request, context: "a.")
+    report = scheduler(engine, Factory(lambda task, number: Fake(on_step=lambda n, t: END))).run(
+        tasks(2), modes=MODES, training_step=0
+    )
+    assert report.num_batches == 1
