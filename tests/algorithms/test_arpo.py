@@ -1,0 +1,232 @@
+"""ARPO and AEPO: the papers' and the released code's numbers, credit on trees, and what the hook decides."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.algorithms.arpo import PRESETS, Arpo, ArpoSettings, BranchHook
+from outrider.algorithms.branching import (
+    branch_probability,
+    branches,
+    entropy_advantage_factors,
+    first_wave_budget,
+    segment_entropy,
+    truncated_entropy,
+)
+from outrider.algorithms.losses import clipped_surrogate_per_token, clipped_surrogate_shared_per_token
+from outrider.config import validate
+from outrider.environments.base import StepResult
+from outrider.rollout.hooks import EpisodeState
+from outrider.trace import Leaf, Trace
+from outrider.types import Message, Origin, Outcome, Task
+from tests.rollout.fakes import Fake
+
+VECTORS: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parents[1] / "vectors" / "arpo_branching.json").read_text())
+TEXT = Message(role="assistant", content="")
+V = 256
+
+
+@pytest.mark.parametrize("case", VECTORS["branch_decision_sweep"])
+def test_released_branching(case: dict[str, Any]) -> None:
+    change = case["H_now"] - case["H_init"]
+    found = branches(case["u"], change=change, base=case["branch_probability"], weight=case["entropy_weight"])
+    assert found is case["branch"]
+
+
+@pytest.mark.parametrize("case", VECTORS["entropy"])
+def test_released_entropy(case: dict[str, Any]) -> None:
+    raw = truncated_entropy(case["logprobs"])
+    assert raw == pytest.approx(case["raw"], abs=1e-12)
+    for size, value in case["normalised_by_ln_V"].items():
+        found = segment_entropy([raw], vocabulary_size=int(size), reduce="sum")
+        assert found == pytest.approx(value, abs=1e-12)
+
+
+@pytest.mark.parametrize("case", VECTORS["aepo_budget"])
+def test_aepo_budget(case: dict[str, Any]) -> None:
+    found = first_wave_budget(total=case["n"], entropy_root=case["H_root"], entropy_tools=case["H_tool_mean"], slope=case["beta"])
+    assert found == case["initial_rollouts"]
+
+
+@pytest.mark.parametrize("case", VECTORS["aepo_branch"])
+def test_released_aepo_branching(case: dict[str, Any]) -> None:
+    found = branches(
+        case["u"], change=case["delta"], base=0.5, weight=0.2, decision="aepo_released", penalty=0.05, streak=case["consecutive"]
+    )
+    assert found is case["branch"]
+
+
+@pytest.mark.parametrize("case", VECTORS["aepo_clip"])
+@pytest.mark.parametrize("kind", ["standard", "balanced"])
+def test_aepo_clip_keeps_value_and_gives_gradient(case: dict[str, Any], kind: str) -> None:
+    logprobs = torch.tensor([math.log(case["ratio"])], dtype=torch.float64, requires_grad=True)
+    loss = clipped_surrogate_per_token(
+        logprobs=logprobs, old_logprobs=torch.zeros(1, dtype=torch.float64),
+        advantages=torch.tensor([case["advantage"]], dtype=torch.float64), clip_low=case["clip_low"], clip_high=case["clip_high"],
+        dual_clip=case["clip_c"], keep_clipped_gradient=kind == "balanced",
+    ).losses.sum()  # fmt: skip
+    loss.backward()
+    assert float(loss) == pytest.approx(case[kind]["loss"], abs=1e-9)
+    assert float(logprobs.grad[0]) == pytest.approx(case[kind]["grad_wrt_logprob"], abs=1e-9)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("case", VECTORS["aepo_advantage"])
+def test_aepo_advantage(case: dict[str, Any]) -> None:
+    valid = [h for h, kept in zip(case["token_entropy"], case.get("mask", [1] * 9), strict=False) if kept]
+    factors = entropy_advantage_factors(valid, weight=case["a"])
+    expected = [s / a for s, a in zip(case["shaped"], case["advantage"], strict=True)][: len(valid)]
+    assert factors == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", VECTORS["soft_vs_hard_shared_token"])
+def test_soft_and_hard_on_a_shared_token(case: dict[str, Any]) -> None:
+    """Upstream averages over both branches' copies; our sums are twice that for soft, and hard counts once."""
+    advantages = torch.tensor(case["advantages_of_two_branches"], dtype=torch.float64)
+    for kind in ("soft", "hard"):
+        logprobs = torch.tensor([math.log(case["shared_token_ratio"])], dtype=torch.float64, requires_grad=True)
+        each = advantages if kind == "soft" else advantages.mean()[None]
+        loss = clipped_surrogate_shared_per_token(
+            logprobs=logprobs, old_logprobs=torch.zeros(1, dtype=torch.float64), dual_clip=3.0,
+            advantage_positive=each.clamp(min=0).sum()[None], advantage_negative=each.clamp(max=0).sum()[None],
+        ).losses.sum() / len(each)  # fmt: skip
+        loss.backward()
+        assert float(loss) == pytest.approx(case[f"{kind}_loss"], abs=1e-7)
+        assert float(logprobs.grad[0]) == pytest.approx(case[f"{kind}_grad_sum"], abs=1e-7)  # type: ignore[index]
+
+
+@given(
+    change=st.floats(-3, 3), base=st.floats(0.01, 0.99), weight=st.floats(0, 2), penalty=st.floats(0, 0.2),
+    streak=st.integers(0, 12),
+)  # fmt: skip
+def test_the_share_of_draws_that_branch_is_the_probability(
+    change: float, base: float, weight: float, penalty: float, streak: int
+) -> None:
+    draws = (np.arange(2000) + 0.5) / 2000
+    options = {"change": change, "base": base, "weight": weight, "penalty": penalty, "streak": streak}
+    share = np.mean([branches(float(u), **options) for u in draws])
+    assert share == pytest.approx(branch_probability(**options), abs=1e-3)
+    assert branches(0.999, decision="threshold", threshold=0.5, **options) is (branch_probability(**options) > 0.5)
+
+
+def test_presets_fill_what_is_not_given() -> None:
+    for name in PRESETS:
+        chosen = validate(ArpoSettings, {"type": "arpo", "preset": name, "window": 7})
+        assert chosen.window == 7 and chosen.preset == name
+    released = validate(ArpoSettings, {"preset": "aepo-released", "branch_penalty": 0.5})
+    assert released.decision == "aepo_released" and released.branch_penalty == 0.5 and not released.pre_monitor
+    assert validate(ArpoSettings, {"preset": "aepo"}).pre_monitor
+    assert validate(ArpoSettings, {}).source == "after_result"
+
+
+def state_with(entropies: list[list[float]], *, rollout: int = 0, num_tool_calls: int = 1) -> EpisodeState:
+    """A lineage of policy turns with an observation between; the newest turn was just written."""
+    trace = Trace(task=Task(key="t", question=""))
+    tip = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(1,), message=TEXT)
+    for number, values in enumerate(entropies):
+        if number:
+            tip = trace.append(parent=tip.node_id, origin=Origin.ENVIRONMENT, token_ids=(2,), message=TEXT)
+        size = len(values)
+        tip = trace.append(
+            parent=tip.node_id, origin=Origin.POLICY, token_ids=(3,) * size, message=TEXT, logprobs=(-1.0,) * size,
+            entropies=tuple(values),
+        )  # fmt: skip
+    return EpisodeState(
+        task=trace.task, trace=trace, environment=Fake(on_step=lambda n, t: StepResult(message=None)), run_seed=0,
+        training_step=0, rollout=rollout, mode="m", tip=tip, turn=len(entropies) - 1,
+        last_result=StepResult(message=TEXT, num_tool_calls=num_tool_calls),
+    )  # fmt: skip
+
+
+def hook(**options: Any) -> BranchHook:
+    return BranchHook(validate(ArpoSettings, options), vocabulary_size=V)
+
+
+def test_the_change_is_that_of_the_look_ahead_against_the_lineage_s_first_turn() -> None:
+    state = state_with([[0.1, 0.3], [9.0] * 30, [1.0] * 2 + [2.0] * 2 + [50.0]])
+    hook(window=4).num_forks(state)
+    assert state.tip.metadata["entropy_change"] == pytest.approx((1.5 - 0.2) / math.log(V))
+    hook(window=4, preset="arpo-released").num_forks(state)  # the turn before the call, summed
+    assert state.tip.metadata["entropy_change"] == pytest.approx((4 * 9.0 - 0.4) / math.log(V))
+
+
+def test_forks_only_after_an_executed_call_and_not_in_the_probing_rollout() -> None:
+    always: dict[str, Any] = {"base_probability": 1.0, "num_children": 3}
+    assert hook(**always).num_forks(state_with([[1.0], [1.0]])) == 3
+    assert hook(**always).num_forks(state_with([[1.0], [1.0]], num_tool_calls=0)) == 0
+    assert hook(**always).num_forks(state_with([[1.0]])) == 0
+    assert hook(**always, preset="aepo").num_forks(state_with([[1.0], [1.0]])) == 0
+    assert hook(**always, preset="aepo").num_forks(state_with([[1.0], [1.0]], rollout=4)) == 3
+
+
+def test_the_threshold_rule_of_the_paper_forks_iff_entropy_rose() -> None:
+    rule: dict[str, Any] = {"decision": "threshold"}
+    assert hook(**rule).num_forks(state_with([[1.0], [1.1]])) == 1
+    assert hook(**rule).num_forks(state_with([[1.0], [0.9]])) == 0
+
+
+def test_a_streak_lowers_the_probability_of_its_lineage_only() -> None:
+    branching = hook(base_probability=1.0, branch_penalty=1.0)
+    one, other = state_with([[1.0], [1.0]]), state_with([[1.0], [1.0]], rollout=1)
+    assert branching.num_forks(one) == 1 and one.branch_streak == 1
+    assert branching.num_forks(other) == 1
+    assert branching.num_forks(one) == 0 and one.branch_streak == 0
+    by_prompt = hook(base_probability=1.0, branch_penalty=1.0, penalty_scope="prompt")
+    assert by_prompt.num_forks(state_with([[1.0], [1.0]])) == 1
+    assert by_prompt.num_forks(state_with([[1.0], [1.0]], rollout=1)) == 0
+
+
+def tree(returns: list[float]) -> Trace:
+    """Two leaves over a shared first turn, and one rollout of its own."""
+    trace = Trace(task=Task(key="t", question=""))
+
+    def policy(parent: int, size: int) -> int:
+        values = {"logprobs": (-1.0,) * size, "entropies": tuple(0.5 + i for i in range(size))}
+        return trace.append(parent=parent, origin=Origin.POLICY, token_ids=(3,) * size, message=TEXT, **values).node_id
+
+    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(1,), message=TEXT).node_id
+    shared = policy(root, 2)
+    seen = trace.append(parent=shared, origin=Origin.ENVIRONMENT, token_ids=(2,), message=TEXT).node_id
+    for rollout, (leaf, value) in enumerate(zip((policy(seen, 1), policy(seen, 3), policy(root, 2)), returns, strict=True)):
+        trace.finish(Leaf(node_id=leaf, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value))
+    return trace
+
+
+def test_soft_credit_gives_every_leaf_its_own_and_hard_their_mean() -> None:
+    soft, hard = tree([1.0, 0.0, 0.0]), tree([1.0, 0.0, 0.0])
+    values = Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V).credit(soft).advantages.values
+    Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1, "attribution": "hard"}), vocabulary_size=V).credit(hard)
+    assert soft.nodes[1].credit is None
+    assert {r: s.credit for r, s in soft.nodes[1].shares.items()} == {0: (values[0],) * 2, 1: (values[1],) * 2}  # type: ignore[union-attr]
+    assert hard.nodes[1].credit == pytest.approx(((values[0] + values[1]) / 2,) * 2) and hard.nodes[1].owner == 0
+    for trace in (soft, hard):
+        assert [trace.nodes[i].credit for i in (3, 4, 5)] == [(values[0],), (values[1],) * 3, (values[2],) * 2]
+
+
+def test_the_entropy_aware_advantage_scales_every_token() -> None:
+    plain, scaled = tree([1.0, 0.0, 0.0]), tree([1.0, 0.0, 0.0])
+    sizes: dict[str, Any] = {"group_size": 3, "first_wave": 1}
+    Arpo(validate(ArpoSettings, sizes), vocabulary_size=V).credit(plain)
+    Arpo(validate(ArpoSettings, sizes | {"entropy_advantage": 0.2}), vocabulary_size=V).credit(scaled)
+    entropies = [e for node in scaled.nodes for e in node.entropies]
+    factors = iter(entropy_advantage_factors(entropies, weight=0.2))
+    for one, other in zip(plain.nodes, scaled.nodes, strict=True):
+        own = [next(factors) for _ in other.entropies]
+        if one.credit is not None:
+            assert other.credit == pytest.approx([c * f for c, f in zip(one.credit, own, strict=True)])
+        if one.shares is not None:
+            assert other.shares is not None
+            for rollout, share in one.shares.items():
+                assert other.shares[rollout].credit == pytest.approx([c * f for c, f in zip(share.credit, own, strict=True)])
+
+
+def test_a_group_without_spread_gives_no_signal() -> None:
+    trace = tree([1.0, 1.0, 1.0])
+    credit = Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V).credit(trace)
+    assert not credit.advantages.has_signal and not np.any(credit.advantages.values)
