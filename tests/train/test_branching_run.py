@@ -1,0 +1,80 @@
+"""ARPO and AEPO end to end with a tiny real model: whole groups, shared calls, equal bits, a report."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.config import load_settings
+from outrider.errors import ConfigError
+from outrider.train.run_directory import RunDirectory
+from outrider.train.settings import RunSettings
+from outrider.train.start import run_training
+from outrider.watch.traces import TraceReader
+from tests.train.tool_run import write_tool_run
+
+BRANCHING = 'type = "arpo"\ngroup_size = 6\nfirst_wave = 2\nbase_probability = 0.8\nwindow = 4'
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_tool_run(tmp_path_factory.mktemp("branching"))
+    path.write_text(path.read_text().replace('type = "rapo"\ngroup_size = 4\nnum_hybrid = 2', BRANCHING))
+    return path
+
+
+def train(recipe: Path, name: str, *overrides: str) -> Path:
+    settings = load_settings(RunSettings, file=recipe, overrides=["evaluation.every=0", "train.num_steps=2", *overrides])
+    run = recipe.parent / name
+    run_training((RunDirectory.create(run, settings), settings), progress="none", on_start=lambda stop: None)
+    return run
+
+
+def steps(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize("preset", ["arpo", "arpo-released", "aepo", "aepo-released"])
+def test_a_preset_trains_whole_groups_that_share_calls(recipe: Path, preset: str) -> None:
+    base = 0.2 if preset == "aepo-released" else 0.8  # its rule forks above the base, the others below it
+    run = train(recipe, preset, f"algorithm.preset={preset}", f"algorithm.base_probability={base}")
+    records = steps(run)
+    assert len(records) == 2
+    assert all(record["rollout/num"] == 12 and record["rollout/num_masked"] == 0 for record in records)
+    assert sum(record.get("branch/num_forks", 0) for record in records) > 0
+    for record in records:
+        on_paths = record["rollout/tool_calls_per_leaf"] * 12
+        assert record["rollout/num_tool_calls"] + record["rollout/num_tool_calls_shared"] == pytest.approx(on_paths)
+    assert sum(record["rollout/num_tool_calls_shared"] for record in records) > 0
+    assert (run / "report.html").stat().st_size > 10_000
+
+
+def test_a_fork_computes_nothing_of_its_prefix_again_and_shares_its_rows(recipe: Path) -> None:
+    rows = TraceReader(train(recipe, "rows") / "traces").read(1)
+    children: dict[tuple[str, int], int] = {}
+    for row in rows:
+        children[row.trace_id, row.parent_id] = children.get((row.trace_id, row.parent_id), 0) + (row.origin == "policy")
+    prompts = {(row.trace_id, row.node_id) for row in rows if row.origin == "prompt"}
+    assert any(count > 1 for place, count in children.items() if place not in prompts)
+
+
+def test_one_seed_gives_the_same_tree_and_the_same_weights(recipe: Path) -> None:
+    first, second = train(recipe, "first"), train(recipe, "second")
+    one, other = (load_file(run / "checkpoints" / "step-000002" / "masters.safetensors") for run in (first, second))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [row.text for row in TraceReader(first / "traces").read(2)] == [
+        row.text for row in TraceReader(second / "traces").read(2)
+    ]
+
+
+def test_branching_is_refused_where_a_fork_would_not_be_exact() -> None:
+    with pytest.raises(ConfigError, match="replay differently: grow-plant"):
+        load_settings(
+            RunSettings, overrides=[
+                "environment.type=scienceworld", 'environment.task_names=["boil", "grow-plant"]', "environment.deterministic=false",
+                "algorithm.type=arpo",
+            ],
+        )  # fmt: skip
