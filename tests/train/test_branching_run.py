@@ -39,7 +39,7 @@ def steps(run: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("preset", ["arpo", "arpo-released", "aepo", "aepo-released"])
 def test_a_preset_trains_whole_groups_that_share_calls(recipe: Path, preset: str) -> None:
-    base = 0.2 if preset == "aepo-released" else 0.8  # its rule forks above the base, the others below it
+    base = 0.0 if preset == "aepo-released" else 1.0  # its rule forks above the base, the others below it
     run = train(recipe, preset, f"algorithm.preset={preset}", f"algorithm.base_probability={base}")
     records = steps(run)
     assert len(records) == 2
