@@ -26,7 +26,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(recipe: Path, name: str, *overrides: str) -> Path:
-    settings = load_settings(RunSettings, file=recipe, overrides=["evaluation.every=0", "train.num_steps=2", *overrides])
+    settings = load_settings(
+        RunSettings, file=recipe, overrides=["evaluation.every=0", "train.num_steps=2", "train.tasks_per_step=6", *overrides]
+    )
     run = recipe.parent / name
     run_training((RunDirectory.create(run, settings), settings), progress="none", on_start=lambda stop: None)
     return run
@@ -43,10 +45,10 @@ def test_a_preset_trains_whole_groups_that_share_calls(recipe: Path, preset: str
     run = train(recipe, preset, f"algorithm.preset={preset}", f"algorithm.base_probability={base}")
     records = steps(run)
     assert len(records) == 2
-    assert all(record["rollout/num"] == 12 and record["rollout/num_masked"] == 0 for record in records)
+    assert all(record["rollout/num"] == 36 and record["rollout/num_masked"] == 0 for record in records)
     assert sum(record.get("branch/num_forks", 0) for record in records) > 0
     for record in records:
-        on_paths = record["rollout/tool_calls_per_leaf"] * 12
+        on_paths = record["rollout/tool_calls_per_leaf"] * 36
         assert record["rollout/num_tool_calls"] + record["rollout/num_tool_calls_shared"] == pytest.approx(on_paths)
     assert sum(record["rollout/num_tool_calls_shared"] for record in records) > 0
     assert (run / "report.html").stat().st_size > 10_000
