@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.algorithms.arpo import PRESETS, Arpo, ArpoSettings, BranchHook
+from outrider.algorithms.arpo import PRESETS, Arpo, ArpoSettings
+from outrider.algorithms.branch_hook import BranchHook
 from outrider.algorithms.branching import (
     branch_probability,
     branches,
@@ -145,7 +146,7 @@ def state_with(entropies: list[list[float]], *, rollout: int = 0, num_tool_calls
 
 
 def hook(**options: Any) -> BranchHook:
-    return BranchHook(validate(ArpoSettings, options), vocabulary_size=V)
+    return BranchHook(validate(ArpoSettings, options), group_size=16, vocabulary_size=V)
 
 
 def test_the_change_is_that_of_the_look_ahead_against_the_lineage_s_first_turn() -> None:

@@ -15,7 +15,7 @@ from outrider.train.start import run_training
 from outrider.watch.traces import TraceReader
 from tests.train.tool_run import write_tool_run
 
-BRANCHING = 'type = "arpo"\ngroup_size = 6\nfirst_wave = 2\nbase_probability = 0.8\nwindow = 4'
+BRANCHING = 'type = "arpo"\ngroup_size = 8\nfirst_wave = 5\nbase_probability = 0.8\nwindow = 4'
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +45,17 @@ def test_a_preset_trains_whole_groups_that_share_calls(recipe: Path, preset: str
     run = train(recipe, preset, f"algorithm.preset={preset}", f"algorithm.base_probability={base}")
     records = steps(run)
     assert len(records) == 2
-    assert all(record["rollout/num"] == 36 and record["rollout/num_masked"] == 0 for record in records)
+    assert all(record["rollout/num"] == 48 and record["rollout/num_masked"] == 0 for record in records)
     assert sum(record.get("branch/num_forks", 0) for record in records) > 0
     for record in records:
-        on_paths = record["rollout/tool_calls_per_leaf"] * 36
+        on_paths = record["rollout/tool_calls_per_leaf"] * 48
         assert record["rollout/num_tool_calls"] + record["rollout/num_tool_calls_shared"] == pytest.approx(on_paths)
     assert sum(record["rollout/num_tool_calls_shared"] for record in records) > 0
     assert (run / "report.html").stat().st_size > 10_000
 
 
 def test_a_fork_computes_nothing_of_its_prefix_again_and_shares_its_rows(recipe: Path) -> None:
-    rows = TraceReader(train(recipe, "rows") / "traces").read(1)
+    rows = TraceReader(train(recipe, "rows", "algorithm.base_probability=1.0") / "traces").read(1)
     children: dict[tuple[str, int], int] = {}
     for row in rows:
         children[row.trace_id, row.parent_id] = children.get((row.trace_id, row.parent_id), 0) + (row.origin == "policy")
@@ -70,6 +70,19 @@ def test_one_seed_gives_the_same_tree_and_the_same_weights(recipe: Path) -> None
     assert [row.text for row in TraceReader(first / "traces").read(2)] == [
         row.text for row in TraceReader(second / "traces").read(2)
     ]
+
+
+def test_branching_and_retrieval_in_one_run(tmp_path: Path) -> None:
+    """The tree holds retrieved steps and forks; leaves of one token have ratio scales of their own."""
+    recipe = write_tool_run(tmp_path / "both")
+    branch = ["algorithm.branch.first_wave=5", "algorithm.branch.base_probability=1.0", "algorithm.group_size=8"]
+    run = train(recipe, "run", "algorithm.num_hybrid=4", *branch)
+    records = steps(run)
+    assert sum(record["branch/num_forks"] for record in records) > 0
+    assert sum(record["retrieval/num_inserted"] for record in records) > 0
+    assert all(record["grad/num_skipped"] == 0 for record in records)
+    with pytest.raises(ConfigError, match="ratio_weight = 0"):
+        load_settings(RunSettings, file=recipe, overrides=["algorithm.group_size=8", "algorithm.branch.attribution=hard"])
 
 
 def test_branching_is_refused_where_a_fork_would_not_be_exact() -> None:

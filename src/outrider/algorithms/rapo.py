@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+from outrider.algorithms.branch_hook import BranchHook, BranchSettings
 from outrider.algorithms.retrieval import (
     RetrievalReward,
     combined_advantages_per_rollout,
@@ -32,7 +33,7 @@ class RapoSettings(ObjectiveSettings):
     """RAPO's own settings; every ablation of the paper is one of them (spec section 10).
 
     ``advantage_weight`` is a of Eq. 10, ``ratio_weight`` m of Eq. 8 (0 switches either off); ``num_hybrid`` of the
-    group's rollouts may retrieve. Defaults are the paper's where it gives one.
+    group's rollouts may retrieve; ``branch`` lets rollouts branch as well. Defaults are the paper's where it gives one.
     """
 
     type: Literal["rapo"] = "rapo"
@@ -48,6 +49,7 @@ class RapoSettings(ObjectiveSettings):
     timing: Literal["entropy", "inverse_entropy", "none"] = "entropy"
     sign: Literal["decrease", "increase"] = "decrease"
     retrieval: RetrievalSettings = RetrievalSettings()
+    branch: BranchSettings | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> "RapoSettings":
@@ -57,23 +59,34 @@ class RapoSettings(ObjectiveSettings):
             raise ValueError("quality = false with timing = none leaves no retrieval reward: set advantage_weight = 0 instead")
         if not self.quality and self.sign == "increase":
             raise ValueError("sign acts on the quality term, which is off")
+        if self.branch is not None and self.branch.first_wave > self.group_size:
+            raise ValueError(f"branch.first_wave {self.branch.first_wave} exceeds group_size {self.group_size}")
+        if self.branch is not None and self.branch.attribution == "hard" and self.ratio_weight > 0:
+            raise ValueError(
+                "branch.attribution = hard needs ratio_weight = 0: leaves of one token would scale its ratio differently"
+            )
         return self
 
 
 class Rapo:
     """Pure on-policy rollouts first, hybrid ones after them; credit aware of the retrievals."""
 
-    def __init__(self, settings: RapoSettings, *, buffer: StepTraceBuffer | None, num_training_steps: int) -> None:
+    def __init__(
+        self, settings: RapoSettings, *, buffer: StepTraceBuffer | None, num_training_steps: int, vocabulary_size: int = 2
+    ) -> None:
         self.settings = settings
         self.objective: ObjectiveSettings = settings
         num_on_policy = settings.group_size - settings.num_hybrid
         self.modes = ("on_policy",) * num_on_policy + ("hybrid",) * settings.num_hybrid
+        branching = settings.branch and BranchHook(
+            settings.branch, group_size=settings.group_size, vocabulary_size=vocabulary_size
+        )
         retrieves = settings.num_hybrid > 0 and buffer is not None
         self.hooks: tuple[Hook, ...] = (
             (RetrievalHook(settings.retrieval, buffer=buffer, num_training_steps=num_training_steps),)
             if retrieves and buffer
             else ()
-        )
+        ) + ((branching,) if branching else ())
 
     def credit(self, trace: Trace) -> GroupCredit:
         """``A = (1 + a A_ret) A_acc`` (Eq. 10) and the ratio scale ``1 + m F_ret`` (Eq. 8)."""
@@ -89,7 +102,8 @@ class Rapo:
         advantages = combined_advantages_per_rollout(outcome=outcome, factors=factors)
         shares = [_retrieved_share(path) for _, path in rollouts]
         weight = self.settings.ratio_weight
-        write_credit(trace, advantages, [retrieval_ratio_scale(retrieved_token_share=share, weight=weight) for share in shares])
+        scales = [retrieval_ratio_scale(retrieved_token_share=share, weight=weight) for share in shares]
+        write_credit(trace, advantages, scales, attribution=self.settings.branch.attribution if self.settings.branch else None)
         return GroupCredit(advantages=advantages, measurements=_measure(rollouts, rewards, shares, factors.tolist()))
 
     def retrieval_reward(self, path: Sequence[Node]) -> RetrievalReward:

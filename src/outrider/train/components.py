@@ -143,7 +143,9 @@ def make_algorithm(settings: RunSettings, buffer: StepTraceBuffer | None, *, voc
     if isinstance(settings.algorithm, ArpoSettings):
         return Arpo(settings.algorithm, vocabulary_size=vocabulary_size)
     if isinstance(settings.algorithm, RapoSettings):
-        return Rapo(settings.algorithm, buffer=buffer, num_training_steps=settings.train.num_steps)
+        return Rapo(
+            settings.algorithm, buffer=buffer, num_training_steps=settings.train.num_steps, vocabulary_size=vocabulary_size
+        )
     assert isinstance(settings.algorithm, GrpoSettings)
     return Grpo(settings.algorithm)
 
