@@ -24,7 +24,7 @@ from outrider.engines.attention import TreePlan
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.model import LanguageModel
 from outrider.engines.sampling import sample, uniform_stream
-from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.base import EnvironmentFactory, EpisodeResult, StepResult
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
 from outrider.rollout.episode import Limits, Sampling
@@ -219,6 +219,8 @@ class Result:
 class ToyRun:
     """One algorithm on one toy, up to a number of policy tokens."""
 
+    factory: EnvironmentFactory = LockFactory()
+
     def __init__(self, toy: Toy, settings: GrpoSettings | RapoSettings, *, folder: Path) -> None:
         self.toy = toy
         self.tasks = toy.tasks()
@@ -245,7 +247,7 @@ class ToyRun:
     def scheduler(self, *, training: bool) -> Scheduler:
         """Evaluation has no hooks, hence no retrieval."""
         return Scheduler(
-            engine=self.engine, renderer=self.renderer, factory=LockFactory(), run_seed=self.toy.seed, sampling=Sampling(),
+            engine=self.engine, renderer=self.renderer, factory=self.factory, run_seed=self.toy.seed, sampling=Sampling(),
             limits=Limits(max_turns=self.toy.num_turns, max_turn_tokens=1), hooks=self.algorithm.hooks if training else (),
         )  # fmt: skip
 
@@ -257,9 +259,10 @@ class ToyRun:
             traces = self.scheduler(training=True).run(self.tasks, modes=self.algorithm.modes, training_step=num_steps).traces
             for trace in traces:
                 self.algorithm.credit(trace)
+                written = {id(node): node for _, path in trace.rollouts() for node in path if node.trainable}
+                num_tokens += sum(len(node.token_ids) for node in written.values())  # a shared node was written once
                 for leaf, path in trace.rollouts():
                     num_rollouts += 1
-                    num_tokens += sum(len(node.token_ids) for node in path if node.trainable)
                     rewards[any(node.origin == "buffer" for node in path)] += leaf.success
             update(
                 self.policy, traces, objective=self.algorithm.objective, settings=UpdateSettings(max_tokens=100_000),

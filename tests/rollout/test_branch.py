@@ -145,7 +145,15 @@ def test_a_replay_that_is_answered_differently_is_a_fault_and_not_a_rollout() ->
 @given(seed=st.integers(0, 2**32), first_wave=st.integers(1, 8), copies=st.booleans(), max_concurrent=st.sampled_from([1, 3, 40]))
 def test_every_owed_rollout_ends_once_whatever_breaks(seed: int, first_wave: int, copies: bool, max_concurrent: int) -> None:
     """Faults of tools and environments, empty and cut turns, forks at random: group sizes add up and nothing hangs."""
+    troubled(6, seed=seed, first_wave=first_wave, copies=copies, max_concurrent=max_concurrent)
 
+
+@pytest.mark.slow
+def test_ten_thousand_rollouts_with_faults() -> None:
+    troubled(1250, seed=1, first_wave=4, copies=True, max_concurrent=64)
+
+
+def troubled(num_tasks: int, *, seed: int, first_wave: int, copies: bool, max_concurrent: int) -> None:
     def trouble(number: int, text: str) -> StepResult:
         draw = stream(seed, text, number).random()
         if draw < 0.06:
@@ -162,9 +170,9 @@ def test_every_owed_rollout_ends_once_whatever_breaks(seed: int, first_wave: int
     factory = Factory(lambda task, number: kind(on_step=trouble))
     hook = Forking(lambda state: int(state.stream("fork").integers(0, 3)), first_wave=first_wave)
     runs = scheduler(RawEngine(TOKENIZER, ids), factory, hooks=(hook,), max_concurrent=max_concurrent, limits=Limits(max_turns=5))
-    report = runs.run(tasks(6), modes=MODES, training_step=0)
+    report = runs.run(tasks(num_tasks), modes=MODES, training_step=0)
     outcomes = Counter(leaf.outcome for trace in report.traces for leaf in trace.leaves.values())
-    assert outcomes.total() == 48 and all(sorted(trace.leaves) == list(range(8)) for trace in report.traces)
+    assert outcomes.total() == 8 * num_tasks and all(sorted(trace.leaves) == list(range(8)) for trace in report.traces)
     for trace in report.traces:
         for leaf, path in trace.rollouts():
             assert (leaf.episode_return is None) == leaf.outcome.is_fault == (not path)
