@@ -204,6 +204,33 @@ def test_import_counts_everything_and_can_be_repeated(tmp_path: Path, capsys: An
     assert (again["num_inserted"], again["num_present"]) == ("0", "1")
 
 
+def test_an_import_that_was_stopped_continues_to_the_same_contents(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffer_commands, "_PORTION", 2)
+    records = [chat(f"{answer} of {task}", 1.0) | {"question": task} for task in "abc" for answer in ("one", "two")]
+    file = chats(tmp_path / "a.jsonl", *records)
+    imported(file, tmp_path / "whole.sqlite")
+    assert "import: 4 of 6 trajectories" in capsys.readouterr().out
+    add, calls = StepTraceBuffer.add_trajectories, []
+
+    def stopped(self: StepTraceBuffer, *arguments: Any, **options: Any) -> BuildReport:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return add(self, *arguments, **options)
+
+    monkeypatch.setattr(StepTraceBuffer, "add_trajectories", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        imported(file, tmp_path / "parts.sqlite")
+    imported(file, tmp_path / "parts.sqlite")
+    counts = table(capsys.readouterr().out)
+    assert (counts["num_inserted"], counts["num_present"]) == ("4", "2")
+    for name in ("whole", "parts"):
+        with StepTraceBuffer(tmp_path / f"{name}.sqlite", HashEmbedder(), mode="read") as buffer:
+            assert sorted(hit.record.text for hit in buffer.query("a", k=50)) == ["<search>sky</search>"] * 6
+
+
 def test_a_malformed_file_leaves_no_buffer(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:2"):
         imported(chats(tmp_path / "a.jsonl", chat("a", 1.0), "{"), tmp_path / "b.sqlite")

@@ -1,7 +1,8 @@
 """The commands ``outrider buffer build | import | stats | query``."""
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,10 +23,11 @@ from outrider.train.collection_log import CollectionLog
 from outrider.train.components import make_family
 from outrider.train.experts import fill_buffer
 from outrider.train.settings import RunSettings
-from outrider.types import Task
+from outrider.types import Task, Trajectory
 
 _MAX_CONCURRENT = 8
 _SHOWN_FAULTS = 5
+_PORTION = 256  # trajectories: a minute or two of embedding
 
 
 def build_buffer(settings: RunSettings, *, out: Path, endpoint: str | None, endpoint_model: str, num_trajectories: int) -> int:
@@ -71,18 +73,42 @@ def build_buffer(settings: RunSettings, *, out: Path, endpoint: str | None, endp
 def import_trajectories(
     file: Path, *, out: Path, embedder: str, keep_best: int, min_reward: float | None, skip_malformed: bool
 ) -> int:
-    """Add the chats of a file to a buffer, which is made when it is missing. Chats that it has are counted as present."""
+    """Add the chats of a file to a buffer, which is made when it is missing. Chats that it has are counted as present.
+
+    Written in portions of whole tasks, with progress: a second call continues where a stopped one was.
+    """
     if keep_best < 1:
         raise ConfigError("--keep-best must be at least 1")
     imported = sources.import_trajectories(file, on_malformed="skip" if skip_malformed else "error")
     with StepTraceBuffer(out, load_embedder(embedder), mode="write") as buffer:
-        report = buffer.add_trajectories(
-            imported.trajectories, keep_best=keep_best, min_reward=min_reward, questions=imported.questions
-        )
-        _print_counts(f"import of {file.name}", {"num_malformed": len(imported.problems), **_totals([report])})
+        reports = []
+        began, done = time.monotonic(), 0
+        for portion in _whole_tasks(imported.trajectories, _PORTION):
+            reports.append(
+                buffer.add_trajectories(portion, keep_best=keep_best, min_reward=min_reward, questions=imported.questions)
+            )
+            done += len(portion)
+            left = (time.monotonic() - began) / done * (len(imported.trajectories) - done)
+            print(f"import: {done} of {len(imported.trajectories)} trajectories, {len(buffer)} steps, about {left:.0f} s left")
+        _print_counts(f"import of {file.name}", {"num_malformed": len(imported.problems), **_totals(reports)})
         _print_some("malformed", imported.problems)
         print(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
     return 0
+
+
+def _whole_tasks(trajectories: Sequence[Trajectory], size: int) -> Iterator[list[Trajectory]]:
+    """Portions of about ``size``; a task's trajectories stay together, because only the best of them are kept."""
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_task.setdefault(trajectory.task_key, []).append(trajectory)
+    portion: list[Trajectory] = []
+    for of_task in by_task.values():
+        portion += of_task
+        if len(portion) >= size:
+            yield portion
+            portion = []
+    if portion:
+        yield portion
 
 
 def print_stats(file: Path, *, embedder: str) -> int:
