@@ -38,6 +38,10 @@ class StandIn:
     def collective_rpc(self, name: str) -> None:
         self.calls.append(name)
 
+    def apply_model(self, function: Any) -> None:
+        self.calls.append("apply_model")
+        function(self.model.model)
+
     def reset_prefix_cache(self) -> bool:
         self.calls.append("reset_prefix_cache")
         return True
@@ -127,7 +131,7 @@ def test_new_weights_are_read_once_before_the_next_batch_and_no_cached_block_sur
     assert len(exported) == 1 and stand_in.calls == []
     assert engine.generate(asked(stand_in.model, "a"))[0].weight_version == 2
     engine.generate(asked(stand_in.model, "a"))
-    assert len(exported) == 2 and stand_in.calls == ["reload_weights", "reset_prefix_cache"]
+    assert len(exported) == 2 and stand_in.calls == ["reload_weights", "apply_model", "reset_prefix_cache"]
     assert stand_in.salts == ["0", "2", "2"]
 
 

@@ -100,6 +100,7 @@ class VllmEngine:
     def _reload(self) -> None:
         self._export(self._folder)
         self._llm.collective_rpc("reload_weights")
+        self._llm.apply_model(_repack_head)
         if not self._llm.reset_prefix_cache():
             raise EngineFault("vLLM kept its prefix cache after new weights")
         self._stale = False
@@ -156,6 +157,16 @@ class VllmEngine:
             finish_reason=reason,
             weight_version=self.weight_version,
         )
+
+
+def _repack_head(model: Any) -> None:
+    """vLLM 0.32 on a CPU keeps a packed copy of the vocabulary projection, which its reload leaves as it was when the weight is
+    tied to the embedding: the head would be the old one in silence.
+    """
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if hasattr(head, "cpu_linear") and method is not None:
+        method.process_weights_after_loading(head)
 
 
 def _finish_reason(output: Any) -> FinishReason:

@@ -209,6 +209,7 @@ class Trainer:
             settings=parts.settings.update,
             reference=parts.reference,
             first=parts.policy.num_steps == 0,
+            gate_always=parts.settings.engine.type == "vllm",
             on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
         )
         parts.engine.weights_changed()

@@ -61,9 +61,12 @@ def update(
     settings: UpdateSettings,
     reference: Scorer | None,
     first: bool,
+    gate_always: bool = False,
     on_batch: Callable[[int], None] | None = None,
 ) -> UpdateReport:
     """Train on credited groups. Raises EngineFault before the very first step when the log-prob gap is too large.
+
+    ``gate_always`` checks every step: for an engine with weights of its own, which could be old ones.
 
     ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
     """
@@ -75,7 +78,9 @@ def update(
     olds = None if once else [_old_logprobs(policy, rollout_paths(mini), objective, settings) for mini in mini_batches]
     for _ in range(settings.num_epochs):
         for number, mini in enumerate(mini_batches):
-            gate = first and policy.num_steps == 0  # until a step was made: a mini-batch without signal makes none
+            gate = gate_always or (
+                first and policy.num_steps == 0
+            )  # until a step was made: a mini-batch without signal makes none
             old = olds[number] if olds else None
             _mini_batch(policy, rollout_paths(mini), objective, settings, reference, old, report, tally, gate, on_batch)
     report.metrics |= tally.means()
@@ -126,7 +131,7 @@ def _mini_batch(
             gap = float((old - batch.engine_logprobs_T).abs().mean())
             if not gap <= settings.max_logprob_gap:  # NaN too
                 raise EngineFault(
-                    f"trainer and engine disagree by {gap:.4f} nats a token before the first update (limit {settings.max_logprob_gap})"
+                    f"trainer and engine disagree by {gap:.4f} nats a token before an update (limit {settings.max_logprob_gap})"
                 )
         reference_logprobs = None
         if reference is not None:
