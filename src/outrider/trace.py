@@ -67,7 +67,7 @@ class Leaf:
     """The end of one rollout.
 
     ``episode_return`` is the environment's record; it and ``node_id`` are None after an infrastructure fault, whose
-    partial nodes stay in the tree but belong to no rollout.
+    partial nodes stay in the tree but belong to no rollout, except to those that had left it. ``advantage`` is the algorithm's.
     """
 
     node_id: int | None
@@ -77,6 +77,7 @@ class Leaf:
     success: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     detail: str = ""
+    advantage: float | None = None
 
 
 class Trace:

@@ -22,8 +22,10 @@ from outrider.algorithms.branching import (
     truncated_entropy,
 )
 from outrider.algorithms.losses import clipped_surrogate_per_token, clipped_surrogate_shared_per_token
+from outrider.algorithms.rapo import RapoSettings
 from outrider.config import validate
 from outrider.environments.base import StepResult
+from outrider.errors import ConfigError
 from outrider.rollout.hooks import EpisodeState
 from outrider.trace import Leaf, Trace
 from outrider.types import Message, Origin, Outcome, Task
@@ -164,6 +166,21 @@ def test_forks_only_after_an_executed_call_and_not_in_the_probing_rollout() -> N
     assert hook(**always).num_forks(state_with([[1.0]])) == 0
     assert hook(**always, preset="aepo").num_forks(state_with([[1.0], [1.0]])) == 0
     assert hook(**always, preset="aepo").num_forks(state_with([[1.0], [1.0]], rollout=4)) == 3
+
+
+def test_a_simulator_s_moves_count_where_there_are_no_tools() -> None:
+    chosen = validate(ArpoSettings, {"base_probability": 1.0})
+    moves = BranchHook(chosen, group_size=16, vocabulary_size=V, every_action=True)
+    assert moves.num_forks(state_with([[1.0], [1.0]], num_tool_calls=0)) == 1
+
+
+def test_impossible_combinations_are_refused() -> None:
+    with pytest.raises(ConfigError, match="counts a shared token once"):
+        validate(ArpoSettings, {"attribution": "hard", "aggregation": "sequence_mean_token_mean"})
+    with pytest.raises(ConfigError, match="no place for forks"):
+        validate(RapoSettings, {"branch": {}})
+    with pytest.raises(ConfigError, match="exceeds group_size"):
+        validate(ArpoSettings, {"group_size": 4})
 
 
 def test_the_threshold_rule_of_the_paper_forks_iff_entropy_rose() -> None:

@@ -98,9 +98,10 @@ def made(model: LanguageModel, folder: Path, *, exported: list[Path] | None = No
         if exported is not None:
             exported.append(target)
 
+    chosen = {"device": "cpu", "settings": VllmSettings(top_k=TOP_K)} | options
     return VllmEngine(
         folder=folder, export=export, tokenizer=model.tokenizer, eos_token_ids=model.eos_token_ids, context_length=128,
-        precision="float32", device="cpu", settings=VllmSettings(top_k=TOP_K), **options,
+        precision="float32", **chosen,
     )  # fmt: skip
 
 
@@ -150,6 +151,23 @@ def test_cancel_progress_and_a_broken_executor(stand_in: StandIn, tmp_path: Path
         engine.generate(requests)
     with pytest.raises(EngineFault, match="do not fit"):
         engine.generate(asked(stand_in.model, "a" * 200))
+
+
+def test_what_a_broken_batch_left_does_not_answer_the_next(stand_in: StandIn, tmp_path: Path) -> None:
+    engine = made(stand_in.model, tmp_path)
+    stand_in.breaks = True
+    with pytest.raises(EngineFault):
+        engine.generate(asked(stand_in.model, "abc", "def"))
+    assert not stand_in.waiting
+    stand_in.breaks = False
+    requests = asked(stand_in.model, "xyz")
+    assert engine.generate(requests)[0].token_ids == LocalEngine(stand_in.model).generate(requests)[0].token_ids
+
+
+@pytest.mark.parametrize(("device", "memory"), [("cuda:1", None), ("cuda", 2.0)])
+def test_a_gpu_that_cannot_be_had_is_refused(stand_in: StandIn, tmp_path: Path, device: str, memory: float | None) -> None:
+    with pytest.raises(ModelError):
+        made(stand_in.model, tmp_path, device=device, settings=VllmSettings(memory=memory))
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

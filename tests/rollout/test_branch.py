@@ -33,7 +33,7 @@ class Forking:
 
     rule: Any
     first_wave: int = 3
-    wave: int = 5
+    wave: int | None = 5
     asked: list[tuple[str, int, int]] = field(default_factory=list)
 
     def before_turn(self, state: EpisodeState) -> Sequence[Any]:
@@ -47,7 +47,7 @@ class Forking:
         self.asked.append((state.task.key, state.rollout, state.turn))
         return int(self.rule(state))
 
-    def budget(self, trace: Trace) -> int:
+    def budget(self, trace: Trace) -> int | None:
         return self.wave
 
 
@@ -139,6 +139,80 @@ def test_a_replay_that_is_answered_differently_is_a_fault_and_not_a_rollout() ->
     report = runs.run(tasks(1), modes=("m",) * 2, training_step=0)
     assert report.traces[0].leaves[1].outcome is Outcome.ENVIRONMENT_FAULT
     assert "replay" in report.traces[0].leaves[1].detail and report.traces[0].leaves[0].outcome is Outcome.FINISHED
+
+
+def test_the_slowest_rollout_does_not_claim_first() -> None:
+    """Every rollout waits for its batch's other answers: the one that completes the batch must not act before the others."""
+    trees = []
+    for slow in (0, 7):
+
+        def make(task: Any, number: int, slow: int = slow) -> Fake:
+            return Copying(on_step=answers, delay=0.15 if number == slow else 0.0)
+
+        hook = Forking(lambda state: state.turn == 2 and state.rollout in (1, 5, 7, 0), first_wave=8)
+        runs = scheduler(chatty(), Factory(make), hooks=(hook,), limits=Limits(step_timeout_s=5))
+        trees.append(facts(runs.run(tasks(1), modes=("m",) * 10, training_step=0)))
+    assert trees[0] == trees[1]
+
+
+def test_a_child_does_not_decide_again_where_it_left() -> None:
+    hook = Forking(lambda state: state.turn == 1, first_wave=1, wave=1)
+    play(hook)
+    assert [point for point in hook.asked if point[2] == 1 and point[1] == 1] == []
+    assert ("task 0", 1, 2) in hook.asked
+
+
+def test_a_first_wave_of_one_without_a_budget_is_filled_up_at_once() -> None:
+    report, _ = play(Forking(lambda state: 0, first_wave=1, wave=None))
+    assert report.num_batches == 8 and sorted(report.traces[0].leaves) == list(range(8))
+
+
+def test_a_copy_that_fails_is_replaced_by_replaying() -> None:
+    class Uncopyable(Copying):
+        def copy(self) -> Copying:
+            raise EnvironmentFault("no copy today")
+
+    report, factory = play(Forking(lambda state: state.turn == 2, first_wave=4), kind=Uncopyable)
+    assert all(leaf.outcome is Outcome.FINISHED for leaf in report.traces[0].leaves.values())
+    assert len(factory.made) == 8
+
+
+def test_a_retry_does_not_fork_where_its_first_try_did() -> None:
+    broken: list[int] = []
+
+    def make(task: Any, number: int) -> Fake:
+        def step(n: int, text: str) -> StepResult:
+            if number == 0 and n == 2 and not broken:
+                broken.append(n)
+                raise ToolFault("once")
+            return answers(n, text)
+
+        return Fake(on_step=step)
+
+    hook = Forking(lambda state: state.rollout == 0 and state.turn == 1, first_wave=1, wave=None)
+    runs = scheduler(chatty(), Factory(make), hooks=(hook,), limits=Limits(step_timeout_s=5))
+    report = runs.run(tasks(1), modes=("m",) * 4, training_step=0)
+    assert report.num_retries == 1 and hook.asked.count(("task 0", 0, 1)) == 2
+    forks = [node.metadata.get("num_forks", 0) for node in report.traces[0].nodes if node.metadata.get("num_forks_wanted")]
+    assert sorted(forks) == [0, 1]
+
+
+def test_what_a_fork_begins_with_is_kept_until_it_has_asked() -> None:
+    """The parent ends in the turn at which it is left, so its keys and values must outlive it by one batch."""
+    said: list[tuple[str, str]] = []
+
+    class Recording(RawEngine):
+        def generate(self, requests: Sequence[Request]) -> list[Any]:
+            said.extend(("asks", str(request.cache_key)) for request in requests)
+            return super().generate(requests)
+
+        def release(self, cache_keys: Sequence[str]) -> None:
+            said.extend(("released", key) for key in cache_keys)
+
+    engine = Recording(TOKENIZER, lambda request: [random.Random(request.seed).randrange(10, 60)])
+    play(Forking(lambda state: state.rollout == 0 and state.turn == 3, first_wave=1, wave=None), modes=("m",) * 2, engine=engine)
+    assert said.index(("released", "task 0/0")) > said.index(("asks", "task 0/1"))
+    assert ("released", "task 0/1") in said
 
 
 @settings(deadline=None, max_examples=15)

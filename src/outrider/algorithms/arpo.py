@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
-from outrider.algorithms.branch_hook import BranchHook, BranchSettings
+from outrider.algorithms.branch_hook import BranchHook, BranchSettings, require_countable
 from outrider.algorithms.branching import entropy_advantage_factors
 from outrider.rollout.hooks import Hook
 from outrider.trace import Trace
@@ -44,16 +44,19 @@ class ArpoSettings(BranchSettings, ObjectiveSettings):
     def _possible(self) -> "ArpoSettings":
         if self.first_wave > self.group_size:
             raise ValueError(f"first_wave {self.first_wave} exceeds group_size {self.group_size}")
+        require_countable(self.attribution, self.aggregation)
         return self
 
 
 class Arpo:
     """Group-normalised outcome advantage; shared tokens by ``attribution``."""
 
-    def __init__(self, settings: ArpoSettings, *, vocabulary_size: int) -> None:
+    def __init__(self, settings: ArpoSettings, *, vocabulary_size: int, every_action: bool = False) -> None:
         self.settings = settings
         self.objective: ObjectiveSettings = settings
-        self.hook = BranchHook(settings, group_size=settings.group_size, vocabulary_size=vocabulary_size)
+        self.hook = BranchHook(
+            settings, group_size=settings.group_size, vocabulary_size=vocabulary_size, every_action=every_action
+        )
         self.hooks: tuple[Hook, ...] = (self.hook,)
         self.modes = ("on_policy",) * settings.group_size
 

@@ -93,6 +93,7 @@ def write_credit(
     users: dict[int, list[tuple[int, float, float]]] = {}
     values, assigned = np.asarray(advantages.values).tolist(), advantages.assigned.tolist()
     for (leaf, path), value, has_return, scale in zip(trace.rollouts(), values, assigned, scales, strict=True):
+        leaf.advantage = value if has_return else None
         for node in path if has_return else ():
             if node.trainable:
                 users.setdefault(node.node_id, []).append((leaf.rollout, value, scale))

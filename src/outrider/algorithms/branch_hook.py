@@ -42,13 +42,20 @@ class BranchSettings(Settings):
     penalty_scope: Literal["lineage", "prompt"] = "lineage"
 
 
+def require_countable(attribution: Attribution, aggregation: str) -> None:
+    """Raises ValueError: a token that counts for one of its rollouts only would make the lengths of the others wrong."""
+    if attribution == "hard" and aggregation == "sequence_mean_token_mean":
+        raise ValueError("attribution = hard counts a shared token once, which sequence_mean_token_mean cannot; use token_mean")
+
+
 class BranchHook:
     """Decides after every tool result how many rollouts leave there."""
 
-    def __init__(self, settings: BranchSettings, *, group_size: int, vocabulary_size: int) -> None:
+    def __init__(self, settings: BranchSettings, *, group_size: int, vocabulary_size: int, every_action: bool = False) -> None:
         self.settings = settings
         self.group_size = group_size
         self.vocabulary_size = vocabulary_size
+        self.every_action = every_action  # a simulator's moves are no tool calls, but they are what was executed
         self.first_wave = 1 if settings.pre_monitor else settings.first_wave
         self.counts: Counter[str] = Counter()
         self._prompt_streaks: Counter[str] = Counter()
@@ -67,7 +74,9 @@ class BranchHook:
     def num_forks(self, state: EpisodeState) -> int:
         """Tries that succeed, after a turn that followed an executed call; each try draws from the turn's own stream."""
         result = state.last_result
-        if state.turn == 0 or result is None or result.num_tool_calls == 0 or (self.settings.pre_monitor and state.rollout == 0):
+        if state.turn == 0 or result is None or (self.settings.pre_monitor and state.rollout == 0):
+            return 0
+        if not (result.num_tool_calls or (self.every_action and not result.invalid)):
             return 0
         s = self.settings
         written = [node for node in state.trace.path(state.tip.node_id) if node.trainable]
@@ -92,8 +101,10 @@ class BranchHook:
         state.tip.metadata["entropy_change"] = change
         return num
 
-    def budget(self, trace: Trace) -> int:
+    def budget(self, trace: Trace) -> int | None:
         """N for the rest of a group, from its first rollout (AEPO's pre-monitoring). That rollout stays in the group."""
+        if not self.settings.pre_monitor:
+            return None
         written = [node for _, path in trace.rollouts() for node in path if node.trainable]
         if not written:
             return self.settings.first_wave  # its infrastructure broke: nothing is known

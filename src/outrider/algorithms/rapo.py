@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
-from outrider.algorithms.branch_hook import BranchHook, BranchSettings
+from outrider.algorithms.branch_hook import BranchHook, BranchSettings, require_countable
 from outrider.algorithms.retrieval import (
     RetrievalReward,
     combined_advantages_per_rollout,
@@ -59,27 +59,38 @@ class RapoSettings(ObjectiveSettings):
             raise ValueError("quality = false with timing = none leaves no retrieval reward: set advantage_weight = 0 instead")
         if not self.quality and self.sign == "increase":
             raise ValueError("sign acts on the quality term, which is off")
-        if self.branch is not None and self.branch.first_wave > self.group_size:
-            raise ValueError(f"branch.first_wave {self.branch.first_wave} exceeds group_size {self.group_size}")
-        if self.branch is not None and self.branch.attribution == "hard" and self.ratio_weight > 0:
+        if self.branch is not None:
+            self._can_branch(self.branch)
+        return self
+
+    def _can_branch(self, branch: BranchSettings) -> None:
+        if branch.first_wave >= self.group_size and not branch.pre_monitor:
+            raise ValueError(f"branch.first_wave {branch.first_wave} leaves no place for forks in group_size {self.group_size}")
+        if branch.attribution == "hard" and self.ratio_weight > 0:
             raise ValueError(
                 "branch.attribution = hard needs ratio_weight = 0: leaves of one token would scale its ratio differently"
             )
-        return self
+        require_countable(branch.attribution, self.aggregation)
 
 
 class Rapo:
     """Pure on-policy rollouts first, hybrid ones after them; credit aware of the retrievals."""
 
     def __init__(
-        self, settings: RapoSettings, *, buffer: StepTraceBuffer | None, num_training_steps: int, vocabulary_size: int = 2
+        self,
+        settings: RapoSettings,
+        *,
+        buffer: StepTraceBuffer | None,
+        num_training_steps: int,
+        vocabulary_size: int = 2,
+        every_action: bool = False,
     ) -> None:
         self.settings = settings
         self.objective: ObjectiveSettings = settings
         num_on_policy = settings.group_size - settings.num_hybrid
         self.modes = ("on_policy",) * num_on_policy + ("hybrid",) * settings.num_hybrid
         branching = settings.branch and BranchHook(
-            settings.branch, group_size=settings.group_size, vocabulary_size=vocabulary_size
+            settings.branch, group_size=settings.group_size, vocabulary_size=vocabulary_size, every_action=every_action
         )
         retrieves = settings.num_hybrid > 0 and buffer is not None
         self.hooks: tuple[Hook, ...] = (

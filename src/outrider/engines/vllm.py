@@ -8,6 +8,7 @@ lower bounds and marked as such; a token's own log-prob is exact. Same seed, sam
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +21,13 @@ from outrider.tokens import Tokenizer
 
 
 class VllmSettings(Settings):
-    """``memory`` is the share of a GPU's memory; on a CPU, GiB of keys and values. ``eager`` skips vLLM's compiler."""
+    """``memory``: on a CPU GiB of keys and values (None: 2), on a GPU the share that vLLM may take beside the trainer (None:
+    0.3). ``eager`` skips vLLM's compiler.
+    """
 
     type: Literal["vllm"] = "vllm"
     top_k: int = Field(20, ge=1)
-    memory: float = Field(2.0, gt=0)
+    memory: float | None = Field(None, gt=0)
     eager: bool = True
 
 
@@ -58,6 +61,7 @@ class VllmEngine:
         self._stale = False
         self._running: frozenset[str] = frozenset()
         self._cancelled: set[str] = set()
+        self._num_asked = 0
         export(folder)
         self._llm = _load(folder, context_length, precision, device, settings)
 
@@ -107,10 +111,19 @@ class VllmEngine:
 
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
         """vLLM's own continuous batching, one step at a time, so that progress is shown and requests can be cancelled."""
+        engine = self._llm.llm_engine
+        numbers = {str(self._num_asked + index): index for index in range(len(requests))}  # never used twice
+        self._num_asked += len(requests)
+        try:
+            return self._steps(engine, requests, numbers)
+        except BaseException:
+            with suppress(Exception):
+                engine.abort_request(list(numbers))  # what is left must not answer the next batch
+            raise
+
+    def _steps(self, engine: Any, requests: Sequence[Request], numbers: Mapping[str, int]) -> list[Generation]:
         from vllm import SamplingParams
 
-        engine = self._llm.llm_engine
-        numbers = {str(index): index for index in range(len(requests))}
         for name, request in zip(numbers, requests, strict=True):
             params = SamplingParams(
                 temperature=request.temperature,
@@ -197,10 +210,14 @@ def _load(folder: Path, context_length: int, precision: str, device: str, settin
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the weights are exchanged in process
     options: dict[str, Any] = {}
     if device == "cpu":
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(settings.memory))))
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(settings.memory or 2.0))))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads share the processors
     else:
-        options["gpu_memory_utilization"] = min(settings.memory, 0.95)
+        if device not in ("cuda", "cuda:0"):
+            raise ModelError(f"engine.type = vllm takes the first GPU; choose it with CUDA_VISIBLE_DEVICES, not with {device!r}")
+        if (share := settings.memory or 0.3) > 1:
+            raise ModelError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")
+        options["gpu_memory_utilization"] = share
     try:
         from vllm import LLM
 

@@ -97,6 +97,10 @@ class StepTraceBuffer:
         """Release the file; may be called twice."""
         self._store.close()
 
+    def check(self, trajectories: Iterable[Trajectory]) -> None:
+        """Raises what :meth:`add_trajectories` raises for trajectories that it would refuse; writes nothing."""
+        check_trajectories(trajectories, self._store)
+
     def add_trajectories(
         self,
         trajectories: Iterable[Trajectory],

@@ -5,7 +5,7 @@ depends on ids and never on how fast a tool answered, and the same seed gives th
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from outrider.engines.base import Engine, Generation, Request
 from outrider.errors import EngineFault
@@ -54,11 +54,20 @@ class RoundBatcher:
         entries = [self._waiting[key] for key in sorted(self._waiting)]
         self._waiting = {}
         self.num_batches += 1
+        results: Sequence[Generation | EngineFault]
         try:
-            generations = self.engine.generate([request for request, _ in entries])
+            results = self.engine.generate([request for request, _ in entries])
         except EngineFault as fault:
-            for _, future in entries:
-                future.set_exception(EngineFault(str(fault)))
-            return
-        for (_, future), generation in zip(entries, generations, strict=True):
-            future.set_result(generation)
+            results = [EngineFault(str(fault)) for _ in entries]
+        # Through the loop: the worker whose request completed the batch must wait its turn too, or the slowest acts first.
+        asyncio.get_running_loop().call_soon(_deliver, [future for _, future in entries], results)
+
+
+def _deliver(futures: Sequence[asyncio.Future[Generation]], results: Sequence[Generation | EngineFault]) -> None:
+    for future, result in zip(futures, results, strict=True):
+        if future.done():  # cancelled meanwhile
+            continue
+        if isinstance(result, EngineFault):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

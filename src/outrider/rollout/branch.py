@@ -4,11 +4,12 @@ A fork shares the parent's nodes; the engine shares the keys and values of its c
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from outrider.environments.base import CopyableEnvironment, Environment, EnvironmentFactory, StepResult
-from outrider.errors import EnvironmentFault
+from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import guarded
 from outrider.rollout.hooks import EpisodeState
 from outrider.trace import Node, Trace
@@ -23,6 +24,8 @@ class Fork:
     """
 
     tip: Node
+    parent: int
+    prompt: str
     turn: int
     num_response_tokens: int
     steps: tuple[Step, ...]
@@ -39,7 +42,9 @@ class Fork:
         """
         if self.environment is not None:
             return
-        await guarded(environment.reset, reset_seed, timeout_s=timeout_s)
+        messages = await guarded(environment.reset, reset_seed, timeout_s=timeout_s)
+        if prompt_text(messages) != self.prompt:
+            raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
         for action, expected in zip(self.actions, self.observations, strict=True):
             result = await guarded(environment.step, Message(role="assistant", content=action), timeout_s=timeout_s)
             if observation_of(result) != expected:
@@ -52,19 +57,27 @@ class Fork:
         state.branch_streak, state.is_forked = self.branch_streak, True
 
 
+def prompt_text(messages: Sequence[Message]) -> str:
+    """The prompt as its node's message holds it."""
+    return "\n".join(message.content for message in messages)
+
+
 def observation_of(result: StepResult) -> str:
     """The text of an answer."""
     return result.message.content if result.message else ""
 
 
 async def take_fork(state: EpisodeState, tip: Node, *, timeout_s: float) -> Fork:
-    """The rollout as it is in front of the turn that it has just written."""
+    """The rollout as it is in front of the turn that it has just written. A copy that fails is replaced by replaying."""
     environment = state.environment
     copy = None
     if isinstance(environment, CopyableEnvironment):
-        copy = await guarded(environment.copy, timeout_s=timeout_s)
+        with suppress(ToolFault, EnvironmentFault):
+            copy = await guarded(environment.copy, timeout_s=timeout_s)
     return Fork(
         tip=tip,
+        parent=state.rollout,
+        prompt=state.trace.path(tip.node_id)[0].message.content,
         turn=state.turn,
         num_response_tokens=state.num_response_tokens - len(state.tip.token_ids),
         steps=tuple(state.steps),
@@ -93,8 +106,11 @@ class Brancher(Protocol):
         """Called when the policy has written a turn and before the environment acts: how many rollouts should leave here."""
         ...
 
-    def budget(self, trace: Trace) -> int:
-        """Called when the only rollout of a first wave of one has ended: how many should begin at the prompt, it included."""
+    def budget(self, trace: Trace) -> int | None:
+        """Called when the only rollout of a first wave of one has ended: how many should begin at the prompt, it included.
+
+        None: it decides nothing.
+        """
         ...
 
 
@@ -108,13 +124,19 @@ class GroupBook:
         self.first = range(min(first_wave, size))
         self._begun = {trace.task.key: min(first_wave, size) for trace in traces}
         self._ended = dict.fromkeys(self._begun, 0)
-        self.num_refused = 0
+        self._decided: set[tuple[str, int, int]] = set()
 
-    def claim(self, trace: Trace, wanted: int) -> range:
-        """Numbers for up to ``wanted`` forks; what does not fit the group any more is counted."""
+    def claim(self, trace: Trace, point: tuple[int, int], wanted: int) -> range:
+        """Numbers for up to ``wanted`` forks at ``point`` (rollout, turn); a retry that comes there again gets none."""
+        decision = (trace.task.key, *point)
+        if decision in self._decided:
+            return range(0)
+        self._decided.add(decision)
+        return self._take(trace, wanted)
+
+    def _take(self, trace: Trace, wanted: int) -> range:
         begun = self._begun[trace.task.key]
         granted = min(wanted, self._size - begun)
-        self.num_refused += wanted - granted
         self._begun[trace.task.key] += granted
         return range(begun, begun + granted)
 
@@ -122,6 +144,8 @@ class GroupBook:
         """A rollout has its outcome: numbers of fresh ones, for a wave that waited for it or to fill the group up at its end."""
         key = trace.task.key
         self._ended[key] += 1
-        if self._budget is not None and self._ended[key] == self._begun[key] == 1 and (wave := self._budget(trace)) > 1:
-            return self.claim(trace, wave - 1)
-        return self.claim(trace, self._size - self._begun[key]) if self._ended[key] == self._begun[key] else range(0)
+        if self._budget is not None and self._ended[key] == self._begun[key] == 1:
+            wave = self._budget(trace)
+            if wave is not None and wave > 1:
+                return self._take(trace, wave - 1)
+        return self._take(trace, self._size - self._begun[key]) if self._ended[key] == self._begun[key] else range(0)

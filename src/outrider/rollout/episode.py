@@ -13,7 +13,7 @@ from outrider.environments.base import Environment, StepResult
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
-from outrider.rollout.branch import Brancher, Fork, observation_of, take_fork
+from outrider.rollout.branch import Brancher, Fork, observation_of, prompt_text, take_fork
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, message_of
 from outrider.seeding import stream_seed
 from outrider.tokens import ChatRenderer
@@ -61,7 +61,7 @@ class EpisodeRunner:
     hooks: Sequence[Hook]
     run_seed: int
     training_step: int
-    on_fork: Callable[[Trace, int], Sequence[int]] = lambda trace, wanted: ()
+    on_fork: Callable[[Trace, tuple[int, int], int], Sequence[int]] = lambda trace, point, wanted: ()
     spawn: Callable[[Trace, int, Fork], None] = lambda trace, rollout, fork: None
 
     async def run(
@@ -111,14 +111,16 @@ class EpisodeRunner:
             return Outcome.TRUNCATED_TURNS
         if self._left(state) <= 0:
             return Outcome.TRUNCATED_TOKENS
-        if not state.is_forked and (outcome := await self._before_turn(state)) is not None:
-            return outcome
+        here = state.is_forked  # hooks have acted, and this point was decided about, in the rollout that it left
         state.is_forked = False
+        if not here and (outcome := await self._before_turn(state)) is not None:
+            return outcome
         before = state.tip
         finish, text = await self._generate(state, min(self.limits.max_turn_tokens, self._left(state)))
         if finish is FinishReason.CANCELLED:
             return Outcome.CANCELLED
-        await self._fork(state, before)
+        if not here:
+            await self._fork(state, before)
         result = await self._act(state, text)
         state.last_result = result
         state.tip.reward = result.reward
@@ -143,7 +145,7 @@ class EpisodeRunner:
     async def _fork(self, state: EpisodeState, before: Node) -> None:
         """Let rollouts leave in front of the turn that was just written; its own tokens stay with this rollout."""
         wanted = sum(hook.num_forks(state) for hook in self.hooks if isinstance(hook, Brancher))
-        granted = self.on_fork(state.trace, wanted) if wanted else ()
+        granted = self.on_fork(state.trace, (state.rollout, state.turn), wanted) if wanted else ()
         state.tip.metadata |= {"num_forks": len(granted), "num_forks_wanted": wanted} if wanted else {}
         if granted:
             fork = await take_fork(state, before, timeout_s=self.limits.step_timeout_s)
@@ -270,5 +272,5 @@ def _root(trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message])
     for node in trace.nodes:
         if node.parent is None and node.token_ids == token_ids:
             return node
-    text = "\n".join(message.content for message in messages)
-    return trace.append(parent=None, origin=Origin.PROMPT, token_ids=token_ids, message=Message(role="user", content=text))
+    message = Message(role="user", content=prompt_text(messages))
+    return trace.append(parent=None, origin=Origin.PROMPT, token_ids=token_ids, message=message)

@@ -91,6 +91,8 @@ class Scheduler:
         )
         faults: Counter[str] = Counter()
         forks: list[Fork] = []
+        ended: set[str] = set()  # rollouts whose keys and values the engine still has
+        needed: dict[str, int] = {}  # rollout -> number of batches when a fork of it was last waiting for its first
 
         def owe(trace: Trace, rollout: int, fork: Fork | None = None) -> None:
             heapq.heappush(owed, _Owed(numbers[trace.task.key], rollout, trace, fork))
@@ -98,22 +100,32 @@ class Scheduler:
 
         def admit(num_running: int) -> None:
             """Begin what there is room for, first groups first, however early or late it came to be owed."""
-            for _ in range(min(self.max_concurrent - num_running, len(owed))):
+            begun = [heapq.heappop(owed) for _ in range(min(self.max_concurrent - num_running, len(owed)))]
+            for one in begun:
                 batcher.join()
-                group.create_task(work(heapq.heappop(owed)))
+                group.create_task(work(one))
+            for one in (*begun, *owed):
+                if one.fork is not None:  # it shares its parent's keys and values when it first asks, in a later batch
+                    needed[f"{one.trace.task.key}/{one.fork.parent}"] = batcher.num_batches
+            gone = [key for key in sorted(ended) if batcher.num_batches > needed.get(key, -1)]
+            self.engine.release(gone)
+            ended.difference_update(gone)
 
         async def work(one: _Owed) -> None:
             one.trace.finish(await self._play(runner, one, modes[one.rollout], faults))
-            self.engine.release([f"{one.trace.task.key}/{one.rollout}"])
+            ended.add(f"{one.trace.task.key}/{one.rollout}")
             for rollout in book.ended(one.trace):
                 owe(one.trace, rollout)
             if self.on_finished is not None:
                 self.on_finished(sum(len(trace.leaves) for trace in traces), len(traces) * len(modes))
             batcher.leave()  # not after an exception: it would start one more batch for workers that end anyway
 
-        async with asyncio.TaskGroup() as group:
-            admit(0)
-        await self._close_all([fork.environment for fork in forks if fork.environment is not None], faults)
+        try:
+            async with asyncio.TaskGroup() as group:
+                admit(0)
+        finally:
+            self.engine.release(sorted(ended))
+            await self._close_all([fork.environment for fork in forks if fork.environment is not None], faults)
         for trace in traces:
             if len(trace.leaves) != len(modes):
                 raise AssertionError(f"task {trace.task.key}: {len(trace.leaves)} outcomes for {len(modes)} rollouts")

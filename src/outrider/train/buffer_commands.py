@@ -81,6 +81,7 @@ def import_trajectories(
         raise ConfigError("--keep-best must be at least 1")
     imported = sources.import_trajectories(file, on_malformed="skip" if skip_malformed else "error")
     with StepTraceBuffer(out, load_embedder(embedder), mode="write") as buffer:
+        buffer.check(imported.trajectories)  # all of them before the first is written
         reports = []
         began, done = time.monotonic(), 0
         for portion in _whole_tasks(imported.trajectories, _PORTION):

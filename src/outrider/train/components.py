@@ -86,7 +86,7 @@ def build(
         train_tasks=train_tasks,
         test_tasks=test_tasks,
         buffer=buffer,
-        algorithm=make_algorithm(settings, buffer, vocabulary_size=int(policy.model.config.vocab_size)),
+        algorithm=make_algorithm(settings, buffer, vocabulary_size=int(policy.model.config.vocab_size), stateful=family.stateful),
     )
 
 
@@ -138,13 +138,17 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
     policy.round_masters()
 
 
-def make_algorithm(settings: RunSettings, buffer: StepTraceBuffer | None, *, vocabulary_size: int) -> Algorithm:
+def make_algorithm(settings: RunSettings, buffer: StepTraceBuffer | None, *, vocabulary_size: int, stateful: bool) -> Algorithm:
     """The algorithm that ``algorithm.type`` names."""
     if isinstance(settings.algorithm, ArpoSettings):
-        return Arpo(settings.algorithm, vocabulary_size=vocabulary_size)
+        return Arpo(settings.algorithm, vocabulary_size=vocabulary_size, every_action=stateful)
     if isinstance(settings.algorithm, RapoSettings):
         return Rapo(
-            settings.algorithm, buffer=buffer, num_training_steps=settings.train.num_steps, vocabulary_size=vocabulary_size
+            settings.algorithm,
+            buffer=buffer,
+            num_training_steps=settings.train.num_steps,
+            vocabulary_size=vocabulary_size,
+            every_action=stateful,
         )
     assert isinstance(settings.algorithm, GrpoSettings)
     return Grpo(settings.algorithm)

@@ -103,10 +103,10 @@ def credit_metrics(credits_: Sequence[GroupCredit]) -> dict[str, float]:
 
 
 def branch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
-    """What the branching rule saw and did; empty where it was never asked."""
+    """What the branching rule saw and did, for a run that branches."""
     decided = [node.metadata for trace in traces for node in trace.nodes if "entropy_change" in node.metadata]
     if not decided:
-        return {}
+        return {"branch/num_decisions": 0.0, "branch/num_forks": 0.0, "branch/num_refused": 0.0}
     num_forks = sum(one.get("num_forks", 0) for one in decided)
     return {
         "branch/num_decisions": float(len(decided)),
@@ -129,14 +129,13 @@ def retrieval_metrics(
     retrieved = [(leaf, path) for leaf, path, _ in rollouts if any(node.origin is Origin.BUFFER for node in path)]
     plain = [(leaf, path) for leaf, path, _ in rollouts if all(node.origin is not Origin.BUFFER for node in path)]
     num_hybrid = sum(mode == "hybrid" for _, _, mode in rollouts)
-    inserted = [node for _, path in retrieved for node in path if node.origin is Origin.BUFFER]
+    nodes = list({id(node): node for _, path, _ in rollouts for node in path}.values())  # a shared one was inserted once
+    inserted = [node for node in nodes if node.origin is Origin.BUFFER]
     metrics = {
         "retrieval/num_inserted": float(len(inserted)),
         "retrieval/num_no_candidate": float(counts.get("empty", 0)),
         "retrieval/num_refused": float(counts.get("refused", 0)),
-        "retrieval/num_dropped": float(
-            sum(node.metadata.get("num_splices_dropped", 0) for _, path, _ in rollouts for node in path)
-        ),
+        "retrieval/num_dropped": float(sum(node.metadata.get("num_splices_dropped", 0) for node in nodes)),
         "retrieval/num_cut": float(sum(node.metadata["num_tokens_cut"] > 0 for node in inserted)),
         "retrieval/num_unscored": float(sum(sum(c.measurements.get("retrieval/num_unscored", ())) for c in credits_)),
     }

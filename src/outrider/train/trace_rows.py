@@ -37,7 +37,7 @@ def rows_of(traces: Sequence[Trace], *, step: int, tokenizer: Tokenizer) -> list
                     entropies=node.entropies,
                     outcome=leaf.outcome if leaf else None,
                     episode_return=leaf.episode_return if leaf else None,
-                    advantage=_advantage(trace, node) if leaf else None,
+                    advantage=leaf.advantage if leaf else None,
                     hybrid=any(n.origin is Origin.BUFFER for n in trace.path(node.node_id)) if leaf else None,
                     metadata=json.dumps(node.metadata, default=str),
                 )
@@ -47,8 +47,3 @@ def rows_of(traces: Sequence[Trace], *, step: int, tokenizer: Tokenizer) -> list
 
 def _pieces(node: Node, tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(tokenizer.decode([token], skip_special_tokens=False) for token in node.token_ids) if node.trainable else ()
-
-
-def _advantage(trace: Trace, leaf_node: Node) -> float | None:
-    credits_ = [node.credit[0] for node in trace.path(leaf_node.node_id) if node.credit and node.owner is None]
-    return credits_[-1] if credits_ else None

@@ -14,6 +14,7 @@ from outrider.environments.datasets import panel_hash
 from outrider.errors import CheckpointError
 from outrider.evals.runner import evaluate
 from outrider.metrics.writer import MetricsWriter
+from outrider.rollout.branch import Brancher
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.seeding import stream
@@ -218,7 +219,7 @@ class Trainer:
         values = (
             rollout_metrics(report.traces)
             | credit_metrics(credits_)
-            | branch_metrics(report.traces)
+            | (branch_metrics(report.traces) if any(isinstance(hook, Brancher) for hook in parts.algorithm.hooks) else {})
             | updated.metrics
             | self._retrieval(report.traces, credits_, counts)
         )
