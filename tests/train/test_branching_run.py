@@ -82,7 +82,7 @@ def test_branching_and_retrieval_in_one_run(tmp_path: Path) -> None:
     assert sum(record["retrieval/num_inserted"] for record in records) > 0
     assert all(record["grad/num_skipped"] == 0 for record in records)
     with pytest.raises(ConfigError, match="ratio_weight = 0"):
-        load_settings(RunSettings, file=recipe, overrides=["algorithm.group_size=8", "algorithm.branch.attribution=hard"])
+        load_settings(RunSettings, file=recipe, overrides=[*branch, "algorithm.branch.attribution=hard"])
 
 
 def test_branching_is_refused_where_a_fork_would_not_be_exact() -> None:
