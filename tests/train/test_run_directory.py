@@ -11,8 +11,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
 
 def test_the_precision_that_auto_meant_is_written_down_and_survives_another_machine(tmp_path: Path) -> None:
-    settings = load_settings(RunSettings, file=RECIPE)
-    assert settings.model.precision == "auto"
+    settings = load_settings(RunSettings, file=RECIPE, overrides=["model.precision=auto"])
     RunDirectory.create(tmp_path / "run", settings)
     written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert written["model"]["precision"] in ("bfloat16", "float32")

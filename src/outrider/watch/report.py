@@ -17,6 +17,7 @@ from outrider.metrics import DECLARED, declared_metric
 from outrider.watch.curves import Chart, Point, Series, number, svg_chart
 from outrider.watch.run_directory import Evaluation, RunData, read_run
 from outrider.watch.samples import ENTROPY_EDGES, Budget, Sample, pick_samples
+from outrider.watch.trees import Tree, pick_trees
 
 MAX_BYTES: Final = 1_000_000
 _BUDGETS: Final = tuple(Budget(num_tokens=n, num_chars=4 * n) for n in (600, 300, 120, 40, 10))
@@ -76,7 +77,8 @@ def write_report(run_dir: Path) -> Path:
     run = read_run(run_dir)
     notes = list(run.notes)
     samples = pick_samples(run_dir / "traces", notes)
-    page = next((page for budget in _BUDGETS if len(page := render(run, samples, notes, budget)) <= MAX_BYTES), None)
+    trees = pick_trees(run_dir / "traces", notes)
+    page = next((page for budget in _BUDGETS if len(page := render(run, samples, notes, budget, trees)) <= MAX_BYTES), None)
     if page is None:
         notes.append("the sample rollouts were left out to keep this page small")
         page = render(run, (), notes, _BUDGETS[-1])
@@ -87,7 +89,7 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(run: RunData, samples: Sequence[Sample], notes: Sequence[str], budget: Budget) -> bytes:
+def render(run: RunData, samples: Sequence[Sample], notes: Sequence[str], budget: Budget, trees: Sequence[Tree] = ()) -> bytes:
     """The page as UTF-8; pure."""
     environment = Environment(
         autoescape=True,
@@ -109,6 +111,7 @@ def render(run: RunData, samples: Sequence[Sample], notes: Sequence[str], budget
         missing=missing,
         counts=_counts(run),
         samples=[(sample, sample.nodes(budget)) for sample in samples],
+        trees=trees,
         edges=ENTROPY_EDGES,
         number=number,
     )

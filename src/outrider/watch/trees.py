@@ -1,0 +1,113 @@
+"""Groups whose rollouts branched, as trees for the report: where they left, with which entropies, and what every leaf got."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import DataError
+from outrider.types import Origin
+from outrider.watch.traces import TraceReader, TraceRow
+
+NUM_TREES: Final = 3
+_TEXT: Final = 90
+_MAX_ROWS: Final = 600  # a larger group is left out: the page must stay small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeNode:
+    """One policy turn: its text, the mean entropy of its tokens (nats), and how many rollouts left in front of it."""
+
+    text: str
+    num_tokens: int
+    entropy: float
+    num_forks: int
+    entropy_change: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Turns without a fork between them, then the branches that go on; ``leaf`` where a rollout ends here."""
+
+    rollout: int
+    turns: tuple[TreeNode, ...]
+    leaf: TraceRow | None
+    children: tuple["Branch", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """One group."""
+
+    step: int
+    task_key: str
+    roots: tuple[Branch, ...]
+
+
+def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
+    """The groups with most forks of the newest step that has any; empty for a run that never branched."""
+    reader = TraceReader(directory)
+    for step in reversed(reader.steps()):
+        try:
+            rows = reader.read(step)
+        except DataError as error:
+            notes.append(f"traces: {error}")
+            continue
+        groups: dict[str, list[TraceRow]] = {}
+        for row in rows:
+            groups.setdefault(row.trace_id, []).append(row)
+        branched = [(num, group) for group in groups.values() if (num := _num_forks(group)) and len(group) <= _MAX_ROWS]
+        if branched:
+            branched.sort(key=lambda pair: -pair[0])
+            return tuple(_tree(group) for _, group in branched[:NUM_TREES])
+    return ()
+
+
+def _num_forks(rows: Sequence[TraceRow]) -> int:
+    return sum(int(_metadata(row).get("num_forks", 0)) for row in rows)
+
+
+def _metadata(row: TraceRow) -> dict[str, float]:
+    try:
+        found = json.loads(row.metadata or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tree(rows: Sequence[TraceRow]) -> Tree:
+    children: dict[int, list[TraceRow]] = {}
+    for row in rows:
+        children.setdefault(row.parent_id, []).append(row)
+    roots = tuple(branch for root in children.get(-1, ()) for branch in _branches(root, children))
+    return Tree(step=rows[0].step, task_key=rows[0].task_key, roots=roots)
+
+
+def _branches(row: TraceRow, children: dict[int, list[TraceRow]]) -> Iterator[Branch]:
+    """One branch for every child of ``row``."""
+    for child in children.get(row.node_id, ()):
+        turns = [_turn(child)] if child.origin is Origin.POLICY else []
+        tip = child
+        while len(following := children.get(tip.node_id, [])) == 1 and tip.outcome is None:
+            tip = following[0]
+            turns += [_turn(tip)] if tip.origin is Origin.POLICY else []
+        yield Branch(
+            rollout=child.rollout,
+            turns=tuple(turns),
+            leaf=tip if tip.outcome is not None else None,
+            children=tuple(_branches(tip, children)),
+        )
+
+
+def _turn(row: TraceRow) -> TreeNode:
+    metadata = _metadata(row)
+    text = " ".join(row.text.split())
+    change = metadata.get("entropy_change")
+    return TreeNode(
+        text=text if len(text) <= _TEXT else text[:_TEXT] + " …",
+        num_tokens=len(row.tokens),
+        entropy=sum(row.entropies) / len(row.entropies) if row.entropies else 0.0,
+        num_forks=int(metadata.get("num_forks", 0)),
+        entropy_change=None if change is None else float(change),
+    )
