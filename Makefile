@@ -52,6 +52,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 benchmarks: setup
+	$(BIN)/python benchmarks/machine.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/buffer.py
 	$(BIN)/python benchmarks/grpo_bias.py
