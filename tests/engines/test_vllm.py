@@ -210,6 +210,10 @@ def test_the_contract_with_the_real_package_and_model(tmp_path: Path) -> None:
     ]
     first, twin, stopped = engine.generate(requests)
     assert first.token_ids == twin.token_ids
+    draw = torch.Generator().manual_seed(0)
+    many = [tuple(torch.randint(100, 9000, (200,), generator=draw).tolist()) for _ in range(40)]  # more than a step's tokens
+    asked_many = [Request(request_id=str(i), token_ids=one, max_tokens=3, seed=i) for i, one in enumerate(many)]
+    assert [len(one.token_ids) > 0 for one in engine.generate(asked_many)] == [True] * 40
     assert stopped.finish_reason is FinishReason.STOP
     assert lm.tokenizer.decode(stopped.token_ids).endswith(".")
     for generation in (first, stopped):

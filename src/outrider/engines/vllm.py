@@ -212,6 +212,8 @@ def _load(folder: Path, context_length: int, precision: str, device: str, settin
     if device == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(settings.memory or 2.0))))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads share the processors
+        # A prompt in two pieces ends vLLM 0.32 on a CPU when its request has a seed ("CPU Generator does not use offset").
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, context_length)}
     else:
         if device not in ("cuda", "cuda:0"):
             raise ModelError(f"engine.type = vllm takes the first GPU; choose it with CUDA_VISIBLE_DEVICES, not with {device!r}")
