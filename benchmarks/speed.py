@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm", help="the Python of an environment with vLLM (make test-vllm builds one)")
+    parser.add_argument("--workloads", type=int, nargs="+", help="numbers of the generation workloads, from 1")
     parser.add_argument("--only", choices=("generation", "update", "gap"), nargs="+", default=["generation", "update", "gap"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -73,9 +74,11 @@ def generation(title: str, ours: LanguageModel, folder: str, precision: str, arg
     if arguments.vllm:
         sides["vllm, eager"] = Vllm(arguments.vllm, folder, precision, eager=True, threads=arguments.threads)
     table = Table("new tokens/s", *sides, title=title)
-    for name, workload in WORKLOADS.items():
+    chosen = arguments.workloads or range(1, len(WORKLOADS) + 1)
+    for name, workload in (list(WORKLOADS.items())[number - 1] for number in chosen):
         rates = alternate({side: lambda one=one, w=workload: play(one, w) for side, one in sides.items()}, arguments.repeats)
         table.add_row(name, *against(rates, "generate, dynamic"))
+        print(name, rates, flush=True)  # a row as soon as it is known: the whole takes a while
     Console().print(table)
     for one in sides.values():
         one.close()
@@ -88,7 +91,9 @@ def updates(title: str, ours: LanguageModel, folder: str, precision: str, argume
     table = Table("trained row", "plain, padded", "outrider", title=f"{title}: padded tokens/s")
     for name, shape in UPDATES.items():
         sides = {"plain, padded": padded(plain, shape, lower=precision == "bfloat16"), "outrider": packed(policy, shape)}
-        table.add_row(name, *against(alternate(sides, arguments.repeats), "plain, padded"))
+        rates = alternate(sides, arguments.repeats)
+        table.add_row(name, *against(rates, "plain, padded"))
+        print(name, rates, flush=True)
     Console().print(table)
 
 
