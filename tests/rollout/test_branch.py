@@ -175,6 +175,8 @@ def test_a_copy_that_fails_is_replaced_by_replaying() -> None:
     report, factory = play(Forking(lambda state: state.turn == 2, first_wave=4), kind=Uncopyable)
     assert all(leaf.outcome is Outcome.FINISHED for leaf in report.traces[0].leaves.values())
     assert len(factory.made) == 8
+    nodes = report.traces[0].nodes
+    assert all(node.metadata["is_replayed"] for node in nodes if node.metadata.get("num_forks"))  # not in silence
 
 
 def test_a_retry_does_not_fork_where_its_first_try_did() -> None:

@@ -55,7 +55,7 @@ def test_a_preset_trains_whole_groups_that_share_calls(recipe: Path, preset: str
     assert "Branching groups" in page and "left in front of it" in page and "advantage" in page
 
 
-def test_a_fork_computes_nothing_of_its_prefix_again_and_shares_its_rows(recipe: Path) -> None:
+def test_a_fork_shares_the_rows_of_its_prefix(recipe: Path) -> None:
     rows = TraceReader(train(recipe, "rows", "algorithm.base_probability=1.0") / "traces").read(1)
     children: dict[tuple[str, int], int] = {}
     for row in rows:

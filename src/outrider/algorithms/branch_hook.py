@@ -57,7 +57,6 @@ class BranchHook:
         self.vocabulary_size = vocabulary_size
         self.every_action = every_action  # a simulator's moves are no tool calls, but they are what was executed
         self.first_wave = 1 if settings.pre_monitor else settings.first_wave
-        self.counts: Counter[str] = Counter()
         self._prompt_streaks: Counter[str] = Counter()
 
     def before_turn(self, state: EpisodeState) -> Sequence[Any]:
@@ -96,8 +95,6 @@ class BranchHook:
         num = sum(rule(float(random.random())) for _ in range(s.num_children))
         state.branch_streak = state.branch_streak + 1 if num else 0
         self._prompt_streaks[state.task.key] = self._prompt_streaks[state.task.key] + 1 if num else 0
-        self.counts["decisions"] += 1
-        self.counts["wanted"] += num
         state.tip.metadata["entropy_change"] = change
         return num
 

@@ -99,6 +99,8 @@ DECLARED: tuple[Metric, ...] = (
          "entropy_change_mean and the rule's settings"),
         ("num_refused", "rollouts", "forks that the rule wanted and the group had no place for", "any",
          "the share of the first wave"),
+        ("num_replayed", "rollouts", "forks whose environment is brought there by replaying: it has no copy, or the copy failed",
+         "0 with environments that can be copied", "the environment's copy()"),
         ("entropy_change_mean", "1", "mean of dH: normalised entropy after the result minus that of the lineage's first turn",
          "moves with training", "entropy/token_mean"),
     ),

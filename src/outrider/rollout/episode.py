@@ -149,6 +149,7 @@ class EpisodeRunner:
         state.tip.metadata |= {"num_forks": len(granted), "num_forks_wanted": wanted} if wanted else {}
         if granted:
             fork = await take_fork(state, before, timeout_s=self.limits.step_timeout_s)
+            state.tip.metadata["is_replayed"] = fork.environment is None
             for rollout in granted:
                 self.spawn(state.trace, rollout, fork)
 

@@ -127,12 +127,16 @@ class Scheduler:
             self.engine.release(sorted(ended))
             await self._close_all([fork.environment for fork in forks if fork.environment is not None], faults)
         for trace in traces:
-            if len(trace.leaves) != len(modes):
-                raise AssertionError(f"task {trace.task.key}: {len(trace.leaves)} outcomes for {len(modes)} rollouts")
-            trace.number_by_rollout()
-            for hook in self.hooks:
-                hook.after_group(trace)
+            self._complete(trace, len(modes))
         return RolloutReport(traces=traces, num_batches=batcher.num_batches, num_retries=faults["retries"], faults=faults)
+
+    def _complete(self, trace: Trace, size: int) -> None:
+        """A group has ended: all of its outcomes are there, in an order that does not depend on who was fast."""
+        if len(trace.leaves) != size:
+            raise AssertionError(f"task {trace.task.key}: {len(trace.leaves)} outcomes for {size} rollouts")
+        trace.number_by_rollout()
+        for hook in self.hooks:
+            hook.after_group(trace)
 
     async def _play(self, runner: EpisodeRunner, owed: _Owed, mode: str, faults: Counter[str]) -> Leaf:
         """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under where it began."""

@@ -111,6 +111,7 @@ def branch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     return {
         "branch/num_decisions": float(len(decided)),
         "branch/num_forks": float(num_forks),
+        "branch/num_replayed": float(sum(one.get("num_forks", 0) for one in decided if one.get("is_replayed"))),
         "branch/num_refused": float(sum(one.get("num_forks_wanted", 0) for one in decided) - num_forks),
         "branch/entropy_change_mean": fmean(one["entropy_change"] for one in decided),
     }
