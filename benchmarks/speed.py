@@ -1,6 +1,6 @@
 """Generation and update speed beside what a user would take instead: same model, prompts and machine, in one run.
 
-    python benchmarks/speed.py [--model NAME] [--repeats 5] [--precision auto] [--device cpu] [--vllm .venv-vllm/bin/python]
+    python benchmarks/speed.py [--model NAME] [--repeats 5] [--precision auto] [--device cpu] [--vllm .venv-vllm/bin/python [--compiled]]
 
 The sides take turns, so that a slow minute of the machine hits all of them. Prints medians of new tokens a second with their
 ratio to plain ``generate``, of trained tokens a second with their ratio to the padded computation, and the log-prob gap.
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm", help="the Python of an environment with vLLM (make test-vllm builds one)")
+    parser.add_argument("--compiled", action="store_true", help="vLLM with its compiler too, whose start takes minutes")
     parser.add_argument("--workloads", type=int, nargs="+", help="numbers of the generation workloads, from 1")
     parser.add_argument("--only", choices=("generation", "update", "gap"), nargs="+", default=["generation", "update", "gap"])
     arguments = parser.parse_args()
@@ -72,7 +73,9 @@ def generation(title: str, ours: LanguageModel, folder: str, precision: str, arg
         "outrider": Outrider(replace(ours, eos_token_ids=frozenset())),
     }
     if arguments.vllm:
-        sides["vllm, eager"] = Vllm(arguments.vllm, folder, precision, eager=True, threads=arguments.threads)
+        for eager in (True, False) if arguments.compiled else (True,):
+            name = "vllm, eager" if eager else "vllm, compiled"
+            sides[name] = Vllm(arguments.vllm, folder, precision, eager=eager, threads=arguments.threads)
     table = Table("new tokens/s", *sides, title=title)
     chosen = arguments.workloads or range(1, len(WORKLOADS) + 1)
     for name, workload in (list(WORKLOADS.items())[number - 1] for number in chosen):

@@ -1,6 +1,7 @@
 """Norms, gated MLPs, attention and the vocabulary projection in blocks: the values and gradients of the plain modules."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,9 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from outrider.engines import fused, rotary
+from outrider.engines import fused, rotary, segment_attention
 from outrider.engines.attention import IMPLEMENTATION, Segment, TreePlan, register
-from outrider.engines.segment_attention import causal_attention
 from outrider.train import vocabulary
 from outrider.train.vocabulary import score_tokens
 
@@ -107,24 +107,30 @@ def test_the_norm_s_gradient_against_a_float64_reference() -> None:
 @settings(deadline=None, max_examples=40)
 @given(
     num_new=st.integers(1, 12), num_before=st.integers(0, 9), kv_heads=st.integers(1, 3), repeats=st.integers(1, 3),
-    seed=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**32 - 1), by_products=st.booleans(),
 )  # fmt: skip
 def test_attention_and_its_gradients_equal_a_written_out_softmax(
-    num_new: int, num_before: int, kv_heads: int, repeats: int, seed: int
+    num_new: int, num_before: int, kv_heads: int, repeats: int, seed: int, by_products: bool
 ) -> None:
+    """Both backward passes: the fused kernel's, and that of bfloat16, here in blocks of five queries."""
     torch.manual_seed(seed)
     shapes = ((1, kv_heads * repeats, num_new, 4), *[(1, kv_heads, num_before + num_new, 4)] * 2)
     ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     plain = [tensor.detach().clone().requires_grad_() for tensor in ours]
     outer = torch.randn(shapes[0], dtype=torch.float64)
-    output = causal_attention(*ours, 0.3)
+    if by_products:
+        with patch.object(segment_attention, "_BLOCK", 5):
+            output = segment_attention._CpuAttention.apply(*ours, 0.3)
+            output.backward(outer)
+    else:
+        output = segment_attention.causal_attention(*ours, 0.3)
+        output.backward(outer)
     keys, values = (tensor.repeat_interleave(repeats, dim=1) for tensor in plain[1:])
     scores = 0.3 * plain[0] @ keys.transpose(2, 3)
     visible = torch.ones(scores.shape[2:], dtype=torch.bool).tril(num_before)
     wanted = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ values
     torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-10)
-    for result in (output, wanted):
-        (result * outer).sum().backward()
+    (wanted * outer).sum().backward()
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-10)
 

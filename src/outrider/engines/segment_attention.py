@@ -1,7 +1,9 @@
-"""Attention of one training segment over its context, with a backward pass of matrix products on CPU.
+"""Attention of one training segment over its context; in bfloat16 on CPU with a backward pass of matrix products.
 
-The fused CPU kernel's backward runs at a tenth of the machine's matrix rate (benchmarks/speed.py prints the update). Here
-the forward is fused, and the backward computes the probabilities again and uses plain products.
+The fused CPU kernel's backward pass does not use the matrix unit of a processor that has one, and a unit is what bfloat16 is
+chosen for there. So the forward is fused, and the backward computes the probabilities again and uses plain products, a block
+of queries at a time: what lies after the block is never computed. In float32 the fused backward pass is the faster one
+(benchmarks/update_profile.py prints both).
 
 Shape letters: H query heads, K key-value heads, G query heads a key-value head, N queries, T keys, D head size.
 """
@@ -11,10 +13,12 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+_BLOCK = 128  # queries: with them a block's scores over a thousand keys take about a megabyte
+
 
 def causal_attention(query_1HND: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention [1, H, N, D] in which the queries are the last N of the T keys."""
-    if query_1HND.requires_grad and query_1HND.device.type == "cpu":
+    if query_1HND.requires_grad and query_1HND.device.type == "cpu" and query_1HND.dtype.itemsize < 4:
         output: torch.Tensor = _CpuAttention.apply(query_1HND, key_1KTD, value_1KTD, scale)  # type: ignore[no-untyped-call]
         return output
     return _fused(query_1HND, key_1KTD, value_1KTD, scale)
@@ -46,28 +50,36 @@ class _CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """dV = P'dO, dS = P * (dO V' - rowsum), dQ = dS K, dK = dS'Q; head by head, so that a head's scores stay in cache."""
+        """Head by head and block by block, so that a block's scores stay in cache; sums over blocks in float32 or better."""
         query_1HND, key_1KTD, value_1KTD = ctx.saved_tensors
         num_new, num_seen, size = query_1HND.shape[2], key_1KTD.shape[2], query_1HND.shape[3]
         repeats = query_1HND.shape[1] // key_1KTD.shape[1]
-        hidden = _hidden(query_1HND, num_seen)
-        grads = tuple(torch.empty_like(tensor) for tensor in (query_1HND, key_1KTD, value_1KTD))
+        exact = torch.promote_types(query_1HND.dtype, torch.float32)
+        grad_query = torch.empty_like(query_1HND)
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=exact) for tensor in (key_1KTD, value_1KTD))
         for head in range(key_1KTD.shape[1]):
             queries = slice(head * repeats, (head + 1) * repeats)
-            rows = (repeats * num_new, size)  # the query heads of a key-value head, one below the other
-            query, output = query_1HND[0, queries].reshape(rows), gradient[0, queries].reshape(rows)
-            found = _head_gradients(query, key_1KTD[0, head], value_1KTD[0, head], output, hidden, ctx.scale)
-            grads[0][0, queries] = found[0].view(repeats, num_new, size)
-            grads[1][0, head], grads[2][0, head] = found[1], found[2]
-        return *grads, None
+            for start in range(0, num_new, _BLOCK):
+                block = slice(start, min(start + _BLOCK, num_new))
+                seen = num_seen - num_new + block.stop
+                # the query heads of a key-value head lie one below the other
+                query, output = (tensor[0, queries, block].reshape(-1, size) for tensor in (query_1HND, gradient))
+                found = _block_gradients(query, key_1KTD[0, head, :seen], value_1KTD[0, head, :seen], output, repeats, ctx.scale)
+                grad_query[0, queries, block] = found[0].view(repeats, -1, size)
+                grad_key[0, head, :seen] += found[1]
+                grad_value[0, head, :seen] += found[2]
+        return grad_query, grad_key.to(key_1KTD.dtype), grad_value.to(value_1KTD.dtype), None
 
 
-def _head_gradients(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor, scale: float
+def _block_gradients(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor, repeats: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dV = P'dO, dS = P * (dO V' - rowsum), dQ = dS K, dK = dS'Q; the last keys are the block's own."""
     exact = torch.promote_types(query.dtype, torch.float32)
+    num_own = len(query) // repeats
     scores = (query @ key.t()).to(exact).mul_(scale)
-    scores.view(-1, *hidden.shape).masked_fill_(hidden, float("-inf"))
+    hidden = torch.ones(num_own, num_own, dtype=torch.bool, device=query.device).triu(1)
+    scores.view(repeats, num_own, -1)[:, :, len(key) - num_own :].masked_fill_(hidden, float("-inf"))
     probs = torch.softmax(scores, dim=-1)
     grad_scores = (gradient @ value.t()).to(exact).mul_(probs)
     grad_scores.sub_(probs * grad_scores.sum(dim=-1, keepdim=True)).mul_(scale)
