@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from outrider.engines.attention import SlotCache
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local import LocalEngine
 from outrider.engines.model import LanguageModel
@@ -218,3 +219,16 @@ def test_every_group_s_prompt_is_computed_once_also_when_groups_begin_alike(mode
     ]
     computed = [one.num_prefilled_tokens for one in LocalEngine(model).generate(requests)]
     assert [sorted(computed[i : i + 4])[:3] for i in (0, 4, 8)] == [[0, 0, 0]] * 3
+
+
+def test_a_cache_that_grows_keeps_what_is_stored_and_nothing_else() -> None:
+    cache = SlotCache(dtype=torch.float32, device=torch.device("cpu"))
+    cache.reserve(2, 100)
+    keys, values = cache.layer(0, torch.zeros(1, 3, 1, 4))
+    keys[:], values[:] = torch.randn(keys.shape), torch.randn(values.shape)
+    cache.reserve(5, 200, stored=[128, 7])
+    for old, new in zip((keys, values), cache.layer(0, keys), strict=True):
+        assert new.shape == (5, 3, 256, 4)
+        torch.testing.assert_close(new[0, :, :128], old[0], rtol=0, atol=0)
+        torch.testing.assert_close(new[1, :, :7], old[1, :, :7], rtol=0, atol=0)
+        assert not new[0, :, 128:].any() and not new[1, :, 7:].any() and not new[2:].any()

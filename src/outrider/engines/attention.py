@@ -7,6 +7,9 @@ Linear layers see one packed row of tokens without padding; only attention knows
 Shape letters: N packed tokens, B rows, S slots, T cache positions, H query heads, K key-value heads, D head size.
 """
 
+import math
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +56,17 @@ class TreePlan:
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
+def _untouched(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Zeros; on a CPU from the system and not from the allocator: positions that no rollout reaches take no memory.
+
+    What is freed goes back at once, where blocks of the allocator, each a little larger than the last, would leave holes.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    memory = mmap.mmap(-1, max(1, math.prod(shape)) * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype, count=math.prod(shape)).view(shape)
+
+
 @dataclass(slots=True, kw_only=True)
 class SlotCache:
     """Keys and values of up to S rollouts, T positions each: one [S, K, T, D] pair a layer, grown on demand."""
@@ -63,26 +77,27 @@ class SlotCache:
     num_slots: int = 0
     num_positions: int = 0
 
-    def reserve(self, num_slots: int, num_positions: int) -> None:
-        """Make room; what is stored stays. Grows in steps, so that a longer episode does not copy at every turn."""
+    def reserve(self, num_slots: int, num_positions: int, *, stored: Sequence[int] = ()) -> None:
+        """Make room; the first ``stored`` positions of each slot stay. Grows in steps: a longer episode does not copy at every turn."""
         if num_slots <= self.num_slots and num_positions <= self.num_positions:
             return
         if num_slots > self.num_slots:
             self.num_slots = max(num_slots, self.num_slots + self.num_slots // 4)
         self.num_positions = max(-(-num_positions // 128) * 128, self.num_positions)
         for index, (keys, values) in self.layers.items():
-            self.layers[index] = (self._grown(keys), self._grown(values))
+            self.layers[index] = (self._grown(keys, stored), self._grown(values, stored))
 
-    def _grown(self, old: torch.Tensor) -> torch.Tensor:
-        new = old.new_zeros((self.num_slots, old.shape[1], self.num_positions, old.shape[3]))
-        new[: old.shape[0], :, : old.shape[2]] = old
+    def _grown(self, old: torch.Tensor, stored: Sequence[int]) -> torch.Tensor:
+        new = _untouched((self.num_slots, old.shape[1], self.num_positions, old.shape[3]), old)
+        for slot, length in enumerate(stored):
+            new[slot, :, :length] = old[slot, :, :length]
         return new
 
     def layer(self, index: int, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The pair of a layer, made at its first use with the head layout of ``key`` [., K, ., D]."""
         if index not in self.layers:
             shape = (self.num_slots, key.shape[1], self.num_positions, key.shape[3])
-            self.layers[index] = (key.new_zeros(shape), key.new_zeros(shape))
+            self.layers[index] = (_untouched(shape, key), _untouched(shape, key))
         return self.layers[index]
 
     def copy(self, source: int, target: int, length: int) -> None:

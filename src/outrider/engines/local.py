@@ -111,7 +111,7 @@ class LocalEngine:
         self._running = frozenset(request.request_id for request in requests)
         try:
             rows = [self._row(index, request) for index, request in enumerate(requests)]
-            self._cache.reserve(1, max(row.length + len(row.uniforms) for row in rows))
+            self._reserve(1, max(row.length + len(row.uniforms) for row in rows))
             with nullcontext() if self._few_rows.is_supported else self._packed.active():
                 self._decode(deque(rows))
         finally:
@@ -120,6 +120,10 @@ class LocalEngine:
             self._cancelled.clear()
             self.release([_unnamed(request) for request in requests if request.cache_key is None])
         return [self._generation(row) for row in rows]
+
+    def _reserve(self, num_slots: int, num_positions: int) -> None:
+        stored = [len(ids) for _, ids in self._slots][: self._cache.num_slots]
+        self._cache.reserve(num_slots, num_positions, stored=stored)
 
     def _row(self, index: int, request: Request) -> _Row:
         room = min(request.max_tokens, self.context_length - len(request.token_ids))
@@ -136,7 +140,7 @@ class LocalEngine:
         joining = [waiting.popleft() for _ in range(min(free, len(waiting)))]
         while len(self._slots) < num_active + len(joining):
             self._slots.append((None, ()))
-        self._cache.reserve(len(self._slots), 1)
+        self._reserve(len(self._slots), 1)
         for slot, row in enumerate(joining, start=num_active):
             self._place(row, slot)
         self._prefill(joining)
@@ -152,7 +156,7 @@ class LocalEngine:
             if held is None:
                 self._slots.append((None, ()))
                 held = len(self._slots) - 1
-                self._cache.reserve(len(self._slots), 1)
+                self._reserve(len(self._slots), 1)
         if held is not None and held != slot:
             self._cache.swap(slot, held, max(len(self._slots[slot][1]), len(self._slots[held][1])))
             self._slots[slot], self._slots[held] = self._slots[held], self._slots[slot]
