@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from outrider import __version__
 from outrider.config import load_settings, to_toml
@@ -67,17 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     train.set_defaults(command=_train)
 
-    evaluate = commands.add_parser("eval", help="evaluate a model or a checkpoint on the recipe's held-out panel")
-    evaluate.add_argument("recipe", type=Path)
-    evaluate.add_argument("overrides", nargs="*", help="section.key=value")
-    evaluate.add_argument("--run", type=Path, required=True, help="new run directory")
-    evaluate.add_argument("--checkpoint", type=Path, help="weights of a training run")
-    evaluate.add_argument("--adapt", type=_positive, metavar="K", help="K trials with a memory and no change of weights")
-    evaluate.add_argument("--method", choices=("tips", "reflexion"), default="tips", help="what --adapt remembers")
-    evaluate.add_argument("--model", help="short for model.name=...")
-    evaluate.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
-    evaluate.set_defaults(command=_eval)
-
+    _add_eval(commands)
     _add_buffer(commands)
     view = commands.add_parser("view", help="write report.html of a run")
     view.add_argument("run", type=Path)
@@ -97,6 +88,32 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("file", type=Path)
     init.set_defaults(command=_init)
     return parser
+
+
+def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    evaluate = commands.add_parser("eval", help="evaluate on a recipe's held-out panel, or on named task sets")
+    evaluate.add_argument("recipe", nargs="?", help="TOML file; none with --tasks")
+    evaluate.add_argument("overrides", nargs="*", help="section.key=value")
+    evaluate.add_argument("--run", type=Path, required=True, help="new run directory; with --tasks also one to continue")
+    evaluate.add_argument("--checkpoint", type=Path, help="weights of a training run")
+    evaluate.add_argument("--adapt", type=_positive, metavar="K", help="K trials with a memory and no change of weights")
+    evaluate.add_argument("--method", choices=("tips", "reflexion"), default="tips", help="what --adapt remembers")
+    evaluate.add_argument("--model", help="short for model.name=...; with --tasks also a run directory or a checkpoint in one")
+    evaluate.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    tasks = evaluate.add_argument_group("task sets", "docs/evaluation.md")
+    tasks.add_argument("--tasks", metavar="NAME[=FILE]", help="task set, file of questions, or environment")
+    tasks.add_argument("--endpoint", metavar="URL", help="OpenAI-compatible base URL, in place of --model")
+    tasks.add_argument("--endpoint-model", help="its name on the server (default: the first that is served)")
+    tasks.add_argument("--limit", type=_positive, metavar="N", help="only the first tasks")
+    tasks.add_argument("--samples", type=_positive, metavar="K", help="for pass@k and avg@k")
+    tasks.add_argument("--temperature", type=float, help="0 is greedy")
+    tasks.add_argument("--tools", choices=("on", "off"), help="default: off for questions, on for environments")
+    tasks.add_argument("--corpus", type=Path, metavar="FILE", help="passages for the tool search")
+    tasks.add_argument("--rules", choices=("default", "arpo-train", "arpo-eval", "squad"), help="extraction and normalisation")
+    tasks.add_argument("--judge", metavar="URL", help="OpenAI-compatible base URL of a judge")
+    tasks.add_argument("--judge-model", help="its name on the server (default: the first that is served)")
+    tasks.add_argument("--seed", type=int)
+    evaluate.set_defaults(command=_eval)
 
 
 def _add_buffer(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -174,7 +191,44 @@ def _stoppable(run: Callable[[Callable[[Callable[[], None]], None]], None]) -> i
     return 0
 
 
+_TASK_FLAGS: Final = {  # of `eval`: what each is short for
+    "tasks": "tasks", "model": "model.name", "checkpoint": "model.initial_checkpoint", "endpoint": "endpoint.base_url",
+    "endpoint_model": "endpoint.model", "limit": "limit", "samples": "num_samples", "temperature": "temperature",
+    "tools": "tools", "corpus": "environment.corpus", "rules": "rules", "judge": "judge.endpoint.base_url",
+    "judge_model": "judge.endpoint.model", "seed": "seed",
+}  # fmt: skip
+_ONLY_WITH_TASKS: Final = tuple(name for name in _TASK_FLAGS if name not in ("tasks", "model", "checkpoint"))
+
+
 def _eval(parsed: argparse.Namespace) -> int:
+    if parsed.tasks is not None and "=" in (parsed.recipe or ""):  # no recipe, but the first override in its place
+        parsed.recipe, parsed.overrides = None, [parsed.recipe, *parsed.overrides]
+    given = [name for name in _ONLY_WITH_TASKS if vars(parsed)[name] is not None]
+    if parsed.tasks is not None:
+        return _eval_tasks(parsed)
+    if given:
+        raise ConfigError(f"--{given[0].replace('_', '-')} goes with --tasks NAME; a recipe has settings of its own")
+    if parsed.recipe is None:
+        raise ConfigError("give a recipe, or --tasks NAME")
+    return _eval_recipe(parsed)
+
+
+def _eval_tasks(parsed: argparse.Namespace) -> int:
+    from outrider.evals.panel import evaluate_tasks
+    from outrider.evals.panel_settings import PanelSettings
+
+    if parsed.recipe is not None or parsed.adapt is not None:
+        raise ConfigError("--tasks goes with neither a recipe nor --adapt")
+    short = [f"{key}={vars(parsed)[name]}" for name, key in _TASK_FLAGS.items() if vars(parsed)[name] is not None]
+    settings = load_settings(PanelSettings, file=None, overrides=[*parsed.overrides, *short])
+    try:
+        return evaluate_tasks(settings, parsed.run, progress=parsed.progress)
+    except KeyboardInterrupt:
+        print("outrider: interrupted; the same command continues", file=sys.stderr)
+        return 130
+
+
+def _eval_recipe(parsed: argparse.Namespace) -> int:
     from outrider.train.run_directory import RunDirectory
     from outrider.train.settings import RunSettings
     from outrider.train.start import run_training
@@ -184,7 +238,7 @@ def _eval(parsed: argparse.Namespace) -> int:
         overrides.append(f"model.initial_checkpoint={parsed.checkpoint}")
     if parsed.adapt is not None:
         overrides += [f"evaluation.num_trials={parsed.adapt}", f"evaluation.memory={parsed.method}"]
-    settings = load_settings(RunSettings, file=parsed.recipe, overrides=overrides)
+    settings = load_settings(RunSettings, file=Path(parsed.recipe), overrides=overrides)
     if settings.evaluation.num_trials:
         from outrider.train.adaptation import adapt
 

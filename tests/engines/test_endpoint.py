@@ -63,6 +63,8 @@ def test_no_key_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
         (Answer(b"[" * 100_000), "garbage"),
         (Answer(b"\xff\xfe"), "garbage"),
         (Answer(drop=True), "connection"),
+        (completion("half an ans", finish="abort"), "aborted"),
+        (completion(None, finish="error"), "aborted"),
     ],
 )
 def test_what_passes_is_tried_again_and_counted(bad: Answer, kind: str) -> None:

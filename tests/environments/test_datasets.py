@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.environments.datasets import DatasetConfig, load_tasks, panel_hash
-from outrider.errors import DataError
+from outrider.errors import DataError, ToolUnavailable
 from outrider.types import Task
 
 
@@ -114,7 +114,9 @@ def test_exactly_one_source_must_be_set() -> None:
 
 def test_a_hub_data_set_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="needs the package datasets"):
+    with pytest.raises(
+        ToolUnavailable, match=r"^openai/gsm8k: the hub needs the package datasets \(pip install 'outrider\[hub\]'\)$"
+    ):
         load_tasks(DatasetConfig(hub="openai/gsm8k"))
 
 

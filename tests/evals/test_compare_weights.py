@@ -41,6 +41,11 @@ def test_seeds_of_an_evaluation_are_no_trainings(tmp_path: Path) -> None:
         compare([evaluated(tmp_path / str(seed), seed, "a/step-1") for seed in range(3)])
 
 
+def test_a_method_is_called_by_its_preset(tmp_path: Path) -> None:
+    runs = group(tmp_path / "a", "grpo", 0.9, 'algorithm.preset = "dapo-paper"') + group(tmp_path / "b", "grpo", 0.2)
+    assert {one.label for one in compare(runs).groups} == {"dapo-paper", "grpo"}
+
+
 def test_checkpoints_that_are_only_evaluated_are_told_apart(tmp_path: Path) -> None:
     result = compare([evaluated(tmp_path / name, 0, name) for name in ("a", "b")])
     assert len(result.groups) == 2 and result.pairs[0].verdict.winner is None

@@ -52,6 +52,8 @@ def test_recorded_verdicts(case: dict[str, Any]) -> None:
         ("Correct answer: Rome, so it is incorrect.", None, False),
         ("The correct answer is Paris and the prediction is wrong", None, False),
         ("correctness", None, True),
+        ("This is not the correct answer.", None, True),
+        ("For it to be correct it would have to name the", None, True),
         ("yes", None, False),
         ("", None, False),
         ("Richtig \u2713", None, False),

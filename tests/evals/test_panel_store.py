@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,22 @@ def test_only_what_is_missing_or_failed_is_owed_after_a_restart(tmp_path: Path) 
     assert last.results[1] == good("t-0", 1)  # the later result took the fault's place
     assert owed(last, num_samples=3)[:2] == [("t-1", 0), ("t-1", 2)]
     last.close()
+
+
+def test_an_answer_whose_judge_failed_is_judged_and_not_played_again(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    waiting = replace(bad("t-0", 0), answered=Outcome.TRUNCATED_TOKENS, prediction="x", detail="judge: gone")
+    store = opened(path)
+    store.add(waiting)
+    store.add(bad("t-0", 1))
+    store.close()
+    again = opened(path)
+    assert again.unjudged == [waiting] and again.has("t-0", 1) and not again.has("t-1", 0)
+    assert ("t-0", 0) not in owed(again) and ("t-0", 1) in owed(again)
+    assert summarise(again.results).faults == {"engine_fault": 2}
+    again.add(good("t-0", 0))
+    assert again.unjudged == []
+    again.close()
 
 
 def test_a_finished_sample_is_never_replaced(tmp_path: Path) -> None:

@@ -130,6 +130,10 @@ def test_a_summary_by_hand() -> None:
     assert (found.num_tokens, found.num_tool_calls, found.tool_usage_rate) == (25.0, 1.0, 0.25)
     assert found.faults == {"engine_fault": 2, "tool_fault": 1}
     assert found.task_scores == pytest.approx({"a": 1 / 3, "b": 1.0})
+    assert found.task_passes == {1: pytest.approx({"a": 1 / 3, "b": 1.0}), 3: {"a": 1.0}, 4: {}}
+    assert found.task_metrics == {"em": pytest.approx({"a": 1 / 3, "b": 1.0}), "level": {"b": 2.0}}
+    assert found.task_majorities == {"a": 0.0, "b": 1.0} and found.outcomes == {"finished": 4}
+    assert summarise(results, normalize=str).majority == pytest.approx((1 / 3 + 1) / 2)  # three texts, three labels
 
 
 def test_faults_are_never_zeros() -> None:
@@ -160,6 +164,8 @@ def test_two_results_of_one_sample_are_refused() -> None:
         {"outcome": Outcome.FINISHED},
         {"outcome": Outcome.FINISHED, "score": 1.0},
         {"outcome": Outcome.ENGINE_FAULT, "success": False},
+        {"outcome": Outcome.ENGINE_FAULT, "answered": Outcome.TOOL_FAULT},
+        {"outcome": Outcome.FINISHED, "answered": Outcome.FINISHED, "score": 1.0, "success": True},
         {"outcome": Outcome.FINISHED, "score": math.nan, "success": False},
         {"outcome": Outcome.FINISHED, "score": 0.0, "success": False, "metrics": {"f1": math.inf}},
     ],

@@ -140,7 +140,7 @@ def test_gated_sets_say_how_to_get_access(hub: types.SimpleNamespace) -> None:
 
 def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ToolUnavailable, match=r"aime24: the hub needs the package datasets .*outrider\[hub\].* aime24=FILE"):
+    with pytest.raises(ToolUnavailable, match=r"aime_2024: the hub needs the package datasets .*outrider\[hub\].* aime24=FILE"):
         load_task_set("aime24")
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from outrider.engines.endpoint import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.errors import EngineFault, ModelError
-from outrider.rollout.collect import Collector
+from outrider.rollout.collect import Collected, Collector
 from outrider.rollout.episode import Limits
-from outrider.types import Message, Outcome
+from outrider.types import Message, Outcome, Task
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.toy import ToyFamily
 
@@ -162,3 +162,51 @@ def test_no_output_raises(texts: list[str]) -> None:
     played = Collector(endpoint=chat, factory=family.make(), limits=Limits(), stop=family.stop, run_seed=0, num_concurrent=1)
     (one,) = played.collect(family.tasks("train"), num_rollouts=1).collected
     assert not one.outcome.is_fault and one.trajectory is not None
+
+
+def test_a_cut_turn_that_cannot_be_read_is_truncated_and_not_invalid() -> None:
+    family = ToyFamily(1)
+    outcomes = []
+    for finish in ("stop", "length"):
+        with chat_server([completion("hm", finish=finish)]) as server:
+            outcomes += collector(server.url, family).collect(family.tasks("train"), num_rollouts=1).outcomes
+    assert outcomes == [Outcome.INVALID, Outcome.TRUNCATED_TOKENS]
+
+
+def test_every_rollout_is_handed_over_as_it_ends_with_its_tool_calls() -> None:
+    family = ToyFamily(2)
+    played: list[tuple[str, int, Collected]] = []
+    owed = [(family.tasks("train")[1], 4), (family.tasks("train")[0], 2)]
+    with chat_server(solver) as server:
+        returned = collector(server.url, family, num_concurrent=1).play(
+            owed, on_played=lambda task, rollout, collected: played.append((task.key, rollout, collected))
+        )
+    assert [(key, rollout) for key, rollout, _ in played] == [("toy/1", 4), ("toy/0", 2)]
+    assert tuple(collected for _, _, collected in played) == returned
+    assert [one.trajectory_id for one in returned] == ["agent/toy/1/4", "agent/toy/0/2"]
+    assert [one.num_tool_calls for one in returned] == [1, 1]
+
+
+def test_what_the_receiver_raises_stops_the_play() -> None:
+    family = ToyFamily(20)
+
+    def full(task: Task, rollout: int, collected: Collected) -> None:
+        raise OSError("no space left")
+
+    with chat_server(solver) as server, pytest.raises(OSError, match="no space left"):
+        collector(server.url, family, num_concurrent=1).play([(task, 0) for task in family.tasks("train")], on_played=full)
+    assert family.num_closed < 20
+
+
+def test_an_episode_that_outgrows_the_servers_context_is_cut_and_scored() -> None:
+    """A refusal of the first request is the server's; one of a grown conversation is the agent's end."""
+    refusal = Answer({"error": {"message": "This model's maximum context length is 64 tokens"}}, status=400)
+    family = ToyFamily(1)
+    for script, outcome in (([completion("<ask>?</ask>"), refusal], Outcome.TRUNCATED_TOKENS), ([refusal], Outcome.ENGINE_FAULT)):
+        found: list[Collected] = []
+        with chat_server(script) as server:
+            collector(server.url, family).play(
+                [(family.tasks("train")[0], 0)], on_played=lambda task, sample, one, found=found: found.append(one)
+            )
+        assert [one.outcome for one in found] == [outcome]
+        assert (found[0].trajectory is not None) == (outcome is Outcome.TRUNCATED_TOKENS)

@@ -218,6 +218,8 @@ def _read_before(deadline: float, response: Any) -> bytes:
 def _reply(answer: Any, stop: Sequence[str]) -> ChatReply:
     """The completion in an answer; raises Transient when there is none."""
     match answer:
+        case {"choices": [{"finish_reason": "abort" | "error" as reason}, *_]}:  # a server's own fault, told with status 200
+            raise Transient("aborted", f"the server ended the answer: {reason}")
         case {"choices": [{"message": dict(message)} as choice, *_]} if isinstance(content := message.get("content") or "", str):
             usage = answer.get("usage")
             num_tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import urllib.error
 from collections.abc import Mapping, Sequence
 
@@ -19,12 +20,22 @@ class Transient(Exception):
         self.wait_s = wait_s
 
 
+_TOO_LONG = re.compile(
+    r"context[ _](?:length|window|size)|maximum context|too many tokens|(?:prompt|input)\w* (?:is|are) too long", re.IGNORECASE
+)
+
+
 class Refusal(Exception):
     """A status that the same request will get again."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the conversation does not fit the server's context: the agent's end, and no fault of the server."""
+        return self.status in (400, 413, 422) and _TOO_LONG.search(str(self)) is not None
 
 
 def wire_messages(messages: Sequence[Message], *, continues: bool) -> tuple[list[dict[str, str]], bool]:

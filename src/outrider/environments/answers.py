@@ -15,6 +15,9 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NUMBER = re.compile(r"(?<![\w.)])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?![\w]|\.\d)", re.ASCII)
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[!-/:-@\[-`{-~](?=[-.(\[{$]*\d)|(?<=[!-/:-@\[-`{-~])[(\[{$](?=\d)")
+_BOX = re.compile(r"\\boxed\s*\{|\\boxed (?=[^${}])")
+_BOX_END = re.compile(r"[${}]")
+_BRACE = re.compile(r"\\[{}\\]|[{}]")
 _SAME_SIGNS = str.maketrans("\u2212\u2018\u2019", "-''")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -22,23 +25,37 @@ _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def last_boxed(text: str) -> str | None:
     r"""The inside of the last closed ``\boxed{...}`` (braces matched, ``\{`` is no brace) or ``\boxed x$``; None if none.
 
-    An unclosed box is skipped rather than an error, and ``\fbox`` is not a box.
+    An unclosed box is skipped rather than an error, and ``\fbox`` is not a box. The time grows in proportion to the text,
+    whatever is in it.
     """
-    found: str | None = None
-    for match in re.finditer(r"\\boxed\s*\{|\\boxed ([^${}]+)(?:\$|$)", text):
-        inside = match.group(1) if match.group(1) is not None else _matched(text, match.end())
-        found = inside.strip() if inside is not None else found
-    return found
+    closings = _closings(text)
+    found: tuple[int, int] | None = None
+    position, mark = 0, -1  # the first of $, { and } from ``position`` on; found again only once it is passed
+    while (match := _BOX.search(text, position)) is not None:
+        position = match.end()
+        if match.group().endswith("{"):
+            end = closings.get(position - 1)
+            found = found if end is None else (position, end)
+            continue
+        if mark < position:
+            following = _BOX_END.search(text, position)
+            mark = len(text) if following is None else following.start()
+        if mark == len(text) or text[mark] == "$":
+            found = (position, mark)
+            position = mark + 1
+    return None if found is None else text[slice(*found)].strip()
 
 
-def _matched(text: str, start: int) -> str | None:
-    """Text from ``start`` up to the brace that closes the one before it."""
-    depth = 1
-    for match in re.finditer(r"\\[{}\\]|[{}]", text[start:]):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0:
-            return text[start : start + match.start()]
-    return None
+def _closings(text: str) -> dict[int, int]:
+    """Where every brace that is closed is closed, in one pass."""
+    opened: list[int] = []
+    closings: dict[int, int] = {}
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            opened.append(match.start())
+        elif match.group() == "}" and opened:
+            closings[opened.pop()] = match.start()
+    return closings
 
 
 def unwrap_text(answer: str) -> str:
@@ -52,11 +69,20 @@ def extract_answer(text: str) -> str:
 
     Empty when there is none of these.
     """
-    pairs = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
-    boxed = last_boxed(pairs[-1] if pairs else text)
+    pair = _last_pair(text)
+    boxed = last_boxed(text if pair is None else pair)
     if boxed is not None:
         return unwrap_text(boxed)
-    return str(pairs[-1]).strip() if pairs else ""
+    return "" if pair is None else pair.strip()
+
+
+def _last_pair(text: str) -> str | None:
+    """The inside of the last answer pair: from the first opening tag behind the closing tag before; None without any."""
+    for part in reversed(text.split("</answer>")[:-1]):
+        _, opening, inside = part.partition("<answer>")
+        if opening:
+            return inside
+    return None
 
 
 def normalize_answer(text: str) -> str:
@@ -67,22 +93,18 @@ def normalize_answer(text: str) -> str:
     """
     composed = unicodedata.normalize("NFC", text).translate(_SAME_SIGNS)
     lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", " ".join(composed.lower().split()))
+    # Around numbers punctuation goes; between two digits it becomes a blank, one for one: 1/2 is not 12.
+    parted = _BETWEEN_DIGITS.sub(" ", lowered)
     words: list[str] = []
     position = 0
     for match in _NUMBER.finditer(lowered):
         if not match.group().strip("-"):
             continue
-        words += [_between(lowered, position, match.start()), _canonical(match.group())]
+        words += [parted[position : match.start()].translate(_DELETE_PUNCTUATION), _canonical(match.group())]
         position = match.end()
-    words.append(_between(lowered, position, len(lowered)))
+    words.append(parted[position:].translate(_DELETE_PUNCTUATION))
     kept = " ".join("".join(words).split())
     return " ".join(_ARTICLES.sub(" ", kept).split()) or kept or lowered
-
-
-def _between(text: str, start: int, end: int) -> str:
-    """Text around numbers without punctuation; between two digits it becomes a blank: 1/2 is not 12."""
-    parted = _BETWEEN_DIGITS.sub(" ", text)  # as long as text: one mark, one blank
-    return parted[start:end].translate(_DELETE_PUNCTUATION)
 
 
 def _canonical(number: str) -> str:

@@ -2,17 +2,18 @@
 
 import hashlib
 import importlib
+import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.errors import DataError
+from outrider.errors import DataError, ToolUnavailable
 from outrider.rows import Row, read_rows
 from outrider.types import Json, Task
 
@@ -56,7 +57,7 @@ def load_tasks(config: DatasetConfig) -> list[Task]:
     """The tasks of one split in file order.
 
     Raises DataError, naming file and line, for a missing or empty data set, a malformed row, a missing column, a blank
-    question or answer and a duplicate key.
+    question or answer and a duplicate key; ToolUnavailable where the hub is needed without its package.
     """
     tasks: dict[str, Task] = {}
     blank: list[str] = []
@@ -88,21 +89,39 @@ def panel_hash(tasks: Sequence[Task]) -> str:
     return digest.hexdigest()
 
 
-def _rows(config: DatasetConfig) -> Iterator[Row]:
-    if config.path is not None:
-        yield from read_rows(config.path)
-        return
+def hub_rows(name: str, config: str | None, split: str, *, advice: str = "") -> Iterator[Row]:
+    """Rows of a Hugging Face data set, as they are asked for; ``advice`` ends every message.
+
+    Raises ToolUnavailable without the package ``datasets``, and DataError when the data set cannot be loaded.
+    """
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
-        raise DataError(f"{config.hub}: loading from the hub needs the package datasets (pip install datasets)") from error
+        raise ToolUnavailable(f"{name}: the hub needs the package datasets (pip install 'outrider[hub]'){advice}") from error
     try:
-        records = library.load_dataset(config.hub, config.hub_config, split=config.hub_split)
+        records = iter(library.load_dataset(name, config, split=split))
     except Exception as error:  # the library and its transports raise many kinds; all mean that the data set is not there
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise DataError(f"{config.hub}: cannot load: {reason}") from error
-    for index, record in enumerate(records):
-        yield Row(place=f"{config.hub}:row {index}", values=record)
+        raise _unloadable(name, error, advice) from error
+    for index in itertools.count():
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except Exception as error:  # a broken shard shows where it is read
+            raise _unloadable(name, error, advice) from error
+        yield Row(place=f"{name}:row {index}", values=record)
+
+
+def _unloadable(name: str, error: Exception, advice: str) -> DataError:
+    reason = (str(error) or repr(error)).splitlines()[0]
+    return DataError(f"{name}: cannot load: {reason}{advice}")
+
+
+def _rows(config: DatasetConfig) -> Iterable[Row]:
+    if config.path is not None:
+        return read_rows(config.path)
+    assert config.hub is not None
+    return hub_rows(config.hub, config.hub_config, config.hub_split)
 
 
 def _task(row: Row, index: int, config: DatasetConfig) -> Task:

@@ -312,9 +312,13 @@ def _common_panel(runs: Sequence[Run]) -> Panel | None:
     return scored[0][1] if scored else None
 
 
+def _is_trained(config: Mapping[str, str]) -> bool:
+    return config.get("train.num_steps") != "0" or config.get("cold_start.num_examples", "0") != "0"
+
+
 def _comparable(config: Mapping[str, str]) -> dict[str, str]:
     """The settings that decide what was trained."""
-    is_trained = config.get("train.num_steps") != "0"  # else the weights are those of the path
+    is_trained = _is_trained(config)  # else the weights are those of the path
     return {
         key: ("none" if value == "none" else "given") if key in _PATHS and is_trained else value
         for key, value in config.items()
@@ -332,7 +336,7 @@ def _grouped(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
     groups: dict[str, tuple[Run, ...]] = {}
     for (algorithm, digest), members in sorted(by_key.items(), key=lambda one: one[0]):
         seeds = [run.config["seed"] for run in members]
-        if len(members) > 1 and members[0].config.get("train.num_steps") == "0":
+        if len(members) > 1 and not _is_trained(members[0].config):
             names = f"{members[0].name} and {members[1].name}"
             raise Incomparable(f"{names} evaluate the same weights: seeds of an evaluation are no trainings of their own")
         for number, run in enumerate(members):
@@ -345,7 +349,9 @@ def _grouped(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
 
 def _algorithm(config: Mapping[str, str]) -> str:
     name = config["algorithm.type"]
-    return "grpo" if name == "rapo" and config.get("algorithm.num_hybrid") == "0" else name  # the same, bit for bit
+    if name == "rapo" and config.get("algorithm.num_hybrid") == "0":
+        return "grpo"  # the same, bit for bit
+    return config.get("algorithm.preset", name)
 
 
 def _samples(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, Sample], int | None]:

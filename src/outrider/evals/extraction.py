@@ -275,12 +275,6 @@ def count_tag_pairs(text: str, tag: str) -> int:
     return count
 
 
-def without_results(text: str) -> str:
-    """An output without the results in it, as ``arpo-eval`` measures its length."""
-    without_short = re.sub(r"<r>.*?</r>", "", text, flags=re.DOTALL)
-    return re.sub(r"<result>.*?</result>", "", without_short, flags=re.DOTALL).strip()
-
-
 VARIANTS: Final[Mapping[str, Variant]] = {
     variant.name: variant
     for variant in (

@@ -31,6 +31,7 @@ INSTRUCTIONS: Final = (
 ASK_AGAIN: Final = "I need the verdict alone: <judgment>Correct</judgment> or <judgment>Incorrect</judgment>."
 _TAGGED: Final = re.compile(r"<judgment>(.*?)</judgment>", re.DOTALL | re.IGNORECASE)
 _OPENING: Final = re.compile(r"[\W_]*(correct|incorrect)[*_`\"']*\s*(?:[.!,;:\n]|$)")
+_UNSURE: Final = re.compile(r"\b(?:not|no|never|cannot|if|whether|would|could|may|might|\w+n't)\b")
 _NEGATIVE: Final = re.compile(r"\b(?:incorrect|wrong|not\s+correct|isn't\s+correct)\b")
 
 
@@ -120,8 +121,8 @@ def read_verdict(reply: str, *, rule: Rule = "strict") -> bool | None:
     """What a reply decides; None when it decides nothing (``strict`` only).
 
     ``strict``: the last judgment tag; else a reply that opens with the bare word; else the words in it where they do not
-    contradict each other. ``arpo-eval``: the first tag or else the whole reply must hold "correct" and none of "incorrect",
-    "wrong" and "not correct", so that "Correct. Nothing is wrong" is a no, as is "yes".
+    contradict each other and nothing negates or doubts them. ``arpo-eval``: the first tag or else the whole reply must hold
+    "correct" and none of "incorrect", "wrong" and "not correct", so that "Correct. Nothing is wrong" is a no, as is "yes".
     """
     if rule == "arpo-eval":
         found = re.search(r"<judgment>(.*?)</judgment>", reply, flags=re.DOTALL)
@@ -132,7 +133,9 @@ def read_verdict(reply: str, *, rule: Rule = "strict") -> bool | None:
         return tagged[-1]
     text = reply.lower()
     opening = _OPENING.match(text)
-    return opening.group(1) == "correct" if opening else _read_words(text)
+    if opening:
+        return opening.group(1) == "correct"
+    return None if _UNSURE.search(_NEGATIVE.sub(" ", text)) else _read_words(text)
 
 
 def _read_words(text: str) -> bool | None:

@@ -2,6 +2,7 @@
 
 A JSONL file. The first line says what was evaluated, each further one is a :class:`~outrider.evals.scores.SampleResult`. A line
 counts once it is whole and on disk; a finished sample is never played again, a fault is, and its later result takes its place.
+An answer that only its judge failed is not played again either: it is judged again.
 """
 
 import fcntl
@@ -66,10 +67,20 @@ class PanelStore:
         with self._lock:
             return [self._results[key] for key in sorted(self._results)]
 
+    @property
+    def unjudged(self) -> list[SampleResult]:
+        """Answers whose judge failed, by task key and sample number."""
+        return [result for result in self.results if result.answered is not None]
+
     def owed(self, tasks: Sequence[Task], *, num_samples: int) -> list[tuple[Task, int]]:
-        """What is missing or ended in a fault, in the panel's order."""
+        """What is missing or ended in a fault other than the judge's, in the panel's order."""
         with self._lock:
-            return [(task, sample) for task in tasks for sample in range(num_samples) if not self._is_finished(task.key, sample)]
+            return [(task, sample) for task in tasks for sample in range(num_samples) if self._is_owed(task.key, sample)]
+
+    def has(self, task_key: str, sample: int) -> bool:
+        """Whether there is any result of the sample, a fault included."""
+        with self._lock:
+            return (task_key, sample) in self._results
 
     def add(self, result: SampleResult) -> None:
         """Append one result and force it to disk; a failed write leaves the file as it was.
@@ -88,6 +99,10 @@ class PanelStore:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
             self._descriptor = -1
+
+    def _is_owed(self, key: str, sample: int) -> bool:
+        found = self._results.get((key, sample))
+        return found is None or (found.outcome.is_fault and found.answered is None)
 
     def _is_finished(self, key: str, sample: int) -> bool:
         found = self._results.get((key, sample))
@@ -112,13 +127,18 @@ def _read(path: Path, lines: Sequence[bytes], identity: Mapping[str, Json]) -> d
     for number, line in enumerate(lines[1:], start=2):
         record = _parsed(path, number, line)
         try:
-            result = SampleResult(**{**record, "outcome": Outcome(str(record.get("outcome")))})
+            result = SampleResult(**{**record, **_outcomes(record)})
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}:{number}: no result of a sample: {error}") from error
         before = results.get((result.task_key, result.sample))
         if before is None or before.outcome.is_fault:
             results[result.task_key, result.sample] = result
     return results
+
+
+def _outcomes(record: Mapping[str, Any]) -> dict[str, Outcome | None]:
+    answered = record.get("answered")
+    return {"outcome": Outcome(str(record.get("outcome"))), "answered": None if answered is None else Outcome(str(answered))}
 
 
 def _check_identity(path: Path, header: Mapping[str, Any], identity: Mapping[str, Json]) -> None:

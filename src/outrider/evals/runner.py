@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -18,7 +18,8 @@ from outrider.types import Task
 class EvaluationSettings(Settings):
     """``num_tasks`` first tasks of ``split``, ``num_samples`` rollouts each at ``temperature`` (0: greedy).
 
-    ``every`` training steps the panel is played again (0: only before, after the cold start and at the end). ``num_trials`` of
+    ``every`` training steps the panel is played again (0: only before, after the cold start and at the end). ``panel`` is the
+    SHA-256 of these tasks: a run on other ones is refused (None: any; ``evaluations.jsonl`` has it). ``num_trials`` of
     ``outrider eval --adapt`` with ``memory`` (0: an evaluation without any).
     """
 
@@ -27,6 +28,7 @@ class EvaluationSettings(Settings):
     num_samples: int = Field(1, ge=1)
     temperature: float = Field(0.0, ge=0)
     every: int = Field(0, ge=0)
+    panel: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     num_trials: int = Field(0, ge=0)
     memory: Literal["tips", "reflexion"] = "tips"
 
@@ -41,7 +43,7 @@ class EvaluationSettings(Settings):
 class Evaluation:
     """``score`` is the mean success over tasks with its 95 % interval; faulty rollouts are counted and left out.
 
-    ``task_scores``: mean success of each scored task, by its key.
+    ``task_scores`` and ``task_returns``: mean success and mean return of each scored task, by its key.
     """
 
     label: str
@@ -55,6 +57,7 @@ class Evaluation:
     num_tool_calls: float
     num_policy_tokens: float
     task_scores: Mapping[str, float]
+    task_returns: Mapping[str, float]
 
 
 def evaluate(
@@ -71,7 +74,9 @@ def evaluate(
     report = scheduler.run(tasks, modes=(mode,) * num_samples, training_step=stream_step)
     leaves = [[leaf for leaf, _ in trace.rollouts() if leaf.episode_return is not None] for trace in report.traces]
     scored = [group for group in leaves if group]
+    keys = [trace.task.key for trace, group in zip(report.traces, leaves, strict=True) if group]
     successes = [fmean(float(leaf.success) for leaf in group) for group in scored]
+    returns = [fmean(leaf.episode_return or 0.0 for leaf in group) for group in scored]
     low, high = interval(successes, binary=num_samples == 1)
     paths = [path for trace in report.traces for leaf, path in trace.rollouts() if leaf.episode_return is not None]
     num_rollouts = max(1, len(paths))
@@ -86,11 +91,8 @@ def evaluate(
         num_faults=sum(num_samples - len(group) for group in leaves),
         num_tool_calls=sum(node.metadata.get("num_tool_calls", 0) for path in paths for node in path) / num_rollouts,
         num_policy_tokens=sum(len(node.token_ids) for path in paths for node in path if node.trainable) / num_rollouts,
-        task_scores={
-            trace.task.key: fmean(float(leaf.success) for leaf in group)
-            for trace, group in zip(report.traces, leaves, strict=True)
-            if group
-        },
+        task_scores=dict(zip(keys, successes, strict=True)),
+        task_returns=dict(zip(keys, returns, strict=True)),
     )
     return evaluation, report.traces
 

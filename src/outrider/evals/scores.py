@@ -5,7 +5,7 @@ A sample that infrastructure ended has no score: it is counted by its outcome an
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Final
@@ -19,12 +19,16 @@ SIGMA: Final = 0.1  # tool calls; ARPO's released evaluation
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
     """One sample of one task. ``score`` in [0, 1] is the task set's own metric and ``success`` whether it counts as solved;
-    both are None when it could not be scored: ``outcome`` is a fault then, and ``detail`` says which.
+    both are None when it could not be scored: ``outcome`` is a fault then, and ``detail`` says which. Of a sample that a judge
+    scored, ``detail`` is what the judge wrote.
+
+    ``answered`` is how the rollout ended where only the judge failed: the answer stands, and only the judge is asked again.
     """
 
     task_key: str
     sample: int
     outcome: Outcome
+    answered: Outcome | None = None
     score: float | None = None
     success: bool | None = None
     prediction: str = ""
@@ -34,10 +38,14 @@ class SampleResult:
     detail: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a fault with a score, a score without success, and an ending that has no score."""
+        """Raises ValueError for a fault with a score, a score without success, an ending that has no score, and an answer
+        without a fault of its judge.
+        """
         is_scored = self.score is not None
         if is_scored is self.outcome.is_fault or is_scored is not (self.success is not None):
             raise ValueError(f"{self.task_key}: outcome {self.outcome}, score {self.score} and success {self.success} contradict")
+        if self.answered is not None and (is_scored or self.answered.is_fault):
+            raise ValueError(f"{self.task_key}: answered as {self.answered} and outcome {self.outcome} contradict")
         if not all(math.isfinite(value) for value in (*self.metrics.values(), self.score or 0.0)):
             raise ValueError(f"{self.task_key}: a score or a metric is not finite")
 
@@ -47,7 +55,8 @@ class PanelSummary:
     """Means over tasks of means over a task's scored samples; ``num_tool_calls`` and ``num_tokens`` are per answer.
 
     ``pass_at`` maps k to pass@k over the ``num_tasks_at[k]`` tasks with at least k scored samples. ``score`` is avg@k.
-    ``faults`` counts unscored samples by outcome. NaN where nothing was scored.
+    ``outcomes`` counts scored samples by how they ended, ``faults`` the others. NaN where nothing was scored. ``task_...``
+    hold what was averaged, by task key.
     """
 
     num_tasks: int
@@ -61,8 +70,12 @@ class PanelSummary:
     num_tokens: float
     tool_usage_rate: float
     tool_productivity: float
+    outcomes: Mapping[str, int]
     faults: Mapping[str, int]
     task_scores: Mapping[str, float]
+    task_passes: Mapping[int, Mapping[str, float]]
+    task_majorities: Mapping[str, float]
+    task_metrics: Mapping[str, Mapping[str, float]]
 
 
 def pass_at_k(*, num_samples: int, num_correct: int, k: int) -> float:
@@ -116,8 +129,13 @@ def tool_usage_rate(num_tool_calls: Sequence[int]) -> float:
     return fmean(count > 0 for count in num_tool_calls)
 
 
-def summarise(results: Iterable[SampleResult], *, ks: Sequence[int] = (1,)) -> PanelSummary:
-    """The panel's scores; the order of results changes nothing. Raises ValueError for two results of one sample."""
+def summarise(
+    results: Iterable[SampleResult], *, ks: Sequence[int] = (1,), normalize: Callable[[str], str] = normalize_answer
+) -> PanelSummary:
+    """The panel's scores; the order of results changes nothing. ``normalize`` makes labels of predictions for the majority.
+
+    Raises ValueError for two results of one sample.
+    """
     by_task: dict[str, list[SampleResult]] = {}
     seen: set[tuple[str, int]] = set()
     faults: Counter[str] = Counter()
@@ -130,25 +148,30 @@ def summarise(results: Iterable[SampleResult], *, ks: Sequence[int] = (1,)) -> P
         else:
             by_task.setdefault(result.task_key, []).append(result)
     scored = [one for group in by_task.values() for one in group]
-    task_scores = {key: avg_at_k([one.score or 0.0 for one in group]) for key, group in by_task.items()}
-    score = _mean(task_scores.values())
+    scores = {key: avg_at_k([one.score or 0.0 for one in group]) for key, group in by_task.items()}
+    majorities = {key: _majority(group, normalize) for key, group in by_task.items()}
+    metrics = _task_metrics(by_task)
     calls = [one.num_tool_calls for one in scored]
     # A k that no task has samples enough for is left out rather than reported as a number.
-    enough = {k: [group for group in by_task.values() if len(group) >= k] for k in ks}
+    passes = {k: {key: _pass_at(group, k) for key, group in by_task.items() if len(group) >= k} for k in ks}
     return PanelSummary(
         num_tasks=len(by_task),
         num_scored=len(scored),
-        score=score,
-        pass_at={k: fmean(_pass_at(group, k) for group in groups) for k, groups in enough.items() if groups},
-        num_tasks_at={k: len(groups) for k, groups in enough.items()},
-        majority=_mean(_majority(group) for group in by_task.values()),
-        metrics=_mean_metrics(by_task.values()),
+        score=_mean(scores.values()),
+        pass_at={k: _mean(tasks.values()) for k, tasks in passes.items() if tasks},
+        num_tasks_at={k: len(tasks) for k, tasks in passes.items()},
+        majority=_mean(majorities.values()),
+        metrics={name: _mean(tasks.values()) for name, tasks in metrics.items()},
         num_tool_calls=_mean(calls),
         num_tokens=_mean(one.num_tokens for one in scored),
         tool_usage_rate=tool_usage_rate(calls) if calls else math.nan,
-        tool_productivity=tool_productivity(accuracy=score, mean_tool_calls=_mean(calls)),
+        tool_productivity=tool_productivity(accuracy=_mean(scores.values()), mean_tool_calls=_mean(calls)),
+        outcomes=dict(sorted(Counter(one.outcome.value for one in scored).items())),
         faults=dict(sorted(faults.items())),
-        task_scores=task_scores,
+        task_scores=scores,
+        task_passes=passes,
+        task_majorities=majorities,
+        task_metrics=metrics,
     )
 
 
@@ -161,14 +184,14 @@ def _pass_at(group: Sequence[SampleResult], k: int) -> float:
     return pass_at_k(num_samples=len(group), num_correct=sum(one.success is True for one in group), k=k)
 
 
-def _majority(group: Sequence[SampleResult]) -> float:
-    return majority_at_k([normalize_answer(one.prediction) for one in group], [one.success is True for one in group])
+def _majority(group: Sequence[SampleResult], normalize: Callable[[str], str]) -> float:
+    return majority_at_k([normalize(one.prediction) for one in group], [one.success is True for one in group])
 
 
-def _mean_metrics(groups: Iterable[Sequence[SampleResult]]) -> dict[str, float]:
-    """Each metric over the tasks that have it."""
-    means: dict[str, list[float]] = {}
-    for group in groups:
+def _task_metrics(groups: Mapping[str, Sequence[SampleResult]]) -> dict[str, dict[str, float]]:
+    """The mean of each metric over a task's samples, for the tasks that have it."""
+    means: dict[str, dict[str, float]] = {}
+    for key, group in groups.items():
         for name in sorted({name for one in group for name in one.metrics}):
-            means.setdefault(name, []).append(fmean(one.metrics[name] for one in group if name in one.metrics))
-    return {name: fmean(values) for name, values in sorted(means.items())}
+            means.setdefault(name, {})[key] = fmean(one.metrics[name] for one in group if name in one.metrics)
+    return dict(sorted(means.items()))

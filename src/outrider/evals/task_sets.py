@@ -7,15 +7,14 @@ section 4): token F1 for the Wikipedia questions, a judge for open ones, mathema
 import base64
 import binascii
 import hashlib
-import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from outrider.environments.datasets import panel_hash
-from outrider.errors import ConfigError, DataError, ToolUnavailable
+from outrider.environments.datasets import hub_rows, panel_hash
+from outrider.errors import ConfigError, DataError
 from outrider.evals.extraction import Kind, Scorer, number_behind_mark
 from outrider.rows import SUFFIXES, Row, read_rows
 from outrider.types import Json, Message, Task
@@ -168,23 +167,12 @@ def _resolved(name_or_path: str) -> tuple[TaskSet, Path | None]:
 
 def _hub_rows(task_set: TaskSet) -> list[Row]:
     hub = task_set.hub
-    if hub is None:
-        raise DataError(f"{task_set.name}: this task set is in no hub; give a file")
-    try:
-        library = importlib.import_module("datasets")
-    except ImportError as error:
-        raise ToolUnavailable(
-            f"{task_set.name}: the hub needs the package datasets (pip install 'outrider[hub]'); or give {task_set.name}=FILE"
-        ) from error
-    try:
-        records = list(library.load_dataset(hub.name, hub.config, split=hub.split))
-    except Exception as error:  # the library and its transports raise many kinds; all mean that the data set is not there
-        reason = (str(error) or repr(error)).splitlines()[0]
-        hint = f". {task_set.access}" if task_set.access else f"; or give {task_set.name}=FILE"
-        raise DataError(f"{hub.name}: cannot load: {reason}{hint}") from error
-    if not records:
+    assert hub is not None  # only what is a file of the user's has none
+    advice = f". {task_set.access}" if task_set.access else f"; or give {task_set.name}=FILE"
+    rows = list(hub_rows(hub.name, hub.config, hub.split, advice=advice))
+    if not rows:
         raise DataError(f"{hub.name}: the data set is empty")
-    return [Row(place=f"{hub.name}:row {index}", values=record) for index, record in enumerate(records)]
+    return rows
 
 
 def _columns(task_set: TaskSet, rows: Sequence[Row]) -> Columns:

@@ -1,33 +1,42 @@
-"""Trajectories of an agent behind a chat endpoint: off-policy steps for the buffer, never training rollouts (no ids)."""
+"""Episodes of an agent behind a chat endpoint: off-policy steps for the buffer, and evaluation; never training (no ids)."""
 
+import asyncio
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
+from typing import TypeVar
 
 from outrider.engines.endpoint import ChatEndpoint
+from outrider.engines.endpoint_wire import Refusal
 from outrider.environments.base import Environment, EnvironmentFactory, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.direct import close_quietly, guarded, outcome_of, step_of
+from outrider.rollout.blocking import guarded
+from outrider.rollout.direct import close_quietly, outcome_of, step_of
 from outrider.rollout.episode import Limits
 from outrider.seeding import stream_seed
 from outrider.types import Message, Outcome, Step, Task, Trajectory
 
 _FAULT_OUTCOMES = {ToolFault: Outcome.TOOL_FAULT, EnvironmentFault: Outcome.ENVIRONMENT_FAULT, EngineFault: Outcome.ENGINE_FAULT}
 
+ResultT = TypeVar("ResultT")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """One owed rollout: its outcome, and its trajectory unless infrastructure broke (``detail`` then says what).
 
-    ``num_retries`` counts the fresh tries after a fault of a tool or of the environment.
+    ``num_retries`` counts the fresh tries after a fault of a tool or of the environment; ``metrics`` are the environment's.
     """
 
     trajectory_id: str
     outcome: Outcome
     trajectory: Trajectory | None = None
     success: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    num_tool_calls: int = 0
     num_retries: int = 0
     detail: str = ""
 
@@ -70,21 +79,36 @@ class Collector:
     max_faults_in_a_row: int = 8
 
     def collect(self, tasks: Sequence[Task], *, num_rollouts: int, done: Collection[str] = ()) -> CollectReport:
-        """Play every task ``num_rollouts`` times, except rollouts whose trajectory ids are in ``done``.
-
-        Raises EngineFault (see above) and ModelError (the server will never answer) once running episodes have ended.
-        """
+        """Play every task ``num_rollouts`` times, except rollouts whose trajectory ids are in ``done``. Raises as :meth:`play`."""
         owed = [(task, rollout) for task in tasks for rollout in range(num_rollouts)]
         fresh = [(task, rollout) for task, rollout in owed if self.trajectory_id(task, rollout) not in done]
+        return CollectReport(collected=self.play(fresh), num_skipped=len(owed) - len(fresh))
+
+    def play(
+        self,
+        owed: Sequence[tuple[Task, int]],
+        *,
+        on_played: Callable[[Task, int, Collected], None] = lambda task, rollout, collected: None,
+    ) -> tuple[Collected, ...]:
+        """Play these rollouts of tasks; ``on_played`` gets each as soon as it has ended, in the thread that played it.
+
+        Raises EngineFault (see above), ModelError (the server will never answer) and what ``on_played`` raises, once running
+        episodes have ended.
+        """
         streak = _FaultStreak(self.max_faults_in_a_row)
+
+        def one(task: Task, rollout: int) -> Collected:
+            collected = self._owed(task, rollout, streak)
+            on_played(task, rollout, collected)
+            return collected
+
         with ThreadPoolExecutor(max_workers=self.num_concurrent) as pool:
-            futures = [pool.submit(self._owed, task, rollout, streak) for task, rollout in fresh]
+            futures = [pool.submit(one, task, rollout) for task, rollout in owed]
             try:
-                collected = tuple(future.result() for future in futures)
+                return tuple(future.result() for future in futures)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        return CollectReport(collected=collected, num_skipped=len(owed) - len(fresh))
 
     def trajectory_id(self, task: Task, rollout: int) -> str:
         """The id of a rollout: agent, task and number."""
@@ -106,47 +130,61 @@ class Collector:
             return played
         raise AssertionError("unreachable: the last attempt returns")
 
+    def _timed(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """A game that hangs is a fault of the environment here as in the rollout loop."""
+        return asyncio.run(guarded(call, *arguments, timeout_s=self.limits.step_timeout_s))
+
     def _play(self, task: Task, rollout: int, *, num_retries: int) -> Collected:
-        environment = guarded(self.factory, task)
+        environment = self._timed(self.factory, task)
         try:
             return self._episode(environment, task, rollout, num_retries)
         finally:
             close_quietly(environment)
 
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
-        prompt = tuple(guarded(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
+        prompt = tuple(self._timed(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
         conversation = list(prompt)
         steps: list[Step] = []
-        num_tokens = 0
+        num_tokens = num_tool_calls = 0
         outcome = None
         while outcome is None:
             room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - num_tokens)
             if len(steps) >= self.limits.max_turns or room <= 0:
                 outcome = Outcome.TRUNCATED_TURNS if room > 0 else Outcome.TRUNCATED_TOKENS
                 break
-            reply = self.endpoint.complete(
-                conversation, max_tokens=room, temperature=self.temperature, stop=self.stop,
-                seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, len(steps)),
-            )  # fmt: skip
+            try:
+                reply = self.endpoint.complete(
+                    conversation, max_tokens=room, temperature=self.temperature, stop=self.stop,
+                    seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, len(steps)),
+                )  # fmt: skip
+            except EngineFault as fault:  # an episode that outgrows the context is cut and scored, as in the rollout loop
+                if not steps or not (isinstance(fault.__cause__, Refusal) and fault.__cause__.is_too_long):
+                    raise
+                outcome = Outcome.TRUNCATED_TOKENS
+                break
             num_tokens += reply.num_tokens
             said = Message(role="assistant", content=reply.text)
-            result: StepResult = guarded(environment.step, said)
+            result: StepResult = self._timed(environment.step, said)
             steps.append(step_of(reply.text, result))
-            if result.done:
-                outcome = outcome_of(result)
+            num_tool_calls += result.num_tool_calls
+            if result.done:  # unreadable because it was cut is not the same as wrong, as in the rollout loop
+                outcome = Outcome.TRUNCATED_TOKENS if reply.truncated and result.invalid else outcome_of(result)
             elif result.message is None:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
                 conversation += [said, result.message]
-        record = guarded(environment.result)
+        record = self._timed(environment.result)
+        if not math.isfinite(record.episode_return):
+            raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")
         name = self.trajectory_id(task, rollout)
         trajectory = Trajectory(
             trajectory_id=name, task_key=task.key, agent=self.endpoint.settings.model, prompt=prompt, steps=tuple(steps),
             reward=record.episode_return, num_tokens=num_tokens,
         )  # fmt: skip
         return Collected(
-            trajectory_id=name, outcome=outcome, trajectory=trajectory, success=record.success, num_retries=num_retries
-        )
+            trajectory_id=name, outcome=outcome, trajectory=trajectory, success=record.success, metrics=dict(record.metrics),
+            num_tool_calls=num_tool_calls, num_retries=num_retries,
+        )  # fmt: skip
 
 
 class _FaultStreak:

@@ -1,0 +1,179 @@
+"""``outrider eval --tasks``: play a panel, grade it, keep every result, and say what came out.
+
+A folder holds one evaluation: ``results.jsonl`` (:class:`~outrider.evals.panel_store.PanelStore`) and ``summary.json``. The same
+command continues a stopped one and tries again what a fault kept from being scored.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Literal
+
+from rich.console import Console
+
+from outrider.engines.endpoint import ChatEndpoint
+from outrider.errors import ConfigError, EngineFault
+from outrider.evals.extraction import find_variant
+from outrider.evals.judge import Judge, JudgeSettings
+from outrider.evals.panel_grades import Grader, Played
+from outrider.evals.panel_players import Player, make_player
+from outrider.evals.panel_settings import PanelSettings
+from outrider.evals.panel_store import PanelStore
+from outrider.evals.panel_table import PanelReport
+from outrider.evals.panel_tasks import PlayedPanel, open_panel
+from outrider.evals.scores import SampleResult, summarise
+from outrider.watch.progress import Progress, make_progress
+
+RESULTS = "results.jsonl"
+SUMMARY = "summary.json"
+_MAX_JUDGES = 8  # that are asked at a time, for one batch of a model's answers
+_SHOWN_FAULTS = 3
+
+
+def evaluate_tasks(settings: PanelSettings, folder: Path, *, progress: Literal["auto", "rich", "plain", "none"] = "auto") -> int:
+    """Play what is owed, write ``summary.json`` and print it. Exit status 0 also where faults remain: they are told.
+
+    Raises ConfigError, DataError, ToolUnavailable, ModelError and CheckpointError before anything is written, and EngineFault or
+    ModelError when an endpoint or a judge stopped the play; what was played by then is kept.
+    """
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / RESULTS).exists())):
+        raise ConfigError(f"{folder} is not empty and holds no evaluation of tasks")
+    began = time.monotonic()
+    display = make_progress(progress)
+    try:
+        display.stage("set-up", None)
+        report, notes = run_panel(settings, folder, display=display)
+    finally:
+        display.close()
+    Console().print(report.table())
+    for line in (*report.lines(), *notes, f"{time.monotonic() - began:.1f} s; {folder / SUMMARY}"):
+        print(line)
+    return 0
+
+
+def run_panel(settings: PanelSettings, folder: Path, *, display: Progress) -> tuple[PanelReport, list[str]]:
+    """The evaluation itself: its report, and notes about the play that are none of its results. Raises as above."""
+    judge = None if settings.judge is None else _found_judge(settings.judge)
+    if settings.judge is not None and judge is not None:
+        settings = settings.model_copy(update={"judge": judge.settings})
+    panel = open_panel(settings)
+    try:
+        player = make_player(settings)
+        grader = Grader(
+            rules=find_variant(settings.rules), kind=panel.kind, scorer=panel.scorer, tools=panel.tools, judge=judge,
+            max_faults_in_a_row=settings.max_faults_in_a_row,
+        )  # fmt: skip
+        store = PanelStore.open(folder / RESULTS, identity={**panel.identity, **player.identity})
+        try:
+            play_panel(panel, player, grader, store, num_samples=settings.num_samples, display=display)
+            report = make_report(settings, panel, player, store)
+        except EngineFault as fault:
+            raise EngineFault(f"{fault}. What was played is kept, and the same command continues") from fault
+        finally:
+            store.close()
+    finally:
+        panel.factory.close()
+    _write(folder / SUMMARY, report)
+    return report, player.notes()
+
+
+def play_panel(
+    panel: PlayedPanel, player: Player, grader: Grader, store: PanelStore, *, num_samples: int, display: Progress
+) -> None:
+    """Judge the answers whose judge had failed, then play what is missing or faulty."""
+    recorder = _Recorder(panel=panel, grader=grader, store=store, display=display, num_samples=num_samples)
+    recorder.begin()
+    recorder.judge_again()
+    player.play(panel, store, recorder.record)
+
+
+def make_report(settings: PanelSettings, panel: PlayedPanel, player: Player, store: PanelStore) -> PanelReport:
+    """What is on file for this panel; samples beyond ``num_samples`` of an earlier call do not count."""
+    rules = find_variant(settings.rules)
+    results = _wanted(store.results, settings.num_samples)
+    powers = {2**power for power in range(settings.num_samples.bit_length())}
+    faults = [result for result in results if result.outcome.is_fault]
+    return PanelReport(
+        name=panel.panel.task_set.name,
+        panel_hash=panel.panel.panel_hash,
+        num_tasks=len(panel.tasks),
+        num_left_out=panel.panel.num_left_out,
+        num_samples=settings.num_samples,
+        num_owed=len(panel.tasks) * settings.num_samples,
+        num_unjudged=sum(result.answered is not None for result in faults),
+        scorer=panel.scorer,
+        has_tools=panel.scorer is None or bool(panel.tools),
+        identity={**panel.identity, **player.identity},
+        deviations=() if panel.scorer is None else rules.deviations,
+        summary=summarise(results, ks=sorted({*powers, settings.num_samples}), normalize=rules.normalize),
+        first_faults=tuple(faults[:_SHOWN_FAULTS]),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recorder:
+    """Grades rollouts, stores their results and shows how far it is; its methods may be called from several threads."""
+
+    panel: PlayedPanel
+    grader: Grader
+    store: PanelStore
+    display: Progress
+    num_samples: int
+    _num_done: int = 0
+    _num_faults: int = 0
+    _lock: Lock = field(default_factory=Lock)
+
+    def begin(self) -> None:
+        """Show what is on file."""
+        results = _wanted(self.store.results, self.num_samples)
+        self._num_done = sum(not result.outcome.is_fault for result in results)
+        self.display.stage("evaluate", len(self.panel.tasks) * self.num_samples)
+        self.display.advance(self._num_done)
+
+    def judge_again(self) -> None:
+        """Ask the judge about answers that wait for it."""
+        tasks = {task.key: task for task in self.panel.tasks}
+        waiting = _wanted(self.store.unjudged, self.num_samples)
+        with ThreadPoolExecutor(max_workers=_MAX_JUDGES) as pool:
+            judged = pool.map(lambda answer: self.grader.judge_answer(tasks[answer.task_key], answer), waiting)
+            self._add(list(judged))
+        self.grader.check()
+
+    def record(self, played: Sequence[Played]) -> None:
+        """Grade and store. Raises EngineFault once the judge is dead; what was graded is stored by then."""
+        if self.panel.scorer == "judge":
+            with ThreadPoolExecutor(max_workers=_MAX_JUDGES) as pool:
+                self._add(list(pool.map(self.grader.grade, played)))
+        else:
+            self._add([self.grader.grade(one) for one in played])
+        self.grader.check()
+
+    def _add(self, results: Sequence[SampleResult]) -> None:
+        with self._lock:
+            for result in results:
+                self.store.add(result)
+                self._num_done += not result.outcome.is_fault
+                self._num_faults += result.outcome.is_fault
+            faults = {"faults": self._num_faults} if self._num_faults else {}
+            self.display.advance(self._num_done, **faults)
+
+
+def _wanted(results: Sequence[SampleResult], num_samples: int) -> list[SampleResult]:
+    return [result for result in results if result.sample < num_samples]
+
+
+def _found_judge(settings: JudgeSettings) -> Judge:
+    """The judge, asked once what it serves: a wrong address or key shows before anything is played."""
+    found = ChatEndpoint(settings.endpoint).discovered()
+    return Judge(settings.model_copy(update={"endpoint": found}))
+
+
+def _write(path: Path, report: PanelReport) -> None:
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,123 @@
+"""From settings to a panel that can be played: tasks, an environment for each, limits, and what identifies all of it."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.environments.datasets import panel_hash
+from outrider.environments.questions import QuestionFactory
+from outrider.environments.tools import ToolsConfig
+from outrider.errors import ConfigError
+from outrider.evals.extraction import Kind, Scorer, find_variant
+from outrider.evals.judge import JudgeSettings
+from outrider.evals.panel_settings import ENVIRONMENTS, PanelSettings
+from outrider.evals.task_sets import Panel, TaskSet, load_task_set, prompt_messages
+from outrider.rollout.episode import Limits
+from outrider.train.components import make_family
+from outrider.types import Json, Message, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedPanel:
+    """``scorer`` is None where the environment's own record is the score. ``tools`` are the tag names of the tools that
+    questions are asked with. ``identity`` is all that results depend on but for who plays.
+    """
+
+    panel: Panel
+    factory: EnvironmentFactory
+    stop: tuple[str, ...]
+    limits: Limits
+    scorer: Scorer | None
+    tools: tuple[str, ...]
+    identity: Mapping[str, Json]
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """In the panel's order."""
+        return self.panel.tasks
+
+    @property
+    def kind(self) -> Kind:
+        """Of the questions."""
+        return self.panel.task_set.kind
+
+
+def _judge_identity(judge: JudgeSettings) -> dict[str, Json]:
+    """All that a verdict depends on; where the server stands is not among it."""
+    given: dict[str, Json] = judge.model_dump(mode="json", exclude={"endpoint"})
+    return {**given, "model": judge.endpoint.model, "seed": judge.endpoint.seed}
+
+
+def open_panel(settings: PanelSettings) -> PlayedPanel:
+    """Load tasks and tools; close ``factory`` in the end. Raises ConfigError, DataError and ToolUnavailable."""
+    family = None if settings.environment is None else make_family(settings.environment)
+    panel = load_task_set(settings.tasks, limit=settings.limit) if settings.tasks not in ENVIRONMENTS else _own(settings, family)
+    scorer = None if settings.is_played else _scorer(panel.task_set, settings)
+    identity: dict[str, Json] = {
+        "tasks": panel.task_set.name, "panel_hash": panel.panel_hash, "rules": settings.rules, "metric": scorer,
+        "judge": None if settings.judge is None else _judge_identity(settings.judge),
+        "temperature": settings.temperature, "rollout": settings.rollout.model_dump(mode="json"), "seed": settings.seed,
+        "environment": None, "instruction": None,
+    }  # fmt: skip
+    if family is None or settings.environment is None or settings.tools == "off":
+        prompt = partial(_prompt, panel.task_set, settings)
+        identity["instruction"] = [message.content for message in prompt(Task(key="", question=""))]
+        factory = QuestionFactory(prompt=prompt, extract=find_variant(settings.rules).extract)
+        return PlayedPanel(
+            panel=panel, factory=factory, stop=(), limits=settings.rollout, scorer=scorer, tools=(), identity=identity
+        )
+    identity["environment"] = _environment_identity(settings)
+    tools = settings.environment.tools if isinstance(settings.environment, ToolsConfig) else ()
+    return PlayedPanel(
+        panel=panel, factory=family.make(), stop=family.stop, limits=_limits(settings), scorer=scorer, tools=tuple(tools),
+        identity=identity,
+    )  # fmt: skip
+
+
+def _own(settings: PanelSettings, family: TaskFamily | None) -> Panel:
+    """An environment's tasks of one split."""
+    assert family is not None  # the settings see to it
+    tasks = tuple(family.tasks(settings.split)[: settings.limit])
+    task_set = TaskSet(name=settings.tasks, kind="qa", scorer="em", columns=())
+    return Panel(task_set=task_set, tasks=tasks, panel_hash=panel_hash(tasks))
+
+
+def _scorer(task_set: TaskSet, settings: PanelSettings) -> Scorer:
+    wanted = settings.metric or ("judge" if settings.judge is not None else task_set.scorer)
+    if wanted == "judge" and settings.judge is None:
+        raise ConfigError(f"{task_set.name} is graded by a judge: give its endpoint (--judge URL), or another metric (metric=em)")
+    if wanted == "math" and task_set.kind != "math":
+        raise ConfigError(f"{task_set.name} is no task set of mathematics; for a file of problems give math500=FILE")
+    return wanted
+
+
+def _prompt(task_set: TaskSet, settings: PanelSettings, task: Task) -> tuple[Message, ...]:
+    instruction, question = prompt_messages(task_set, task)
+    if settings.instruction == "system":
+        return (instruction, question)
+    return (replace(question, content=f"{instruction.content}\n\n{question.content}"),)
+
+
+def _limits(settings: PanelSettings) -> Limits:
+    """A step that may wait for others' Python calls has that much longer before it is a fault."""
+    environment = settings.environment
+    if not isinstance(environment, ToolsConfig) or "python" not in environment.tools:
+        return settings.rollout
+    python = environment.python
+    waiting = python.wall_seconds * math.ceil(settings.num_concurrent / python.num_servers)
+    return settings.rollout.model_copy(update={"step_timeout_s": settings.rollout.step_timeout_s + waiting})
+
+
+def _environment_identity(settings: PanelSettings) -> dict[str, Json]:
+    """The environment's settings; a corpus counts by what is in it, not by where it lies."""
+    environment = settings.environment
+    assert environment is not None
+    found: dict[str, Any] = environment.model_dump(mode="json")
+    if isinstance(environment, ToolsConfig) and environment.corpus is not None:
+        with environment.corpus.open("rb") as file:
+            found["corpus"] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
