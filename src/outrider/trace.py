@@ -31,6 +31,7 @@ class Node:
     unassigned is not zero.
     ``shares`` holds credit for each leaf on a node that several rollouts train on (soft attribution); ``owner`` is the rollout
     that counts a shared node whose one ``credit`` stands for all of its leaves (hard attribution).
+    ``kl`` holds log policy - log reference a token on policy nodes, where the algorithm takes a KL from the reward.
     ``ratio_scale`` multiplies the importance ratio of the node's tokens (RAPO Eq. 8); 1 means plain.
     ``metadata`` is plain data for metrics and for the viewer (similarity of a retrieved step, tools that ran).
     """
@@ -45,6 +46,7 @@ class Node:
     entropies_are_bounds: bool = False
     weight_version: int | None = None
     reward: float = 0.0
+    kl: tuple[float, ...] = ()
     credit: tuple[float, ...] | None = None
     ratio_scale: float = 1.0
     shares: dict[int, Share] | None = None
@@ -55,6 +57,11 @@ class Node:
     def trainable(self) -> bool:
         """Whether the policy wrote these tokens."""
         return self.origin is Origin.POLICY
+
+    @property
+    def takes_credit(self) -> bool:
+        """Whether an update may train on these tokens: the policy's own, and a demonstrator's."""
+        return self.origin is Origin.POLICY or self.origin is Origin.DEMONSTRATION
 
     @property
     def mean_entropy(self) -> float:
@@ -69,7 +76,7 @@ class Leaf:
     ``episode_return`` is the environment's record; it and ``node_id`` are None after an infrastructure fault, whose
     partial nodes stay in the tree but belong to no rollout, except to those that had left it. ``advantage`` is the algorithm's.
     ``remark`` is what the policy wrote when a hook asked it about the episode; it is in no node, so it is never trained on.
-    ``intrinsic`` is a reward of the algorithm's own, kept apart from the return.
+    ``intrinsic`` is a reward of the algorithm's own, kept apart from the return. ``is_demonstration``: a demonstrator played it.
     """
 
     node_id: int | None
@@ -83,19 +90,23 @@ class Leaf:
     remark: str = ""
     num_remark_tokens: int = 0
     intrinsic: float = 0.0
+    is_demonstration: bool = False
 
 
 class Trace:
     """All rollouts of one task in one training step (one group).
 
     ``modes`` holds the mode of every rollout. ``without_memory``: the update renders the rollouts without their memory nodes
-    (EMPO²'s off-policy update), as :func:`without_memory` does.
+    (EMPO²'s off-policy update), as :func:`without_memory` does. ``is_replayed``: an earlier policy played the group (RolloutReplay).
+    ``pruned`` rollouts were played and are left out of credit and update (Tree-GRPO).
     """
 
     def __init__(self, *, task: Task, modes: Sequence[str] = ()) -> None:
         self.task = task
         self.modes = tuple(modes)
         self.without_memory = False
+        self.is_replayed = False
+        self.pruned: frozenset[int] = frozenset()
         self.nodes: list[Node] = []
         self.leaves: dict[int, Leaf] = {}
 
@@ -156,6 +167,10 @@ class Trace:
         for rollout in sorted(self.leaves):
             leaf = self.leaves[rollout]
             yield leaf, [] if leaf.node_id is None else self.path(leaf.node_id)
+
+    def own_rollouts(self) -> Iterator[tuple[Leaf, list[Node]]]:
+        """:meth:`rollouts` without those that a demonstrator played."""
+        return ((leaf, path) for leaf, path in self.rollouts() if not leaf.is_demonstration)
 
 
 def without_memory(path: Sequence[Node]) -> list[Node]:

@@ -19,6 +19,7 @@ class Origin(StrEnum):
     ENVIRONMENT = "environment"
     BUFFER = "buffer"  # a retrieved step of another agent (RAPO)
     MEMORY = "memory"  # a tip (EMPO²)
+    DEMONSTRATION = "demonstration"  # a demonstrator's turn that the policy is trained on (LUFFY)
 
 
 class Outcome(StrEnum):

@@ -86,7 +86,7 @@ def test_any_split_into_micro_batches_gives_one_loss_and_gradient(batch: Any, ki
     rollout_index = torch.tensor(next(columns))
     shift, old, advantages = (flat(next(columns)) for _ in range(3))
     mask = torch.tensor(next(columns))
-    max_length = 9 if kind == "constant_length" else None
+    max_length = 9 if kind in ("constant_length", "sum_over_length") else None
     weights = token_weights(
         kind=kind, rollout_index=rollout_index, num_rollouts=4, max_length=max_length, mask=mask, dtype=torch.float64
     )
@@ -114,7 +114,7 @@ def test_masked_tokens_change_nothing(batch: Any, kind: Any, garbage: float) -> 
     columns = list(zip(*batch, strict=True))
     mask = torch.tensor(columns[4])
     keep = torch.nonzero(mask)[:, 0]
-    max_length = 9 if kind == "constant_length" else None
+    max_length = 9 if kind in ("constant_length", "sum_over_length") else None
     results = []
     for rows in (torch.arange(len(batch)), keep):
         logprobs = flat(columns[1])

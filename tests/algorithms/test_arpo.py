@@ -177,6 +177,8 @@ def test_a_simulator_s_moves_count_where_there_are_no_tools() -> None:
 def test_impossible_combinations_are_refused() -> None:
     with pytest.raises(ConfigError, match="counts a shared token once"):
         validate(ArpoSettings, {"attribution": "hard", "aggregation": "sequence_mean_token_mean"})
+    with pytest.raises(ConfigError, match="positive_nll"):
+        validate(ArpoSettings, {"attribution": "hard", "positive_nll": 0.1})
     with pytest.raises(ConfigError, match="no place for forks"):
         validate(RapoSettings, {"branch": {}})
     with pytest.raises(ConfigError, match="exceeds group_size"):

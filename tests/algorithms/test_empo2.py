@@ -20,7 +20,6 @@ from outrider.algorithms.tip_hook import MemorySettings, TipHook, cleaned, recor
 from outrider.algorithms.tip_modes import ModeSchedule, mode_of_draw
 from outrider.config import validate
 from outrider.memory.embedder import HashEmbedder
-from outrider.memory.novelty import released_intrinsic_reward
 from outrider.trace import Leaf, Trace
 from outrider.train.off_policy import student_mask
 from outrider.types import Message, Origin, Outcome, Task
@@ -196,9 +195,10 @@ def test_equal_rollouts_get_equal_intrinsic_rewards_whatever_their_number() -> N
     assert algorithm().credit(trace).advantages.reason == "no_spread"
 
 
-def test_released_intrinsic_rewards() -> None:
+def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retrieved_tips() -> None:
+    """That code takes for n - 1 the tips that a query returned, at most 10; it logs the reward and does not train on it."""
     given_, expected = vector("intrinsic_reward_code")
-    found = [released_intrinsic_reward(min(10, number)) for number in given_["similar_entries_in_buffer"]]
+    found = [intrinsic_return([1 + min(10, number)], coefficient=1.0) for number in given_["similar_entries_in_buffer"]]
     np.testing.assert_allclose(found, expected["reward"], atol=1e-6)
     assert intrinsic_return([1, 2, 4], coefficient=2.0) == 3.5
 

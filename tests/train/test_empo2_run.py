@@ -58,6 +58,8 @@ def test_without_memory_and_novelty_it_is_grpo_bit_for_bit(recipe: Path) -> None
     start = load_file(grpo / "checkpoints" / "step-000000" / "masters.safetensors")
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not all(torch.equal(one[name], start[name]) for name in one)
+    for run in (grpo, none):
+        assert json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])["label"] == "after GRPO"
 
 
 @pytest.mark.parametrize("preset", ["empo2", "empo2-alg1", "empo2-released"])

@@ -28,7 +28,15 @@ LOSSES: list[dict[str, Any]] = [
     {"loss": "gspo", "clip_low": 0.003, "clip_high": 0.003, "aggregation": "sequence_mean_token_mean"},
     {"loss": "reinforce"},
     {"sampler_level": "geometric", "sampler_outside": "zero", "sampler_floor": 0.12},
-]
+    *(
+        {"loss": "gspo", "clip_low": clip, "clip_high": clip, "sequence_ratio": form, "sampler_correction": "none",
+         "aggregation": "sequence_mean_token_mean"}
+        for form, clip in (("sequence", 0.003), ("product", 0.01))
+    ),
+    {"sampler_rejection": {"upper": 12.0, "lower": 0.12}},
+    {"sampler_rejection": {"statistic": "k3", "scope": "mean", "upper": 1.3}, "loss": "cispo", "ratio_cap": 1.01},
+    {"positive_nll": 0.1, "loss": "gppo", "clip_low": 0.02, "clip_high": 0.01},
+]  # fmt: skip
 
 
 def coefficient(ratio: float, advantage: float, scale: float, o: ObjectiveSettings) -> float:
@@ -50,22 +58,31 @@ def coefficient(ratio: float, advantage: float, scale: float, o: ObjectiveSettin
 def written(logprobs: Any, olds: Any, paths: Any, o: ObjectiveSettings) -> torch.Tensor:
     """The loss of a mini-batch, token by token."""
     num_tokens = sum(len(one) for one in logprobs)
+    num_imitated = sum(len(one) for one, path in zip(logprobs, paths, strict=True) if path.succeeded)
     total = torch.zeros((), dtype=torch.float64)
     for own, old, path in zip(logprobs, olds, paths, strict=True):
         nodes = [node for node in path.nodes if node.trainable for _ in node.token_ids]
         engine = torch.tensor([value for node in path.nodes for value in node.logprobs], dtype=torch.float64)
         weight = 1 / num_tokens if o.aggregation == "token_mean" else 1 / (len(paths) * len(own))
         difference = old.detach() - engine
-        correction = difference.exp().clamp(max=2.0)
+        correction = difference.exp().clamp(max=2.0) if o.sampler_correction else torch.ones_like(difference)
         if o.sampler_level == "geometric":
             mean = float(difference.mean().exp())
             correction = torch.full_like(difference, mean if 0.12 <= mean <= 2.0 else 0.0)
+        if (mask := o.sampler_rejection) is not None and mask.statistic == "k1":
+            correction = correction * ((-difference).exp() >= mask.lower) * ((-difference).exp() <= mask.upper)
+        elif mask is not None:
+            correction = correction * float((difference.exp() - 1 - difference).mean() <= mask.upper)
         log_ratio = (own - old.detach()).detach()
         for t, node in enumerate(nodes):
-            ratio = float(log_ratio.mean().exp() if o.loss == "gspo" else log_ratio[t].exp())
+            summed = log_ratio.sum() if o.sequence_ratio == "product" else log_ratio.mean()
+            ratio = float(summed.exp() if o.loss == "gspo" else log_ratio[t].exp())
             assert node.credit is not None
             k = coefficient(ratio, node.credit[0], node.ratio_scale, o)
+            k = k * len(own) if o.sequence_ratio == "product" else k  # each token moves the whole product
             total = total - weight * float(correction[t]) * node.credit[0] * k * own[t]
+            if path.succeeded:
+                total = total - o.positive_nll / num_imitated * own[t]
     return total
 
 
@@ -76,6 +93,9 @@ def test_gradients_of_every_step_are_those_of_the_written_loss(options: dict[str
     model = tiny_model(dtype=torch.float64)
     plain = eager(model)
     traces = [random_trace(seed, key=str(seed)) for seed in range(4)]
+    for trace in traces:
+        for rollout, leaf in trace.leaves.items():
+            leaf.success = rollout % 2 == 0
     policy = Recorder(model, shift)
     settings = UpdateSettings(num_mini_batches=2, num_epochs=2, max_tokens=max_tokens)
     update(policy, traces, objective=objective, reference=None, first=False, settings=settings)
@@ -93,6 +113,8 @@ def test_gradients_of_every_step_are_those_of_the_written_loss(options: dict[str
 WRONG: list[dict[str, Any]] = [
     {"loss": "cispo"}, {"ratio_cap": 2.0}, {"loss": "gspo", "dual_clip": 3.0}, {"ratio_floor": 0.5}, {"sampler_floor": 2.0},
     {"loss": "cispo", "ratio_cap": 1.0, "ratio_floor": 1.0}, {"loss": "gppo", "keep_clipped_gradient": True},
+    {"sequence_ratio": "product"}, {"sampler_rejection": {"statistic": "k2", "lower": 0.1}},
+    {"sampler_rejection": {"scope": "max"}}, {"sampler_rejection": {"upper": 0.9}}, {"sampler_rejection": {"lower": 2.0}},
 ]  # fmt: skip
 
 
@@ -102,7 +124,15 @@ def test_what_has_no_meaning_is_refused(wrong: dict[str, Any]) -> None:
         validate(ObjectiveSettings, wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"loss": "gspo", "dual_clip": "none"}, {"sampler_level": "sequence"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss": "gspo", "dual_clip": "none"},
+        {"sampler_level": "sequence"},
+        {"sampler_rejection": {"scope": "mean"}},
+    ],
+    ids=str,
+)
 def test_branching_refuses_ratios_of_whole_rollouts_with_a_reason(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="shares tokens"):
         validate(ArpoSettings, {"type": "arpo", **wrong})

@@ -21,7 +21,7 @@ import pytest
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
 from outrider.watch.traces import TraceReader
-from tests.train.tool_run import outrider, start_outrider, write_tool_run
+from tests.train.tool_run import outrider, start_outrider, write_demonstrations, write_tool_run
 
 NUM_STEPS = 10
 CASES: dict[str, tuple[str, ...]] = {
@@ -29,6 +29,20 @@ CASES: dict[str, tuple[str, ...]] = {
     "evolve": ("buffer.evolve=true",),
     "grpo": ("algorithm.type=grpo",),
     "gigpo": ("algorithm.type=gigpo",),
+    "dapo": (
+        "algorithm.type=grpo",
+        "algorithm.preset=dapo-paper",
+        "algorithm.group_size=3",
+        "algorithm.dynamic_sampling.max_extra_batches=1",
+    ),
+    "luffy": ("algorithm.type=luffy", "algorithm.demonstrations={root}/shown.jsonl"),
+    "tree_grpo": ("algorithm.type=tree_grpo", "algorithm.group_size=6"),
+    "rollout_replay": (
+        "algorithm.type=rollout_replay",
+        "algorithm.selection=difficulty",
+        "train.tasks_per_step=4",
+        "algorithm.buffer_size=5",
+    ),
     "empo2": (
         "algorithm.type=empo2",
         "algorithm.memory_probability=0.6",
@@ -45,6 +59,7 @@ CLOCK = ("time/", "speed/", "memory/")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_tool_run(folder)
+    write_demonstrations(folder / "shown.jsonl")
     return folder
 
 
@@ -65,8 +80,8 @@ def whole(root: Path) -> Callable[[str], Path]:
 
 def _command(root: Path, run: Path, case: str) -> list[str | Path]:
     """``train`` with a buffer of the run's own: an evolving one is written to."""
-    overrides = list(CASES[case])
-    if case in ("grpo", "gigpo", "empo2"):
+    overrides = [override.format(root=root) for override in CASES[case]]
+    if case not in ("rapo", "evolve"):
         recipe = root / "plain.toml"
         recipe.write_text((root / "recipe.toml").read_text().replace("num_hybrid = 2", ""))
         return ["train", recipe, *overrides, "--run", run, "--progress", "plain"]
@@ -110,7 +125,17 @@ def _kill_after(process: "subprocess.Popen[str]", run: Path, delay: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("case", "delays"), [("rapo", (0.5, -1.0, 0.3)), ("evolve", (-1.0, 0.6)), ("grpo", (0.4, -1.0)), ("empo2", (-1.0, 0.5, 0.3))]
+    ("case", "delays"),
+    [
+        ("rapo", (0.5, -1.0, 0.3)),
+        ("evolve", (-1.0, 0.6)),
+        ("grpo", (0.4, -1.0)),
+        ("dapo", (0.4, -1.0, 0.3)),
+        ("empo2", (-1.0, 0.5, 0.3)),
+        ("luffy", (0.4, -1.0)),
+        ("tree_grpo", (-1.0, 0.4)),
+        ("rollout_replay", (0.4, -1.0, 0.3)),
+    ],
 )
 def test_a_killed_run_ends_in_the_same_bits(
     case: str, delays: tuple[float, ...], root: Path, whole: Callable[[str], Path]
@@ -140,8 +165,14 @@ def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> N
     assert sum(record["rollout/num_tool_calls"] for record in train) >= 3
     assert sum(record["group/fraction_without_signal"] < 1 for record in train) >= 5
     assert len((whole("rapo") / "evaluations.jsonl").read_text().splitlines()) == 4
+    sampled = [record for record in _metrics(whole("dapo")) if record["kind"] == "train"]
+    assert sum(record["group/num_extra_batches"] for record in sampled) >= 2
+    cursor = json.loads((whole("dapo") / "checkpoints" / f"step-{NUM_STEPS:06d}" / "state.json").read_text())["task_cursor"]
+    assert cursor > 2 * NUM_STEPS  # no longer the step's number times its tasks
     grown = [record["buffer/num_added"] for record in _metrics(whole("evolve")) if record["kind"] == "train"]
     assert sum(grown) >= 2
+    replayed = [record for record in _metrics(whole("rollout_replay")) if record["kind"] == "train"]
+    assert sum(record["replay/num_groups"] for record in replayed) >= 5
 
 
 def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[str], Path]) -> None:

@@ -86,6 +86,21 @@ def write_tool_run(root: Path) -> Path:
     return recipe
 
 
+def write_demonstrations(path: Path, *, prefix: str = "tasks") -> None:
+    """A file of chats in which every question is searched for twice and answered rightly."""
+    records = []
+    for number, thing in enumerate(THINGS):
+        place = PLACES[number % len(PLACES)]
+        seen = f"\n<result>\n{thing}: {place}\n</result>\n"
+        said = [f"<search>{thing}</search>", f"<search>the {thing}</search>", f"<answer>{place}</answer>"]
+        turns = [{"role": "assistant", "content": text} for text in said]
+        observed = {"role": "tool", "content": seen}
+        question = f"Where is the {thing}?"
+        messages = [{"role": "user", "content": question}, turns[0], observed, turns[1], observed, turns[2]]
+        records.append({"task_key": f"{prefix}-{number}", "question": question, "reward": 1.0, "messages": messages})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def outrider(
     *arguments: str | Path, timeout: float = 120.0, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

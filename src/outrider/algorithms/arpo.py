@@ -44,7 +44,14 @@ class ArpoSettings(BranchSettings, ObjectiveSettings):
     def _possible(self) -> "ArpoSettings":
         if self.first_wave > self.group_size:
             raise ValueError(f"first_wave {self.first_wave} exceeds group_size {self.group_size}")
-        require_countable(self.attribution, self.aggregation, loss=self.loss, sampler_level=self.sampler_level)
+        require_countable(
+            self.attribution,
+            self.aggregation,
+            loss=self.loss,
+            sampler_level=self.sampler_level,
+            rejection=self.sampler_rejection,
+            positive_nll=self.positive_nll,
+        )
         return self
 
 

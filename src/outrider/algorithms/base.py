@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from outrider.algorithms.credit import (
+    Float64Array,
     GroupAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
@@ -23,17 +24,43 @@ AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
 LossKind = Literal["clip", "gppo", "cispo", "gspo", "reinforce"]
 
 
+class RejectionMask(Settings):
+    """Leaves tokens out of the update on which engine and trainer disagree (:mod:`outrider.algorithms.sampler_correction`).
+
+    ``statistic`` of the log-ratio d = log trainer - log engine: ``k1`` = -d, ``k2`` = d^2 / 2, ``k3`` = exp(d) - 1 - d; ``scope`` takes
+    each token's own value, or the sum, mean or maximum over its rollout, which then goes as a whole. The bounds of k1 are ratios
+    engine / trainer (``lower`` None: 1 / ``upper``), that of k2 and k3 is one on the value.
+    """
+
+    statistic: Literal["k1", "k2", "k3"] = "k1"
+    scope: Literal["token", "sum", "mean", "max"] = "token"
+    upper: float = Field(2.0, gt=0)
+    lower: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "RejectionMask":
+        if self.statistic != "k1" and self.lower is not None:
+            raise ValueError(f"{self.statistic} is never negative: it has no lower bound")
+        if self.statistic == "k1" and self.scope == "max":
+            raise ValueError("k1 has a sign: its maximum over a rollout says nothing about the other side")
+        if self.statistic == "k1" and (self.lower or 1.0 / self.upper) >= self.upper:
+            raise ValueError("the bounds of k1 are ratios with lower < upper; without lower, upper is above 1")
+        return self
+
+
 class ObjectiveSettings(Settings):
     """The clipped policy-gradient objective that the group methods share.
 
     ``clip_low`` and ``clip_high`` bound the ratio at 1 - low and 1 + high; ``keep_clipped_gradient`` keeps the gradient of a
     token that the upper bound clips (AEPO); ``dual_clip`` (None: off) bounds the loss of
-    negative advantages; ``max_length`` is the constant of Dr. GRPO's aggregation; ``sampler_correction`` caps the token
+    negative advantages; ``max_length`` is the constant of Dr. GRPO's aggregation and of LUFFY's; ``sampler_correction`` caps the token
     weight trainer / engine (None: off); ``kl_weight`` 0 keeps no reference model.
 
     ``loss`` is the token loss (docs/algorithms/objectives.md). ``ratio_cap`` and ``ratio_floor`` are CISPO's bounds on the ratio itself.
     ``sampler_level`` says whose ratio is corrected, ``sampler_floor`` bounds it from below, and ``sampler_outside`` whether a
-    weight outside is put on the bound or to 0.
+    weight outside is put on the bound or to 0. ``sampler_rejection`` leaves tokens or rollouts out instead, or as well; the
+    denominators stay. ``sequence_ratio`` is GSPO's ratio of a rollout: differentiated token by token, as a whole, or as a ``product``
+    without the length. ``positive_nll`` adds that much of the mean negative log-likelihood over the tokens of successful rollouts.
     """
 
     group_size: int = Field(8, ge=1)
@@ -45,19 +72,24 @@ class ObjectiveSettings(Settings):
     dual_clip: float | None = Field(None, gt=1)
     ratio_cap: float | None = Field(None, gt=0)
     ratio_floor: float = Field(0.0, ge=0)
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"] = "token_mean"
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sum_over_length"
+    ] = "token_mean"
     max_length: int | None = Field(None, ge=1)
     sampler_correction: float | None = Field(2.0, gt=0)
     sampler_level: Literal["token", "sequence", "geometric"] = "token"
     sampler_floor: float | None = Field(None, ge=0)
     sampler_outside: Literal["truncate", "zero"] = "truncate"
+    sampler_rejection: RejectionMask | None = None
+    sequence_ratio: Literal["token", "sequence", "product"] = "token"
+    positive_nll: float = Field(0.0, ge=0)
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
 
     @model_validator(mode="after")
     def _consistent(self) -> "ObjectiveSettings":
-        if (self.aggregation == "constant_length") != (self.max_length is not None):
-            raise ValueError("max_length belongs to aggregation = constant_length and to no other")
+        if (self.aggregation in ("constant_length", "sum_over_length")) != (self.max_length is not None):
+            raise ValueError("max_length belongs to aggregation = constant_length or sum_over_length and to no other")
         if (self.loss == "cispo") != (self.ratio_cap is not None):
             raise ValueError("ratio_cap belongs to loss = cispo and to no other")
         if self.ratio_floor >= (self.ratio_cap or math.inf) or (self.ratio_floor > 0 and self.loss != "cispo"):
@@ -68,7 +100,14 @@ class ObjectiveSettings(Settings):
             raise ValueError(f"loss = {self.loss} has no dual clip")
         if (self.sampler_floor or 0.0) >= (self.sampler_correction or math.inf):
             raise ValueError("sampler_floor lies below sampler_correction")
+        if self.sequence_ratio != "token" and self.loss != "gspo":
+            raise ValueError("sequence_ratio belongs to loss = gspo")
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the starting policy is kept."""
+        return self.kl_weight > 0
 
 
 class OffPolicyObjective(ObjectiveSettings):
@@ -115,27 +154,44 @@ class Algorithm(Protocol):
 
 
 @runtime_checkable
+class BatchCredit(Protocol):
+    """An algorithm whose statistics may span all groups of a step; it is asked once a step, before the split into mini-batches."""
+
+    def credit_batch(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+        """What ``credit`` does, for all groups together: one entry a trace."""
+        ...
+
+
+@runtime_checkable
 class Remembering(Protocol):
     """An algorithm with a memory of its own, which goes into checkpoints."""
 
-    def memory_state(self) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+    def memory_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Plain data and arrays."""
         ...
 
-    def restore_memory(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> None:
+    def restore_memory(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Become what was saved."""
         ...
 
 
-def outcome_advantages(trace: Trace, kind: AdvantageKind) -> GroupAdvantages:
-    """The group's advantages from the environments' returns and the algorithm's own intrinsic rewards.
+def credited_returns(trace: Trace) -> list[float | None]:
+    """The environments' returns plus the algorithm's own intrinsic rewards; None for a fault, which is in no statistic."""
+    return [None if leaf.episode_return is None else leaf.episode_return + leaf.intrinsic for leaf, _ in trace.rollouts()]
 
-    Faults are unscorable and stay out of the statistics.
-    """
-    returns = [None if leaf.episode_return is None else leaf.episode_return + leaf.intrinsic for leaf, _ in trace.rollouts()]
+
+def group_advantages(
+    returns: Sequence[float | None] | Float64Array, kind: AdvantageKind, *, std_ddof: Literal[0, 1] = 1
+) -> GroupAdvantages:
+    """The advantages of one group; ``std_ddof`` is that of ``group_normalized``."""
     if kind == "leave_one_out":
         return leave_one_out_advantages_per_rollout(returns=returns)
-    return group_normalized_advantages_per_rollout(returns=returns, normalize_std=kind == "group_normalized")
+    return group_normalized_advantages_per_rollout(returns=returns, std_ddof=std_ddof, normalize_std=kind == "group_normalized")
+
+
+def outcome_advantages(trace: Trace, kind: AdvantageKind) -> GroupAdvantages:
+    """The group's advantages from :func:`credited_returns`."""
+    return group_advantages(credited_returns(trace), kind)
 
 
 def write_credit(
@@ -157,7 +213,7 @@ def write_credit(
     for (leaf, path), value, has_return, scale in zip(trace.rollouts(), values, assigned, scales, strict=True):
         leaf.advantage = value if has_return else None
         for node in path if has_return else ():
-            if node.trainable:
+            if node.takes_credit:
                 users.setdefault(node.node_id, []).append((leaf.rollout, value, scale))
     for node_id, shared in users.items():
         node = trace.nodes[node_id]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outrider.algorithms.base import Attribution
+from outrider.algorithms.base import Attribution, RejectionMask
 from outrider.algorithms.branching import Decision, Normalizer, Reduce, branches, first_wave_budget, segment_entropy
 from outrider.config import Settings
 from outrider.rollout.hooks import EpisodeState
@@ -42,13 +42,23 @@ class BranchSettings(Settings):
     penalty_scope: Literal["lineage", "prompt"] = "lineage"
 
 
-def require_countable(attribution: Attribution, aggregation: str, *, loss: str = "clip", sampler_level: str = "token") -> None:
+def require_countable(
+    attribution: Attribution,
+    aggregation: str,
+    *,
+    loss: str = "clip",
+    sampler_level: str = "token",
+    rejection: RejectionMask | None = None,
+    positive_nll: float = 0.0,
+) -> None:
     """Raises ValueError: a token that counts for one of its rollouts only would make the lengths of the others wrong.
 
     So would a ratio of whole rollouts: leaves of one token would have different ones.
     """
-    if loss == "gspo" or sampler_level != "token":
+    if loss == "gspo" or sampler_level != "token" or (rejection is not None and rejection.scope != "token"):
         raise ValueError("branching shares tokens between rollouts, whose ratios as a whole differ: use ratios of tokens")
+    if attribution == "hard" and positive_nll > 0:
+        raise ValueError("attribution = hard gives a shared token to one rollout, whose success positive_nll would take for all")
     if attribution == "hard" and aggregation == "sequence_mean_token_mean":
         raise ValueError("attribution = hard counts a shared token once, which sequence_mean_token_mean cannot; use token_mean")
 

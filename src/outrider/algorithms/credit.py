@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Float64Array: TypeAlias = NDArray[np.float64]
 BoolArray: TypeAlias = NDArray[np.bool_]
-NoSignalReason = Literal["unscorable", "singleton", "no_spread"]
+NoSignalReason = Literal["unscorable", "singleton", "no_spread", "rejected"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,8 +22,8 @@ class GroupAdvantages:
 
     ``values`` [N] are the advantages; ``assigned`` [N] is False where the rollout had no return (an infrastructure
     fault), whose value is 0 only as a placeholder: such a rollout must not be trained on. ``has_signal`` is False when
-    no rollout can be told from another; ``reason`` then says why: every rollout ``unscorable``, a ``singleton``, or
-    ``no_spread`` among the returns.
+    no rollout can be told from another; ``reason`` then says why: every rollout ``unscorable``, a ``singleton``,
+    ``no_spread`` among the returns, or every rollout ``rejected`` (rejection sampling).
     """
 
     values: Float64Array

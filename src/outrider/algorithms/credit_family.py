@@ -229,6 +229,18 @@ def groups_with_spread(
     }
 
 
+def difficulty_scores(
+    predicted: Sequence[float] | Float64Array, *, target: float = 0.5, temperature: float = 1e-3
+) -> Float64Array:
+    """``-|predicted mean reward - target| / temperature``: the logarithm of how often each task is drawn, up to a constant.
+
+    Raises ValueError for a temperature <= 0.
+    """
+    if temperature <= 0.0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return -np.abs(np.asarray(predicted, dtype=np.float64) - target) / temperature
+
+
 def difficulty_probabilities(
     predicted: Sequence[float] | Float64Array, *, target: float = 0.5, temperature: float = 1e-3
 ) -> Float64Array:
@@ -236,9 +248,7 @@ def difficulty_probabilities(
 
     At the released temperature of 1e-3 this is close to taking the nearest tasks. Raises ValueError for a temperature <= 0.
     """
-    if temperature <= 0.0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    scores = -np.abs(np.asarray(predicted, dtype=np.float64) - target) / temperature
+    scores = difficulty_scores(predicted, target=target, temperature=temperature)
     weights = np.exp(scores - scores.max(initial=-math.inf))
     return np.asarray(weights / math.fsum(weights), dtype=np.float64)
 

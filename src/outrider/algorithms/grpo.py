@@ -1,36 +1,93 @@
-"""GRPO (DeepSeekMath, arXiv 2402.03300): group-normalised outcome advantage, clipped token ratio.
+"""GRPO (DeepSeekMath, arXiv 2402.03300) and the methods that differ from it in settings alone: one advantage a rollout.
 
-Dr. GRPO is ``advantage = "group_centered"`` with ``aggregation = "constant_length"``; leave-one-out gives RLOO's credit.
+Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets (:mod:`outrider.algorithms.presets`), and every part of them is a setting of
+its own.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+import numpy as np
+from pydantic import Field, model_validator
+
+from outrider.algorithms.base import GroupCredit, ObjectiveSettings, credited_returns, group_advantages, write_credit
+from outrider.algorithms.credit import GroupAdvantages
+from outrider.algorithms.credit_family import (
+    batch_scaled_advantages_per_rollout,
+    leave_one_out_batch_normalized_advantages_per_rollout,
+)
+from outrider.algorithms.group_settings import GroupSettings, shape_returns, with_preset
+from outrider.algorithms.presets import GRPO_PRESETS, GrpoPreset
+from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import Hook
 from outrider.trace import Trace
 
 
-class GrpoSettings(ObjectiveSettings):
-    """GRPO has no settings beyond the shared objective."""
+class GrpoSettings(GroupSettings):
+    """``advantage_std`` divides the advantage: the group's ``sample`` or ``population`` std, or that of the whole ``batch``, which spans
+    all groups of a step (TRL: ``scale_rewards = "batch"``, and ``normalize_advantages`` with leave-one-out).
+
+    A ``preset`` fills what is not given.
+    """
 
     type: Literal["grpo"] = "grpo"
+    preset: GrpoPreset = "grpo"
+    group_size: int = Field(8, ge=2)
+    advantage_std: Literal["sample", "population", "batch"] = "sample"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        return with_preset(GRPO_PRESETS, given, default="grpo")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "GrpoSettings":
+        if self.advantage_std == "population" and self.advantage != "group_normalized":
+            raise ValueError(f"advantage_std = population has no meaning with advantage = {self.advantage}")
+        if self.advantage_std == "batch" and self.advantage == "group_centered":
+            raise ValueError("advantage = group_centered divides by no std: leave advantage_std out")
+        return self
 
 
 class Grpo:
     """On-policy rollouts, one advantage a rollout."""
 
-    def __init__(self, settings: GrpoSettings) -> None:
+    def __init__(self, settings: GrpoSettings, *, max_response_tokens: int = Limits().max_response_tokens) -> None:
+        self.settings = settings
         self.objective: ObjectiveSettings = settings
         self.hooks: tuple[Hook, ...] = ()
         self.modes = ("on_policy",) * settings.group_size
+        self._max_response_tokens = max_response_tokens
 
     def modes_of(self, step: int, group: int) -> Sequence[str]:
         """The same in every group."""
         return self.modes
 
     def credit(self, trace: Trace) -> GroupCredit:
-        """Group-normalised returns on every policy token."""
-        advantages = outcome_advantages(trace, self.objective.advantage)
-        write_credit(trace, advantages)
-        return GroupCredit(advantages=advantages, measurements={})
+        """A batch of one group."""
+        return self.credit_batch([trace])[0]
+
+    def credit_batch(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+        """Advantages of the shaped returns on every policy token."""
+        measured = [shape_returns(trace, self.settings, max_response_tokens=self._max_response_tokens) for trace in traces]
+        found = self._advantages([credited_returns(trace) for trace in traces])
+        for trace, advantages in zip(traces, found, strict=True):
+            write_credit(trace, advantages)
+        return [GroupCredit(advantages=one, measurements=values) for one, values in zip(found, measured, strict=True)]
+
+    def _advantages(self, returns: Sequence[Sequence[float | None]]) -> list[GroupAdvantages]:
+        chosen = self.settings
+        own = [
+            group_advantages(one, chosen.advantage, std_ddof=0 if chosen.advantage_std == "population" else 1) for one in returns
+        ]
+        if chosen.advantage_std != "batch":
+            return own
+        is_left_out = chosen.advantage == "leave_one_out"
+        over_batch = leave_one_out_batch_normalized_advantages_per_rollout if is_left_out else batch_scaled_advantages_per_rollout
+        values = over_batch(
+            returns=[value for one in returns for value in one],
+            groups=[number for number, one in enumerate(returns) for _ in one],
+        )
+        bounds = np.cumsum([len(one) for one in returns])[:-1]
+        return [replace(one, values=part) for one, part in zip(own, np.split(values, bounds), strict=True)] if own else []

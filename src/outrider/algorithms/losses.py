@@ -12,7 +12,9 @@ from torch import Tensor
 
 from outrider.algorithms.ratios import log_ratio, require_tokens, shaped_ratio, token_ratio
 
-Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "token_sum"]
+Aggregation = Literal[
+    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sum_over_length", "token_sum"
+]
 KlEstimator = Literal["k1", "k2", "k3", "k3_ratio"]
 
 
@@ -146,12 +148,15 @@ def token_weights(
     rollout and add the weights up. ``num_rollouts`` N counts the kept rollouts, also those without a trained token.
     ``mask`` [T] False gives weight 0 and leaves the token out of every count. With n_i tokens of rollout i:
     ``token_mean`` 1 / sum n_i; ``sequence_mean_token_mean`` 1 / (N n_i); ``sequence_mean_token_sum`` 1 / N;
-    ``constant_length`` 1 / (N max_length) (Dr. GRPO, arXiv 2503.20783); ``token_sum`` 1.
+    ``constant_length`` 1 / (N max_length) (Dr. GRPO, arXiv 2503.20783); ``sum_over_length`` 1 / max_length (LUFFY's script);
+    ``token_sum`` 1.
 
     Raises ValueError when ``max_length`` is given for another kind or missing, or an index is outside [0, N).
     """
-    if (kind == "constant_length") != (max_length is not None) or (max_length is not None and max_length < 1):
-        raise ValueError("constant_length needs a positive max_length, and no other kind takes one")
+    if (kind in ("constant_length", "sum_over_length")) != (max_length is not None) or (
+        max_length is not None and max_length < 1
+    ):
+        raise ValueError("constant_length and sum_over_length need a positive max_length, and no other kind takes one")
     trained = torch.ones_like(rollout_index, dtype=torch.bool) if mask is None else mask.bool()
     owners = rollout_index[trained]
     if owners.numel() and not 0 <= int(owners.min()) <= int(owners.max()) < num_rollouts:
@@ -175,6 +180,6 @@ def weighted_loss(*, losses: Tensor, weights: Tensor) -> Tensor:
 def _denominator(kind: Aggregation, num_tokens: int, num_rollouts: int, max_length: int | None) -> int:
     if kind == "token_mean":
         return num_tokens
-    if kind == "constant_length" and max_length is not None:
-        return num_rollouts * max_length
+    if max_length is not None:
+        return num_rollouts * max_length if kind == "constant_length" else max_length
     return num_rollouts if kind == "sequence_mean_token_sum" else 1

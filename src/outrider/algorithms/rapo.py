@@ -72,7 +72,14 @@ class RapoSettings(ObjectiveSettings):
             raise ValueError(
                 "branch.attribution = hard needs ratio_weight = 0: leaves of one token would scale its ratio differently"
             )
-        require_countable(branch.attribution, self.aggregation, loss=self.loss, sampler_level=self.sampler_level)
+        require_countable(
+            branch.attribution,
+            self.aggregation,
+            loss=self.loss,
+            sampler_level=self.sampler_level,
+            rejection=self.sampler_rejection,
+            positive_nll=self.positive_nll,
+        )
 
 
 class Rapo:

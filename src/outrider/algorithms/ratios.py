@@ -16,7 +16,7 @@ LOG_RATIO_LIMIT = 20.0
 class ImportanceStats:
     """How far the sampler is from the trainer, over the unmasked tokens.
 
-    ``mean`` and ``effective_sample_share`` (ESS / tokens, in (0, 1]) describe the truncated weights that are applied;
+    ``mean`` and ``mean_square`` describe the truncated weights that are applied, so that means over parts of a batch add up;
     ``max`` and ``mean_abs_log`` the weights before truncation, because a template or weight-sync fault shows there.
     """
 
@@ -24,8 +24,13 @@ class ImportanceStats:
     num_truncated: int
     mean: float
     max: float
-    effective_sample_share: float
+    mean_square: float
     mean_abs_log: float
+
+    @property
+    def effective_sample_share(self) -> float:
+        """ESS / tokens, in (0, 1]; 0 where every weight is 0."""
+        return self.mean**2 / self.mean_square if self.mean_square else 0.0
 
 
 def require_tokens(**tensors: Tensor) -> None:
@@ -87,6 +92,6 @@ def importance_stats(*, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Te
         num_truncated=int((weights > upper).sum()),
         mean=float(truncated.mean()),
         max=float(weights.max()),
-        effective_sample_share=float(truncated.mean() ** 2 / (truncated**2).mean()),
+        mean_square=float((truncated**2).mean()),
         mean_abs_log=float(difference.abs().mean()),
     )

@@ -94,7 +94,7 @@ def sampler_weights_per_token(
 def correction_stats(applied: SamplerWeights, *, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> ImportanceStats:
     """What :func:`sampler_weights_per_token` did, as the metrics want it.
 
-    Mean and effective sample share are those of the applied weights, ``num_truncated`` counts the tokens that a bound changed,
+    Mean and mean square are those of the applied weights, ``num_truncated`` counts the tokens that a bound changed,
     ``max`` and ``mean_abs_log`` describe the tokens' own weights without bounds. Raises ValueError when no token is left or a
     log-probability is not finite: either is a fault, not noise.
     """
@@ -103,13 +103,12 @@ def correction_stats(applied: SamplerWeights, *, old_logprobs: Tensor, sampler_l
     if difference.numel() == 0 or not bool(torch.isfinite(difference).all()):
         raise ValueError("sampler correction needs at least one token and finite log-probabilities")
     weights = applied.weights[kept].double()
-    square = float((weights**2).mean())
     return ImportanceStats(
         num_tokens=weights.numel(),
         num_truncated=int(applied.changed[kept].sum()),
         mean=float(weights.mean()),
         max=float(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().max()),
-        effective_sample_share=float(weights.mean()) ** 2 / square if square else 0.0,
+        mean_square=float((weights**2).mean()),
         mean_abs_log=float(difference.abs().mean()),
     )
 

@@ -121,7 +121,7 @@ class GroupBook:
         first_wave = size if brancher is None else brancher.first_wave
         self._budget = brancher.budget if brancher is not None and first_wave == 1 < size else None
         self._size = size
-        self.first = range(min(first_wave, size))
+        self.first: Sequence[int] = range(min(first_wave, size))
         self._begun = {trace.task.key: min(first_wave, size) for trace in traces}
         self._ended = dict.fromkeys(self._begun, 0)
         self._decided: set[tuple[str, int, int]] = set()
@@ -140,8 +140,11 @@ class GroupBook:
         self._begun[trace.task.key] += granted
         return range(begun, begun + granted)
 
-    def ended(self, trace: Trace) -> range:
+    def ended(self, trace: Trace, rollout: int) -> list[tuple[int, Fork | None]]:
         """A rollout has its outcome: numbers of fresh ones, for a wave that waited for it or to fill the group up at its end."""
+        return [(number, None) for number in self._following(trace)]
+
+    def _following(self, trace: Trace) -> range:
         key = trace.task.key
         self._ended[key] += 1
         if self._budget is not None and self._ended[key] == self._begun[key] == 1:

@@ -64,6 +64,7 @@ class EpisodeRunner:
     training_step: int
     on_fork: Callable[[Trace, tuple[int, int], int], Sequence[int]] = lambda trace, point, wanted: ()
     spawn: Callable[[Trace, int, Fork], None] = lambda trace, rollout, fork: None
+    on_point: Callable[[EpisodeState, Fork], None] | None = None  # told of every point that a later rollout could leave from
 
     async def run(
         self, *, task: Task, trace: Trace, environment: Environment, rollout: int, mode: str, fork: Fork | None = None
@@ -166,6 +167,8 @@ class EpisodeRunner:
             state.tip.metadata["is_replayed"] = fork.environment is None
             for rollout in granted:
                 self.spawn(state.trace, rollout, fork)
+        if self.on_point is not None and state.turn:  # in front of the first turn a fresh rollout does the same
+            self.on_point(state, await take_fork(state, before, timeout_s=self.limits.step_timeout_s))
 
     async def _act(self, state: EpisodeState, action: str) -> StepResult:
         result = await self._guarded(state.environment.step, Message(role="assistant", content=action))

@@ -74,8 +74,9 @@ def play_experts(
     retrieve_share: float = 0.0,
     max_concurrent: int = 64,
     max_retries: int = 2,
+    training_step: int = 0,
 ) -> list[Trace]:
-    """One expert rollout of every task, in order."""
+    """One expert rollout of every task, in order; ``training_step`` chooses the initial states, as it does for a policy's rollouts."""
     player = ExpertPlayer(expert=expert, run_seed=run_seed, retrieve_share=retrieve_share)
     engine = ScriptedEngine(tokenizer=tokenizer, script=player.say, context_length=context_length)
     scheduler = Scheduler(
@@ -89,7 +90,7 @@ def play_experts(
         hooks=(player,),
         max_concurrent=max_concurrent,
     )
-    return scheduler.run(tasks, modes=("expert",), training_step=0).traces
+    return scheduler.run(tasks, modes=("expert",), training_step=training_step).traces
 
 
 def trajectory_of(trace: Trace, rollout: int, *, agent: str, trajectory_id: str) -> Trajectory | None:

@@ -13,6 +13,7 @@ from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Brancher, Fork, GroupBook, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
+from outrider.rollout.expansion import Expansion, ExpansionBook
 from outrider.rollout.hooks import Hook
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
@@ -82,8 +83,8 @@ class Scheduler:
 
     async def _run(self, traces: list[Trace], training_step: int) -> RolloutReport:
         size = len(traces[0].modes) if traces else 0
-        brancher = next((hook for hook in self.hooks if isinstance(hook, Brancher)), None)
-        book = GroupBook(traces, size=size, brancher=brancher)
+        forks: list[Fork] = []
+        book = self._book(traces, size=size, training_step=training_step, forks=forks)
         owed = [_Owed(number, rollout, trace) for number, trace in enumerate(traces) for rollout in book.first]
         batcher = RoundBatcher(self.engine, admit=lambda num_running: admit(num_running))
         runner = EpisodeRunner(
@@ -96,11 +97,11 @@ class Scheduler:
             training_step=training_step,
             on_fork=book.claim,
             spawn=lambda trace, rollout, fork: owe(trace, rollout, fork),
+            on_point=book.passed if isinstance(book, ExpansionBook) else None,
         )
         numbers = {trace.task.key: number for number, trace in enumerate(traces)}
         rounds = self.factory if isinstance(self.factory, RoundAware) else _NoRounds()
         faults: Counter[str] = Counter()
-        forks: list[Fork] = []
         ended: set[str] = set()  # rollouts whose keys and values the engine still has
         needed: dict[str, int] = {}  # rollout -> number of batches when a fork of it was last waiting for its first
 
@@ -125,8 +126,8 @@ class Scheduler:
         async def work(one: _Owed) -> None:
             one.trace.finish(await self._play(runner, one, faults))
             ended.add(f"{one.trace.task.key}/{one.rollout}")
-            for rollout in book.ended(one.trace):
-                owe(one.trace, rollout)
+            for rollout, fork in book.ended(one.trace, one.rollout):
+                owe(one.trace, rollout, fork)
             if self.on_finished is not None:
                 self.on_finished(sum(len(trace.leaves) for trace in traces), len(traces) * size)
             batcher.leave()  # not after an exception: it would start one more batch for workers that end anyway
@@ -141,6 +142,13 @@ class Scheduler:
         for trace in traces:
             self._complete(trace, size)
         return RolloutReport(traces=traces, num_batches=batcher.num_batches, num_retries=faults["retries"], faults=faults)
+
+    def _book(self, traces: Sequence[Trace], *, size: int, training_step: int, forks: list[Fork]) -> GroupBook | ExpansionBook:
+        """Who begins when, as the hooks want it; what is put into ``forks`` is closed at the end."""
+        expansion = next((hook for hook in self.hooks if isinstance(hook, Expansion)), None)
+        if expansion is not None:
+            return ExpansionBook(expansion, run_seed=self.run_seed, training_step=training_step, forks=forks)
+        return GroupBook(traces, size=size, brancher=next((hook for hook in self.hooks if isinstance(hook, Brancher)), None))
 
     def _complete(self, trace: Trace, size: int) -> None:
         """A group has ended: all of its outcomes are there, in an order that does not depend on who was fast."""

@@ -137,4 +137,5 @@ def _over_all(trial: Evaluation, best: Mapping[str, Leaf]) -> Evaluation:
         num_tasks=len(scores),
         mean_return=fmean(leaf.episode_return or 0.0 for leaf in best.values()) if best else float("nan"),
         task_scores=scores,
+        task_returns={key: leaf.episode_return or 0.0 for key, leaf in best.items()},
     )

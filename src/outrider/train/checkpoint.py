@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -29,7 +28,7 @@ _TENSORS = ("masters.safetensors", "optimizer.safetensors")
 
 
 def save_checkpoint(
-    folder: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[np.float32]] | None = None
+    folder: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
 ) -> None:
     """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints as they were.
 
@@ -49,7 +48,7 @@ def save_checkpoint(
     os.replace(temporary, folder)
 
 
-def _write(temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> None:
+def _write(temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
     temporary.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in policy.masters.items()}, temporary / "masters.safetensors")
     save_file(_optimizer_tensors(policy), temporary / "optimizer.safetensors")
@@ -111,7 +110,7 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
     return state
 
 
-def load_memory(folder: Path) -> dict[str, NDArray[np.float32]]:
+def load_memory(folder: Path) -> dict[str, NDArray[Any]]:
     """The vectors of the algorithm's memory in a checkpoint that :func:`load_checkpoint` has read; empty without any."""
     return load_arrays(folder / _MEMORY) if (folder / _MEMORY).exists() else {}
 

@@ -12,23 +12,30 @@ from outrider.algorithms.base import Algorithm
 from outrider.algorithms.empo2 import Empo2, Empo2Settings
 from outrider.algorithms.gigpo import Gigpo, GigpoSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.algorithms.rapo import Rapo, RapoSettings
+from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusSettings
+from outrider.algorithms.rejection import Rejection, RejectionSettings
+from outrider.algorithms.rollout_replay import RolloutReplay, RolloutReplaySettings
+from outrider.algorithms.tree_grpo import TreeGrpo, TreeGrpoSettings
 from outrider.engines.base import Engine
 from outrider.engines.local import LocalEngine
 from outrider.engines.model import load_model, resolve_precision
 from outrider.engines.vllm import VllmEngine, VllmSettings
 from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.environments.datasets import panel_hash
 from outrider.environments.factbook import FactbookConfig, FactbookFamily
 from outrider.environments.scienceworld import ScienceWorldConfig, ScienceWorldFamily
 from outrider.environments.textworld import TextWorldConfig, TextWorldFamily
 from outrider.environments.tools import ToolsFamily
 from outrider.environments.webshop import WebShopConfig, WebShopFamily
 from outrider.errors import CheckpointError, DataError
+from outrider.evals.runner import EvaluationSettings
 from outrider.memory.database import copy_database
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
 from outrider.tokens import ChatRenderer
-from outrider.train.experts import fill_buffer
+from outrider.train.experts import demonstrations_of, fill_buffer
 from outrider.train.policy import Policy, Scorer, set_threads
 from outrider.train.settings import EnvironmentConfig, RunSettings
 from outrider.types import Message, Task
@@ -72,7 +79,7 @@ def build(
     set_threads(settings.num_threads, device=settings.model.device)
     family = make_family(settings.environment)
     train_tasks = family.tasks("train") if settings.train.num_steps or settings.cold_start.num_examples else ()
-    test_tasks = family.tasks(settings.evaluation.split)[: settings.evaluation.num_tasks]
+    test_tasks = held_out_panel(family, settings.evaluation)
     if settings.train.num_steps and len(train_tasks) < settings.train.tasks_per_step:
         raise DataError(
             f"{len(train_tasks)} training tasks are fewer than train.tasks_per_step = {settings.train.tasks_per_step}"
@@ -87,7 +94,7 @@ def build(
     return Components(
         settings=settings,
         policy=policy,
-        reference=policy.frozen_copy() if settings.algorithm.kl_weight > 0 else None,
+        reference=policy.frozen_copy() if settings.algorithm.needs_reference else None,
         engine=engine,
         renderer=renderer,
         family=family,
@@ -101,8 +108,21 @@ def build(
             vocabulary_size=int(policy.model.config.vocab_size),
             stateful=family.stateful,
             num_tokens=token_counter(renderer),
+            train_tasks=train_tasks,
         ),
     )
+
+
+def held_out_panel(family: TaskFamily, settings: EvaluationSettings) -> Sequence[Task]:
+    """The first ``num_tasks`` of the split. Raises DataError where they are not the panel that the recipe names."""
+    tasks = family.tasks(settings.split)[: settings.num_tasks]
+    found = panel_hash(tasks)
+    if settings.panel is not None and found != settings.panel:
+        raise DataError(
+            f"the {len(tasks)} tasks of the split {settings.split!r} are not the panel of the recipe: evaluation.panel is "
+            f"{settings.panel}, theirs is {found} (evaluation.panel=none takes any)"
+        )
+    return tasks
 
 
 def token_counter(renderer: ChatRenderer) -> Callable[[str], int]:
@@ -165,6 +185,7 @@ def make_algorithm(
     vocabulary_size: int,
     stateful: bool,
     num_tokens: Callable[[str], int],
+    train_tasks: Sequence[Task] = (),
 ) -> Algorithm:
     """The algorithm that ``algorithm.type`` names."""
     if isinstance(settings.algorithm, ArpoSettings):
@@ -185,10 +206,28 @@ def make_algorithm(
             groups_per_step=settings.train.tasks_per_step,
             seed=settings.seed,
         )
+    mixed = make_mixed_algorithm(settings, train_tasks)
+    if mixed is not None:
+        return mixed
     if isinstance(settings.algorithm, GigpoSettings):
         return Gigpo(settings.algorithm)
+    if isinstance(settings.algorithm, ReinforcePlusPlusSettings):
+        return ReinforcePlusPlus(settings.algorithm, max_response_tokens=settings.rollout.max_response_tokens)
+    if isinstance(settings.algorithm, RejectionSettings):
+        return Rejection(settings.algorithm)
     assert isinstance(settings.algorithm, GrpoSettings)
-    return Grpo(settings.algorithm)
+    return Grpo(settings.algorithm, max_response_tokens=settings.rollout.max_response_tokens)
+
+
+def make_mixed_algorithm(settings: RunSettings, train_tasks: Sequence[Task]) -> Algorithm | None:
+    """LUFFY, RolloutReplay or Tree-GRPO; None for another one. Raises DataError for demonstrations that cannot be used."""
+    chosen = settings.algorithm
+    if isinstance(chosen, LuffySettings):
+        named = chosen.demonstrations if chosen.num_demonstrations and train_tasks else None
+        return Luffy(chosen, paths={} if named is None else demonstrations_of(named, train_tasks))
+    if isinstance(chosen, RolloutReplaySettings):
+        return RolloutReplay(chosen, groups_per_step=settings.train.tasks_per_step, seed=settings.seed)
+    return TreeGrpo(chosen) if isinstance(chosen, TreeGrpoSettings) else None
 
 
 def open_buffer(

@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.environments.base import EnvironmentFactory, TaskFamily
-from outrider.errors import EnvironmentFault, ToolFault
+from outrider.errors import DataError, EnvironmentFault, ToolFault
 from outrider.memory.records import BuildReport
+from outrider.memory.sources import import_trajectories
 from outrider.memory.steps import StepTraceBuffer
 from outrider.rollout.direct import play_texts
 from outrider.train.settings import RunSettings
-from outrider.types import Task, Trajectory
+from outrider.types import Step, Task, Trajectory
 
 _PORTION = 32
 
@@ -90,6 +91,20 @@ def fill_buffer(
     if told:
         note("buffer: " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in told.items()))
     return report
+
+
+def demonstrations_of(file: str, tasks: Sequence[Task]) -> dict[str, Sequence[Step] | None]:
+    """Task key -> steps of its trajectory with the highest reward in a file, the first of equals.
+
+    Raises DataError for a file that cannot be used, or holds nothing for any of ``tasks``.
+    """
+    best: dict[str, Trajectory] = {}
+    for one in import_trajectories(file).trajectories:
+        if one.task_key not in best or one.reward > best[one.task_key].reward:
+            best[one.task_key] = one
+    if not any(task.key in best for task in tasks):
+        raise DataError(f"{file} holds no demonstration of a training task: the task keys of its records are others")
+    return {key: one.steps for key, one in best.items()}
 
 
 def _name(task: Task) -> str:

@@ -19,6 +19,8 @@ class RolloutPath:
     """One rollout to train on: its nodes from the root, its number in the global mini-batch, and in its group (``rollout``).
 
     ``acted`` are the nodes of the rendering that the policy acted in, where that is another one (tips that the update leaves out).
+    ``succeeded`` is the environment's verdict.
+    ``is_replayed``: an earlier policy wrote it.
     """
 
     nodes: Sequence[Node]
@@ -26,6 +28,8 @@ class RolloutPath:
     rollout: int = 0
     temperature: float = 1.0
     acted: Sequence[Node] | None = None
+    succeeded: bool = False
+    is_replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,7 +37,8 @@ class PackedBatch:
     """One micro-batch. Every rollout's trained tokens are entries T; a token that several rollouts share is computed once (U).
 
     ``predictors_U`` index the packed position whose output predicts each scored token; ``token_T`` is the token of an entry,
-    ``ordinal_T`` its number among the trained tokens of its rollout, ``turn_T`` a number of its rollout's turn.
+    ``ordinal_T`` its number among the trained tokens of its rollout, ``turn_T`` a number of its rollout's turn. ``is_foreign_T`` marks
+    tokens that the policy did not write in this step: demonstrations, whose engine log-prob is 0, and replayed rollouts.
     """
 
     ids_N: Tensor
@@ -48,6 +53,7 @@ class PackedBatch:
     rollout_index_T: Tensor
     ordinal_T: Tensor
     turn_T: Tensor
+    is_foreign_T: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +67,7 @@ class PackedBatch:
             credit_T=self.credit_T.to(scores_T),
             ratio_scale_T=self.ratio_scale_T.to(scores_T),
             engine_logprobs_T=self.engine_logprobs_T.to(scores_T),
+            is_foreign_T=self.is_foreign_T.to(scores_T.device),
         )
 
 
@@ -70,7 +77,7 @@ class _Builder:
     positions: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     scored: list[tuple[int, int]] = field(default_factory=list)
-    entries: list[tuple[int, float, float, float, int, int, int]] = field(default_factory=list)
+    entries: list[tuple[int, float, float, float, int, int, int, bool]] = field(default_factory=list)
     num_trained: dict[int, int] = field(default_factory=dict)  # by rollout index
     num_turns: int = 0
 
@@ -101,13 +108,15 @@ class _Builder:
     def _emit(self, node: Node, sequences: Sequence[RolloutPath], previous: int | None, position: int) -> int | None:
         trained = credits_by_rollout(node, sequences)
         first_turn, self.num_turns = self.num_turns, self.num_turns + len(trained)
+        engine = node.logprobs if node.trainable else (0.0,) * len(node.token_ids)  # a demonstrator is taken to have been certain
         for offset, token in enumerate(node.token_ids):
             if trained and previous is not None:
                 for turn, (sequence, credit, scale) in enumerate(trained, start=first_turn):
                     index = sequence.rollout_index
                     ordinal = self.num_trained.get(index, 0)
                     self.num_trained[index] = ordinal + 1
-                    self.entries.append((len(self.scored), credit[offset], scale, node.logprobs[offset], index, ordinal, turn))
+                    foreign = sequence.is_replayed or not node.trainable
+                    self.entries.append((len(self.scored), credit[offset], scale, engine[offset], index, ordinal, turn, foreign))
                 self.scored.append((previous, token))
             previous = len(self.ids)
             self.ids.append(token)
@@ -116,7 +125,7 @@ class _Builder:
 
     def batch(self) -> PackedBatch:
         predictors, targets = zip(*self.scored, strict=True)
-        tokens, credit, scale, engine, owner, ordinal, turn = zip(*self.entries, strict=True)
+        tokens, credit, scale, engine, owner, ordinal, turn, foreign = zip(*self.entries, strict=True)
         return PackedBatch(
             ids_N=torch.tensor(self.ids),
             positions_N=torch.tensor(self.positions),
@@ -130,6 +139,7 @@ class _Builder:
             rollout_index_T=torch.tensor(owner),
             ordinal_T=torch.tensor(ordinal),
             turn_T=torch.tensor(turn),
+            is_foreign_T=torch.tensor(foreign),
         )
 
 
@@ -138,7 +148,7 @@ def credits_by_rollout(node: Node, sequences: Sequence[RolloutPath]) -> list[tup
 
     Raises ValueError for a node that several rollouts share and whose credit belongs to none of them.
     """
-    if not node.trainable:
+    if not node.takes_credit:
         return []
     if node.shares is not None:
         shares = [(sequence, node.shares[sequence.rollout]) for sequence in sequences if sequence.rollout in node.shares]

@@ -113,15 +113,20 @@ class Policy(Scorer):
 
         return move
 
+    @property
+    def learning_rate(self) -> float:
+        """The settings' rate at the step that ``num_steps`` counts last, 0 before the first step of a warm-up."""
+        warm = min(1.0, self.num_steps / self.settings.warmup_steps) if self.settings.warmup_steps else 1.0
+        return self.settings.learning_rate * warm
+
     def step(self, *, learning_rate: float | None = None) -> float:
         """Clip, apply, round into the working copy; the gradient norm before clipping.
 
         A norm that is not finite skips the step (the caller counts it): one bad batch must not destroy the weights.
         """
         self.num_steps += 1
-        warm = min(1.0, self.num_steps / self.settings.warmup_steps) if self.settings.warmup_steps else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * warm if learning_rate is None else learning_rate
+            group["lr"] = self.learning_rate if learning_rate is None else learning_rate
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm))
         if norm == norm and norm != float("inf"):
             self.optimizer.step()

@@ -26,6 +26,7 @@ from outrider.types import Origin, Outcome, Task
 from outrider.watch.traces import TraceReader, TraceRow
 
 _COLUMNS = ("task", "rollout", "turn", "what", "recorded", "replayed")
+_SAID = (Origin.POLICY, Origin.DEMONSTRATION)  # whose text is an action
 _SHOWN = 20
 _MAX_CELL = 160
 
@@ -131,7 +132,7 @@ def _is_played(row: TraceRow, settings: RunSettings) -> bool:
     """Whether the environment saw the node as an action: policy turns, and retrieved steps that were executed."""
     algorithm = settings.algorithm
     executes = isinstance(algorithm, RapoSettings) and algorithm.retrieval.mode == "execute"
-    return row.origin is Origin.POLICY or (row.origin is Origin.BUFFER and executes)
+    return row.origin in _SAID or (row.origin is Origin.BUFFER and executes)
 
 
 def _said(row: TraceRow) -> str:
@@ -139,7 +140,7 @@ def _said(row: TraceRow) -> str:
 
     Executed actions that were refused, or whose text found no room, are not on file, so they are not repeated.
     """
-    return row.text if row.origin is Origin.POLICY else _inside(row)
+    return row.text if row.origin in _SAID else _inside(row)
 
 
 def _inside(row: TraceRow) -> str:
@@ -174,17 +175,17 @@ def _compare_end(
 
 def _ended(leaf: TraceRow, last: StepResult) -> Outcome:
     """How the rollout loop names an end that the environment declared: a cut turn that cannot be read was cut, not invalid."""
-    cut = last.invalid and leaf.origin is Origin.POLICY and _metadata(leaf).get("finish") == "length"
+    cut = last.invalid and leaf.origin in _SAID and _metadata(leaf).get("finish") == "length"
     return Outcome.TRUNCATED_TOKENS if cut else outcome_of(last)
 
 
 def _cut(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:
     """How the rollout loop ends an episode that the environment did not end; token counts follow from where it stopped."""
     leaf = recorded[-1]
-    finish = _metadata(leaf).get("finish") if leaf.origin is Origin.POLICY else None
+    finish = _metadata(leaf).get("finish") if leaf.origin in _SAID else None
     if finish == "eos" and last is not None and last.message is not None and last.message.role == "inline":
         return Outcome.INVALID
-    num_turns = sum(row.origin is Origin.POLICY for row in recorded)
+    num_turns = sum(row.origin in _SAID for row in recorded)
     ended_between_turns = leaf.origin in (Origin.ENVIRONMENT, Origin.PROMPT)
     if ended_between_turns and num_turns >= settings.rollout.max_turns:
         return Outcome.TRUNCATED_TURNS

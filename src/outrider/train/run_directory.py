@@ -109,6 +109,7 @@ class RunDirectory:
             "mean_return": evaluation.mean_return,
             "metric": {"score": score},
             "task_scores": dict(evaluation.task_scores),
+            "task_returns": dict(evaluation.task_returns),
         }
         with self.evaluations.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")

@@ -8,8 +8,14 @@ from pydantic import Field, model_validator
 from outrider.algorithms.arpo import ArpoSettings
 from outrider.algorithms.empo2 import Empo2Settings
 from outrider.algorithms.gigpo import GigpoSettings
+from outrider.algorithms.group_settings import GroupSettings
 from outrider.algorithms.grpo import GrpoSettings
+from outrider.algorithms.luffy import LuffySettings
 from outrider.algorithms.rapo import RapoSettings
+from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlusSettings
+from outrider.algorithms.rejection import RejectionSettings
+from outrider.algorithms.rollout_replay import RolloutReplaySettings
+from outrider.algorithms.tree_grpo import TreeGrpoSettings
 from outrider.config import Settings
 from outrider.engines.base import LocalSettings
 from outrider.engines.vllm import VllmSettings
@@ -29,8 +35,17 @@ EnvironmentConfig = Annotated[
     FactbookConfig | ToolsConfig | ScienceWorldConfig | WebShopConfig | TextWorldConfig, Field(discriminator="type")
 ]
 EngineSettings = Annotated[LocalSettings | VllmSettings, Field(discriminator="type")]
+MixedSettings = LuffySettings | RolloutReplaySettings | TreeGrpoSettings
 AlgorithmSettings = Annotated[
-    GrpoSettings | RapoSettings | ArpoSettings | GigpoSettings | Empo2Settings, Field(discriminator="type")
+    GrpoSettings
+    | ReinforcePlusPlusSettings
+    | RejectionSettings
+    | RapoSettings
+    | ArpoSettings
+    | GigpoSettings
+    | Empo2Settings
+    | MixedSettings,
+    Field(discriminator="type"),
 ]
 
 
@@ -112,6 +127,8 @@ class RunSettings(Settings):
     def _possible(self) -> "RunSettings":
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
+        if isinstance(self.algorithm, GroupSettings) and self.algorithm.overlong is not None:
+            self.algorithm.overlong.bounds(self.rollout.max_response_tokens)
         if self.buffer.evolve and not isinstance(self.algorithm, RapoSettings):
             raise ValueError("buffer.evolve needs algorithm.type = rapo")
         if (
@@ -122,14 +139,19 @@ class RunSettings(Settings):
             raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld)")
         if self.engine.type == "vllm" and self.model.lora is not None:
             raise ValueError("engine.type = vllm needs full fine-tuning: adapters are not merged for it (model.lora)")
-        branches = isinstance(self.algorithm, ArpoSettings) or getattr(self.algorithm, "branch", None) is not None
+        branches = (
+            isinstance(self.algorithm, ArpoSettings | TreeGrpoSettings) or getattr(self.algorithm, "branch", None) is not None
+        )
         if branches and isinstance(self.environment, ScienceWorldConfig):
             deterministic = self.environment.deterministic
             refused = [name for name in self.environment.task_names if not replays_exactly(name, deterministic=deterministic)]
             if refused:
                 raise ValueError(
-                    f"algorithm.type = arpo forks by replay, and these tasks replay differently: {', '.join(refused)}"
+                    f"algorithm.type = {self.algorithm.type} forks by replay, and these tasks replay differently: {', '.join(refused)}"
                 )
+        needs_experts = isinstance(self.algorithm, LuffySettings) and self.algorithm.asks_experts
+        if needs_experts and isinstance(self.environment, ToolsConfig):
+            raise ValueError("data sets come without experts: name a file with algorithm.demonstrations")
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
         return self

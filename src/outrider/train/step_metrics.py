@@ -4,17 +4,19 @@ import resource
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import get_args
 
 from outrider.algorithms.base import GroupCredit
+from outrider.algorithms.credit import NoSignalReason
 from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Node, Trace
 from outrider.types import Origin, Outcome
 
 
 def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
-    """Rewards, outcomes, lengths, turns, tools and tokens of a step; faults stay out of every mean."""
-    every = [leaf for trace in traces for leaf, _ in trace.rollouts()]
-    kept = [(leaf, path) for trace in traces for leaf, path in trace.rollouts() if leaf.episode_return is not None]
+    """Rewards, outcomes, lengths, turns, tools and tokens of a step's own rollouts; faults stay out of every mean."""
+    every = [leaf for trace in traces for leaf, _ in trace.own_rollouts()]
+    kept = [(leaf, path) for trace in traces for leaf, path in trace.own_rollouts() if leaf.episode_return is not None]
     outcomes = Counter(leaf.outcome for leaf in every)
     metrics = {f"rollout/num_{outcome.value}": float(outcomes[outcome]) for outcome in Outcome}
     metrics |= {
@@ -86,7 +88,7 @@ def diversity(traces: Sequence[Trace]) -> float | None:
     embedder = HashEmbedder()
     values = []
     for trace in traces:
-        texts = ["\n".join(n.message.content for n in path if n.trainable) for leaf, path in trace.rollouts() if path]
+        texts = ["\n".join(n.message.content for n in path if n.trainable) for leaf, path in trace.own_rollouts() if path]
         if len(texts) > 1:
             vectors = embedder.embed(texts).astype(float)
             num = len(texts)
@@ -97,10 +99,8 @@ def diversity(traces: Sequence[Trace]) -> float | None:
 def credit_metrics(credits_: Sequence[GroupCredit]) -> dict[str, float]:
     """How many groups taught nothing, and why."""
     reasons = Counter(credit.advantages.reason for credit in credits_)
-    metrics = {
-        f"group/num_without_signal_{reason}": float(reasons[reason]) for reason in ("singleton", "no_spread", "unscorable")
-    }
-    metrics["group/fraction_without_signal"] = 1.0 - reasons[None] / len(credits_)
+    metrics = {f"group/num_without_signal_{reason}": float(reasons[reason]) for reason in get_args(NoSignalReason)}
+    metrics["group/fraction_without_signal"] = 1.0 - reasons[None] / max(1, len(credits_))  # dynamic sampling may leave none
     return metrics | measured_means(credits_)
 
 

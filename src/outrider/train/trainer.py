@@ -4,13 +4,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 from outrider.algorithms.base import GroupCredit, Remembering
-from outrider.algorithms.empo2 import Empo2
+from outrider.algorithms.empo2 import Empo2, Empo2Settings
+from outrider.algorithms.grpo import GrpoSettings
+from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlusSettings
 from outrider.algorithms.retrieval_hook import RetrievalHook
 from outrider.environments.datasets import panel_hash
 from outrider.environments.tool_episode import EpisodeConfig
@@ -20,7 +21,6 @@ from outrider.metrics.writer import MetricsWriter
 from outrider.rollout.branch import Brancher
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
-from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.checkpoint import (
     checkpoints_newest_first,
@@ -32,9 +32,12 @@ from outrider.train.checkpoint import (
     save_reference,
 )
 from outrider.train.components import Components
+from outrider.train.credit_stage import credit_step
 from outrider.train.evolving import evolve_buffer
 from outrider.train.imitation import imitate_experts
+from outrider.train.mixing import interleaved, mix_in
 from outrider.train.run_directory import RunDirectory
+from outrider.train.sampling import play_step
 from outrider.train.step_metrics import (
     branch_metrics,
     credit_metrics,
@@ -46,7 +49,6 @@ from outrider.train.step_metrics import (
 from outrider.train.tip_metrics import tip_metrics
 from outrider.train.trace_rows import rows_of
 from outrider.train.update import update
-from outrider.types import Task
 from outrider.watch.progress import Progress
 from outrider.watch.traces import TraceWriter
 from outrider.watch.trackers import TrackerSet
@@ -69,6 +71,7 @@ class Trainer:
     traces: TraceWriter = field(init=False)
     step: int = 0
     num_policy_tokens: int = 0
+    task_cursor: int = 0  # tasks taken so far
     saved_step: int = -1
     stop: Event = field(default_factory=Event)
     num_done: int = 0  # of the stage that is shown
@@ -134,8 +137,13 @@ class Trainer:
 
     @property
     def _last_label(self) -> str:
-        name = self.parts.settings.algorithm.type
-        is_grpo = name == "rapo" and not self.parts.algorithm.hooks  # RAPO without hybrid rollouts is GRPO, bit for bit
+        chosen = self.parts.settings.algorithm
+        name = chosen.preset if isinstance(chosen, GrpoSettings | ReinforcePlusPlusSettings) else chosen.type
+        if not self.parts.settings.train.num_steps and self.parts.settings.cold_start.num_examples:
+            return "after cold start"  # supervised fine-tuning and nothing else
+        plain = not self.parts.algorithm.hooks  # without hybrid rollouts, or without tips and novelty, it is GRPO, bit for bit
+        novelty = isinstance(chosen, Empo2Settings) and chosen.intrinsic_coefficient > 0
+        is_grpo = chosen.type in ("rapo", "empo2") and plain and not novelty
         return f"after {'GRPO' if is_grpo else name.upper()}"
 
     def _is_finished(self) -> bool:
@@ -203,18 +211,17 @@ class Trainer:
         parts = self.parts
         counts = [dict(hook.counts) for hook in self._retrieval_hooks]
         try:
-            report = self.scheduler(training=True).run(
-                self._next_tasks(), modes=partial(parts.algorithm.modes_of, self.step), training_step=self.step
-            )
+            report = play_step(parts, self.scheduler(training=True), step=self.step, cursor=self.task_cursor)
         except _StopRequested:
             self._restore_counts(counts)  # the step is given up: it will be played again, to the same bits
             raise
+        replayed, mixed = mix_in(parts, report.traces, step=self.step)
         rolled = time.perf_counter()
-        credits_ = [parts.algorithm.credit(trace) for trace in report.traces]
         parts.engine.free_cache()
+        credits_ = credit_step(parts, report.trained)
         updated = update(
             parts.policy,
-            report.traces,
+            interleaved(report.trained, replayed),
             objective=parts.algorithm.objective,
             settings=parts.settings.update,
             reference=parts.reference,
@@ -224,16 +231,20 @@ class Trainer:
         )
         parts.engine.weights_changed()
         self.step += 1
+        self.task_cursor = report.cursor
         ended = time.perf_counter()
         values = (
             rollout_metrics(report.traces)
             | credit_metrics(credits_)
             | self._tips(report.traces)
             | (branch_metrics(report.traces) if any(isinstance(hook, Brancher) for hook in parts.algorithm.hooks) else {})
+            | mixed
             | updated.metrics
             | self._retrieval(report.traces, credits_, counts)
         )
         values["rollout/num_retries"] = float(report.num_retries)
+        if report.rule is not None:
+            values |= report.metrics(parts.settings.train.tasks_per_step)
         if (spread := diversity(report.traces)) is not None:
             values["rollout/diversity"] = spread
         if parts.buffer is not None:
@@ -246,7 +257,7 @@ class Trainer:
         )
         self.num_policy_tokens += int(values.get("tokens/policy", 0.0) + values.get("tokens/remarks", 0.0))
         values["tokens/policy_total"] = float(self.num_policy_tokens)
-        values["grad/learning_rate"] = parts.policy.optimizer.param_groups[0]["lr"]
+        values["grad/learning_rate"] = parts.policy.learning_rate
         self.traces.write(self.step, rows_of(report.traces, step=self.step, tokenizer=parts.renderer.tokenizer))
         self.metrics.write(self.step, "train", values)
         self.trackers.log(self.step, values)
@@ -257,6 +268,11 @@ class Trainer:
         """Say aloud what a run must not do in silence."""
         if isinstance(self.parts.settings.environment, EpisodeConfig) and values.get("rollout/num_tool_calls") == 0.0:
             self.progress.note(f"ALARM: no rollout of step {self.step} executed a tool call; look at the sample rollouts")
+        if missing := values.get("group/num_missing"):
+            self.progress.note(
+                f"step {self.step}: {missing:.0f} of {self.parts.settings.train.tasks_per_step} groups are missing after "
+                f"{values['group/num_extra_batches']:.0f} extra batches without spread; trained on the others"
+            )
 
     def _tips(self, traces: Sequence[Trace]) -> dict[str, float]:
         algorithm = self.parts.algorithm
@@ -269,14 +285,6 @@ class Trainer:
     def _restore_counts(self, saved: Sequence[dict[str, int]]) -> None:
         for hook, counts in zip(self._retrieval_hooks, saved, strict=True):
             hook.counts = Counter(counts)
-
-    def _next_tasks(self) -> list[Task]:
-        """Tasks of this step: a fresh order every epoch, keyed by the seed; the cursor is the step number."""
-        tasks, size = self.parts.train_tasks, self.parts.settings.train.tasks_per_step
-        per_epoch = len(tasks) // size
-        epoch, position = divmod(self.step, per_epoch)
-        order = stream(self.parts.settings.seed, "task order", epoch).permutation(len(tasks))
-        return [tasks[i] for i in order[position * size : (position + 1) * size]]
 
     def _retrieval(
         self, traces: Sequence[Trace], credits_: Sequence[GroupCredit], before: Sequence[dict[str, int]]
@@ -330,6 +338,7 @@ class Trainer:
         state: dict[str, Any] = {
             "step": self.step,
             "num_policy_tokens": self.num_policy_tokens,
+            "task_cursor": self.task_cursor,
             "num_metric_records": self.metrics.num_records,
             "num_evaluations": len(self.run.finished_evaluations()),
             "buffer_revision": buffer.revision if buffer is not None else None,
@@ -354,6 +363,7 @@ class Trainer:
                 continue
             self.step = self.saved_step = int(state["step"])
             self.num_policy_tokens = int(state["num_policy_tokens"])
+            self.task_cursor = int(state.get("task_cursor", self.step * self.parts.settings.train.tasks_per_step))
             if isinstance(self.parts.algorithm, Remembering):
                 self.parts.algorithm.restore_memory(state["memory"], load_memory(checkpoint))
             return state

@@ -12,17 +12,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
+from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective, RejectionMask
 from outrider.algorithms.losses import SurrogateLoss, clipped_surrogate_per_token, kl_per_token, token_weights, weighted_loss
 from outrider.algorithms.objectives import cispo_per_token, gppo_per_token, gspo_per_token, reinforce_per_token
 from outrider.algorithms.ratios import ImportanceStats
-from outrider.algorithms.sampler_correction import correction_stats, sampler_weights_per_token
+from outrider.algorithms.sampler_correction import correction_stats, rejection_mask_per_token, sampler_weights_per_token
 from outrider.config import Settings
 from outrider.errors import EngineFault
-from outrider.trace import Node, Trace, without_memory
+from outrider.trace import Leaf, Node, Trace, without_memory
+from outrider.train.foreign import measure_foreign, mixed_surrogate
 from outrider.train.off_policy import ActingLogprobs, Denominators, acting_logprobs, denominators, student_mask
 from outrider.train.pack import PackedBatch, RolloutPath, credits_by_rollout, pack
 from outrider.train.policy import Policy, Scorer, TokenScores
+from outrider.train.success_term import success_nll, success_weights
 
 
 class UpdateSettings(Settings):
@@ -52,13 +54,26 @@ class UpdateReport:
 
 def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
     """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
-    kept = [(leaf.rollout, path, trace) for trace in traces for leaf, path in trace.rollouts() if leaf.episode_return is not None]
-    return [_rendered(path, index, rollout, trace) for index, (rollout, path, trace) in enumerate(kept)]
+    kept = [
+        (leaf, path, trace)
+        for trace in traces
+        for leaf, path in trace.rollouts()
+        if leaf.episode_return is not None and leaf.rollout not in trace.pruned
+    ]
+    return [_rendered(path, index, leaf, trace) for index, (leaf, path, trace) in enumerate(kept)]
 
 
-def _rendered(path: Sequence[Node], index: int, rollout: int, trace: Trace) -> RolloutPath:
+def _rendered(path: Sequence[Node], index: int, leaf: Leaf, trace: Trace) -> RolloutPath:
     nodes = without_memory(path) if trace.without_memory else path
-    return RolloutPath(nodes=nodes, rollout_index=index, rollout=rollout, acted=path if trace.without_memory else None)
+    acted = path if trace.without_memory else None
+    return RolloutPath(
+        nodes=nodes,
+        rollout_index=index,
+        rollout=leaf.rollout,
+        acted=acted,
+        succeeded=leaf.success,
+        is_replayed=trace.is_replayed,
+    )
 
 
 def update(
@@ -80,6 +95,7 @@ def update(
     """
     bounds = [len(traces) * i // settings.num_mini_batches for i in range(settings.num_mini_batches + 1)]
     mini_batches = [traces[start:end] for start, end in pairwise(bounds) if end > start]
+    reference = reference if objective.kl_weight > 0 else None  # one that the reward alone needs has been used by now
     once = len(mini_batches) == 1 and settings.num_epochs == 1
     report = UpdateReport()
     tally = _Tally()
@@ -94,17 +110,22 @@ def update(
             old = olds[number] if olds else None
             acting = actings[number]
             _mini_batch(policy, each, objective, settings, reference, old, acting, report, tally, gate, on_batch)
+    if not mini_batches:
+        tally.add("grad/norm", 0.0)
     report.metrics |= tally.means()
     return report
 
 
 def _trained(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list[RolloutPath]:
     """Rollouts whose gradient is not zero by construction; the others stay in every denominator."""
-    if objective.kl_weight > 0:  # the KL term trains every policy token, also of a rollout without advantage
-        return [path for path in paths if any(credits_by_rollout(node, [path]) for node in path.nodes)]
-    return [
-        path for path in paths if any(any(credit) for node in path.nodes for _, credit, _ in credits_by_rollout(node, [path]))
-    ]
+    return [path for path in paths if _is_trained(path, objective)]
+
+
+def _is_trained(path: RolloutPath, objective: ObjectiveSettings) -> bool:
+    credits_ = [credit for node in path.nodes for _, credit, _ in credits_by_rollout(node, [path])]
+    # These terms train every policy token, also of a rollout without advantage.
+    every = objective.kl_weight > 0 or (objective.positive_nll > 0 and path.succeeded and not path.is_replayed)
+    return bool(credits_) if every else any(any(credit) for credit in credits_)
 
 
 def _old_logprobs(
@@ -134,13 +155,15 @@ def _mini_batch(
         tally.add("grad/norm", 0.0)
         return
     weights = _weights(paths, objective, batches)
+    successes = success_weights(paths, batches)
     for index, batch in enumerate(batches):
         scores = policy.score(batch)
         batch = batch.like(scores.logprobs_T)
         start = scores if olds is None else olds[index]
         old = denominators(start.logprobs_T.detach(), batch, acting=acting, objective=objective)
-        if gate:
-            gap = float((old.trainer_T - batch.engine_logprobs_T).abs().mean())
+        own_T = ~batch.is_foreign_T
+        if gate and bool(own_T.any()):
+            gap = float((old.trainer_T - batch.engine_logprobs_T)[own_T].abs().mean())
             if not gap <= settings.max_logprob_gap:  # NaN too
                 raise EngineFault(
                     f"trainer and engine disagree by {gap:.4f} nats a token before an update (limit {settings.max_logprob_gap})"
@@ -154,7 +177,10 @@ def _mini_batch(
             tally.add_sum("grad/num_skipped", 1.0)
             return
         loss = _loss(scores.logprobs_T, old, reference_logprobs, batch, weights[index].to(old.old_T), objective, tally)
-        tally.add_scores(start.entropies_T, old.trainer_T, batch.engine_logprobs_T)
+        if objective.positive_nll > 0:
+            loss = loss + objective.positive_nll * success_nll(scores.logprobs_T, successes[index], tally.add_sum)
+        if bool(own_T.any()):
+            tally.add_scores(start.entropies_T[own_T], old.trainer_T[own_T], batch.engine_logprobs_T[own_T])
         loss.backward()
         report.num_scored_tokens += len(batch.targets_U)
         report.num_computed_tokens += batch.num_tokens
@@ -196,21 +222,23 @@ def _loss(
     old_T = denominator.old_T
     surrogate = _surrogate(logprobs_T, old_T, batch, objective)
     losses = surrogate.losses
-    everywhere = torch.ones_like(old_T, dtype=torch.bool)
-    if objective.sampler_correction is not None:
-        arguments = {"old_logprobs": denominator.trainer_T, "sampler_logprobs": batch.engine_logprobs_T, "mask": everywhere}
+    own_T = ~batch.is_foreign_T  # what the engine sampled in this step: only there does it make sense to compare it
+    if objective.sampler_correction is not None and bool(own_T.any()):
+        arguments = {"old_logprobs": denominator.trainer_T, "sampler_logprobs": batch.engine_logprobs_T, "mask": own_T}
         applied = sampler_weights_per_token(
             old_logprobs=denominator.trainer_T,
             sampler_logprobs=batch.engine_logprobs_T,
-            mask=everywhere,
+            mask=own_T,
             rollout_index=batch.rollout_index_T.to(old_T.device),
             level=objective.sampler_level,
             lower=objective.sampler_floor,
             upper=objective.sampler_correction,
             outside=objective.sampler_outside,
         )
-        losses = losses * applied.weights
+        losses = losses * applied.weights.masked_fill(batch.is_foreign_T, 1.0)
         tally.add_importance(correction_stats(applied, **arguments))
+    if objective.sampler_rejection is not None:
+        weights_T = weights_T * _agreed(objective.sampler_rejection, denominator, batch, tally)
     if denominator.is_off_T is not None and isinstance(objective, OffPolicyObjective):
         losses = losses * _kept(objective, denominator, denominator.is_off_T, batch, logprobs_T.detach(), tally)
     loss = weighted_loss(losses=losses, weights=weights_T)
@@ -218,20 +246,47 @@ def _loss(
     if reference_T is not None:
         old = old_T if objective.kl_estimator == "k3_ratio" else None
         kl = kl_per_token(estimator=objective.kl_estimator, logprobs=logprobs_T, reference_logprobs=reference_T, old_logprobs=old)
-        loss = loss + objective.kl_weight * weighted_loss(losses=kl, weights=weights_T)
-        tally.add("loss/kl", float(kl.detach().mean()), len(kl))
+        loss = loss + objective.kl_weight * weighted_loss(losses=kl.masked_fill(batch.is_foreign_T, 0.0), weights=weights_T)
+        tally.add("loss/kl", float(kl.detach()[own_T].sum()) / max(1, int(own_T.sum())), float(own_T.sum()))
+    measure_foreign(tally, batch, objective, logprobs_T=logprobs_T.detach(), old_T=old_T)
+    if bool(own_T.any()):
+        _measure_ratios(tally, surrogate, (logprobs_T.detach() - old_T).exp()[own_T], batch.ratio_scale_T[own_T], own_T)
+    return loss
+
+
+def _measure_ratios(tally: "_Tally", surrogate: SurrogateLoss, ratio_O: Tensor, scale_O: Tensor, own_T: Tensor) -> None:
+    """Clips and ratios of the policy's own tokens, the O among T where ``own_T`` is True."""
     for name, mask in (("high", surrogate.clipped_high), ("low", surrogate.clipped_low), ("dual", surrogate.dual_clipped)):
-        tally.add(f"ratio/clip_fraction_{name}", float(mask.float().mean()), len(mask))
-    ratio = (logprobs_T.detach() - old_T).exp() * batch.ratio_scale_T
+        tally.add(f"ratio/clip_fraction_{name}", float(mask[own_T].float().mean()), len(ratio_O))
+    ratio = ratio_O * scale_O
     tally.add("ratio/mean", float(ratio.mean()), len(ratio))
-    tally.add("ratio/shaping_mean", float(batch.ratio_scale_T.mean()), len(ratio))
+    tally.add("ratio/shaping_mean", float(scale_O.mean()), len(ratio))
     tally.add_min("ratio/min", float(ratio.min()))
     tally.add_max("ratio/max", float(ratio.max()))
-    return loss
+
+
+def _agreed(rejection: RejectionMask, denominator: Denominators, batch: PackedBatch, tally: "_Tally") -> Tensor:
+    """[T], False for own tokens on which engine and trainer disagree; neither the policy term nor the KL term has them."""
+    own_T = ~batch.is_foreign_T
+    kept_T = rejection_mask_per_token(
+        old_logprobs=denominator.trainer_T,
+        sampler_logprobs=batch.engine_logprobs_T,
+        rollout_index=batch.rollout_index_T.to(denominator.trainer_T.device),
+        mask=own_T,
+        statistic=rejection.statistic,
+        scope=rejection.scope,
+        upper=rejection.upper,
+        lower=rejection.lower,
+    )
+    tally.add_sum("ratio/num_rejected", float((own_T & ~kept_T).sum()))
+    return kept_T | batch.is_foreign_T
 
 
 def _surrogate(logprobs_T: Tensor, old_T: Tensor, batch: PackedBatch, objective: ObjectiveSettings) -> SurrogateLoss:
     """The token loss that the settings name."""
+    mixed = mixed_surrogate(logprobs_T, old_T, batch, objective)
+    if mixed is not None:
+        return mixed
     tokens = {"logprobs": logprobs_T, "old_logprobs": old_T, "advantages": batch.credit_T}
     low, high = objective.clip_low, objective.clip_high
     if objective.loss == "gppo":
@@ -246,6 +301,7 @@ def _surrogate(logprobs_T: Tensor, old_T: Tensor, batch: PackedBatch, objective:
             rollout_index=batch.rollout_index_T.to(logprobs_T.device),
             clip_low=low,
             clip_high=high,
+            form=objective.sequence_ratio,
         )
     if objective.loss == "reinforce":
         return reinforce_per_token(logprobs=logprobs_T, advantages=batch.credit_T)
@@ -288,6 +344,7 @@ class _Tally:
         self._totals: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
         self._minima: dict[str, float] = {}
+        self._weights = [0.0, 0.0, 0.0]  # of the sampler correction: how many, their sum, the sum of their squares
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
         total = self._sums.setdefault(name, [0.0, 0.0])
@@ -311,10 +368,14 @@ class _Tally:
 
     def add_importance(self, stats: ImportanceStats) -> None:
         self.add("ratio/importance_mean", stats.mean, stats.num_tokens)
-        self.add("ratio/importance_ess_share", stats.effective_sample_share, stats.num_tokens)
+        totals = (stats.num_tokens, stats.num_tokens * stats.mean, stats.num_tokens * stats.mean_square)
+        self._weights = [total + more for total, more in zip(self._weights, totals, strict=True)]
         self.add_max("ratio/importance_max", stats.max)
         self.add_sum("ratio/num_truncated", stats.num_truncated)
 
     def means(self) -> dict[str, float]:
         averaged = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+        num, total, squares = self._weights
+        if num:  # over all tokens: the share of a micro-batch would depend on the split
+            averaged["ratio/importance_ess_share"] = total**2 / (num * squares) if squares else 0.0
         return averaged | self._totals | self._maxima | self._minima

@@ -19,6 +19,7 @@ _LABELS: Final = {
     Origin.ENVIRONMENT: "observation",
     Origin.BUFFER: "retrieved step",
     Origin.MEMORY: "tip from memory",
+    Origin.DEMONSTRATION: "demonstration",
 }
 
 _T = TypeVar("_T")
@@ -65,6 +66,13 @@ class Sample:
     leaf: TraceRow
     path: tuple[TraceRow, ...]
 
+    @property
+    def kind(self) -> str:
+        """Whose rollout it is, in the report's words."""
+        if any(row.origin is Origin.DEMONSTRATION for row in self.path):
+            return "demonstration"
+        return "hybrid" if self.leaf.hybrid else "on-policy"
+
     def nodes(self, budget: Budget) -> tuple[SampleNode, ...]:
         """The nodes as far as the budget goes."""
         num_policy = sum(bool(row.tokens) for row in self.path)
@@ -75,7 +83,7 @@ class Sample:
 def pick_samples(directory: Path, notes: list[str]) -> tuple[Sample, ...]:
     """Up to ten rollouts from the last, the first and the middle step that can be read, in the order of steps.
 
-    Of each step the best and the worst hybrid and on-policy rollout come first, so that they can be compared.
+    Of each step the best and the worst rollout of every kind come first, so that they can be compared.
     """
     by_step: list[list[Sample]] = []
     for rows in _readable_steps(TraceReader(directory), notes):
@@ -125,9 +133,8 @@ def _rollouts(rows: Sequence[TraceRow], notes: list[str]) -> list[Sample]:
 def _ranked(samples: list[Sample]) -> list[Sample]:
     scored = [sample for sample in samples if sample.leaf.episode_return is not None]
     scored.sort(key=lambda sample: sample.leaf.episode_return or 0.0, reverse=True)
-    hybrid = [sample for sample in scored if sample.leaf.hybrid]
-    on_policy = [sample for sample in scored if not sample.leaf.hybrid]
-    first = [*hybrid[:1], *on_policy[:1], *hybrid[-1:], *on_policy[-1:]]
+    kinds = [[sample for sample in scored if sample.kind == kind] for kind in ("hybrid", "on-policy", "demonstration")]
+    first = [*(sample for own in kinds for sample in own[:1]), *(sample for own in kinds for sample in own[-1:])]
     ordered = {id(sample): sample for sample in [*first, *scored, *samples]}
     return list(ordered.values())
 

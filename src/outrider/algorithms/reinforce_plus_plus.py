@@ -1,0 +1,159 @@
+"""REINFORCE++ (arXiv 2501.03262) and REINFORCE++-baseline: credit that is whitened over all policy tokens of a step.
+
+The formulas are in :mod:`outrider.algorithms.credit_family`, deviations in docs/algorithms/objectives.md.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from outrider.algorithms.base import AdvantageKind, GroupCredit, ObjectiveSettings
+from outrider.algorithms.credit import Float64Array, GroupAdvantages, NoSignalReason
+from outrider.algorithms.credit_family import (
+    Variance,
+    reinforce_plus_plus_advantages_per_token,
+    reinforce_plus_plus_baseline_advantages_per_token,
+)
+from outrider.algorithms.group_settings import GroupSettings, measured_kl, shape_returns, with_preset
+from outrider.algorithms.presets import REINFORCE_PLUS_PLUS_PRESETS, ReinforcePlusPlusPreset
+from outrider.rollout.episode import Limits
+from outrider.rollout.hooks import Hook
+from outrider.trace import Leaf, Node, Trace
+
+
+class ReinforcePlusPlusSettings(GroupSettings):
+    """``group_baseline`` takes the group's mean from the return before whitening (REINFORCE++-baseline); without it a group of one will
+    do, and ``gamma`` discounts over policy tokens. ``variance`` is that of the whitening. A ``preset`` fills what is not given.
+    """
+
+    type: Literal["reinforce++"] = "reinforce++"
+    preset: ReinforcePlusPlusPreset = "reinforce++"
+    advantage: AdvantageKind = "group_centered"
+    group_baseline: bool = False
+    gamma: float = Field(1.0, ge=0, le=1)
+    variance: Variance = "sample"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        return with_preset(REINFORCE_PLUS_PLUS_PRESETS, given, default="reinforce++")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ReinforcePlusPlusSettings":
+        if self.advantage != "group_centered":
+            raise ValueError(
+                "REINFORCE++ whitens over the batch: leave advantage out (group_baseline = true centres in the group)"
+            )
+        if self.group_baseline and self.group_size < 2:
+            raise ValueError("group_baseline = true needs group_size >= 2: a group of one has no baseline")
+        if self.group_baseline and (self.gamma != 1.0 or self.reward_kl_weight > 0):
+            raise ValueError("group_baseline = true has one value a rollout: no gamma, and a KL in the loss (kl_weight) instead")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    """A rollout with a return: its group's number in the batch and its policy nodes."""
+
+    group: int
+    leaf: Leaf
+    nodes: Sequence[Node]
+
+    @property
+    def shaped_return(self) -> float:
+        assert self.leaf.episode_return is not None
+        return self.leaf.episode_return + self.leaf.intrinsic
+
+
+class ReinforcePlusPlus:
+    """On-policy rollouts; one advantage a token, against the whole batch."""
+
+    def __init__(self, settings: ReinforcePlusPlusSettings, *, max_response_tokens: int = Limits().max_response_tokens) -> None:
+        self.settings = settings
+        self.objective: ObjectiveSettings = settings
+        self.hooks: tuple[Hook, ...] = ()
+        self.modes = ("on_policy",) * settings.group_size
+        self._max_response_tokens = max_response_tokens
+
+    def modes_of(self, step: int, group: int) -> Sequence[str]:
+        """The same in every group."""
+        return self.modes
+
+    def credit(self, trace: Trace) -> GroupCredit:
+        """A batch of one group."""
+        return self.credit_batch([trace])[0]
+
+    def credit_batch(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+        """Whitened advantages on every policy token; ``advantages`` holds their mean over each rollout.
+
+        Raises ValueError for a node that several rollouts share: it would need the credit of each.
+        """
+        played = [
+            _Played(group=number, leaf=leaf, nodes=[node for node in path if node.trainable])
+            for number, trace in enumerate(traces)
+            for leaf, path in trace.rollouts()
+            if leaf.episode_return is not None
+        ]
+        _require_uncredited([node for one in played for node in one.nodes])
+        measured = [
+            shape_returns(trace, self.settings, max_response_tokens=self._max_response_tokens, sum_kl=False) for trace in traces
+        ]
+        owners = [rollout for rollout, one in enumerate(played) for node in one.nodes for _ in node.token_ids]
+        values = iter(self._values(played, owners).tolist())
+        for one in played:
+            _write(one, values)
+        return [GroupCredit(advantages=_summary(trace), measurements=own) for trace, own in zip(traces, measured, strict=True)]
+
+    def _values(self, played: Sequence[_Played], owners: Sequence[int]) -> Float64Array:
+        chosen = self.settings
+        returns = [one.shaped_return for one in played]
+        if chosen.group_baseline:
+            groups = [one.group for one in played]
+            return reinforce_plus_plus_baseline_advantages_per_token(
+                returns=returns, groups=groups, rollout_index=owners, variance=chosen.variance
+            )
+        kl = None
+        if chosen.reward_kl_weight > 0:
+            kl = np.array([value for one in played for node in one.nodes for value in measured_kl(node)], dtype=np.float64)
+        return reinforce_plus_plus_advantages_per_token(
+            returns=returns,
+            rollout_index=owners,
+            gamma=chosen.gamma,
+            kl_per_token=kl,
+            kl_weight=chosen.reward_kl_weight,
+            variance=chosen.variance,
+        )
+
+
+def _require_uncredited(nodes: Sequence[Node]) -> None:
+    seen: set[int] = set()
+    for node in nodes:
+        if node.credit is not None or node.shares is not None or id(node) in seen:
+            raise ValueError(f"node {node.node_id} already has credit")
+        seen.add(id(node))
+
+
+def _write(played: _Played, values: Iterator[float]) -> None:
+    credits_: list[float] = []
+    for node in played.nodes:
+        node.credit = tuple(next(values) for _ in node.token_ids)
+        credits_.extend(node.credit)
+    played.leaf.advantage = fmean(credits_) if credits_ else 0.0
+
+
+def _summary(trace: Trace) -> GroupAdvantages:
+    """A group has a signal as soon as one of its tokens has."""
+    rollouts = list(trace.rollouts())
+    assigned = np.array([leaf.episode_return is not None for leaf, _ in rollouts])
+    has_signal = any(value != 0.0 for _, path in rollouts for node in path for value in node.credit or ())
+    reason: NoSignalReason | None = "no_spread" if assigned.any() else "unscorable"
+    return GroupAdvantages(
+        values=np.array([leaf.advantage or 0.0 for leaf, _ in rollouts]),
+        assigned=assigned,
+        has_signal=has_signal,
+        reason=None if has_signal else reason,
+    )

@@ -1,0 +1,102 @@
+"""Rejection sampling (RAFT, arXiv 2304.06767): imitate the policy's own rollouts that were good enough, and nothing else.
+
+A policy gradient with advantages in {0, 1}: no baseline and no negative signal. Rejected rollouts are in no denominator, so that the
+loss is the mean negative log-likelihood over the tokens of the kept ones, as fine-tuning on them has it.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from outrider.algorithms.base import AdvantageKind, GroupCredit, LossKind, ObjectiveSettings
+from outrider.algorithms.credit import GroupAdvantages
+from outrider.rollout.hooks import Hook
+from outrider.trace import Leaf, Node, Trace
+
+
+class RejectionSettings(ObjectiveSettings):
+    """Rollouts whose return, the environment's own, is at least ``threshold`` may be kept.
+
+    ``keep``: of a task's, ``all`` (at most ``max_kept``, the first ones), the ``best``, or the ``first``. ``deduplicate`` counts
+    rollouts in which the policy wrote the same tokens once. A ``loss`` other than ``reinforce`` clips what several optimiser steps do
+    to a kept rollout.
+    """
+
+    type: Literal["rejection"] = "rejection"
+    group_size: int = Field(8, ge=2)
+    advantage: AdvantageKind = "group_centered"
+    loss: LossKind = "reinforce"
+    sampler_correction: float | None = Field(None, gt=0)
+    threshold: float = 1.0
+    keep: Literal["all", "best", "first"] = "all"
+    max_kept: int | None = Field(None, ge=1)
+    deduplicate: bool = True
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RejectionSettings":
+        if self.advantage != "group_centered":
+            raise ValueError("rejection sampling has advantages of 0 and 1: leave advantage out")
+        if self.aggregation != "token_mean":
+            raise ValueError("rejection sampling averages over the tokens of the kept rollouts: aggregation = token_mean")
+        if self.max_kept is not None and self.keep != "all":
+            raise ValueError(f"keep = {self.keep} keeps one rollout a task: leave max_kept out")
+        return self
+
+
+class Rejection:
+    """On-policy rollouts; credit 1 for those that are kept."""
+
+    def __init__(self, settings: RejectionSettings) -> None:
+        self.settings = settings
+        self.objective: ObjectiveSettings = settings
+        self.hooks: tuple[Hook, ...] = ()
+        self.modes = ("on_policy",) * settings.group_size
+
+    def modes_of(self, step: int, group: int) -> Sequence[str]:
+        """The same in every group."""
+        return self.modes
+
+    def credit(self, trace: Trace) -> GroupCredit:
+        """1 on every policy token of a kept rollout; the advantage of the others is 0, and their tokens are not trained on.
+
+        Raises ValueError for a node that several kept rollouts share.
+        """
+        rollouts = list(trace.rollouts())
+        scored = [leaf for leaf, _ in rollouts if leaf.episode_return is not None]
+        passed = [(leaf, path) for leaf, path in rollouts if self._passes(leaf)]
+        kept = {leaf.rollout for leaf, _ in self._kept(passed)}
+        for leaf, path in rollouts:
+            leaf.advantage = None if leaf.episode_return is None else float(leaf.rollout in kept)
+            for node in path if leaf.rollout in kept else ():
+                if node.trainable and node.credit is not None:
+                    raise ValueError(f"node {node.node_id} already has credit")
+                if node.trainable:
+                    node.credit = (1.0,) * len(node.token_ids)
+        advantages = GroupAdvantages(
+            values=np.array([leaf.advantage or 0.0 for leaf, _ in rollouts]),
+            assigned=np.array([leaf.episode_return is not None for leaf, _ in rollouts]),
+            has_signal=bool(kept),
+            reason=None if kept else "rejected" if scored else "unscorable",
+        )
+        measured = {
+            "rejection/passed_fraction": [float(self._passes(leaf)) for leaf in scored],
+            "rejection/kept_fraction": [float(leaf.rollout in kept) for leaf in scored],
+            "rejection/task_fraction": [float(bool(kept))] if scored else [],
+        }
+        return GroupCredit(advantages=advantages, measurements=measured)
+
+    def _passes(self, leaf: Leaf) -> bool:
+        return leaf.episode_return is not None and leaf.episode_return >= self.settings.threshold
+
+    def _kept(self, passed: Sequence[tuple[Leaf, list[Node]]]) -> Sequence[tuple[Leaf, list[Node]]]:
+        chosen = self.settings
+        if chosen.keep == "best":  # before equal texts are put together: of those the better one counts
+            return sorted(passed, key=lambda one: -(one[0].episode_return or 0.0))[:1]  # stable: the first of equal ones
+        if chosen.deduplicate:
+            first: dict[tuple[tuple[int, ...], ...], tuple[Leaf, list[Node]]] = {}
+            for leaf, path in passed:
+                first.setdefault(tuple(node.token_ids for node in path if node.trainable), (leaf, path))
+            passed = list(first.values())
+        return passed[: 1 if chosen.keep == "first" else chosen.max_kept]

@@ -1,0 +1,146 @@
+"""RolloutReplay with difficulty-targeted tasks (arXiv 2506.05316): part of every step's groups come from earlier steps.
+
+The token loss is :func:`outrider.algorithms.objectives.replay_centred_per_token`; deviations are in docs/algorithms/rollout_replay.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+from outrider.algorithms.credit_family import difficulty_scores, replayable_groups
+from outrider.algorithms.stored_groups import StoredGroup, restored_groups, snapshot_groups
+from outrider.rollout.hooks import Hook
+from outrider.seeding import stream
+from outrider.trace import Trace
+from outrider.types import Task
+
+
+class RolloutReplaySettings(ObjectiveSettings):
+    """``fresh_share`` sigma of a step's groups are played, the others come from the ``buffer_size`` stored ones.
+
+    In the first ``num_fresh_steps`` steps all groups are fresh. ``weight_cap``, at least 1, bounds pi_start / pi_behaviour of a
+    replayed token (None: the released code). ``reward`` is what has to lie strictly between 0 and 1 on average for a group to be
+    replayed: the share of ``success`` or the mean ``return``. ``selection``: tasks in the usual ``order``, or by ``difficulty``: a
+    running mean of that reward, with weight ``estimate_rate`` on the newest group, near ``target``, at ``temperature``.
+    """
+
+    type: Literal["rollout_replay"] = "rollout_replay"
+    fresh_share: float = Field(0.5, gt=0, le=1)
+    buffer_size: int = Field(512, ge=1)
+    num_fresh_steps: int = Field(1, ge=0)
+    weight_cap: float | None = Field(2.0, ge=1)
+    reward: Literal["success", "return"] = "success"
+    selection: Literal["order", "difficulty"] = "order"
+    estimate_rate: float = Field(0.5, gt=0, le=1)
+    target: float = Field(0.5, ge=0, le=1)
+    temperature: float = Field(1e-3, gt=0)
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RolloutReplaySettings":
+        if self.loss != "clip" or self.dual_clip is not None or self.keep_clipped_gradient:
+            raise ValueError(
+                "rollout_replay has a token loss of its own: loss = clip, without dual_clip and keep_clipped_gradient"
+            )
+        return self
+
+
+class RolloutReplay:
+    """GRPO's credit on fresh and stored groups. ``stored`` holds the groups, oldest first, ``estimates`` the running means by task."""
+
+    def __init__(self, settings: RolloutReplaySettings, *, groups_per_step: int, seed: int) -> None:
+        self.settings = settings
+        self.objective: ObjectiveSettings = settings
+        self.hooks: tuple[Hook, ...] = ()
+        self.modes = ("on_policy",) * settings.group_size
+        self.stored: list[StoredGroup] = []
+        self.estimates: dict[str, float] = {}
+        self._groups_per_step = groups_per_step
+        self._seed = seed
+
+    def modes_of(self, step: int, group: int) -> Sequence[str]:
+        """The same in every group."""
+        return self.modes
+
+    def num_fresh(self, step: int) -> int:
+        """How many groups of a step are played, at least one."""
+        whole = self._groups_per_step
+        return whole if step < self.settings.num_fresh_steps else max(1, int(self.settings.fresh_share * whole))
+
+    def choose(self, tasks: Sequence[Task], *, step: int) -> list[Task] | None:
+        """The tasks of a step's fresh groups by estimated difficulty; None: in the usual order.
+
+        Drawn without replacement, as from :func:`~outrider.algorithms.credit_family.difficulty_probabilities`. A task that was never
+        played counts as being at the target.
+        """
+        chosen = self.settings
+        if chosen.selection == "order":
+            return None
+        predicted = [self.estimates.get(task.key, chosen.target) for task in tasks]
+        scores = difficulty_scores(predicted, target=chosen.target, temperature=chosen.temperature)
+        # The largest of scores with Gumbel noise: the same draw, which survives probabilities that round to 0.
+        noisy = scores + stream(self._seed, "difficulty", step).gumbel(size=len(tasks))
+        return [tasks[i] for i in np.argsort(-noisy, kind="stable")[: self.num_fresh(step)]]
+
+    def credit(self, trace: Trace) -> GroupCredit:
+        """Group-normalised returns on every policy token, with the returns of the time."""
+        advantages = outcome_advantages(trace, self.objective.advantage)
+        write_credit(trace, advantages)
+        return GroupCredit(advantages=advantages, measurements={})
+
+    def replay(self, traces: Sequence[Trace], *, step: int) -> tuple[list[Trace], dict[str, float]]:
+        """Stored groups to train on beside ``traces``, which are stored in turn; metrics."""
+        eligible = self._eligible()
+        wanted = min(self._groups_per_step - self.num_fresh(step), len(eligible))
+        places = np.sort(stream(self._seed, "replay", step).choice(len(eligible), size=wanted, replace=False)) if wanted else ()
+        replayed = [eligible[place] for place in places]
+        self._store(traces, step=step)
+        ages = [float(step - group.step) for group in replayed]
+        metrics = {
+            "replay/num_groups": float(len(replayed)),
+            "replay/num_eligible": float(len(eligible)),
+            "replay/num_stored": float(len(self.stored)),
+        }
+        if ages:
+            metrics |= {"replay/age_mean": fmean(ages), "replay/age_max": max(ages)}
+        if self.settings.selection == "difficulty" and self.estimates:
+            metrics["replay/estimate_mean"] = fmean(self.estimates[key] for key in sorted(self.estimates))
+        return [group.trace() for group in replayed], metrics
+
+    def _eligible(self, room: int | None = None) -> list[StoredGroup]:
+        keys = [group.task_key for group in self.stored]
+        # A group without spread has no advantage, whatever its mean: 0 is never replayed.
+        means = [self._mean_reward(group) if _has_spread(group) else 0.0 for group in self.stored]
+        return [self.stored[place] for place in replayable_groups(keys, mean_rewards=means, room=room)]
+
+    def _store(self, traces: Sequence[Trace], *, step: int) -> None:
+        """Keep what may be replayed again and finds room beside the fresh groups, which come in whatever they are worth."""
+        kept = self._eligible(room=self.settings.buffer_size - len(traces))
+        fresh = [group for group in (StoredGroup.of(trace, step=step) for trace in traces) if group.leaves]
+        self.stored = (kept + fresh)[-self.settings.buffer_size :]
+        rate = self.settings.estimate_rate
+        for group in fresh:
+            before = self.estimates.get(group.task_key, self.settings.target)
+            self.estimates[group.task_key] = (1.0 - rate) * before + rate * self._mean_reward(group)
+
+    def _mean_reward(self, group: StoredGroup) -> float:
+        by_success = self.settings.reward == "success"
+        return fmean(float(leaf.success) if by_success else leaf.episode_return for leaf in group.leaves)
+
+    def memory_state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Stored groups and estimates, as plain data and arrays, for a checkpoint."""
+        groups, arrays = snapshot_groups(self.stored)
+        return {"groups": groups, "estimates": self.estimates}, arrays
+
+    def restore_memory(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """What :meth:`memory_state` saved."""
+        self.stored = restored_groups(state["groups"], arrays)
+        self.estimates = dict(state["estimates"])
+
+
+def _has_spread(group: StoredGroup) -> bool:
+    return len({leaf.episode_return for leaf in group.leaves}) > 1

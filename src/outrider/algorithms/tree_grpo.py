@@ -1,0 +1,128 @@
+"""Tree-GRPO (arXiv 2509.21240): groups of trees, whose leaves are compared with the whole group and with their own tree.
+
+Trees grow in :mod:`outrider.rollout.expansion`; deviations are in docs/algorithms/tree_grpo.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
+from outrider.algorithms.branch_hook import require_countable
+from outrider.algorithms.credit_family import TreeCombination, tree_advantages_per_leaf
+from outrider.rollout.expansion import Expansion
+from outrider.rollout.hooks import Hook
+from outrider.trace import Leaf, Node, Trace
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tree-grpo": {},
+    "tree-grpo-official": {"sampler_correction": None, "dual_clip": 3.0, "kl_weight": 0.001, "kl_estimator": "k3"},
+}
+
+
+class TreeGrpoSettings(ObjectiveSettings):
+    """``num_trees`` M a task; a tree is one chain and ``num_rounds`` L times ``num_expansions`` N rollouts that leave it.
+
+    ``num_kept`` K leaves of a tree are trained on (None: all 1 + N L). ``combination`` of the scores over group and tree: their ``sum``,
+    the tree's alone (``inner``), or the tree's of the group's (``nested``). ``group_size`` follows: M (1 + N L) rollouts are played.
+    """
+
+    type: Literal["tree_grpo"] = "tree_grpo"
+    preset: Literal["tree-grpo", "tree-grpo-official"] = "tree-grpo"
+    group_size: int = Field(6, ge=2)
+    num_trees: int = Field(2, ge=1)
+    num_expansions: int = Field(2, ge=1)
+    num_rounds: int = Field(1, ge=0)
+    num_kept: int | None = Field(None, ge=1)
+    combination: TreeCombination = "sum"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        merged = {**PRESETS.get(str(given.get("preset", "tree-grpo")), {}), **given}
+        shape = [merged.get("num_trees", 2), merged.get("num_expansions", 2), merged.get("num_rounds", 1)]
+        if all(isinstance(number, int) for number in shape):
+            merged.setdefault("group_size", shape[0] * (1 + shape[1] * shape[2]))
+        return merged
+
+    @model_validator(mode="after")
+    def _possible(self) -> "TreeGrpoSettings":
+        if self.group_size != self.num_trees * self.tree_size:
+            raise ValueError(f"group_size follows from the trees, {self.num_trees * self.tree_size} here: leave it out")
+        if self.num_kept is not None and self.num_kept > self.tree_size:
+            raise ValueError(f"num_kept {self.num_kept} exceeds the {self.tree_size} leaves of a tree")
+        if self.advantage != "group_normalized":
+            raise ValueError("tree_grpo has an advantage of its own: see combination")
+        if self.combination != "sum" and min(self.num_kept or self.tree_size, self.tree_size) < 2:
+            raise ValueError(f"combination = {self.combination} needs two leaves a tree: a tree of one tells nothing apart")
+        require_countable(
+            "soft", self.aggregation, loss=self.loss, sampler_level=self.sampler_level, rejection=self.sampler_rejection
+        )
+        return self
+
+    @property
+    def tree_size(self) -> int:
+        """Leaves of a tree before pruning."""
+        return 1 + self.num_expansions * self.num_rounds
+
+
+class TreeGrpo:
+    """Two z-scores a leaf; a token that several leaves share is trained with the sum of theirs."""
+
+    def __init__(self, settings: TreeGrpoSettings) -> None:
+        self.settings = settings
+        self.objective: ObjectiveSettings = settings
+        self.expansion = Expansion(
+            num_trees=settings.num_trees,
+            num_expansions=settings.num_expansions,
+            num_rounds=settings.num_rounds,
+            num_kept=settings.num_kept or settings.tree_size,
+        )
+        self.hooks: tuple[Hook, ...] = (self.expansion,)
+        self.modes = ("on_policy",) * settings.group_size
+
+    def modes_of(self, step: int, group: int) -> Sequence[str]:
+        """The same in every group."""
+        return self.modes
+
+    def credit(self, trace: Trace) -> GroupCredit:
+        """The leaf's advantage on every token of its path, counted once a leaf. Pruned leaves are in no statistic."""
+        rollouts = list(trace.rollouts())
+        trees = [leaf.rollout // self.expansion.tree_size for leaf, _ in rollouts]
+        advantages = tree_advantages_per_leaf(
+            returns=[None if leaf.rollout in trace.pruned else leaf.episode_return for leaf, _ in rollouts],
+            trees=trees,
+            combination=self.settings.combination,
+        )
+        write_credit(trace, advantages, attribution="soft")
+        scored = [one for one in rollouts if one[0].episode_return is not None]
+        kept = [one for one in scored if one[0].rollout not in trace.pruned]
+        return GroupCredit(advantages=advantages, measurements=_measure(kept, scored, self.expansion.tree_size))
+
+
+def _measure(
+    rollouts: Sequence[tuple[Leaf, list[Node]]], played: Sequence[tuple[Leaf, list[Node]]], tree_size: int
+) -> dict[str, list[float]]:
+    """How much the kept ``rollouts`` share, with all that were ``played`` in front of them; the trainer averages over the step."""
+    depths: list[float] = []
+    for leaf, path in rollouts:
+        tree = leaf.rollout // tree_size
+        others = [other for one, other in played if one.rollout // tree_size == tree and one.rollout < leaf.rollout]
+        seen = {node.node_id for other in others for node in other}
+        if leaf.rollout % tree_size:
+            depths.append(float(sum(node.trainable and node.node_id in seen for node in path)))
+    written = {node.node_id: len(node.token_ids) for _, path in rollouts for node in path if node.trainable}
+    on_paths = sum(len(node.token_ids) for _, path in rollouts for node in path if node.trainable)
+    inner: dict[int, list[float]] = {}
+    for leaf, _ in rollouts:
+        if leaf.episode_return is not None:
+            inner.setdefault(leaf.rollout // tree_size, []).append(leaf.episode_return)
+    return {
+        "tree/turns_shared": depths,
+        "tree/share_at_root": [float(depth == 0) for depth in depths],
+        "tree/tokens_shared": [1.0 - sum(written.values()) / on_paths] if on_paths else [],
+        "tree/fraction_without_spread": [float(max(values) - min(values) < 1e-9) for values in inner.values()],
+    }

@@ -1,0 +1,85 @@
+"""What joins a step's rollouts before the update: demonstrations inside their groups (LUFFY), stored groups beside them (RolloutReplay)."""
+
+from collections.abc import Sequence
+
+from outrider.algorithms.luffy import Luffy
+from outrider.algorithms.rollout_replay import RolloutReplay
+from outrider.errors import EnvironmentFault, ToolFault
+from outrider.rollout.demonstrations import join_demonstration
+from outrider.rollout.expert import play_experts
+from outrider.trace import Trace
+from outrider.train.components import Components
+from outrider.types import Task
+
+
+def mix_in(parts: Components, traces: Sequence[Trace], *, step: int) -> tuple[list[Trace], dict[str, float]]:
+    """Groups of earlier steps, with credit, to train on beside ``traces``; the metrics of what was mixed in.
+
+    Demonstrations join ``traces`` themselves, which get their credit later. Nothing happens for other algorithms.
+    """
+    algorithm = parts.algorithm
+    if isinstance(algorithm, Luffy) and algorithm.settings.num_demonstrations:
+        return [], demonstrate(parts, algorithm, traces, step=step)
+    if isinstance(algorithm, RolloutReplay):
+        replayed, metrics = algorithm.replay(traces, step=step)
+        for trace in replayed:
+            algorithm.credit(trace)
+        return replayed, metrics
+    return [], {}
+
+
+def interleaved(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace]:
+    """Both in their own order and evenly spread, so that every mini-batch holds its share of either."""
+    placed = [
+        ((i + 0.5) / len(one), number, trace) for number, one in enumerate((fresh, replayed)) for i, trace in enumerate(one)
+    ]
+    return [trace for _, _, trace in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def demonstrate(parts: Components, algorithm: Luffy, traces: Sequence[Trace], *, step: int) -> dict[str, float]:
+    """Play the demonstrations of these groups in the states that the groups began in, and let them join. The counts.
+
+    A group whose task has no demonstration stays as it is.
+    """
+    num_faults = ask_experts(parts, algorithm, [trace.task for trace in traces])
+    shown = [trace for trace in traces if algorithm.paths.get(trace.task.key)]
+    settings = parts.settings
+    played = play_experts(
+        tasks=[trace.task for trace in shown],
+        expert=lambda task: algorithm.paths.get(task.key),
+        factory=parts.factory,
+        tokenizer=parts.renderer.tokenizer,
+        limits=settings.limits,
+        stop=parts.family.stop,
+        run_seed=settings.seed,
+        context_length=parts.engine.context_length,
+        max_concurrent=settings.num_concurrent,
+        max_retries=settings.train.max_retries,
+        training_step=step,
+    )
+    for trace, one in zip(shown, played, strict=True):
+        join_demonstration(trace, one)
+    return {
+        "luffy/num_groups_without": float(len(traces) - len(shown)),
+        "luffy/num_faults": float(num_faults + sum(leaf.outcome.is_fault for one in played for leaf, _ in one.rollouts())),
+    }
+
+
+def ask_experts(parts: Components, algorithm: Luffy, tasks: Sequence[Task]) -> int:
+    """Remember the expert's steps of every task that was not asked about before; how many could not be asked because of faults.
+
+    A file of demonstrations was read when the run began, so that nothing is left to ask.
+    """
+    if not algorithm.settings.asks_experts:
+        return 0
+    missing = [task for task in tasks if task.key not in algorithm.paths]
+    for task in missing:
+        for _ in range(parts.settings.train.max_retries + 1):
+            try:
+                algorithm.paths[task.key] = parts.family.expert(task, parts.settings.seed)
+                break
+            except (ToolFault, EnvironmentFault):
+                continue
+    if missing:
+        parts.family.close()
+    return sum(task.key not in algorithm.paths for task in missing)

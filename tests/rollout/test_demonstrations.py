@@ -1,0 +1,122 @@
+"""Demonstrations in the group: played in the group's own initial state, rewarded by the environment, marked and unmeasured."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from outrider.algorithms.luffy import Luffy, LuffySettings
+from outrider.config import validate
+from outrider.errors import EnvironmentFault
+from outrider.rollout.demonstrations import join_demonstration
+from outrider.rollout.episode import Limits
+from outrider.rollout.expert import play_experts
+from outrider.seeding import stream_seed
+from outrider.trace import Leaf, Trace
+from outrider.train.components import Components
+from outrider.train.mixing import demonstrate, mix_in
+from outrider.types import Origin, Outcome, Step, Task
+from tests.rollout.fakes import TOKENIZER, scheduler, scripted
+from tests.toy import ToyFamily
+
+SEED, STEP = 11, 3
+
+
+class Expert(ToyFamily):
+    """The expert of task 0 knows the number of this step, that of task 1 is wrong, task 2 has none."""
+
+    num_asked = 0
+    num_refusals = 0
+    num_closes = 0
+
+    def expert(self, task: Task, seed: int) -> Any:
+        self.num_asked += 1
+        if self.num_asked <= self.num_refusals:
+            raise EnvironmentFault("the expert's simulator died")
+        if task.key == "toy/2":
+            return None
+        number = stream_seed(SEED, "reset", STEP, task.key) % 1000 + (task.key == "toy/1")
+        return (Step(text="<ask>?</ask>", observation="claimed"), Step(text=f"<answer>{number}</answer>", observation=""))
+
+    def close(self) -> None:
+        self.num_closes += 1
+
+
+def parts_of(family: ToyFamily, algorithm: Any) -> Components:
+    """What mixing reads of the components."""
+    settings = SimpleNamespace(limits=Limits(step_timeout_s=5), seed=SEED, num_concurrent=4, train=SimpleNamespace(max_retries=1))
+    parts = SimpleNamespace(
+        family=family, factory=family.make(), settings=settings, algorithm=algorithm,
+        renderer=SimpleNamespace(tokenizer=TOKENIZER), engine=SimpleNamespace(context_length=4096),
+    )  # fmt: skip
+    return cast(Components, parts)
+
+
+def luffy(**options: Any) -> Luffy:
+    return Luffy(validate(LuffySettings, {"group_size": 3, **options}), paths={})
+
+
+def groups(family: ToyFamily) -> list[Trace]:
+    """Two rollouts a task of a policy that answers at once."""
+    engine = scripted(lambda request, context: "<answer>1</answer>")
+    runs = scheduler(engine, family.make(), stop=family.stop, seed=SEED)  # type: ignore[arg-type]
+    return runs.run(family.tasks("train"), modes=("on_policy",) * 2, training_step=STEP).traces
+
+
+def test_a_demonstration_joins_its_group_with_the_return_that_the_environment_gives_it() -> None:
+    family, algorithm = Expert(3), luffy()
+    traces = groups(family)
+    replayed, metrics = mix_in(parts_of(family, algorithm), traces, step=STEP)
+    assert replayed == [] and metrics == {"luffy/num_groups_without": 1.0, "luffy/num_faults": 0.0}
+    right, wrong, none = traces
+    assert [leaf.episode_return for leaf, _ in right.rollouts()] == [0.25, 0.25, 2.0]
+    assert [leaf.episode_return for leaf, _ in wrong.rollouts()] == [0.25, 0.25, 0.25] and not wrong.leaves[2].success
+    assert sorted(none.leaves) == [0, 1] and none.modes == ("on_policy",) * 2
+    leaf, path = list(right.rollouts())[2]
+    assert leaf.is_demonstration and right.modes[2] == "demonstration" and leaf.outcome is Outcome.FINISHED
+    assert [node.origin for node in path] == [Origin.PROMPT, Origin.DEMONSTRATION, Origin.ENVIRONMENT, Origin.DEMONSTRATION]
+    assert path[0] is right.nodes[0]  # the group's own prompt: the same initial state
+    assert "claimed" not in path[2].message.content and "it is" in path[2].message.content
+    shown = [node for node in path if node.origin is Origin.DEMONSTRATION]
+    assert all(node.logprobs == node.entropies == () and node.takes_credit and not node.trainable for node in shown)
+    assert [leaf.rollout for leaf, _ in right.own_rollouts()] == [0, 1]
+    credit = algorithm.credit(right)
+    assert credit.measurements["luffy/return_demonstration"] == [2.0] and credit.measurements["luffy/fraction_solved"] == [1.0]
+    assert all(node.credit == (leaf.advantage,) * len(node.token_ids) for node in shown) and (leaf.advantage or 0) > 1
+    assert not algorithm.credit(wrong).advantages.has_signal
+
+
+def test_experts_are_asked_once_a_task_and_faults_are_counted_and_tried_again() -> None:
+    family, algorithm = Expert(3), luffy()
+    parts = parts_of(family, algorithm)
+    family.num_refusals = 2  # both tries of the first task
+    assert demonstrate(parts, algorithm, groups(family), step=STEP) == {"luffy/num_groups_without": 2.0, "luffy/num_faults": 1.0}
+    assert family.num_asked == 4 and family.num_closes == 1
+    assert demonstrate(parts, algorithm, groups(family), step=STEP)["luffy/num_groups_without"] == 1.0
+    assert family.num_asked == 5 and family.num_closes == 2
+    demonstrate(parts, algorithm, groups(family), step=STEP)
+    assert family.num_asked == 5 and family.num_closes == 2
+
+
+def test_a_demonstration_that_infrastructure_broke_is_masked() -> None:
+    family, algorithm = Expert(1), luffy()
+    traces = groups(family)
+    family.broken = {"toy/0"}
+    assert demonstrate(parts_of(family, algorithm), algorithm, traces, step=STEP)["luffy/num_faults"] == 1.0
+    leaf = traces[0].leaves[2]
+    assert leaf.is_demonstration and leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None
+    assert algorithm.credit(traces[0]).advantages.assigned.tolist() == [True, True, False]
+
+
+def test_none_are_played_when_none_are_wanted_and_one_at_a_time_joins() -> None:
+    family = Expert(1)
+    traces = groups(family)
+    assert mix_in(parts_of(family, luffy(num_demonstrations=0)), traces, step=STEP) == ([], {})
+    assert family.num_asked == 0
+    [played] = play_experts(
+        tasks=family.tasks("train"), expert=lambda task: family.expert(task, 0), factory=family.make(), tokenizer=TOKENIZER,
+        limits=Limits(step_timeout_s=5), stop=family.stop, run_seed=SEED, context_length=4096, training_step=STEP,
+    )  # fmt: skip
+    played.finish(Leaf(node_id=0, rollout=1, outcome=Outcome.FINISHED, episode_return=0.0))
+    with pytest.raises(ValueError, match="unpack"):
+        join_demonstration(traces[0], played)

@@ -1,0 +1,101 @@
+"""docs/papers.md: every command is parsed by the real command line, and its recipe and overrides make a run; nothing runs."""
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.learning import make_parser
+
+from outrider import cli
+from outrider.environments.scienceworld_tasks import NUM_VARIATIONS
+from outrider.evals import compare_render
+from outrider.train import buffer_commands
+from outrider.train.run_directory import RunDirectory
+from outrider.watch import report
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+CODE = re.findall(r"`([^`\n]+)`", TEXT)
+COMMANDS = [one for one in CODE if one.startswith(("outrider ", "python ")) and one.count(" ") > 1]
+
+
+class Parsed(Exception):
+    """Raised where a command would begin to work."""
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*given: Any, **named: Any) -> Any:
+        raise Parsed
+
+    monkeypatch.chdir(ROOT)  # recipes are named from the root of the repository
+    monkeypatch.setattr(RunDirectory, "create", stop)
+    for module, name in (
+        (buffer_commands, "build_buffer"), (buffer_commands, "import_trajectories"), (compare_render, "compare_runs"),
+        (report, "write_report"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, stop)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_would_begin(command: str, nothing_runs: None) -> None:
+    program, *arguments = shlex.split(command)
+    if program == "python":
+        assert arguments[:2] == ["-m", "benchmarks.learning"]
+        make_parser().parse_args(arguments[2:])
+        return
+    with pytest.raises(Parsed):
+        cli.main(arguments)
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("train recipes/gone.toml --run runs/x", 2),
+        ("train recipes/demo.toml --run runs/x algorithm.num_hybrids=1", 2),
+        ("eval recipes/scienceworld-empo2.toml --run runs/x 'environment.task_names=[\"lifespan-shortest\"]'", 2),
+    ],
+)
+def test_a_wrong_command_would_be_seen(command: str, status: int, nothing_runs: None) -> None:
+    assert cli.main(shlex.split(command)) == status
+
+
+def test_the_ablations_also_run_on_the_demo(nothing_runs: None) -> None:
+    of_rapo = TEXT[TEXT.index("## RAPO") : TEXT.index("## ARPO")]
+    first, last = (of_rapo.index(f"| {row} |") for row in ("without retrieval-aware optimisation", "sweep of N_hybrid"))
+    commands = [one for one in COMMANDS if one in of_rapo[first:last]]
+    assert len(commands) == 11
+    for command in commands:
+        with pytest.raises(Parsed):
+            cli.main(shlex.split(command.replace("tool-reasoning", "demo"))[1:])
+
+
+def test_no_command_is_left_to_guess() -> None:
+    assert len(COMMANDS) > 60
+    assert not [command for command in COMMANDS if "…" in command or "..." in command]
+
+
+def test_run_directories_are_not_used_twice() -> None:
+    named: Callable[[str], list[str]] = re.compile(r"--run (\S+)").findall
+    runs = [run for command in COMMANDS for run in named(command)]
+    assert len(set(runs)) == len(runs)
+
+
+def test_the_tasks_of_empo2_s_table_are_the_simulator_s() -> None:
+    named = re.search(r"the 18 tasks are ([^.]+)\.", TEXT)
+    assert named is not None
+    tasks = re.findall(r"`([^`]+)`", named[1])
+    assert len(tasks) == 18 and set(tasks) <= set(NUM_VARIATIONS)
+
+
+def test_every_section_says_what_is_missing() -> None:
+    rows = [
+        line.split(" | ")
+        for line in TEXT.splitlines()
+        if line.startswith("| ") and "`outrider train" in line and "recipes/" in line
+    ]
+    assert len(rows) > 35
+    assert all(len(row) == 3 and row[2].strip(" |") for row in rows)

@@ -1,0 +1,147 @@
+"""Which tasks a step plays and which groups it trains on: the order, its cursor, and dynamic sampling with its bound."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.algorithms.group_settings import DynamicSamplingSettings, groups_worth_training
+from outrider.rollout.scheduler import RolloutReport
+from outrider.seeding import stream
+from outrider.train.sampling import SampledStep, TaskOrder, sample_step
+from outrider.types import Task
+from tests.algorithms.grouped import Played, grouped, trace_of
+
+
+def order(num_tasks: int, tasks_per_step: int, seed: int = 0) -> TaskOrder:
+    tasks = [Task(key=f"t{i}", question="") for i in range(num_tasks)]
+    return TaskOrder(tasks=tasks, tasks_per_step=tasks_per_step, seed=seed)
+
+
+@settings(deadline=None, max_examples=50)
+@given(num_tasks=st.integers(1, 12), size=st.integers(1, 12), step=st.integers(0, 30), seed=st.integers(0, 5))
+def test_without_dynamic_sampling_a_step_s_tasks_follow_from_its_number(num_tasks: int, size: int, step: int, seed: int) -> None:
+    """Whole steps of a fresh permutation an epoch; what does not fill a step is left out of that epoch."""
+    size = min(size, num_tasks)
+    tasks, cursor = order(num_tasks, size, seed).take(size, cursor=step * size)
+    epoch, position = divmod(step, num_tasks // size)
+    expected = stream(seed, "task order", epoch).permutation(num_tasks)[position * size : (position + 1) * size]
+    assert [task.key for task in tasks] == [f"t{i}" for i in expected] and cursor == (step + 1) * size
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    num_tasks=st.integers(2, 9), size=st.integers(1, 4), takes=st.lists(st.integers(0, 6), min_size=1, max_size=6),
+    seen=st.sets(st.integers(0, 8)),
+)  # fmt: skip
+def test_the_cursor_continues_and_no_task_comes_twice_in_a_step(
+    num_tasks: int, size: int, takes: list[int], seen: set[int]
+) -> None:
+    tasks_of = order(num_tasks, min(size, num_tasks))
+    played = {f"t{i}" for i in seen}
+    cursor = 0
+    for num in takes:
+        tasks, after = tasks_of.take(num, cursor=cursor, seen=played)
+        assert len({task.key for task in tasks} - played) == len(tasks) <= num and after >= cursor
+        left = {task.key for task in tasks_of.tasks} - played
+        assert len(tasks) == min(num, len(left))  # fewer come only where none is left
+        again, _ = tasks_of.take(num, cursor=cursor, seen=played)
+        assert again == tasks
+        played |= {task.key for task in tasks}
+        cursor = after
+
+
+class FakeScheduler:
+    """Groups with the returns that ``returns(task number, call)`` gives, in place of rollouts."""
+
+    def __init__(self, returns: Callable[[int, int], Sequence[float | None]]) -> None:
+        self.returns = returns
+        self.calls: list[list[str]] = []
+        self.groups: list[int] = []
+
+    def run(self, tasks: Sequence[Task], *, modes: Callable[[int], Sequence[str]], training_step: int) -> RolloutReport:
+        self.calls.append([task.key for task in tasks])
+        self.groups += [int(modes(number)[0]) for number in range(len(tasks))]
+        traces = [
+            trace_of([Played(value=value) for value in self.returns(int(task.key[1:]), len(self.calls))], key=task.key)
+            for task in tasks
+        ]
+        return RolloutReport(traces=traces, num_batches=1, num_retries=1)
+
+
+def play(scheduler: Any, *, num_tasks: int = 12, rule: DynamicSamplingSettings | None, cursor: int = 0) -> SampledStep:
+    return sample_step(
+        scheduler, order(num_tasks, 4), cursor=cursor, num_groups=4, modes=lambda group: (str(group),), step=0, rule=rule
+    )
+
+
+def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
+    scheduler = FakeScheduler(lambda task, call: [0.0, 1.0] if task % 3 == 0 else [1.0, 1.0])
+    step = play(scheduler, rule=DynamicSamplingSettings(max_extra_batches=9))
+    assert [trace.task.key for trace in step.trained] == [
+        key for call in scheduler.calls for key in call if int(key[1:]) % 3 == 0
+    ]
+    assert len(step.trained) == 4 and all(len(call) <= 4 for call in scheduler.calls)
+    found = 0
+    for call in scheduler.calls:
+        assert len(call) == 4 - found
+        found += sum(int(key[1:]) % 3 == 0 for key in call)
+    flat = [key for call in scheduler.calls for key in call]
+    assert len(set(flat)) == len(flat) == len(step.traces) and scheduler.groups == list(range(len(flat)))
+    assert step.num_retries == len(scheduler.calls) and step.num_extra_batches == len(scheduler.calls) - 1
+    assert step.metrics(4) == {
+        "group/num_dropped": len(flat) - 4, "group/num_missing": 0.0, "group/num_extra_batches": step.num_extra_batches,
+    }  # fmt: skip
+    assert step.cursor == len(flat)
+    again = play(FakeScheduler(scheduler.returns), rule=DynamicSamplingSettings())
+    assert [trace.task.key for trace in again.traces] == flat
+
+
+def test_a_bound_and_a_small_task_set_end_the_search() -> None:
+    nothing = FakeScheduler(lambda task, call: [0.5, 0.5])
+    step = play(nothing, rule=DynamicSamplingSettings(max_extra_batches=1))
+    assert (len(nothing.calls), step.trained, len(step.traces), step.num_extra_batches) == (2, [], 8, 1)
+    assert step.metrics(4)["group/num_missing"] == 4.0
+    every = FakeScheduler(lambda task, call: [0.5, 0.5])
+    step = play(every, rule=DynamicSamplingSettings(max_extra_batches=9))
+    assert sorted(key for call in every.calls for key in call) == sorted(f"t{i}" for i in range(12))
+    assert step.num_extra_batches == 2
+    one = FakeScheduler(lambda task, call: [0.0, 1.0])
+    step = play(one, rule=DynamicSamplingSettings())
+    plain = play(FakeScheduler(one.returns), rule=None)
+    assert [t.task.key for t in step.traces] == [t.task.key for t in plain.traces] and step.cursor == plain.cursor == 4
+    unfiltered = play(FakeScheduler(lambda task, call: [0.5, 0.5]), rule=None)
+    assert len(unfiltered.trained) == 4 and unfiltered.num_extra_batches == 0
+
+
+def test_the_metric_is_unshaped_and_faults_do_not_count() -> None:
+    traces = [
+        trace_of([Played(value=0.5, success=False), Played(value=0.7, success=False)], key="graded"),
+        trace_of([Played(value=0.5, success=True), Played(value=0.5, success=False)], key="same return"),
+        trace_of([Played(value=1.0, success=True), Played(value=None)], key="fault"),
+        trace_of([Played(value=1.0, success=True), Played(value=1.0, success=True)], key="right"),
+    ]
+    traces[3].leaves[0].intrinsic = -1.0  # a punishment of its length must not keep it
+    for metric, kept in (("return", ["graded"]), ("success", ["same return"])):
+        rule = DynamicSamplingSettings(metric=metric)  # type: ignore[arg-type]
+        assert [trace.task.key for trace in groups_worth_training(traces, rule)] == kept
+
+
+def test_the_filter_of_verl_agent() -> None:
+    cases = json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
+    [case] = [case for case in cases if case["id"] == "dapo.filter_groups.verl_agent"]
+    rewards, size = case["inputs"]["rewards"], case["inputs"]["group_size"]
+    traces = grouped(rewards, [row // size for row in range(len(rewards))])
+    kept = groups_worth_training(traces, DynamicSamplingSettings())
+    rows = [int(trace.task.key) * size + rollout for trace in kept for rollout in range(size)]
+    assert rows == case["expected"]["kept_indices"]
+
+
+@pytest.mark.parametrize("wrong", [{"metric": "accuracy"}, {"max_extra_batches": -1}], ids=str)
+def test_settings(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        DynamicSamplingSettings(**wrong)
