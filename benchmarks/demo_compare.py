@@ -7,12 +7,9 @@ seconds and policy tokens a step, and executed tool calls.
 """
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
 from pathlib import Path
 
+from comparison import at_equal_tokens, evaluations, from_checkpoint, median, records, train
 from rich.console import Console
 from rich.table import Table
 
@@ -29,31 +26,12 @@ def main() -> None:
         rapo = arguments.out / f"rapo-{seed}"
         if seed == 0 and arguments.rapo and (arguments.rapo / "report.html").exists():
             rapo = arguments.rapo
-        train(rapo, [arguments.recipe, f"seed={seed}", *overrides])
-        tokens = int(records(rapo)[-1]["tokens/policy_total"])
+        given = [arguments.recipe, f"seed={seed}", *overrides]
+        train(rapo, given)
         grpo = arguments.out / f"grpo-{seed}"
-        start = [f"model.initial_checkpoint={rapo / 'checkpoints' / 'step-000000'}", "cold_start.num_examples=0"]
-        equal = ["algorithm.num_hybrid=0", f"train.max_policy_tokens={tokens}", "train.num_steps=1000"]
-        train(grpo, [arguments.recipe, f"seed={seed}", *overrides, *start, *equal])
+        train(grpo, [*given, *from_checkpoint(rapo), "algorithm.num_hybrid=0", *at_equal_tokens(rapo)])
         rows += [("RAPO", seed, rapo), ("GRPO", seed, grpo)]
     Console().print(scores(rows), costs(rows))
-
-
-def train(run: Path, arguments: list[str]) -> None:
-    """Start, continue or skip a run."""
-    if (run / "report.html").exists() and any(e["label"].startswith("after") and e["step"] > 0 for e in evaluations(run)):
-        return
-    target = ["--resume", str(run)] if (run / "config.toml").exists() else [*arguments, "--run", str(run)]
-    subprocess.run([sys.executable, "-m", "outrider", "train", *target], check=True)
-
-
-def evaluations(run: Path) -> list[dict]:  # type: ignore[type-arg]
-    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
-
-
-def records(run: Path) -> list[dict]:  # type: ignore[type-arg]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
 
 
 def scores(rows: list[tuple[str, int, Path]]) -> Table:
@@ -71,9 +49,7 @@ def costs(rows: list[tuple[str, int, Path]]) -> Table:
     table = Table(*columns, title="cost")
     for name, seed, run in rows:
         lines = records(run)
-        cells = [
-            statistics.median(line[key] for line in lines) for key in ("time/step", "tokens/policy", "rollout/num_tool_calls")
-        ]
+        cells = [median(run, key) for key in ("time/step", "tokens/policy", "rollout/num_tool_calls")]
         rewards = [f"{lines[0]['reward/mean']:.2f}", f"{lines[-1]['reward/mean']:.2f}"]
         table.add_row(name, str(seed), str(len(lines)), f"{cells[0]:.1f}", f"{cells[1]:.0f}", f"{cells[2]:.0f}", *rewards)
     return table

@@ -25,7 +25,7 @@ from outrider.engines.attention import TreePlan
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.model import LanguageModel
 from outrider.engines.sampling import sample, uniform_stream
-from outrider.environments.base import EnvironmentFactory, EpisodeResult, StepResult
+from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
 from outrider.rollout.episode import Limits, Sampling
@@ -110,9 +110,10 @@ class LockFactory:
         """Nothing to release."""
 
 
-def expert_trajectory(task: Task) -> Trajectory:
-    """The combination, step by step, as the environment answers it."""
-    environment = LockEnvironment(task)
+def expert_trajectory(task: Task, environment: Environment | None = None) -> Trajectory:
+    """The combination, step by step, as the environment answers it (None: a lock)."""
+    environment = environment or LockEnvironment(task)
+    environment.reset(0)
     steps = []
     for action in str(task.metadata["combination"]):
         result = environment.step(Message(role="assistant", content=action))
@@ -230,6 +231,7 @@ class ToyRun:
     """One algorithm on one toy, up to a number of policy tokens."""
 
     factory: EnvironmentFactory = LockFactory()
+    learning_rate = LEARNING_RATE
     model_type: Any = TabularModel
     engine_type: Any = TabularEngine
 
@@ -241,12 +243,12 @@ class ToyRun:
         language_model = LanguageModel(
             model=cast(Any, self.model), tokenizer=tokenizer, context_length=4096, eos_token_ids=frozenset({1})
         )
-        self.policy = Policy(language_model, OptimizerSettings(learning_rate=LEARNING_RATE), seed=toy.seed)
+        self.policy = Policy(language_model, OptimizerSettings(learning_rate=self.learning_rate), seed=toy.seed)
         self.engine = self.engine_type(self.model, tokenizer)
         self.renderer = ChatRenderer(tokenizer)
         self.buffer = StepTraceBuffer(folder / "buffer.sqlite", load_embedder("hash"), mode="write")
         self.buffer.add_trajectories(
-            [expert_trajectory(t) for t in self.tasks], questions={t.key: t.question for t in self.tasks}
+            [expert_trajectory(t, self.factory(t)) for t in self.tasks], questions={t.key: t.question for t in self.tasks}
         )
         self.algorithm = self._algorithm(settings)
 

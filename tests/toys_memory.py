@@ -34,7 +34,8 @@ ACTIONS = GIVE_UP + PLACES
 DEPTH = 3
 EAGER = 4.85  # logit of giving up: probability 0.977; a place has 0.0076, above the off-policy mask's 0.0067
 AVOID, GOOD = -6.0, 1.8  # how much tips move logits: all places are about as likely, or the right one by 0.6
-NUM_STEPS = 190
+NUM_STEPS = 90
+LEARNING_RATE = 0.5
 
 _TIP = re.compile(r"<tip>.*?</tip>", re.DOTALL)
 _AVOID = re.compile(r"avoid (.)")
@@ -98,13 +99,12 @@ class ReadingModel(TabularModel):
         super().__init__(tokenizer, vocabulary_size, actions=ACTIONS)
         with torch.no_grad():
             self.table.weight[:, 0] = EAGER
-        self.characters = np.array(
-            [tokenizer.decode([i], skip_special_tokens=False) for i in range(vocabulary_size)], dtype=object
-        )
+        decoded = [tokenizer.decode([i], skip_special_tokens=False) for i in range(vocabulary_size)]
+        self.characters = [one if len(one) == 1 else "\x00" for one in decoded]
 
     def text(self, ids: Sequence[int]) -> str:
         """One character a token; markers become a control character, so that positions stay."""
-        return "".join(c if len(c) == 1 else "\x00" for c in self.characters[list(ids)])
+        return "".join([self.characters[i] for i in ids])
 
     def read(self, text: str) -> list[tuple[int, int, np.ndarray]]:
         """(position, room, what tips add) from that position on: newest room, newest tips."""
@@ -182,6 +182,7 @@ class HiddenRun(ToyRun):
     """ToyRun on the hidden object."""
 
     factory = HiddenFactory()
+    learning_rate = LEARNING_RATE
     model_type, engine_type = ReadingModel, ReadingEngine
 
     def _algorithm(self, settings: Any) -> Any:

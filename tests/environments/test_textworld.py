@@ -1,5 +1,7 @@
 """TextWorld: the rules of an episode against scripted games; making, forking and threads on one real game."""
 
+import copy
+import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -491,8 +493,44 @@ def test_threads_play_at_once_and_read_what_one_alone_reads(family: TextWorldFam
 
     alone = episode(0)
     logic.GameLogic.parse.cache_clear()  # as in a new process: loading parses, with one parser for all threads
-    with ThreadPoolExecutor(4) as pool:
-        assert all(texts == alone for texts in pool.map(episode, range(8)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads interrupt each other 500 times as often
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(texts == alone for texts in pool.map(episode, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("other", ["moves", "starts", "is copied"])
+def test_no_game_changes_the_shared_rules_while_a_copy_walks_through_them(
+    family: TextWorldFamily, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    story = family.config.shelf().story("train", 0)
+    first, second = (StoryGame.start(story, with_commands=True) for _ in range(2))
+    copying, done = threading.Event(), threading.Event()
+    overtaken: list[bool] = []
+
+    def slow_copy(value: object) -> object:
+        if not copying.is_set():
+            copying.set()
+            overtaken.append(done.wait(0.5))
+        return copy.deepcopy(value)
+
+    def interfere() -> None:
+        assert copying.wait(30)
+        if other == "moves":
+            second.act("look")
+        else:
+            (StoryGame.start(story, with_commands=True) if other == "starts" else second.copy()).close()
+        done.set()
+
+    monkeypatch.setattr(importlib.import_module("textworld.core"), "deepcopy", slow_copy)
+    with ThreadPoolExecutor(1) as pool:
+        interfering = pool.submit(interfere)
+        first.copy().close()
+        interfering.result(60)
+    assert overtaken == [False]
 
 
 def test_config_and_factory_travel_between_processes(family: TextWorldFamily) -> None:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Protocol
@@ -35,8 +35,10 @@ _IMPOSSIBLE: Final = 3  # exit status of the child
 _LEAD_S: Final = 60.0  # starting Python and loading the package, on a busy machine
 _SWITCHES: Final = ("INFORM_HOME", "TEXTWORLD_DEBUG", "TEXTWORLD_I6_DEBUG")  # would change games behind the shelf's back
 _SERIAL: Final = slice(0x12, 0x18)  # of a Z-machine story: the day of compilation; outside of the checksum
-# TextWorld's parser of game logic is one object for the whole process and not re-entrant, so loading needs one lock for all.
-_LOADING: Final = threading.Lock()
+# Games with the same rules share one object of the package that holds them. Its parser is not re-entrant, and its rules remember
+# what they were applied to: a game that lists commands adds to that whenever it starts, moves or is copied, and the copy of any
+# game walks through it ("dictionary changed size during iteration"). So all of these take turns.
+_RULES: Final = threading.Lock()
 _MAKING: Final = threading.Lock()  # the rollouts of a group want the same game at once: one makes it, the others wait
 
 Split = Literal["train", "valid", "test"]
@@ -242,10 +244,11 @@ class Game(Protocol):
 class StoryGame:
     """A story file in the package's interpreter, which loads a library of its own for every game (0.02-0.5 s)."""
 
-    def __init__(self, environment: Any, state: Any) -> None:
+    def __init__(self, environment: Any, state: Any, *, with_commands: bool) -> None:
         """Take over a started environment of the package; use :meth:`start`."""
         self._environment = environment
         self._state = state
+        self._with_commands = with_commands
         templates = {re.sub(r"\{.*?\}", "OBJ", template) for template in state["command_templates"]}
         self.opening = Opening(
             text=clean(state["feedback"]), command_templates=tuple(sorted(templates)), max_score=int(state["max_score"])
@@ -258,12 +261,12 @@ class StoryGame:
             import textworld
 
             infos = textworld.EnvInfos(admissible_commands=with_commands)
-            with _LOADING:
+            with _RULES:
                 environment = textworld.start(str(story), infos)
-            return cls(environment, environment.reset())
+                return cls(environment, environment.reset(), with_commands=with_commands)
 
     def act(self, command: str) -> Reply:
-        with _faults("the game broke"):
+        with _faults("the game broke"), _RULES if self._with_commands else nullcontext():
             self._state, _, _ = self._environment.step(command)
             state = self._state
             return Reply(
@@ -274,9 +277,10 @@ class StoryGame:
         return tuple(self._state["admissible_commands"])
 
     def copy(self) -> "StoryGame":
-        with _faults("the game cannot be copied"):
+        with _faults("the game cannot be copied"), _RULES:
             twin = StoryGame.__new__(StoryGame)
             twin._environment, twin._state, twin.opening = self._environment.copy(), self._state, self.opening
+            twin._with_commands = self._with_commands
             return twin
 
     def close(self) -> None:

@@ -97,8 +97,3 @@ def _add(states: _States, key: Key, unit: NDArray[np.float64]) -> None:
     states.units_ND[num] = unit
     states.keys.append(np.asarray(key, np.float32))
     states.counts.append(0)
-
-
-def released_intrinsic_reward(num_retrieved: int) -> float:
-    """``1 / (n + 1)`` with n the tips that a query returned (at most 10): what EMPO²'s released code logs and does not train on."""
-    return 1.0 / (num_retrieved + 1)

@@ -1,0 +1,61 @@
+"""What benchmarks that compare training runs share: start, continue or skip a run, and read what it wrote."""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def train(run: Path, arguments: Sequence[str], *, last_label: str = "") -> None:
+    """Start a run with these arguments, continue one that was stopped, or leave a finished one alone.
+
+    It is finished when the evaluation ``last_label`` is on file, or else one after training. A run that is continued keeps the
+    settings that it began with. Raises CalledProcessError when it fails.
+    """
+    done = [one for one in evaluations(run) if one["label"] == last_label or (not last_label and is_after_training(one))]
+    if done and (run / "report.html").exists():
+        return
+    target = ["--resume", str(run)] if (run / "config.toml").exists() else [*arguments, "--run", str(run)]
+    subprocess.run([sys.executable, "-m", "outrider", "train", *target], check=True)
+
+
+def from_checkpoint(run: Path) -> list[str]:
+    """Arguments of a run that starts from the weights that another one had after its cold start."""
+    return [f"model.initial_checkpoint={run / 'checkpoints' / 'step-000000'}", "cold_start.num_examples=0"]
+
+
+def at_equal_tokens(run: Path) -> list[str]:
+    """Arguments of a run that stops after the step in which the policy has written as many tokens as in another one."""
+    return [f"train.max_policy_tokens={policy_tokens(run)}", "train.num_steps=1000"]
+
+
+def policy_tokens(run: Path) -> int:
+    """What the policy wrote in training, tips included."""
+    return int(records(run)[-1]["tokens/policy_total"])
+
+
+def is_after_training(evaluation: dict[str, Any]) -> bool:
+    """Whether it is the one at the end."""
+    return evaluation["step"] > 0 and str(evaluation["label"]).startswith("after")
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    """Lines of ``evaluations.jsonl``, none before the first; what a kill tore off is left out."""
+    file = run / "evaluations.jsonl"
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """The training steps of ``metrics.jsonl``."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def median(run: Path, metric: str) -> float:
+    """Of a metric over the training steps that have it; 0 where none has."""
+    values = [line[metric] for line in records(run) if metric in line]
+    return float(statistics.median(values)) if values else 0.0
