@@ -1,0 +1,123 @@
+"""What every method learns: on the toy suite, and on the Factbook task with the real model, at equal policy tokens.
+
+    python -m benchmarks.learning toys --out DIR [--seeds 10] [--toys lock corridor hidden] [--methods grpo rapo ...]
+    python -m benchmarks.learning factbook --out DIR [--seeds 3] [--policy-tokens N] [--methods ...] [section.field=value ...]
+
+Both can be stopped at any time: the same command goes on with what is not finished, --only-report shows what is. Tables are printed
+and written to DIR/toys.md and DIR/factbook.md. Toys need minutes, the Factbook a quarter of an hour a method and seed on two cores.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.learning_factbook import Plan, compare_all, launch_outrider, train_all
+from benchmarks.learning_methods import Method
+from benchmarks.learning_tables import factbook_table, toy_table
+from benchmarks.learning_toys import ARENAS, play_all
+
+from outrider.errors import ConfigError, OutriderError
+from outrider.evals.compare_render import notes
+from outrider.train.policy import set_threads
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 a run failed or was stopped, 2 bad configuration."""
+    parser = make_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if parsed.methods:  # --methods takes all words that follow it
+        rest += [one for one in parsed.methods if "=" in one]
+        parsed.methods = [one for one in parsed.methods if "=" not in one]
+    if rest and (parsed.task != "factbook" or not all("=" in one and not one.startswith("-") for one in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return toys(parsed) if parsed.task == "toys" else factbook(parsed, rest)
+    except OutriderError as error:
+        print(f"benchmarks.learning: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description="What every method learns.")
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK")
+    for name, num_seeds, told in (("toys", 10, "three toys"), ("factbook", 3, "the Factbook with the real model")):
+        task = tasks.add_parser(name, help=told)
+        task.add_argument("--out", type=Path, required=True, help="folder of the results")
+        task.add_argument("--seeds", type=int, default=num_seeds)
+        task.add_argument("--methods", nargs="+", metavar="METHOD", help="only these")
+        task.add_argument("--only-report", action="store_true", help="run nothing, show what is finished")
+        if name == "toys":
+            task.add_argument("--toys", nargs="+", choices=[arena.name for arena in ARENAS])
+            task.add_argument("--policy-tokens", type=int, help="budget on every toy (default: each toy's own)")
+        else:
+            task.add_argument("--recipe", type=Path, default=Path("recipes/demo.toml"))
+            task.add_argument(
+                "--policy-tokens", type=int, help="budget of every run (default: what RAPO spends in the recipe's steps)"
+            )
+    return parser
+
+
+def toys(parsed: argparse.Namespace) -> int:
+    """Play and show the toy suite."""
+    set_threads(1)
+    parts = []
+    for arena in [one for one in ARENAS if not parsed.toys or one.name in parsed.toys]:
+        chosen = _chosen(arena.methods(), parsed.methods)
+        tokens = parsed.policy_tokens or arena.max_policy_tokens
+        results = play_all(
+            parsed.out, arena, chosen, seeds=range(parsed.seeds), max_policy_tokens=tokens, only_load=parsed.only_report, note=_note
+        )  # fmt: skip
+        table = toy_table(chosen, results, toy=arena.name, num_seeds=parsed.seeds)
+        parts.append(f"### {arena.title}\n\nAbout {tokens:,} policy tokens a run, seeds 0 to {parsed.seeds - 1}.\n\n{table}")
+        _write(parsed.out / "toys.md", "\n\n".join(parts))
+    print("\n\n".join(parts))
+    return 0
+
+
+def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Train what is not finished and show the comparison, anew after every seed."""
+    plan = Plan(
+        recipe=parsed.recipe,
+        out=parsed.out.resolve(),
+        seeds=range(parsed.seeds),
+        policy_tokens=parsed.policy_tokens,
+        overrides=tuple(overrides),
+    )
+    chosen = _chosen(plan.methods(), parsed.methods)
+
+    def report() -> None:
+        comparison = compare_all(plan, chosen)
+        if comparison is not None:
+            said = "\n".join(f"- {note}" for note in notes(comparison))
+            text = f"{factbook_table(chosen, comparison)}\n\n{said}".strip()
+            _write(plan.out / "factbook.md", text)
+            print(text, flush=True)
+
+    if parsed.only_report:
+        report()
+    else:
+        train_all(plan, chosen, launch=launch_outrider, after_seed=report)
+    return 0
+
+
+def _chosen(every: Sequence[Method], wanted: Sequence[str] | None) -> list[Method]:
+    """In the order of the table. Raises ConfigError for a method that is not there."""
+    known = [method.key for method in every]
+    if unknown := [key for key in wanted or () if key not in known]:
+        raise ConfigError(f"unknown methods {', '.join(unknown)}; known: {', '.join(known)}")
+    return [method for method in every if not wanted or method.key in wanted]
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

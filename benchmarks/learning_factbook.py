@@ -1,0 +1,170 @@
+"""The Factbook task with the real model: every method from one cold start a seed, at equal policy tokens.
+
+A run directory a (method, seed) below the output folder. What is finished is not run again, what was begun is resumed, and settings that
+changed in between are refused. ``outrider compare`` reads the same folders.
+"""
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.learning_methods import IMITATION, REFERENCE, Method, factbook_methods
+
+from outrider.config import load_settings, to_toml
+from outrider.errors import ConfigError, OutriderError
+from outrider.evals.compare import Comparison, compare
+from outrider.train.settings import RunSettings
+from outrider.types import Json
+from outrider.watch.run_directory import read_run
+
+Launch = Callable[[Sequence[str]], None]
+
+_MANY: Final = 100_000  # steps: the token budget ends a run before
+_FREE: Final = frozenset((  # what may change between two calls: it decides how fast and how safely, not what is computed
+    "num_threads", "train.checkpoint_every", "train.keep_checkpoints", "train.max_retries", "trackers",
+))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """``recipe`` has a cold start and gives all that methods share. ``policy_tokens`` is the budget of every run; None: what the
+    reference method spends in the recipe's steps, seed by seed. ``out`` is absolute."""
+
+    recipe: Path
+    out: Path
+    seeds: Sequence[int]
+    policy_tokens: int | None
+    overrides: Sequence[str]
+
+    def settings(self) -> RunSettings:
+        """The recipe's own run. Raises ConfigError where it cannot be compared from a common start."""
+        settings = load_settings(RunSettings, file=self.recipe, overrides=[*_shared_only(self.overrides)])
+        if not settings.cold_start.num_examples:
+            raise ConfigError(f"{self.recipe} has no cold start: there is no common start, and no score of imitation alone")
+        return settings
+
+    def methods(self) -> tuple[Method, ...]:
+        """Every method, for the recipe's group size and response length."""
+        settings = self.settings()
+        return factbook_methods(settings.algorithm.group_size, settings.rollout.max_response_tokens)
+
+    def folder(self, method: Method, seed: int) -> Path:
+        """The run directory of one training."""
+        return self.out / f"{method.key}-{seed}"
+
+
+def train_all(plan: Plan, chosen: Sequence[Method], *, launch: Launch, after_seed: Callable[[], None]) -> None:
+    """Run what is not finished, seed by seed. Raises ConfigError before the first run where one of them is not possible."""
+    by_key = {method.key: method for method in plan.methods()}
+    if plan.policy_tokens is None and REFERENCE not in [method.key for method in chosen]:
+        raise ConfigError(f"the budget is what {REFERENCE} spends: choose it too, or give --policy-tokens")
+    for method in chosen:
+        load_settings(RunSettings, file=write_recipe(plan, method), overrides=_overrides(plan, method, seed=0, budget=1))
+    rest = [method for method in chosen if method.key not in (IMITATION, REFERENCE)]
+    for seed in plan.seeds:
+        complete(plan, by_key[IMITATION], seed, budget=None, launch=launch)
+        budget = plan.policy_tokens
+        if REFERENCE in [method.key for method in chosen]:
+            complete(plan, by_key[REFERENCE], seed, budget=budget, launch=launch)
+            budget = budget or policy_tokens(plan.folder(by_key[REFERENCE], seed))
+        for method in rest:
+            complete(plan, method, seed, budget=budget, launch=launch)
+        after_seed()
+
+
+def compare_all(plan: Plan, chosen: Sequence[Method]) -> Comparison | None:
+    """The finished runs, compared; None while there are fewer than two."""
+    runs = [plan.folder(method, seed) for seed in plan.seeds for method in chosen]
+    finished = [run for run in runs if is_finished(run)]
+    return compare(finished) if len(finished) > 1 else None
+
+
+def complete(plan: Plan, method: Method, seed: int, *, budget: int | None, launch: Launch) -> None:
+    """Start, continue or skip one run. Raises ConfigError where it was begun with other settings, OutriderError where it stopped."""
+    run = plan.folder(method, seed)
+    recipe, overrides = write_recipe(plan, method), _overrides(plan, method, seed=seed, budget=budget)
+    begun = (run / "config.toml").exists()
+    if begun:
+        _require_same(run, load_settings(RunSettings, file=recipe, overrides=overrides))
+    if is_finished(run):
+        return
+    launch(["--resume", str(run)] if begun else [str(recipe), *overrides, "--run", str(run)])
+    if not is_finished(run):
+        raise OutriderError(f"{run} was stopped before its end: the same command continues it")
+
+
+def launch_outrider(arguments: Sequence[str]) -> None:
+    """``outrider train`` in a process of its own."""
+    if subprocess.run([sys.executable, "-m", "outrider", "train", *arguments], check=False).returncode:
+        raise OutriderError("that run failed; once the cause is gone, the same command goes on")
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the last evaluation of a training is on file (of imitation alone: the one after the cold start)."""
+    data = read_run(run)
+    is_imitation = data.config.get("train.num_steps") == "0"
+    return any(one.label.startswith("after ") and (is_imitation or one.step > 0) for one in data.evaluations)
+
+
+def policy_tokens(run: Path) -> int:
+    """What a run's policy has written, tips included."""
+    totals = [total for _, total in read_run(run).curve("train", "tokens/policy_total") if total is not None]
+    if not totals:
+        raise OutriderError(f"{run} does not tell how many tokens its policy wrote")
+    return int(totals[-1])
+
+
+def write_recipe(plan: Plan, method: Method) -> Path:
+    """The recipe with the method's table in place of its own; the shared objective is the recipe's."""
+    tree: dict[str, Any] = tomllib.loads(plan.recipe.read_text(encoding="utf-8"))
+    tree["algorithm"] = method.table(_objective(plan.settings()))
+    path = plan.out / "recipes" / f"{method.key}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_toml(tree) + "\n", encoding="utf-8")
+    return path
+
+
+def _objective(settings: RunSettings) -> Mapping[str, Json]:
+    chosen = settings.algorithm
+    return {
+        "group_size": chosen.group_size,
+        "clip_low": chosen.clip_low,
+        "clip_high": chosen.clip_high,
+        "dual_clip": chosen.dual_clip,
+        "aggregation": chosen.aggregation,
+    }
+
+
+def _overrides(plan: Plan, method: Method, *, seed: int, budget: int | None) -> list[str]:
+    """What a run adds to its recipe: seed, the user's wishes, where it starts and when it ends."""
+    common = [f"seed={seed}", *plan.overrides]
+    if method.key == IMITATION:
+        return [*common, "train.num_steps=0"]
+    start = plan.out / f"{IMITATION}-{seed}" / "checkpoints" / "step-000000"
+    end = [] if budget is None else [f"train.max_policy_tokens={budget}", f"train.num_steps={_MANY}"]
+    return [*common, f"model.initial_checkpoint={start}", "cold_start.num_examples=0", *end]
+
+
+def _shared_only(overrides: Sequence[str]) -> list[str]:
+    return [one for one in overrides if not one.startswith("algorithm.") or one.startswith("algorithm.group_size=")]
+
+
+def _require_same(run: Path, wanted: RunSettings) -> None:
+    stored = load_settings(RunSettings, file=run / "config.toml")
+    if wanted.model.precision == "auto":  # a run has written down what that meant
+        wanted = wanted.model_copy(update={"model": wanted.model.model_copy(update={"precision": stored.model.precision})})
+    ours, theirs = (_flat(one.model_dump(mode="json")) for one in (wanted, stored))
+    differing = sorted(key for key in {*ours, *theirs} - _FREE if ours.get(key) != theirs.get(key))
+    if differing:
+        raise ConfigError(f"{run} was begun with other settings ({', '.join(differing)}): give another --out")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for key, value in tree.items():
+        rows |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return rows

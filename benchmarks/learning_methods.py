@@ -1,0 +1,114 @@
+"""The methods that benchmarks.learning compares, as data: a new method is one more line of the two lists."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from outrider.types import Json
+
+BASELINE: Final = "grpo"  # what every other method is compared with
+REFERENCE: Final = "rapo"  # whose policy tokens are the budget of all, where no number is given
+IMITATION: Final = "sft"  # the cold start alone
+
+TABLE: Final = "its policy is a table, which neither reads nor writes tips"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """``key`` names files, ``name`` is what tables show. ``algorithm`` is the recipe's ``[algorithm]``, less what is shared.
+
+    All methods of a task share its objective (group size, clip, aggregation), so that they differ in what makes them; with
+    ``own_objective`` the objective is what makes the method, and only the group size is shared. ``undefined`` says on which
+    toys the method has no meaning, and why.
+    """
+
+    key: str
+    name: str
+    algorithm: Mapping[str, Json]
+    own_objective: bool = False
+    undefined: Mapping[str, str] = field(default_factory=dict)
+
+    def table(self, shared: Mapping[str, Json]) -> dict[str, Json]:
+        """The whole ``[algorithm]`` table of a task whose shared objective is this."""
+        kept = {"group_size": shared["group_size"]} if self.own_objective else dict(shared)
+        return kept | dict(self.algorithm)
+
+
+def methods(group_size: int, max_length: int) -> tuple[Method, ...]:
+    """Methods for groups of ``group_size`` rollouts of at most ``max_length`` policy tokens, the same on every task.
+
+    A quarter of ARPO's rollouts begin at the prompt on the toys as in their tests, half on the Factbook as in the paper:
+    see :func:`toy_methods` and :func:`factbook_methods`.
+    """
+    constant: dict[str, Json] = {"aggregation": "constant_length", "max_length": max_length}
+    return (
+        Method(key=BASELINE, name="GRPO", algorithm={"type": "grpo"}),
+        Method(
+            key="dr-grpo",
+            name="Dr. GRPO",
+            algorithm={"type": "grpo", "advantage": "group_centered", **constant},
+            own_objective=True,
+        ),
+        Method(
+            key="dapo-loss",
+            name="DAPO's loss",
+            algorithm={"type": "grpo", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
+            own_objective=True,
+        ),
+        Method(key="gigpo", name="GiGPO", algorithm={"type": "gigpo"}),
+        Method(key=IMITATION, name="imitation alone", algorithm={"type": "grpo"}),
+    )
+
+
+def toy_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
+    """Every method of the toy suite. Simulators have state, so RAPO executes what it retrieves; three quarters are hybrid."""
+    fork: dict[str, Json] = {"type": "arpo", "first_wave": group_size // 4, "num_children": 3, "window": 1}
+    threshold: dict[str, Json] = {"decision": "threshold", "threshold": 0.55}
+    memory: dict[str, Json] = {
+        "embedder": "hash", "num_shown": 4, "max_tip_tokens": 8, "max_shown_tokens": 240, "max_prompt_tokens": 2600
+    }  # fmt: skip
+    tips: dict[str, Json] = {"type": "empo2", "memory_probability": 0.75, "intrinsic_coefficient": 0.0, "memory": memory}
+    novelty: dict[str, Json] = {"type": "empo2", "memory_probability": 0.0, "memory": {"embedder": "hash"}}
+    return (
+        *methods(group_size, max_length),
+        Method(key=REFERENCE, name="RAPO", algorithm=_rapo(group_size)),
+        Method(key="arpo", name="ARPO", algorithm=fork),
+        Method(key="arpo-threshold", name="ARPO, threshold rule", algorithm=fork | threshold),
+        Method(key="aepo", name="AEPO", algorithm=fork | {"preset": "aepo"}),
+        Method(key="empo2", name="EMPO²", algorithm=tips, undefined={"lock": TABLE, "corridor": TABLE}),
+        Method(key="novelty", name="EMPO²'s novelty reward alone", algorithm=novelty),
+    )
+
+
+def rapo_ablations(group_size: int, max_length: int) -> tuple[Method, ...]:
+    """RAPO's own ablations (arXiv 2603.03078, section 4): each part off, noise rates, and the share of hybrid rollouts."""
+    shares = [Method(key=f"rapo-hybrid-{n}", name=f"RAPO, {n} of {group_size} hybrid", algorithm=_rapo(group_size, num_hybrid=n))
+              for n in (group_size // 4, group_size // 2, group_size)]  # fmt: skip
+    noises = [Method(key=f"rapo-noise-{100 * rate:.0f}", name=f"RAPO, noise {rate}", algorithm=_rapo(group_size, noise=rate))
+              for rate in (0.25, 0.5, 1.0)]  # fmt: skip
+    without = {
+        "rapo-no-reward": ("RAPO, no retrieval reward (a = 0)", {"advantage_weight": 0.0}),
+        "rapo-no-shaping": ("RAPO, no importance shaping (m = 0)", {"ratio_weight": 0.0}),
+        "rapo-neither": ("RAPO, neither (a = m = 0)", {"advantage_weight": 0.0, "ratio_weight": 0.0}),
+    }
+    parts = [Method(key=key, name=name, algorithm=_rapo(group_size) | off) for key, (name, off) in without.items()]
+    return (*parts, *noises, *shares)
+
+
+def factbook_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
+    """Every method of the Factbook task, with the papers' settings scaled to the recipe's group."""
+    fork: dict[str, Json] = {"type": "arpo", "first_wave": group_size // 2}
+    return (
+        *methods(group_size, max_length),
+        Method(key=REFERENCE, name="RAPO", algorithm={"type": "rapo", "num_hybrid": group_size // 2}),
+        Method(key="arpo", name="ARPO", algorithm=fork),
+        Method(key="aepo", name="AEPO", algorithm=fork | {"preset": "aepo"}),
+        Method(key="empo2", name="EMPO²", algorithm={"type": "empo2"}),
+        Method(key="dapo", name="DAPO", algorithm={"type": "grpo", "preset": "dapo-paper"}, own_objective=True),
+        Method(key="luffy", name="LUFFY", algorithm={"type": "luffy"}, own_objective=True),
+    )
+
+
+def _rapo(group_size: int, *, num_hybrid: int | None = None, noise: float = 0.0) -> dict[str, Json]:
+    hybrid = 3 * group_size // 4 if num_hybrid is None else num_hybrid
+    return {"type": "rapo", "num_hybrid": hybrid, "retrieval": {"mode": "execute", "noise": noise}}

@@ -1,0 +1,170 @@
+"""Tables of benchmarks.learning in Markdown, with the statistics and verdicts of outrider.evals."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from benchmarks.learning_methods import BASELINE, Method
+from tests.toys import Result
+
+from outrider.evals.compare import Comparison, Pair
+from outrider.evals.statistics import (
+    Estimate,
+    PairedTest,
+    Sample,
+    Verdict,
+    holm,
+    improvement_estimate,
+    iqm_difference,
+    iqm_estimate,
+    paired_test,
+    verdict,
+)
+
+DECIMALS: Final = 3  # of an expected return: what a table does not show is a tie
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """A method against the baseline. ``improvement`` is the chance that one of its runs ends higher, ties counting one half."""
+
+    improvement: Estimate
+    verdict: Verdict
+
+
+def toy_table(chosen: Sequence[Method], results: Mapping[str, Mapping[int, Result]], *, toy: str, num_seeds: int) -> str:
+    """One toy: exact expected returns over seeds. A method without a meaning there has a row that says why."""
+    header = (
+        "method", "seeds", "mean", "interquartile mean", "lowest, highest", "policy tokens", "rewarded, on-policy / hybrid",
+        "chance to end above GRPO", "against GRPO",
+    )  # fmt: skip
+    standings = toy_standings(results, num_seeds=num_seeds)
+    names = {method.key: method.name for method in chosen}
+    rows = []
+    for method in chosen:
+        if toy in method.undefined:
+            rows.append((method.name, f"not defined: {method.undefined[toy]}", *[""] * (len(header) - 2)))
+        elif found := list(results.get(method.key, {}).values()):
+            standing = standings.get(method.key)
+            rows.append((method.name, str(len(found)), *_returns(method.key, found), *_against(standing, names)))
+        else:
+            rows.append((method.name, "not played", *[""] * (len(header) - 2)))
+    return markdown(header, rows)
+
+
+def toy_standings(results: Mapping[str, Mapping[int, Result]], *, num_seeds: int) -> dict[str, Standing]:
+    """Every method against the baseline, over seeds.
+
+    A seed is a toy of its own (its combination is drawn from it) and the same for all methods, so the paired test runs over seeds where
+    :func:`~outrider.evals.statistics.verdict` speaks of tasks. Holm's correction is over all methods of the toy.
+    """
+    samples = {key: _sample(key, found) for key, found in results.items() if found}
+    base = samples.get(BASELINE)
+    if base is None:
+        return {}
+    others = [sample for key, sample in samples.items() if key != BASELINE]
+    paired = [one for one in others if sorted(results[one.name]) == sorted(results[BASELINE])]
+    tests = {one.name: paired_test(one.scores[:, 0], base.scores[:, 0], seed=0) for one in paired}
+    corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
+    missing = [f"{key} has {len(found)} of {num_seeds} seeds" for key, found in results.items() if len(found) < num_seeds]
+    return {
+        one.name: _standing(
+            one, base, test=tests.get(one.name), p_corrected=corrected.get(one.name),
+            missing=[said for said in missing if said.split(" ", 1)[0] in (one.name, BASELINE)],
+        )
+        for one in others
+    }  # fmt: skip
+
+
+def _standing(
+    sample: Sample, base: Sample, *, test: PairedTest | None, p_corrected: float | None, missing: Sequence[str]
+) -> Standing:
+    difference = iqm_difference(sample, base, seed=0, within=(-1.0, 1.0))
+    return Standing(
+        improvement=improvement_estimate(sample, base, seed=0),
+        verdict=verdict(sample, base, difference=difference, test=test, p_corrected=p_corrected, obstacles=missing),
+    )
+
+
+def _sample(key: str, found: Mapping[int, Result]) -> Sample:
+    scores = [[round(found[seed].expected_return, DECIMALS)] for seed in sorted(found)]
+    return Sample(name=key, scores=np.asarray(scores, dtype=np.float64))
+
+
+def _returns(key: str, found: Sequence[Result]) -> tuple[str, ...]:
+    returns = [one.expected_return for one in found]
+    iqm = iqm_estimate(_sample(key, dict(enumerate(found))), seed=0, within=(0.0, 1.0))
+    rewards = f"{sum(one.num_on_policy_rewards for one in found)} / {sum(one.num_hybrid_rewards for one in found)}"
+    tokens = f"{sum(one.num_policy_tokens for one in found) / len(found):,.0f}"
+    span = f"{min(returns):.3f}, {max(returns):.3f}"
+    return f"{math.fsum(returns) / len(returns):.3f}", _range(iqm, f"{{:.{DECIMALS}f}}"), span, tokens, rewards
+
+
+def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
+    """Held-out scores of runs whose folders are named ``<method's key>-<seed>``, with the verdicts of ``outrider compare``."""
+    header = (
+        "method", "seeds", "mean %", "interquartile mean %", "lowest, highest", "policy tokens", "executed tool calls", "steps",
+        "chance to end above GRPO", "against GRPO",
+    )  # fmt: skip
+    labels = {run.name.rpartition("/")[2].rpartition("-")[0]: group.label for group in comparison.groups for run in group.runs}
+    keys = {label: key for key, label in labels.items()}
+    names = {label: method.name for method in chosen for label in [labels.get(method.key)] if label}
+    groups = {keys[group.label]: group for group in comparison.groups}
+    pairs = {frozenset((keys[pair.first], keys[pair.second])): (keys[pair.first], pair) for pair in comparison.pairs}
+    rows = []
+    for method in chosen:
+        group = groups.get(method.key)
+        if group is None or group.score is None:
+            rows.append((method.name, "not run", *[""] * (len(header) - 2)))
+            continue
+        scores = [100 * run.evaluations[-1].score for run in group.runs]
+        costs = [
+            f"{group.costs[axis]:,.0f}" if axis in group.costs else ""
+            for axis in ("policy tokens", "tool calls", "training steps")
+        ]
+        first, pair = pairs.get(frozenset((method.key, BASELINE)), ("", None))
+        standing = None if pair is None else _of_pair(pair, is_first=first == method.key)
+        rows.append(
+            (method.name, str(len(scores)), f"{math.fsum(scores) / len(scores):.1f}", _range(_times(group.score, 100), "{:.1f}"),
+             f"{min(scores):.1f}, {max(scores):.1f}", *costs, *_against(standing, names))
+        )  # fmt: skip
+    return markdown(header, rows)
+
+
+def _of_pair(pair: Pair, *, is_first: bool) -> Standing:
+    """A pair as the method sees it, whichever side it stands on."""
+    chance = pair.improvement
+    turned = Estimate(value=1 - chance.value, low=1 - chance.high, high=1 - chance.low)
+    return Standing(improvement=chance if is_first else turned, verdict=pair.verdict)
+
+
+def _against(standing: Standing | None, names: Mapping[str, str]) -> tuple[str, str]:
+    """The last two cells; ``names`` gives what samples are called in verdicts the name that the table shows."""
+    if standing is None:
+        return "", ""
+    found = standing.verdict
+    if found.winner is not None:
+        return _range(standing.improvement, "{:.2f}"), f"**{names[found.winner]}** scores higher"
+    return _range(standing.improvement, "{:.2f}"), f"no winner: {'; '.join(_named(reason, names) for reason in found.reasons)}"
+
+
+def _named(reason: str, names: Mapping[str, str]) -> str:
+    label = max((one for one in names if reason.startswith(f"{one} has ")), key=len, default=None)
+    return reason if label is None else names[label] + reason.removeprefix(label)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def _range(estimate: Estimate, form: str) -> str:
+    value, low, high = (form.format(part) for part in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]" if estimate.has_interval else f"{value} (one seed)"
+
+
+def _times(estimate: Estimate, factor: float) -> Estimate:
+    return Estimate(value=factor * estimate.value, low=factor * estimate.low, high=factor * estimate.high)

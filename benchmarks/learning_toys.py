@@ -1,0 +1,226 @@
+"""The toy suite: RAPO's lock, ARPO's corridor and EMPO²'s hidden object (tests/toys*.py), every method on each of them.
+
+One result file a (toy, method, seed). A file is written whole or not at all, and what is there is not played again.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from benchmarks.learning_methods import IMITATION, Method, rapo_ablations, toy_methods
+from tests.toys import LEARNING_RATE, Result, Toy, ToyRun, expert_trajectory
+from tests.toys_branching import DEPTH as CORRIDOR_DEPTH
+from tests.toys_branching import CorridorRun, CorridorToy
+from tests.toys_memory import DEPTH as HIDDEN_DEPTH
+from tests.toys_memory import HiddenRun, HiddenToy
+
+from outrider.algorithms.grpo import GrpoSettings
+from outrider.config import Settings, validate
+from outrider.environments.webshop import WebShopConfig
+from outrider.errors import ConfigError, DataError
+from outrider.rollout.episode import Limits
+from outrider.rollout.expert import play_experts
+from outrider.train.components import make_algorithm
+from outrider.train.settings import AlgorithmSettings, RunSettings, TrainSettings
+from outrider.train.sft import ColdStartSettings, cold_start, successful_paths
+from outrider.types import Json, Task
+
+NUM_PASSES: Final = 100  # of imitation over the expert's one rollout
+
+
+class _Assembled(ToyRun):
+    """A toy that runs whatever the trainer can assemble from settings."""
+
+    def _algorithm(self, settings: Any) -> Any:
+        run = RunSettings(
+            seed=self.toy.seed,
+            environment=WebShopConfig(),  # any simulator: where actions change state, retrieved ones are executed
+            algorithm=settings,
+            train=TrainSettings(num_steps=1, tasks_per_step=1),
+        )
+        actions = len(self.model.action_ids)
+        return make_algorithm(run, self.buffer, vocabulary_size=actions, stateful=True, num_tokens=len)
+
+
+class _Lock(_Assembled):
+    """RAPO's toy."""
+
+
+class _Corridor(_Assembled, CorridorRun):
+    """ARPO's toy."""
+
+
+class _Hidden(_Assembled, HiddenRun):
+    """EMPO²'s toy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arena:
+    """One toy. ``max_policy_tokens`` is every method's budget, ``shared`` the objective of all; ``ablations`` are played besides."""
+
+    name: str
+    title: str
+    run: type[ToyRun]
+    toy: Callable[[int], Toy]
+    max_policy_tokens: int
+    shared: Mapping[str, Json]
+    ablations: Callable[[int, int], tuple[Method, ...]] = lambda group_size, max_length: ()
+
+    def methods(self) -> tuple[Method, ...]:
+        """All of the suite, then the toy's ablations."""
+        size, length = int(str(self.shared["group_size"])), self.toy(0).num_turns
+        return toy_methods(size, length) + self.ablations(size, length)
+
+    def settings(self, method: Method) -> AlgorithmSettings:
+        """The method's settings here. Raises ConfigError for a table that is none."""
+        return validate(_Chosen, {"algorithm": method.table(self.shared)}).algorithm
+
+
+class _Chosen(Settings):
+    algorithm: AlgorithmSettings
+
+
+_TWELVE: Final[Mapping[str, Json]] = {
+    "group_size": 12, "clip_low": 0.28, "clip_high": 0.28, "dual_clip": None, "aggregation": "sequence_mean_token_mean"
+}  # fmt: skip
+_EIGHT: Final[Mapping[str, Json]] = {
+    "group_size": 8, "clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0, "aggregation": "token_mean"
+}  # fmt: skip
+ARENAS: Final = (
+    Arena(
+        name="lock", title="The lock (RAPO's toy): four doors, twenty actions each, six turns", run=_Lock,
+        toy=lambda seed: Toy(seed=seed), max_policy_tokens=6000, shared=_TWELVE, ablations=rapo_ablations,
+    ),
+    Arena(
+        name="corridor", title="The corridor (ARPO's toy): nine rooms that the policy knows, a vault of twenty actions", run=_Corridor,
+        toy=lambda seed: CorridorToy(seed=seed, depth=CORRIDOR_DEPTH + 1, num_turns=CORRIDOR_DEPTH + 1),
+        max_policy_tokens=1500, shared=_TWELVE,
+    ),
+    Arena(
+        name="hidden", title="The hidden object (EMPO²'s toy): three rooms, and a policy that gives up at once", run=_Hidden,
+        toy=lambda seed: HiddenToy(seed=seed, num_turns=HIDDEN_DEPTH), max_policy_tokens=12_000, shared=_EIGHT,
+    ),
+)  # fmt: skip
+
+
+def play(arena: Arena, method: Method, *, seed: int, max_policy_tokens: int) -> Result:
+    """One training in a folder of its own."""
+    settings: Any = GrpoSettings() if method.key == IMITATION else arena.settings(method)
+    with TemporaryDirectory() as folder:
+        run = arena.run(arena.toy(seed), settings, folder=Path(folder))
+        try:
+            return imitate(run) if method.key == IMITATION else run.train(max_policy_tokens=max_policy_tokens)
+        finally:
+            run.buffer.close()
+
+
+def imitate(run: ToyRun) -> Result:
+    """The library's cold start on the expert's rollouts: what they alone teach, with no token of the policy's own."""
+
+    def expert(task: Task) -> Any:
+        return expert_trajectory(task, run.factory(task)).steps
+
+    traces = play_experts(
+        tasks=run.tasks,
+        expert=expert,
+        factory=run.factory,
+        tokenizer=run.renderer.tokenizer,
+        limits=Limits(max_turns=run.toy.num_turns, max_turn_tokens=1),
+        stop=(),
+        run_seed=run.toy.seed,
+        context_length=run.engine.context_length,
+    )
+    chosen = ColdStartSettings(
+        num_examples=len(run.tasks), num_epochs=NUM_PASSES, batch_size=len(run.tasks), learning_rate=LEARNING_RATE
+    )
+    num_steps = cold_start(
+        run.policy,
+        successful_paths(traces),
+        chosen,
+        run_seed=run.toy.seed,
+        max_tokens=100_000,
+        on_step=lambda done, total, values: None,
+    )
+    run.engine.weights_changed()
+    return Result(
+        expected_return=run.expected_return(), sampled_return=run.sampled_return(), num_policy_tokens=0, num_rollouts=0,
+        num_steps=num_steps, num_on_policy_rewards=0, num_hybrid_rewards=0,
+    )  # fmt: skip
+
+
+def result_path(out: Path, arena: Arena, method: Method, seed: int) -> Path:
+    """Where the result of one training is."""
+    return out / "toys" / arena.name / f"{method.key}-{seed}.json"
+
+
+def load_result(out: Path, arena: Arena, method: Method, seed: int, *, max_policy_tokens: int) -> Result | None:
+    """A finished training, None where there is none.
+
+    Raises ConfigError where the file is that of other settings or another budget, DataError where it cannot be read.
+    """
+    path = result_path(out, arena, method, seed)
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        result = Result(**record.pop("result"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is no result of this benchmark: {error}") from error
+    wanted = _identity(arena, method, seed, max_policy_tokens)
+    if record != wanted:
+        differing = sorted(key for key in {*record, *wanted} if record.get(key) != wanted.get(key))
+        raise ConfigError(f"{path} is the result of another run ({', '.join(differing)} differ): give another --out")
+    return result
+
+
+def save_result(out: Path, arena: Arena, method: Method, seed: int, result: Result, *, max_policy_tokens: int) -> None:
+    """Write what was played with what it was played with."""
+    path = result_path(out, arena, method, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    record = _identity(arena, method, seed, max_policy_tokens) | {"result": asdict(result)}
+    temporary.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def play_all(
+    out: Path,
+    arena: Arena,
+    chosen: Sequence[Method],
+    *,
+    seeds: Sequence[int],
+    max_policy_tokens: int,
+    only_load: bool = False,
+    note: Callable[[str], None],
+) -> dict[str, dict[int, Result]]:
+    """The results by method and seed; what is not there is played unless ``only_load``. Undefined methods have none."""
+    results: dict[str, dict[int, Result]] = {}
+    for method in chosen:
+        results[method.key] = {}
+        for seed in seeds if arena.name not in method.undefined else ():
+            result = load_result(out, arena, method, seed, max_policy_tokens=max_policy_tokens)
+            if result is None and not only_load:
+                result = play(arena, method, seed=seed, max_policy_tokens=max_policy_tokens)
+                save_result(out, arena, method, seed, result, max_policy_tokens=max_policy_tokens)
+                note(f"{arena.name}: {method.name}, seed {seed}: {result.expected_return:.3f}")
+            if result is not None:
+                results[method.key][seed] = result
+    return results
+
+
+def _identity(arena: Arena, method: Method, seed: int, max_policy_tokens: int) -> dict[str, Any]:
+    """What decides a result, as JSON gives it back. Imitation spends no policy tokens."""
+    settings: Any = None if method.key == IMITATION else arena.settings(method)
+    identity = {
+        "toy": arena.name,
+        "method": method.key,
+        "seed": seed,
+        "settings": {"num_passes": NUM_PASSES} if settings is None else settings.model_dump(mode="json"),
+        "max_policy_tokens": 0 if settings is None else max_policy_tokens,
+    }
+    found: dict[str, Any] = json.loads(json.dumps(identity))
+    return found

@@ -1,0 +1,205 @@
+"""The Factbook task of benchmarks.learning with scripted runs: one start a seed, one budget a seed, skipped, resumed or refused."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from benchmarks.learning_factbook import Plan, compare_all, is_finished, policy_tokens, train_all
+from benchmarks.learning_tables import factbook_table
+
+from benchmarks import learning
+from outrider.config import load_settings, to_toml
+from outrider.errors import ConfigError, OutriderError
+from outrider.metrics import MetricsWriter
+from outrider.train.settings import RunSettings
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
+TASKS = [f"task-{number}" for number in range(80)]
+SHARES = {"sft": 0.2, "grpo": 0.3, "rapo": 0.9, "gigpo": 0.3}
+
+
+@dataclass
+class Runs:
+    """Writes what ``outrider train`` would have written. ``stops`` names a run that is killed before its end, once."""
+
+    started: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    stops: str = ""
+
+    def launch(self, arguments: Sequence[str]) -> None:
+        resumed = arguments[0] == "--resume"
+        run = Path(arguments[1] if resumed else arguments[-1])
+        self.started.append((run.name, tuple(arguments)))
+        if not resumed:
+            assert arguments[-2] == "--run" and not run.exists()
+            settings = load_settings(RunSettings, file=Path(arguments[0]), overrides=arguments[1:-2])
+            run.mkdir()
+            (run / "config.toml").write_text(to_toml(settings.model_dump(mode="json")))
+        if self.stops == run.name:
+            self.stops = ""
+            raise KeyboardInterrupt
+        self.finish(run, load_settings(RunSettings, file=run / "config.toml"))
+
+    def finish(self, run: Path, settings: RunSettings) -> None:
+        key = run.name.rpartition("-")[0]
+        if settings.train.num_steps == 0:
+            return self.evaluate(run, "after cold start", step=0, key=key, seed=settings.seed)
+        tokens = settings.train.max_policy_tokens or 1000 + settings.seed
+        writer = MetricsWriter(run / "metrics.jsonl")
+        for step in range(1, 6):
+            spent = {"tokens/policy": tokens / 5, "tokens/policy_total": float(tokens * step // 5)}
+            writer.write(step, "train", spent | {"reward/mean": 0.1})
+        writer.close()
+        self.evaluate(run, f"of {settings.model.initial_checkpoint}", step=0, key="sft", seed=settings.seed)
+        self.evaluate(run, f"after {key.upper()}", step=5, key=key, seed=settings.seed)
+
+    def evaluate(self, run: Path, label: str, *, step: int, key: str, seed: int) -> None:
+        scores = {task: float(number < len(TASKS) * SHARES.get(key, 0.5) + seed) for number, task in enumerate(TASKS)}
+        mean = sum(scores.values()) / len(scores)
+        line = {
+            "label": label, "split": "test", "num_tasks": len(TASKS), "step": step, "temperature": 1.0, "panel_hash": "ab" * 32,
+            "metric": {"score": {"value": mean, "ci_low": 0.0, "ci_high": 1.0}}, "task_scores": scores,
+        }  # fmt: skip
+        with (run / "evaluations.jsonl").open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    def settings_of(self, out: Path, name: str) -> RunSettings:
+        return load_settings(RunSettings, file=out / name / "config.toml")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return Plan(recipe=RECIPE, out=tmp_path, seeds=range(3), policy_tokens=None, overrides=("num_threads=1",))
+
+
+def train(plan: Plan, runs: Runs, *keys: str) -> None:
+    chosen = [method for method in plan.methods() if not keys or method.key in keys]
+    train_all(plan, chosen, launch=runs.launch, after_seed=lambda: None)
+
+
+def test_all_begin_at_one_cold_start_and_end_at_the_reference_s_tokens(plan: Plan) -> None:
+    runs = Runs()
+    train(plan, runs)
+    every = [method.key for method in plan.methods()]
+    assert [name for name, _ in runs.started[:2]] == ["sft-0", "rapo-0"]
+    assert sorted(name for name, _ in runs.started) == sorted(f"{key}-{seed}" for key in every for seed in range(3))
+    for seed in range(3):
+        start = runs.settings_of(plan.out, f"sft-{seed}")
+        assert (start.train.num_steps, start.seed, start.num_threads) == (0, seed, 1) and start.cold_start.num_examples == 44
+        spent = policy_tokens(plan.out / f"rapo-{seed}")
+        for key in every:
+            settings = runs.settings_of(plan.out, f"{key}-{seed}")
+            assert settings.algorithm.group_size == 8
+            if key == "sft":
+                continue
+            assert settings.model.initial_checkpoint == str(plan.out / f"sft-{seed}" / "checkpoints" / "step-000000")
+            assert settings.cold_start.num_examples == 0
+            assert settings.train.max_policy_tokens == (None if key == "rapo" else spent)
+            assert settings.train.num_steps == (5 if key == "rapo" else 100_000)
+
+
+def test_what_all_share_is_the_recipe_s_objective(plan: Plan) -> None:
+    runs = Runs()
+    train(replace(plan, seeds=range(1)), runs)
+    settings = {method.key: runs.settings_of(plan.out, f"{method.key}-0").algorithm for method in plan.methods()}
+    for key in ("grpo", "gigpo", "rapo", "arpo", "aepo", "empo2"):
+        found = settings[key]
+        assert (found.clip_low, found.clip_high, found.dual_clip) == (0.28, 0.28, None)
+        assert found.aggregation == "sequence_mean_token_mean"
+    assert settings["dr-grpo"].advantage == "group_centered" and settings["dr-grpo"].max_length == 512
+    assert (settings["dapo-loss"].clip_low, settings["dapo-loss"].clip_high) == (0.2, 0.28)
+    assert settings["rapo"] == load_settings(RunSettings, file=RECIPE).algorithm
+
+
+def test_a_given_budget_is_everybody_s(plan: Plan) -> None:
+    runs = Runs()
+    train(replace(plan, policy_tokens=777, seeds=range(1)), runs, "grpo", "rapo")
+    assert {name: runs.settings_of(plan.out, name).train.max_policy_tokens for name in ("grpo-0", "rapo-0")} == {
+        "grpo-0": 777,
+        "rapo-0": 777,
+    }
+    train(replace(plan, policy_tokens=777, seeds=range(1), out=plan.out / "other"), other := Runs(), "grpo")
+    assert [name for name, _ in other.started] == ["sft-0", "grpo-0"]
+
+
+def test_finished_runs_are_skipped_and_a_killed_one_is_resumed(plan: Plan) -> None:
+    runs = Runs(stops="gigpo-1")
+    with pytest.raises(KeyboardInterrupt):
+        train(plan, runs, "grpo", "rapo", "gigpo")
+    assert runs.started[-1][0] == "gigpo-1" and not is_finished(plan.out / "gigpo-1")
+    num_before = len(runs.started)
+    train(plan, runs, "grpo", "rapo", "gigpo")
+    assert runs.started[num_before] == ("gigpo-1", ("--resume", str(plan.out / "gigpo-1")))
+    assert [name for name, _ in runs.started[num_before:]] == ["gigpo-1", "sft-2", "rapo-2", "grpo-2", "gigpo-2"]
+    train(plan, runs, "grpo", "rapo", "gigpo")
+    assert runs.started[-1][0] == "gigpo-2"
+
+
+def test_a_run_that_leaves_early_is_told(plan: Plan) -> None:
+    class Leaves(Runs):
+        def finish(self, run: Path, settings: RunSettings) -> None:
+            """As after SIGTERM: exit status 0, no last evaluation."""
+
+    with pytest.raises(OutriderError, match=r"sft-0 was stopped before its end"):
+        train(plan, Leaves())
+
+
+def test_other_settings_in_the_same_folder_are_refused(plan: Plan) -> None:
+    runs = Runs()
+    train(plan, runs, "grpo", "rapo")
+    num_before = len(runs.started)
+    train(replace(plan, overrides=("num_threads=2", "train.checkpoint_every=1")), runs, "grpo", "rapo")
+    assert len(runs.started) == num_before  # how fast and how safely it runs may change
+    with pytest.raises(ConfigError, match=r"sft-0 was begun with other settings \(optimizer.learning_rate\)"):
+        train(replace(plan, overrides=("num_threads=1", "optimizer.learning_rate=1e-3")), runs, "grpo", "rapo")
+    with pytest.raises(ConfigError, match=r"rapo-0 was begun with other settings \(train.max_policy_tokens, train.num_steps\)"):
+        train(replace(plan, policy_tokens=5), runs, "grpo", "rapo")
+
+
+def test_impossible_plans_stop_before_the_first_run(plan: Plan, tmp_path: Path) -> None:
+    runs = Runs()
+    with pytest.raises(ConfigError, match="--policy-tokens"):
+        train(plan, runs, "grpo")
+    with pytest.raises(ConfigError, match="no cold start"):
+        train(replace(plan, overrides=("cold_start.num_examples=0",)), runs)
+    with pytest.raises(ConfigError, match="unknown key"):
+        train(replace(plan, overrides=("algorithm.num_hybrid=2",)), runs, "grpo", "rapo")
+    assert runs.started == []
+
+
+def test_the_table_has_every_method_with_the_verdict_of_compare(plan: Plan) -> None:
+    runs = Runs()
+    train(plan, runs, "grpo", "rapo", "gigpo")
+    chosen = [method for method in plan.methods() if method.key in ("sft", "grpo", "rapo", "gigpo", "arpo")]
+    comparison = compare_all(plan, chosen)
+    assert comparison is not None and comparison.num_tasks == len(TASKS)
+    header, _, *lines = factbook_table(chosen, comparison).splitlines()
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    assert list(rows) == ["GRPO", "GiGPO", "imitation alone", "RAPO", "ARPO"]
+    assert len({line.count(" | ") for line in (header, *lines)}) == 1
+    assert "**RAPO** scores higher" in rows["RAPO"] and "1.00 [1.00, 1.00]" in rows["RAPO"] and "1,001" in rows["RAPO"]
+    assert "**GRPO** scores higher" in rows["imitation alone"] and "0.00 [0.00, 0.00]" in rows["imitation alone"]
+    assert "no winner" in rows["GiGPO"] and "not run" in rows["ARPO"] and "| 3 |" in rows["imitation alone"]
+
+
+def test_one_seed_names_nobody_and_reasons_use_the_shown_names(plan: Plan) -> None:
+    runs = Runs()
+    single = replace(plan, seeds=range(1))
+    train(single, runs, "grpo", "rapo", "dr-grpo")
+    chosen = [method for method in plan.methods() if method.key in ("grpo", "rapo", "dr-grpo")]
+    comparison = compare_all(single, chosen)
+    assert comparison is not None
+    table = factbook_table(chosen, comparison)
+    assert "scores higher" not in table and "Dr. GRPO has 1 seed, at least 3 are needed" in table and "one seed" in table
+
+
+def test_the_command_shows_what_is_finished(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["factbook", "--out", str(plan.out), "--recipe", str(RECIPE), "--only-report", "num_threads=1"]
+    assert learning.main(arguments) == 0 and capsys.readouterr().out == ""
+    train(plan, Runs(), "grpo", "rapo")
+    assert learning.main(arguments) == 0
+    text = (plan.out / "factbook.md").read_text()
+    assert "| RAPO | 3 |" in text and text.strip() in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        learning.main([*arguments, "--magic"])
