@@ -116,9 +116,8 @@ class Scheduler:
             for one in begun:
                 batcher.join()
                 group.create_task(work(one))
-            for one in (*begun, *owed):
-                if one.fork is not None:  # it shares its parent's keys and values when it first asks, in a later batch
-                    needed[f"{one.trace.task.key}/{one.fork.parent}"] = batcher.num_batches
+            # A fork shares its parent's keys and values when it first asks, in a later batch.
+            needed.update({f"{o.trace.task.key}/{o.fork.parent}": batcher.num_batches for o in (*begun, *owed) if o.fork})
             gone = [key for key in sorted(ended) if batcher.num_batches > needed.get(key, -1)]
             self.engine.release(gone)
             ended.difference_update(gone)
