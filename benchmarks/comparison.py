@@ -4,17 +4,27 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from outrider.config import load_settings
+from outrider.errors import ConfigError
+from outrider.train.settings import RunSettings
+
+_FREE: Final = frozenset((  # what may change between two calls: it decides how fast and how safely, not what is computed
+    "num_threads", "train.checkpoint_every", "train.keep_checkpoints", "train.max_retries", "trackers",
+))  # fmt: skip
 
 
 def train(run: Path, arguments: Sequence[str], *, last_label: str = "") -> None:
-    """Start a run with these arguments, continue one that was stopped, or leave a finished one alone.
+    """Start a run with these arguments (a recipe, then overrides), continue one that was stopped, or leave a finished one alone.
 
-    It is finished when the evaluation ``last_label`` is on file, or else one after training. A run that is continued keeps the
-    settings that it began with. Raises CalledProcessError when it fails.
+    It is finished when the evaluation ``last_label`` is on file, or else one after training. Raises ConfigError for a run that was
+    begun with other settings, and CalledProcessError when it fails.
     """
+    if (run / "config.toml").exists():
+        require_same(run, load_settings(RunSettings, file=Path(arguments[0]), overrides=list(arguments[1:])))
     done = [one for one in evaluations(run) if one["label"] == last_label or (not last_label and is_after_training(one))]
     if done and (run / "report.html").exists():
         return
@@ -59,3 +69,21 @@ def median(run: Path, metric: str) -> float:
     """Of a metric over the training steps that have it; 0 where none has."""
     values = [line[metric] for line in records(run) if metric in line]
     return float(statistics.median(values)) if values else 0.0
+
+
+def require_same(run: Path, wanted: RunSettings) -> None:
+    """Raises ConfigError where a run was begun with other settings: its results would pass for those of these."""
+    stored = load_settings(RunSettings, file=run / "config.toml")
+    if wanted.model.precision == "auto":  # a run has written down what that meant
+        wanted = wanted.model_copy(update={"model": wanted.model.model_copy(update={"precision": stored.model.precision})})
+    ours, theirs = (_flat(one.model_dump(mode="json")) for one in (wanted, stored))
+    differing = sorted(key for key in {*ours, *theirs} - _FREE if ours.get(key) != theirs.get(key))
+    if differing:
+        raise ConfigError(f"{run} was begun with other settings ({', '.join(differing)}): give another --out")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for key, value in tree.items():
+        rows |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return rows

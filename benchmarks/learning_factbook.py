@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.comparison import require_same
 from benchmarks.learning_methods import IMITATION, REFERENCE, Method, factbook_methods
 
 from outrider.config import load_settings, to_toml
@@ -24,9 +25,6 @@ from outrider.watch.run_directory import read_run
 Launch = Callable[[Sequence[str]], None]
 
 _MANY: Final = 100_000  # steps: the token budget ends a run before
-_FREE: Final = frozenset((  # what may change between two calls: it decides how fast and how safely, not what is computed
-    "num_threads", "train.checkpoint_every", "train.keep_checkpoints", "train.max_retries", "trackers",
-))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +87,7 @@ def complete(plan: Plan, method: Method, seed: int, *, budget: int | None, launc
     recipe, overrides = write_recipe(plan, method), _overrides(plan, method, seed=seed, budget=budget)
     begun = (run / "config.toml").exists()
     if begun:
-        _require_same(run, load_settings(RunSettings, file=recipe, overrides=overrides))
+        require_same(run, load_settings(RunSettings, file=recipe, overrides=overrides))
     if is_finished(run):
         return
     launch(["--resume", str(run)] if begun else [str(recipe), *overrides, "--run", str(run)])
@@ -151,20 +149,3 @@ def _overrides(plan: Plan, method: Method, *, seed: int, budget: int | None) -> 
 
 def _shared_only(overrides: Sequence[str]) -> list[str]:
     return [one for one in overrides if not one.startswith("algorithm.") or one.startswith("algorithm.group_size=")]
-
-
-def _require_same(run: Path, wanted: RunSettings) -> None:
-    stored = load_settings(RunSettings, file=run / "config.toml")
-    if wanted.model.precision == "auto":  # a run has written down what that meant
-        wanted = wanted.model_copy(update={"model": wanted.model.model_copy(update={"precision": stored.model.precision})})
-    ours, theirs = (_flat(one.model_dump(mode="json")) for one in (wanted, stored))
-    differing = sorted(key for key in {*ours, *theirs} - _FREE if ours.get(key) != theirs.get(key))
-    if differing:
-        raise ConfigError(f"{run} was begun with other settings ({', '.join(differing)}): give another --out")
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for key, value in tree.items():
-        rows |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return rows
