@@ -76,6 +76,7 @@ def toy_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
         Method(key="arpo-threshold", name="ARPO, threshold rule", algorithm=fork | threshold),
         Method(key="aepo", name="AEPO", algorithm=fork | {"preset": "aepo"}),
         Method(key="empo2", name="EMPO²", algorithm=tips, undefined={"lock": TABLE, "corridor": TABLE}),
+        Method(key="luffy", name="LUFFY", algorithm={"type": "luffy"}, own_objective=True),
         Method(key="novelty", name="EMPO²'s novelty reward alone", algorithm=novelty),
     )
 

@@ -15,10 +15,12 @@ from benchmarks.learning_methods import IMITATION, Method, rapo_ablations, toy_m
 from tests.toys import LEARNING_RATE, Result, Toy, ToyRun, expert_trajectory
 from tests.toys_branching import DEPTH as CORRIDOR_DEPTH
 from tests.toys_branching import CorridorRun, CorridorToy
+from tests.toys_demonstrated import Demonstrated, expert_paths
 from tests.toys_memory import DEPTH as HIDDEN_DEPTH
 from tests.toys_memory import HiddenRun, HiddenToy
 
 from outrider.algorithms.grpo import GrpoSettings
+from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import Settings, validate
 from outrider.environments.webshop import WebShopConfig
 from outrider.errors import ConfigError, DataError
@@ -36,6 +38,8 @@ class _Assembled(ToyRun):
     """A toy that runs whatever the trainer can assemble from settings."""
 
     def _algorithm(self, settings: Any) -> Any:
+        if isinstance(settings, LuffySettings):
+            return Luffy(settings, paths=expert_paths(self))
         run = RunSettings(
             seed=self.toy.seed,
             environment=WebShopConfig(),  # any simulator: where actions change state, retrieved ones are executed
@@ -44,6 +48,11 @@ class _Assembled(ToyRun):
         )
         actions = len(self.model.action_ids)
         return make_algorithm(run, self.buffer, vocabulary_size=actions, stateful=True, num_tokens=len)
+
+    def scheduler(self, *, training: bool) -> Any:
+        """LUFFY's demonstrations are the expert's own rollouts; evaluation has none."""
+        own = super().scheduler(training=training)
+        return Demonstrated(own, self, self.algorithm.paths) if training and isinstance(self.algorithm, Luffy) else own
 
 
 class _Lock(_Assembled):

@@ -3,7 +3,6 @@
 Same loop, credit and update as in :mod:`tests.toys`; the demonstration is played through the environment in every step.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,34 +11,12 @@ import pytest
 
 from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import validate
-from outrider.rollout.demonstrations import join_demonstration
-from outrider.rollout.expert import play_experts
-from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.train.policy import set_threads
-from outrider.types import Task
-from tests.toys import _SHARED, TABLE_HEAD, Result, Toy, ToyRun, expert_trajectory, grpo, play, table_row
+from tests.toys import _SHARED, TABLE_HEAD, Result, Toy, ToyRun, grpo, play, table_row
+from tests.toys_demonstrated import Demonstrated, expert_paths
 
 SEEDS = range(5)
 MAX_POLICY_TOKENS = 3000
-
-
-class Demonstrated:
-    """A scheduler whose groups are joined by the expert's rollout."""
-
-    def __init__(self, own: Scheduler, run: "LuffyRun") -> None:
-        self._own, self._run = own, run
-
-    def run(self, tasks: Sequence[Task], *, modes: Any, training_step: int) -> RolloutReport:
-        """Play both."""
-        report = self._own.run(tasks, modes=modes, training_step=training_step)
-        played = play_experts(
-            tasks=tasks, expert=lambda task: self._run.algorithm.paths[task.key], factory=self._own.factory,
-            tokenizer=self._run.renderer.tokenizer, limits=self._own.limits, stop=(), run_seed=self._own.run_seed,
-            context_length=4096, training_step=training_step,
-        )  # fmt: skip
-        for trace, one in zip(report.traces, played, strict=True):
-            join_demonstration(trace, one)
-        return report
 
 
 class LuffyRun(ToyRun):
@@ -47,16 +24,13 @@ class LuffyRun(ToyRun):
 
     algorithm: Any
 
-    def __init__(self, toy: Toy, settings: Any, *, folder: Path) -> None:
-        super().__init__(toy, settings, folder=folder)
-
     def _algorithm(self, settings: Any) -> Any:
-        return Luffy(settings, paths={task.key: expert_trajectory(task).steps for task in self.tasks})
+        return Luffy(settings, paths=expert_paths(self))
 
     def scheduler(self, *, training: bool) -> Any:
         """Evaluation has no demonstrations."""
         own = super().scheduler(training=training)
-        return Demonstrated(own, self) if training else own
+        return Demonstrated(own, self, self.algorithm.paths) if training else own
 
 
 def luffy(seed: int, **options: Any) -> Result:

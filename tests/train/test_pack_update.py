@@ -17,7 +17,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from outrider.algorithms.base import ObjectiveSettings, write_credit
+from outrider.algorithms.base import ObjectiveSettings, RejectionMask, write_credit
 from outrider.algorithms.credit import GroupAdvantages
 from outrider.engines.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
@@ -586,6 +586,23 @@ def test_a_gradient_that_is_no_number_skips_the_step() -> None:
     assert all(torch.equal(before[name], master) for name, master in policy.masters.items())
 
 
+def test_a_batch_whose_tokens_are_all_rejected_moves_nothing() -> None:
+    """Nor does it count as a step of the warm-up: the moments of the step before it would move the weights."""
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2, weight_decay=0.1))
+    traces = [random_trace(31, faults=False)]
+    honest(policy, traces)
+    update(policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False)
+    before = {name: master.clone() for name, master in policy.masters.items()}
+    for node in traces[0].nodes:
+        if node.trainable:
+            node.logprobs = tuple(value - 5.0 for value in node.logprobs)
+    rejecting = ObjectiveSettings(sampler_rejection=RejectionMask(lower=0.5, upper=2.0))
+    report = update(policy, traces, objective=rejecting, settings=NO_GATE, reference=None, first=False)
+    assert report.metrics["ratio/num_rejected"] > 0 == report.metrics["grad/norm"] == report.metrics["grad/num_skipped"]
+    assert policy.num_steps == 1
+    assert all(torch.equal(before[name], master) for name, master in policy.masters.items())
+
+
 def test_the_gate_waits_for_the_first_mini_batch_with_signal() -> None:
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32)]
@@ -627,8 +644,11 @@ def test_log_probs_that_are_not_finite_skip_the_step_and_are_counted() -> None:
 
 def test_the_cold_start_s_rate_is_not_warmed_up_twice() -> None:
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2, warmup_steps=100))
+    weight = next(iter(policy.working.values()))
+    weight.sum().backward()
     policy.step(learning_rate=1e-4)
     assert policy.optimizer.param_groups[0]["lr"] == 1e-4
+    weight.sum().backward()
     policy.step()
     assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 2 / 100)
 

@@ -3,7 +3,7 @@
 The rule is in :mod:`outrider.algorithms.branch_hook`; deviations are in docs/algorithms/arpo.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
 from outrider.algorithms.branch_hook import BranchHook, BranchSettings, require_countable
 from outrider.algorithms.branching import entropy_advantage_factors
-from outrider.rollout.hooks import Hook
+from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.trace import Trace
 
 _RELEASED = {"source": "previous_segment", "reduce": "sum"}
@@ -55,21 +55,15 @@ class ArpoSettings(BranchSettings, ObjectiveSettings):
         return self
 
 
-class Arpo:
+class Arpo(OnPolicyGroup):
     """Group-normalised outcome advantage; shared tokens by ``attribution``."""
 
     def __init__(self, settings: ArpoSettings, *, vocabulary_size: int, every_action: bool = False) -> None:
         self.settings = settings
-        self.objective: ObjectiveSettings = settings
         self.hook = BranchHook(
             settings, group_size=settings.group_size, vocabulary_size=vocabulary_size, every_action=every_action
         )
-        self.hooks: tuple[Hook, ...] = (self.hook,)
-        self.modes = ("on_policy",) * settings.group_size
-
-    def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """The same in every group."""
-        return self.modes
+        super().__init__(settings, num_rollouts=settings.group_size, hooks=(self.hook,))
 
     def credit(self, trace: Trace) -> GroupCredit:
         """Advantages, with AEPO's factor per token where it is on (statistics over the group's policy tokens)."""

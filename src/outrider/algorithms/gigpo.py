@@ -21,7 +21,7 @@ from outrider.algorithms.gigpo_credit import (
     episode_advantages_per_turn,
     step_advantages_per_turn,
 )
-from outrider.rollout.hooks import Hook
+from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.trace import Leaf, Node, Trace, played_turns
 from outrider.types import Origin
 
@@ -74,18 +74,12 @@ class Turn:
     step_score: float
 
 
-class Gigpo:
+class Gigpo(OnPolicyGroup):
     """On-policy rollouts of one initial state; credit a turn."""
 
     def __init__(self, settings: GigpoSettings) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
         self.settings = settings
-        self.objective: ObjectiveSettings = settings
-        self.hooks: tuple[Hook, ...] = ()
-        self.modes = ("on_policy",) * settings.group_size
-
-    def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """The same in every group."""
-        return self.modes
 
     def credit(self, trace: Trace) -> GroupCredit:
         """``A^E + omega A^S`` (Eq. 8) on the tokens of every turn; ``advantages`` holds A^E per rollout.

@@ -11,16 +11,16 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, credited_returns, group_advantages, write_credit
+from outrider.algorithms.base import GroupCredit, credited_returns, group_advantages, write_credit
 from outrider.algorithms.credit import GroupAdvantages
 from outrider.algorithms.credit_family import (
     batch_scaled_advantages_per_rollout,
     leave_one_out_batch_normalized_advantages_per_rollout,
 )
 from outrider.algorithms.group_settings import GroupSettings, shape_returns, with_preset
+from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.algorithms.presets import GRPO_PRESETS, GrpoPreset
 from outrider.rollout.episode import Limits
-from outrider.rollout.hooks import Hook
 from outrider.trace import Trace
 
 
@@ -50,19 +50,13 @@ class GrpoSettings(GroupSettings):
         return self
 
 
-class Grpo:
+class Grpo(OnPolicyGroup):
     """On-policy rollouts, one advantage a rollout."""
 
     def __init__(self, settings: GrpoSettings, *, max_response_tokens: int = Limits().max_response_tokens) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
         self.settings = settings
-        self.objective: ObjectiveSettings = settings
-        self.hooks: tuple[Hook, ...] = ()
-        self.modes = ("on_policy",) * settings.group_size
         self._max_response_tokens = max_response_tokens
-
-    def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """The same in every group."""
-        return self.modes
 
     def credit(self, trace: Trace) -> GroupCredit:
         """A batch of one group."""

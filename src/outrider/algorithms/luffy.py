@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
 from outrider.algorithms.credit_family import mixed_group_advantages_per_rollout
-from outrider.rollout.hooks import Hook
+from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.trace import Trace
 from outrider.types import Origin, Step
 
@@ -66,19 +66,16 @@ class LuffySettings(ObjectiveSettings):
         return self.num_demonstrations > 0 and self.demonstrations is None
 
 
-class Luffy:
-    """One advantage a rollout, the demonstration's among them. ``paths`` remembers what was found for a task, None: nothing."""
+class Luffy(OnPolicyGroup):
+    """One advantage a rollout. The demonstration joins a group once the policy's rollouts are played.
+
+    ``paths`` remembers what was found for a task, None: nothing.
+    """
 
     def __init__(self, settings: LuffySettings, *, paths: Mapping[str, Sequence[Step] | None]) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size - settings.num_demonstrations)
         self.settings = settings
-        self.objective: ObjectiveSettings = settings
-        self.hooks: tuple[Hook, ...] = ()
-        self.modes = ("on_policy",) * (settings.group_size - settings.num_demonstrations)
         self.paths = dict(paths)
-
-    def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """The policy's rollouts; the demonstration joins a group once they have been played."""
-        return self.modes
 
     def credit(self, trace: Trace) -> GroupCredit:
         """Statistics over the group with or without its demonstration, on every token of policy and demonstrator."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from outrider.algorithms.base import AdvantageKind, GroupCredit, ObjectiveSettings
+from outrider.algorithms.base import AdvantageKind, GroupCredit
 from outrider.algorithms.credit import Float64Array, GroupAdvantages, NoSignalReason
 from outrider.algorithms.credit_family import (
     Variance,
@@ -19,9 +19,9 @@ from outrider.algorithms.credit_family import (
     reinforce_plus_plus_baseline_advantages_per_token,
 )
 from outrider.algorithms.group_settings import GroupSettings, measured_kl, shape_returns, with_preset
+from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.algorithms.presets import REINFORCE_PLUS_PLUS_PRESETS, ReinforcePlusPlusPreset
 from outrider.rollout.episode import Limits
-from outrider.rollout.hooks import Hook
 from outrider.trace import Leaf, Node, Trace
 
 
@@ -69,19 +69,13 @@ class _Played:
         return self.leaf.episode_return + self.leaf.intrinsic
 
 
-class ReinforcePlusPlus:
+class ReinforcePlusPlus(OnPolicyGroup):
     """On-policy rollouts; one advantage a token, against the whole batch."""
 
     def __init__(self, settings: ReinforcePlusPlusSettings, *, max_response_tokens: int = Limits().max_response_tokens) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
         self.settings = settings
-        self.objective: ObjectiveSettings = settings
-        self.hooks: tuple[Hook, ...] = ()
-        self.modes = ("on_policy",) * settings.group_size
         self._max_response_tokens = max_response_tokens
-
-    def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """The same in every group."""
-        return self.modes
 
     def credit(self, trace: Trace) -> GroupCredit:
         """A batch of one group."""

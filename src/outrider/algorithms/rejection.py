@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.base import AdvantageKind, GroupCredit, LossKind, ObjectiveSettings
 from outrider.algorithms.credit import GroupAdvantages
-from outrider.rollout.hooks import Hook
+from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.trace import Leaf, Node, Trace
 
 
@@ -45,18 +45,12 @@ class RejectionSettings(ObjectiveSettings):
         return self
 
 
-class Rejection:
+class Rejection(OnPolicyGroup):
     """On-policy rollouts; credit 1 for those that are kept."""
 
     def __init__(self, settings: RejectionSettings) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
         self.settings = settings
-        self.objective: ObjectiveSettings = settings
-        self.hooks: tuple[Hook, ...] = ()
-        self.modes = ("on_policy",) * settings.group_size
-
-    def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """The same in every group."""
-        return self.modes
 
     def credit(self, trace: Trace) -> GroupCredit:
         """1 on every policy token of a kept rollout; the advantage of the others is 0, and their tokens are not trained on.

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
 from outrider.algorithms.credit_family import difficulty_scores, replayable_groups
+from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.algorithms.stored_groups import StoredGroup, restored_groups, snapshot_groups
-from outrider.rollout.hooks import Hook
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Task
@@ -49,22 +49,16 @@ class RolloutReplaySettings(ObjectiveSettings):
         return self
 
 
-class RolloutReplay:
+class RolloutReplay(OnPolicyGroup):
     """GRPO's credit on fresh and stored groups. ``stored`` holds the groups, oldest first, ``estimates`` the running means by task."""
 
     def __init__(self, settings: RolloutReplaySettings, *, groups_per_step: int, seed: int) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
         self.settings = settings
-        self.objective: ObjectiveSettings = settings
-        self.hooks: tuple[Hook, ...] = ()
-        self.modes = ("on_policy",) * settings.group_size
         self.stored: list[StoredGroup] = []
         self.estimates: dict[str, float] = {}
         self._groups_per_step = groups_per_step
         self._seed = seed
-
-    def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """The same in every group."""
-        return self.modes
 
     def num_fresh(self, step: int) -> int:
         """How many groups of a step are played, at least one."""

@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
 from outrider.algorithms.branch_hook import require_countable
 from outrider.algorithms.credit_family import TreeCombination, tree_advantages_per_leaf
+from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.rollout.expansion import Expansion
-from outrider.rollout.hooks import Hook
 from outrider.trace import Leaf, Node, Trace
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -69,24 +69,18 @@ class TreeGrpoSettings(ObjectiveSettings):
         return 1 + self.num_expansions * self.num_rounds
 
 
-class TreeGrpo:
+class TreeGrpo(OnPolicyGroup):
     """Two z-scores a leaf; a token that several leaves share is trained with the sum of theirs."""
 
     def __init__(self, settings: TreeGrpoSettings) -> None:
         self.settings = settings
-        self.objective: ObjectiveSettings = settings
         self.expansion = Expansion(
             num_trees=settings.num_trees,
             num_expansions=settings.num_expansions,
             num_rounds=settings.num_rounds,
             num_kept=settings.num_kept or settings.tree_size,
         )
-        self.hooks: tuple[Hook, ...] = (self.expansion,)
-        self.modes = ("on_policy",) * settings.group_size
-
-    def modes_of(self, step: int, group: int) -> Sequence[str]:
-        """The same in every group."""
-        return self.modes
+        super().__init__(settings, num_rollouts=settings.group_size, hooks=(self.expansion,))
 
     def credit(self, trace: Trace) -> GroupCredit:
         """The leaf's advantage on every token of its path, counted once a leaf. Pruned leaves are in no statistic."""

@@ -6,6 +6,7 @@ of :class:`~outrider.train.pack.PackedBatch`, V vocabulary.
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,13 +123,15 @@ class Policy(Scorer):
     def step(self, *, learning_rate: float | None = None) -> float:
         """Clip, apply, round into the working copy; the gradient norm before clipping.
 
-        A norm that is not finite skips the step (the caller counts it): one bad batch must not destroy the weights.
+        A gradient of zero is no step: the moments alone would move the weights. A norm that is not finite skips the step
+        (the caller counts it): one bad batch must not destroy the weights.
         """
-        self.num_steps += 1
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm))
+        if norm != 0.0:
+            self.num_steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate if learning_rate is None else learning_rate
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm))
-        if norm == norm and norm != float("inf"):
+        if math.isfinite(norm) and norm != 0.0:
             self.optimizer.step()
             self.round_masters()
         self.drop_gradients()
