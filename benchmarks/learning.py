@@ -3,8 +3,9 @@
     python -m benchmarks.learning toys --out DIR [--seeds 10] [--toys lock corridor hidden] [--methods grpo rapo ...]
     python -m benchmarks.learning factbook --out DIR [--seeds 3] [--policy-tokens N] [--methods ...] [section.field=value ...]
 
-Both can be stopped at any time: the same command goes on with what is not finished, --only-report shows what is. Tables are printed
-and written to DIR/toys.md and DIR/factbook.md. Toys need minutes, the Factbook a quarter of an hour a method and seed on two cores.
+Both can be stopped at any time: the same command goes on with what is not finished, --only-report shows what is. Two processes with
+different --first-seed may share a folder; a last call with all seeds shows them together. Tables are printed and written to DIR/toys.md
+and DIR/factbook.md. Toys need minutes, the Factbook a quarter of an hour a method and seed on two cores.
 """
 
 import argparse
@@ -46,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
         task = tasks.add_parser(name, help=told)
         task.add_argument("--out", type=Path, required=True, help="folder of the results")
         task.add_argument("--seeds", type=int, default=num_seeds)
+        task.add_argument("--first-seed", type=int, default=0)
         task.add_argument("--methods", nargs="+", metavar="METHOD", help="only these")
         task.add_argument("--only-report", action="store_true", help="run nothing, show what is finished")
         if name == "toys":
@@ -67,10 +69,11 @@ def toys(parsed: argparse.Namespace) -> int:
         chosen = _chosen(arena.methods(), parsed.methods)
         tokens = parsed.policy_tokens or arena.max_policy_tokens
         results = play_all(
-            parsed.out, arena, chosen, seeds=range(parsed.seeds), max_policy_tokens=tokens, only_load=parsed.only_report, note=_note
+            parsed.out, arena, chosen, seeds=_seeds(parsed), max_policy_tokens=tokens, only_load=parsed.only_report, note=_note
         )  # fmt: skip
         table = toy_table(chosen, results, toy=arena.name, num_seeds=parsed.seeds)
-        parts.append(f"### {arena.title}\n\nAbout {tokens:,} policy tokens a run, seeds 0 to {parsed.seeds - 1}.\n\n{table}")
+        played = f"About {tokens:,} policy tokens a run, seeds {_seeds(parsed)[0]} to {_seeds(parsed)[-1]}."
+        parts.append(f"### {arena.title}\n\n{played}\n\n{table}")
         _write(parsed.out / "toys.md", "\n\n".join(parts))
     print("\n\n".join(parts))
     return 0
@@ -81,7 +84,7 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     plan = Plan(
         recipe=parsed.recipe,
         out=parsed.out.resolve(),
-        seeds=range(parsed.seeds),
+        seeds=_seeds(parsed),
         policy_tokens=parsed.policy_tokens,
         overrides=tuple(overrides),
     )
@@ -100,6 +103,10 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         train_all(plan, chosen, launch=launch_outrider, after_seed=report)
     return 0
+
+
+def _seeds(parsed: argparse.Namespace) -> range:
+    return range(parsed.first_seed, parsed.first_seed + parsed.seeds)
 
 
 def _chosen(every: Sequence[Method], wanted: Sequence[str] | None) -> list[Method]:

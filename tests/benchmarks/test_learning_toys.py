@@ -188,3 +188,11 @@ def test_the_command_writes_its_table_and_shows_what_is_there(
     assert "6,000 policy tokens" in text and "| RAPO | 2 |" in text and text.strip() in capsys.readouterr().out
     assert learning.main([*arguments[:-1], "magic"]) == 2
     assert "unknown methods magic" in capsys.readouterr().err
+
+
+def test_two_processes_share_the_seeds_and_a_last_call_shows_all(tmp_path: Path, played: list[tuple[str, int]]) -> None:
+    arguments = ["toys", "--out", str(tmp_path), "--toys", "lock", "--methods", "grpo"]
+    assert learning.main([*arguments, "--seeds", "1", "--first-seed", "1"]) == 0
+    assert played == [("grpo", 1)] and "seeds 1 to 1" in (tmp_path / "toys.md").read_text()
+    assert learning.main([*arguments, "--seeds", "2"]) == 0
+    assert played == [("grpo", 1), ("grpo", 0)] and "| GRPO | 2 |" in (tmp_path / "toys.md").read_text()
