@@ -1,8 +1,8 @@
 r"""Whether two mathematical answers are equal, by ``math-verify``, kept away from inputs on which it does not return.
 
 Its time-outs use signals, which only work in the main thread, while environments step in threads; and a signal does not
-interrupt a big-integer power. So what may explode (power towers, high powers of groups, integrals, factorials) is not
-evaluated at all: such answers are compared as strings and counted as undecided when they differ.
+interrupt a big-integer power. So what may explode (power towers, high powers of groups, huge powers of ten, integrals,
+factorials) is not evaluated at all: such answers are compared as strings and counted as undecided when they differ.
 """
 
 import math
@@ -12,6 +12,7 @@ from enum import StrEnum
 from math_verify import parse, verify
 
 from outrider.environments.answers import exact_match, unwrap_text
+from outrider.environments.math_text import one_spelling, split_unit
 
 MAX_CHARS = 200
 _MAX_EXPONENT = 1000
@@ -21,10 +22,15 @@ _POWER = r"(?:\^|\*\*)\s*"
 _EXPONENT = re.compile(_POWER + r"(\{[^{}]*\}|\([^()]*\)|-?\d+(?:\.\d+)?|-?[A-Za-z]|\\[A-Za-z]+)")
 _REFUSED = (
     re.compile(r"!|\\(?:i*int|oint|sum|prod|lim|d?binom|choose)(?![A-Za-z])"),
+    re.compile(r"\d\.?\s*E\s*[+-]?\s*\d{4,}"),
     # Nested functions and towers of powers, with or without braces.
     re.compile(r"(?:\\(?:sin|cos|tan|exp|log|ln)(?![A-Za-z]).*){3}", re.DOTALL),
     re.compile(_EXPONENT.pattern + r"\s*(?:\^|\*\*)"),
 )
+_BASED = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
+# A hyphen between two words is none; every other sign tells one answer from another.
+_OPERATOR = re.compile(r"[+*/^_<>=]|(?<![A-Za-z]{2})-|-(?![A-Za-z]{2})")
+_TUPLE = re.compile(r"(?:\\left)?\((.*?)(?:\\right)?\)", re.DOTALL)
 
 
 class Verdict(StrEnum):
@@ -38,19 +44,60 @@ class Verdict(StrEnum):
 def compare_math(prediction: str, gold: str) -> Verdict:
     r"""Compare two LaTeX or plain expressions, ``\frac{1}{2}`` and ``0.5`` being equal. Never raises.
 
-    Answers that hold a word are compared as text: as products of letters "Paris" and "pairs" would be equal.
+    Two numbers with different units are different; where one of them has none, the numbers decide. Answers that hold a word
+    are compared as text and sign by sign: as products of letters "Paris" and "pairs" would be equal.
     """
     if not prediction.strip() or not gold.strip():
         return Verdict.DIFFERENT
-    if "".join(prediction.split()) == "".join(gold.split()) and not re.search(r"\d\s+\d", prediction + " " + gold):
+    (predicted, its_unit), (expected, unit) = (split_unit(one_spelling(text)) for text in (prediction, gold))
+    if its_unit and unit and its_unit != unit:
+        return Verdict.DIFFERENT
+    if _is_same_text(predicted, expected):
         return Verdict.EQUAL
-    if " ".join(prediction.split()) == " ".join(gold.split()):
-        return Verdict.EQUAL
-    if _has_word(prediction) or _has_word(gold):
-        return Verdict.EQUAL if exact_match(unwrap_text(prediction), (unwrap_text(gold),)) else Verdict.DIFFERENT
-    if not (_is_safe(prediction) and _is_safe(gold)):
+    bases = [_BASED.fullmatch(text.strip()) for text in (predicted, expected)]
+    if bases[0] and bases[1]:
+        return Verdict.EQUAL if _value(bases[0]) == _value(bases[1]) is not None else Verdict.DIFFERENT
+    if _has_word(predicted) or _has_word(expected):
+        return Verdict.EQUAL if _is_same_wording(predicted, expected) else Verdict.DIFFERENT
+    if not (_is_safe(predicted) and _is_safe(expected)):
         return Verdict.UNDECIDED
-    return Verdict.EQUAL if verify(_parse(gold), _parse(prediction), timeout_seconds=None) else Verdict.DIFFERENT
+    return Verdict.EQUAL if _is_same_value(predicted, expected) else Verdict.DIFFERENT
+
+
+def _is_same_text(left: str, right: str) -> bool:
+    """Blanks apart, but for one between two digits."""
+    if "".join(left.split()) == "".join(right.split()) and not re.search(r"\d\s+\d", left + " | " + right):
+        return True
+    return " ".join(left.split()) == " ".join(right.split())
+
+
+def _value(based: re.Match[str]) -> int | None:
+    """Of digits in a base; None where they are no number in it."""
+    digits, base = based.group(1), int(based.group(2) or based.group(3))
+    try:
+        return int(digits, base) if 2 <= base <= 16 else None
+    except ValueError:
+        return None
+
+
+def _is_same_wording(left: str, right: str) -> bool:
+    if [_OPERATOR.findall(unwrap_text(text)) for text in (left, left)] != [_OPERATOR.findall(unwrap_text(right))] * 2:
+        return False
+    return exact_match(unwrap_text(left), (unwrap_text(right),))
+
+
+def _is_same_value(left: str, right: str) -> bool:
+    """By math-verify, whose comparison depends on the side. A tuple has an order: it is no set, and a bare list is read in its order."""
+    pair = [left.strip(), right.strip()]
+    is_tuple = [(match := _TUPLE.fullmatch(text)) is not None and "," in match.group(1) for text in pair]
+    if is_tuple[0] != is_tuple[1]:
+        other = is_tuple.index(False)
+        if pair[other].startswith(("\\{", "\\left\\{")):
+            return False
+        if "," in pair[other] and not pair[other].startswith(("[", "\\left[")):
+            pair[other] = f"({pair[other]})"
+    parsed = [_parse(text) for text in pair]
+    return bool(verify(parsed[1], parsed[0], timeout_seconds=None)) or bool(verify(parsed[0], parsed[1], timeout_seconds=None))
 
 
 def _parse(text: str) -> list[object]:
@@ -58,8 +105,8 @@ def _parse(text: str) -> list[object]:
 
 
 def _has_word(text: str) -> bool:
-    r"""A run of three letters that is neither a command nor a unit in ``\text{}`` behind a number."""
-    bare = re.sub(r"(?<=\d)\s*\\(?:text|mathrm)\{[^{}]*\}", "", text)
+    """A run of three letters that is neither a command nor the name of an environment."""
+    bare = re.sub(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}", " ", text)
     return re.search(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", bare)) is not None
 
 
@@ -73,6 +120,7 @@ def _is_safe(text: str) -> bool:
     product = math.prod(max(size, 1) for size in sizes)
     is_group_power = re.search(r"[)}\]]\s*(?:\^|\*\*)", text) is not None
     if not is_group_power:
-        return product <= (_MAX_GROUP_EXPONENT if "=" in text else _MAX_EXPONENT)
+        is_small = "=" not in text and max(sizes, default=1) <= _MAX_GROUP_EXPONENT  # a sum of small powers
+        return is_small or product <= (_MAX_GROUP_EXPONENT if "=" in text else _MAX_EXPONENT)
     num_symbols = len(set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text))))
     return product <= _MAX_GROUP_EXPONENT and math.comb(product + num_symbols, num_symbols) <= _MAX_TERMS
