@@ -29,8 +29,9 @@ demo: setup
 demo-compare: setup
 	$(BIN)/python benchmarks/demo_compare.py --rapo $(DEMO) --out $(DEMO)-compare
 
+# Two processes of one thread each are faster than one of two threads, and nothing waits for the scheduler.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
