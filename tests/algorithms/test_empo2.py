@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.credit import group_normalized_advantages_per_rollout
-from outrider.algorithms.empo2 import Empo2, Empo2Settings, intrinsic_return
+from outrider.algorithms.empo2 import Empo2, Empo2Settings, intrinsic_return, never_shows_a_tip
 from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.algorithms.tip_hook import MemorySettings, TipHook, cleaned, record_text, rendered_tips
 from outrider.algorithms.tip_modes import ModeSchedule, mode_of_draw
-from outrider.config import validate
+from outrider.config import load_settings, validate
 from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Leaf, Trace
 from outrider.train.off_policy import student_mask
+from outrider.train.sampling import TaskOrder
+from outrider.train.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Task
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "empo2.json").read_text())
@@ -187,6 +189,52 @@ def test_intrinsic_reward_decides_where_returns_tie() -> None:
     assert [leaf.episode_return for leaf, _ in trace.rollouts()] == [0.0] * 4  # the environment's record stays what it was
     released = algorithm(preset="empo2-released").credit(played([0.0] * 4, told))
     assert released.advantages.reason == "no_spread"
+
+
+@pytest.mark.parametrize("scope", ["task", "all"])
+def test_novelty_is_a_task_s_own_whatever_the_tips_scope_is(scope: str) -> None:
+    """A state that another task has seen a hundred times may be new here, and the reward is for what is new here."""
+    method = algorithm(memory={"scope": scope})
+    for task in ("one", "other"):
+        trace = played([0.0] * 4, [["start", "kitchen"]] * 4)
+        trace.task = Task(key=task, question="q")
+        method.credit(trace)
+        assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == pytest.approx([0.01 * 2 / 4] * 4)
+        assert method.novelty.num_states(task) == 2
+    assert method.novelty.num_states("all") == 0
+
+
+@given(
+    num_steps=st.integers(0, 9),
+    tasks_per_step=st.integers(1, 5),
+    num_tasks=st.integers(5, 30),
+    scope=st.sampled_from(["task", "all"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_run_knows_whether_a_task_ever_finds_its_own_tips(
+    num_steps: int, tasks_per_step: int, num_tasks: int, scope: str
+) -> None:
+    order = TaskOrder(tasks=[Task(key=str(n), question="q") for n in range(num_tasks)], tasks_per_step=tasks_per_step, seed=1)
+    played_keys: list[str] = []
+    cursor = 0
+    for _ in range(num_steps):
+        taken, cursor = order.take(tasks_per_step, cursor=cursor)
+        played_keys += [task.key for task in taken]
+    repeats = len(set(played_keys)) < len(played_keys)
+    for probability in (0.0, 0.3):
+        chosen = validate(Empo2Settings, {"memory_probability": probability, "memory": {"scope": scope}})
+        found = never_shows_a_tip(chosen, num_groups=num_steps * tasks_per_step, num_tasks=num_tasks)
+        assert found == (num_steps > 0 and probability > 0 and scope == "task" and not repeats)
+
+
+def test_the_shipped_recipes_show_tips() -> None:
+    """Of the 1,000-product set, training has 5,401 goals; the shipped catalogue has fewer."""
+    sizes = {"webshop-empo2": 5401, "scienceworld-cpu": 36, "scienceworld-empo2": 5}
+    for name, num_tasks in sizes.items():
+        recipe = load_settings(RunSettings, file=Path(__file__).parents[2] / "recipes" / f"{name}.toml", overrides=[])
+        assert isinstance(recipe.algorithm, Empo2Settings)
+        num_groups = recipe.train.num_steps * recipe.train.tasks_per_step
+        assert not never_shows_a_tip(recipe.algorithm, num_groups=num_groups, num_tasks=num_tasks), name
 
 
 def test_equal_rollouts_get_equal_intrinsic_rewards_whatever_their_number() -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,12 +34,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(recipe: Path, name: str, *overrides: str, num_steps: int = 3) -> Path:
+def train(recipe: Path, name: str, *overrides: str, num_steps: int = 3, progress: Literal["none", "plain"] = "none") -> Path:
     settings = load_settings(
         RunSettings, file=recipe, overrides=["evaluation.every=0", f"train.num_steps={num_steps}", *overrides]
     )
     run = recipe.parent / name
-    run_training((RunDirectory.create(run, settings), settings), progress="none", on_start=lambda stop: None)
+    run_training((RunDirectory.create(run, settings), settings), progress=progress, on_start=lambda stop: None)
     return run
 
 
@@ -88,6 +88,18 @@ def test_a_preset_trains_in_all_modes(recipe: Path, preset: str) -> None:
             assert record["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
         assert record["gap/logprob_mean"] < 1e-4  # the engine is compared with the context that it saw
     assert (run / "report.html").exists()
+
+
+def test_a_run_that_can_show_no_tip_says_so_at_its_start(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six tasks, two a step: after three steps none has been played twice."""
+    for num_steps, scope, silent in ((3, "task", True), (4, "task", False), (3, "all", False)):
+        chosen = ("algorithm.type=empo2", "algorithm.memory_probability=1", f"algorithm.memory.scope={scope}", *TIPS)
+        run = train(recipe, f"said-{num_steps}-{scope}", *chosen, num_steps=num_steps, progress="plain")
+        told = [line for line in capsys.readouterr().out.splitlines() if "NO TIPS" in line]
+        shown = sum(record["tips/num_shown"] for record in steps(run))
+        assert (len(told), shown == 0) == (int(silent), silent)
+        if silent:
+            assert "6 groups" in told[0] and "6 tasks" in told[0] and "algorithm.memory.scope" in told[0]
 
 
 def group(lm: Any, *, off: bool) -> Trace:

@@ -103,12 +103,15 @@ class Empo2:
         )
 
     def _reward_novelty(self, trace: Trace) -> list[float]:
-        """Visits of all states of the group, counted together: rollouts that see the same get the same."""
+        """Visits of all states of the group, counted together: rollouts that see the same get the same.
+
+        Counted by task, whatever the tips' scope is: the reward is for what is new in this task.
+        """
         kept = [(leaf, states_of(path)) for leaf, path in trace.rollouts() if leaf.episode_return is not None]
         texts = [text for _, states in kept for text in states]
         if not texts:
             return []
-        counts = iter(self.novelty.visit_together(self.tips.task_key(trace.task), list(self._embedder.embed(texts))))
+        counts = iter(self.novelty.visit_together(trace.task.key, list(self._embedder.embed(texts))))
         seen: list[float] = []
         for leaf, states in kept:
             mine = [next(counts) for _ in states]
@@ -126,6 +129,14 @@ class Empo2:
         """What :meth:`memory_state` saved."""
         self.tips.memory.restore(state["tips"], arrays)
         self.novelty.restore(state["novelty"], arrays)
+
+
+def never_shows_a_tip(settings: Empo2Settings, *, num_groups: int, num_tasks: int) -> bool:
+    """Whether a run of ``num_groups`` groups on ``num_tasks`` training tasks, from an empty memory, wants tips and can show none.
+
+    An epoch plays every task once at most, and a buffer a task holds what earlier groups of that task wrote.
+    """
+    return settings.memory_probability > 0 and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
 
 
 def states_of(path: Sequence[Node]) -> list[str]:
