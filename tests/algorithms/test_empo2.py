@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.credit import group_normalized_advantages_per_rollout
-from outrider.algorithms.empo2 import Empo2, Empo2Settings, intrinsic_return, never_shows_a_tip
+from outrider.algorithms.empo2 import Empo2, Empo2Settings, intrinsic_return, never_shows_a_tip, states_of
 from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.algorithms.tip_hook import MemorySettings, TipHook, cleaned, record_text, rendered_tips
 from outrider.algorithms.tip_modes import ModeSchedule, mode_of_draw
@@ -189,6 +189,36 @@ def test_intrinsic_reward_decides_where_returns_tie() -> None:
     assert [leaf.episode_return for leaf, _ in trace.rollouts()] == [0.0] * 4  # the environment's record stays what it was
     released = algorithm(preset="empo2-released").credit(played([0.0] * 4, told))
     assert released.advantages.reason == "no_spread"
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_an_episode_has_as_many_states_as_turns_however_it_ended(num_turns: int) -> None:
+    """Ended by the environment, with or without a last word, or cut by the loop behind an observation that nobody answered."""
+    told = ["start", "kitchen", "garden"][:num_turns]
+    for ending in (None, "", "cellar"):
+        trace = played([0.0], [told])
+        node_id = trace.leaves[0].node_id
+        if ending is not None:
+            said = Message(role="user", content=ending)
+            node_id = trace.append(parent=node_id, origin=Origin.ENVIRONMENT, token_ids=(1,), message=said).node_id
+        assert node_id is not None and states_of(trace.path(node_id)) == told
+
+
+def test_a_state_is_what_the_turn_acted_on_and_never_a_tip() -> None:
+    trace = Trace(task=Task(key="t", question="q"), modes=("tips_on",))
+    parent = None
+    for origin, text in (
+        (Origin.PROMPT, "start"), (Origin.MEMORY, "a tip"), (Origin.PROMPT, ""), (Origin.POLICY, "go"),
+        (Origin.ENVIRONMENT, "kitchen"), (Origin.MEMORY, "another"), (Origin.ENVIRONMENT, ""), (Origin.POLICY, "take"),
+        (Origin.POLICY, "and go on"), (Origin.ENVIRONMENT, "cut here"),
+    ):  # fmt: skip
+        values = (0.0,) if origin is Origin.POLICY else ()
+        node = trace.append(
+            parent=parent, origin=origin, token_ids=(1,), message=Message(role="user", content=text), logprobs=values,
+            entropies=values,
+        )  # fmt: skip
+        parent = node.node_id
+    assert parent is not None and states_of(trace.path(parent)) == ["start", "kitchen", "kitchen"]
 
 
 @pytest.mark.parametrize("scope", ["task", "all"])

@@ -140,10 +140,12 @@ def never_shows_a_tip(settings: Empo2Settings, *, num_groups: int, num_tasks: in
 
 
 def states_of(path: Sequence[Node]) -> list[str]:
-    """Every state of an episode: what each turn acted on, and what was said after the last one."""
-    turns = [turn.observation for turn in played_turns(path)]
-    last = path[-1]
-    return [*turns, last.message.content] if path and not last.trainable and last.message.content else turns
+    """The states of an episode: what each turn acted on, one a turn (section 4.2: the reward of a step is that of its state).
+
+    What is said after the last turn is no state: nothing acts on it, it is in the path only where the loop cut the episode, and counted
+    there it would pay an episode for being cut.
+    """
+    return [turn.observation for turn in played_turns(path)]
 
 
 def intrinsic_return(num_visits: Sequence[int], *, coefficient: float) -> float:
