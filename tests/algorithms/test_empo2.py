@@ -1,10 +1,8 @@
 """EMPO²: the vectors, exact mode proportions, tips inside their budgets, novelty that does not depend on the rollouts' order."""
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +12,18 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.credit import group_normalized_advantages_per_rollout
-from outrider.algorithms.empo2 import Empo2, Empo2Settings, intrinsic_return, never_shows_a_tip, states_of
+from outrider.algorithms.empo2 import Empo2Settings, intrinsic_return, never_shows_a_tip, states_of
 from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.algorithms.tip_hook import MemorySettings, TipHook, cleaned, record_text, rendered_tips
 from outrider.algorithms.tip_modes import ModeSchedule, mode_of_draw
 from outrider.config import load_settings, validate
 from outrider.memory.embedder import HashEmbedder
-from outrider.trace import Leaf, Trace
+from outrider.trace import Trace
 from outrider.train.off_policy import student_mask
 from outrider.train.sampling import TaskOrder
 from outrider.train.settings import RunSettings
-from outrider.types import Message, Origin, Outcome, Task
-
-VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "empo2.json").read_text())
-
-
-def vector(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return VECTORS[name]["inputs"], VECTORS[name]["expected"]
+from outrider.types import Message, Origin, Task
+from tests.algorithms.tip_groups import algorithm, played, vector
 
 
 def test_released_modes() -> None:
@@ -100,10 +93,20 @@ def test_masked_clipped_loss(sign: float) -> None:
     assert masks["turn"].tolist() == expected["mask_released_code_row_level"] and masks["none"].tolist() == [1.0] * 4
     mean = float((surrogate.losses.detach() * masks["token"].detach()).sum() / 4)
     assert mean == pytest.approx(wanted["paper_mean_over_all_T"], abs=1e-5)
+    assert mean * 4 / float(masks["token"].sum()) == pytest.approx(wanted["masked_mean_over_kept"], abs=1e-5)
+    released = float((surrogate.losses.detach() * masks["turn"].detach()).sum() / 4)
+    assert released == pytest.approx(wanted["released_code_seq_mask_mean"], abs=1e-5)
     surrogate.losses.sum().backward()
     slopes = vector("grad_weight_on_logp")[1]["A=+1 table3" if sign > 0 else "A=-1 table3"]
     assert new.grad is not None
     np.testing.assert_allclose(new.grad.numpy(), slopes, atol=1e-5)
+    student = torch.tensor(given_["new_plain"], dtype=torch.float64, requires_grad=True)  # Algorithm 1 at the first step: ratio 1
+    clipped_surrogate_per_token(
+        logprobs=student, old_logprobs=student.detach(), advantages=torch.full((4,), sign, dtype=torch.float64), clip_high=0.3,
+        dual_clip=10.0,
+    ).losses.sum().backward()  # fmt: skip
+    slopes = vector("grad_weight_on_logp")[1]["A=+1 algorithm1" if sign > 0 else "A=-1 algorithm1"]
+    assert student.grad is not None and student.grad.tolist() == slopes
 
 
 def test_the_released_mask_takes_whole_turns() -> None:
@@ -135,44 +138,6 @@ def test_dual_clip() -> None:
         advantages=torch.tensor([given_["advantage"]], dtype=torch.float64),
     ).losses  # fmt: skip
     assert losses.tolist() == pytest.approx(expected["loss"])
-
-
-def test_credit_counts_rollouts_and_takes_the_environment_s_return() -> None:
-    given_, expected = vector("grpo_rollout_level")
-    found = group_normalized_advantages_per_rollout(returns=given_["returns"])
-    np.testing.assert_allclose(found.values, expected["advantage"], atol=1e-4)
-    given_, expected = vector("grpo_row_level_bias")
-    found = group_normalized_advantages_per_rollout(returns=given_["returns"])
-    np.testing.assert_allclose(found.values, expected["rollout_level_for_comparison"], atol=1e-4)
-    _, expected = vector("grpo_lost_tail")
-    found = group_normalized_advantages_per_rollout(returns=expected["true_returns"])
-    np.testing.assert_allclose(found.values, expected["true_advantage"], atol=1e-4)
-
-
-def played(
-    returns: list[float], observations: list[list[str]], *, modes: str = "plain", remarks: list[str] | None = None
-) -> Trace:
-    """One group by hand: what every rollout was told, turn by turn."""
-    trace = Trace(task=Task(key="t", question="q"), modes=(modes,) * len(returns))
-    for rollout, (value, told) in enumerate(zip(returns, observations, strict=True)):
-        parent = None
-        for turn, text in enumerate(told):
-            origin = Origin.ENVIRONMENT if turn else Origin.PROMPT
-            observed = trace.append(parent=parent, origin=origin, token_ids=(1,), message=Message(role="user", content=text))
-            node = trace.append(
-                parent=observed.node_id, origin=Origin.POLICY, token_ids=(2,), message=Message(role="assistant", content=f"act {turn}"),
-                logprobs=(-1.0,), entropies=(0.5,),
-            )  # fmt: skip
-            parent = node.node_id
-        remark = remarks[rollout] if remarks else ""
-        trace.finish(Leaf(node_id=parent, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value, remark=remark))
-    return trace
-
-
-def algorithm(**given_: Any) -> Empo2:
-    return Empo2(
-        validate(Empo2Settings, {"group_size": 4, **given_}), embedder=HashEmbedder(), num_tokens=len, groups_per_step=2, seed=0
-    )
 
 
 def test_intrinsic_reward_decides_where_returns_tie() -> None:
@@ -282,10 +247,7 @@ def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retriev
 
 
 def test_every_different_action_of_an_episode_is_a_record() -> None:
-    given_, expected = vector("memory_write_amplification")
     hook = TipHook(MemorySettings(), embedder=HashEmbedder(), num_tokens=len, seed=0)
-    texts = {record_text(given_["tip"], action=action, score=given_["episode_return"]) for action in given_["actions"]}
-    assert len(texts) == expected["unique_entries"]
     trace = played([7.04, 1.0], [["start", "room"], ["start", "room"]], remarks=["\n Try the door. \nmore", "   "])
     hook.after_group(trace)
     tips = hook.memory.tips("t")

@@ -18,6 +18,7 @@ from outrider.train.settings import RunSettings
 from outrider.train.start import run_training
 from outrider.train.update import UpdateSettings, update
 from outrider.types import Message, Origin, Outcome, Task
+from tests.algorithms.tip_groups import vector
 from tests.tiny import tiny_model
 from tests.train.tool_run import write_tool_run
 
@@ -217,3 +218,18 @@ def test_tips_on_is_trained_in_the_context_that_it_acted_in() -> None:
         first=True,
     )  # fmt: skip
     assert report.metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-12) and "tips/num_off_tokens" not in report.metrics
+
+
+def test_a_step_makes_as_many_optimiser_steps_as_are_asked_for_and_drops_no_rollout() -> None:
+    """The released trainer makes one for every 128 rows and drops the rows that do not fill 16: up to 2 of the vector's 130."""
+    given, expected = vector("optimizer_steps_per_iteration")
+    kept = [one[0] for one in expected["kept_steps_lastpartial"]]
+    assert [rows - left for rows, left in zip(given["rows"], kept, strict=True)] == [0, 8, 2]
+    for num_mini_batches in (1, 2, 3):
+        lm = tiny_model(dtype=torch.float64)
+        policy = Policy(lm, OptimizerSettings(learning_rate=1e-9))
+        groups = [group(lm, off=False) for _ in range(3)]
+        chosen = UpdateSettings(num_mini_batches=num_mini_batches, max_logprob_gap=99.0)
+        report = update(policy, groups, objective=OffPolicyObjective(), settings=chosen, reference=None, first=True)
+        assert policy.num_steps == num_mini_batches
+        assert report.num_scored_tokens == 3 * 12  # of every rollout of every group
