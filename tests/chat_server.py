@@ -20,6 +20,7 @@ class Answer:
     hold: threading.Event | None = None
     drop: bool = False
     trickle: bool = False
+    trickle_headers: bool = False
 
 
 def completion(text: str | None, *, finish: str = "stop", num_tokens: int = 7, **choice: Any) -> Answer:
@@ -70,18 +71,24 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return
         raw = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+        if answer.trickle_headers:
+            self._trickle(b"HTTP/1.1 200 OK\r\nX-Long: " + b"a" * 1000)
+            return
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         if answer.trickle:
-            for byte in raw:
-                self.wfile.write(bytes([byte]))
-                if self.server.release.wait(0.05):
-                    return
+            self._trickle(raw)
         else:
             self.wfile.write(raw)
+
+    def _trickle(self, raw: bytes) -> None:
+        for byte in raw:
+            self.wfile.write(bytes([byte]))
+            if self.server.release.wait(0.05):
+                return
 
     do_GET = do_POST = _serve
 

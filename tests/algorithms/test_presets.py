@@ -7,11 +7,14 @@ from typing import Any, get_args
 
 import pytest
 
+from outrider.algorithms.gigpo import GigpoSettings
 from outrider.algorithms.group_settings import GroupSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.presets import (
+    GIGPO_PRESETS,
     GRPO_PRESETS,
     REINFORCE_PLUS_PLUS_PRESETS,
+    GigpoPreset,
     GrpoPreset,
     ReinforcePlusPlusPreset,
 )
@@ -131,3 +134,15 @@ def test_no_preset_needs_more_than_its_settings() -> None:
     for name in REINFORCE_PLUS_PLUS_PRESETS:
         settings = validate(ReinforcePlusPlusSettings, {"preset": name})
         assert ReinforcePlusPlus(settings).objective.needs_reference == (settings.kl_weight > 0 or settings.reward_kl_weight > 0)
+
+
+def test_gigpo_as_published_and_as_released() -> None:
+    paper, official = (validate(GigpoSettings, {"preset": name}) for name in get_args(GigpoPreset))
+    assert set(GIGPO_PRESETS) == set(get_args(GigpoPreset)) and paper == GigpoSettings()
+    assert (paper.episode_statistics, paper.invalid_penalty, paper.dual_clip, paper.kl_weight) == ("rollouts", 0.0, None, 0.0)
+    assert (official.episode_statistics, official.invalid_penalty, official.dual_clip) == ("turns", 0.1, 3.0)
+    assert (official.kl_weight, official.kl_estimator, official.sampler_correction) == (0.01, "k3", None)
+    assert (official.clip_low, official.clip_high, official.aggregation) == (0.2, 0.2, "token_mean")
+    assert official.advantage == "group_centered"
+    std = validate(GigpoSettings, {"preset": "gigpo-official", "normalization": "std", "invalid_penalty": 0.01})
+    assert (std.advantage, std.invalid_penalty, std.episode_statistics) == ("group_normalized", 0.01, "turns")

@@ -99,11 +99,20 @@ def test_a_stall_is_a_timeout() -> None:
         forever.set()
 
 
-def test_a_byte_now_and_then_is_a_stall_too() -> None:
+@pytest.mark.parametrize(
+    ("slow", "words"),
+    [
+        (Answer(completion("x" * 2000).body, trickle=True), r"no answer within 0\.3 s"),
+        (Answer(trickle_headers=True), r"no answer within 0\.3 s"),
+        (Answer(b"x" * 2000, status=500, trickle=True), "status 500"),
+    ],
+    ids=["body", "headers", "error"],
+)
+def test_a_byte_now_and_then_is_a_stall_too(slow: Answer, words: str) -> None:
     """Every single read is quick (50 ms); only the answer as a whole is late."""
-    with chat_server([Answer(completion("x" * 2000).body, trickle=True)]) as server:
+    with chat_server([slow]) as server:
         began = time.monotonic()
-        with pytest.raises(EngineFault, match=r"no answer within 0\.3 s"):
+        with pytest.raises(EngineFault, match=words):
             ask(endpoint(server, timeout_s=0.3, max_retries=0))
         assert time.monotonic() - began < 20
 
@@ -157,13 +166,30 @@ def test_a_refused_request_and_a_redirect_are_faults_at_once() -> None:
             assert len(server.asked) == 1
 
 
-def test_missing_content_is_an_empty_turn_and_odd_usage_no_count() -> None:
+def test_nothing_said_is_an_empty_turn_where_the_model_ended_it_and_odd_usage_no_count() -> None:
     odd = Answer(
         {"choices": [{"message": {"role": "assistant", "tool_calls": []}, "finish_reason": "tool_calls"}], "usage": None}
     )
     with chat_server([completion(None), odd]) as server:
         assert ask(endpoint(server)).text == ""
         assert ask(endpoint(server)) == ChatReply(text="", num_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        Answer({"choices": [{"message": {}}]}),
+        Answer({"choices": [{"message": {"content": None}}]}),
+        completion(None, finish="content_filter"),
+        completion("half of it", finish="content_filter"),
+    ],
+)
+def test_an_answer_that_the_model_did_not_end_is_a_fault_and_no_empty_turn(nothing: Answer) -> None:
+    with chat_server([nothing, GOOD]) as server:
+        chat = endpoint(server)
+        assert ask(chat).text == "because" and chat.num_retries == 1
+    with chat_server([nothing]) as server, pytest.raises(EngineFault, match="gave up"):
+        ask(endpoint(server))
 
 
 @pytest.mark.parametrize(

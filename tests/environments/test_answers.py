@@ -1,9 +1,7 @@
 """Answer extraction and comparison: recorded cases of the released ARPO scoring code, and where we differ on purpose."""
 
-import time
-
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.environments.answers import (
@@ -15,7 +13,6 @@ from outrider.environments.answers import (
     normalize_answer,
     unwrap_text,
 )
-from outrider.environments.math_answers import Verdict, compare_math
 
 
 @pytest.mark.parametrize(
@@ -172,77 +169,6 @@ def test_only_a_whole_text_command_is_unwrapped() -> None:
     assert unwrap_text("5\\text{ cm}") == "5\\text{ cm}"
 
 
-EQUAL, DIFFERENT, UNDECIDED = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.UNDECIDED
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "expected"),
-    [
-        ("1/2", "\\frac{1}{2}", EQUAL),
-        (".5", "0.5", EQUAL),
-        ("x = 5", "5", EQUAL),
-        ("\\sqrt3", "\\sqrt{3}", EQUAL),
-        ("5\\text{ cm}", "5", EQUAL),
-        ("a b", "ab", EQUAL),
-        ("3\\sqrt{3} - 6", "-6+3\\sqrt{3}", EQUAL),
-        ("\\text{Paris}", "Paris", EQUAL),
-        ("10^{5}", "100000", EQUAL),
-        ("-6", "6", DIFFERENT),
-        ("Paris", "pairs", DIFFERENT),
-        ("", "5", DIFFERENT),
-        ("7", "5", DIFFERENT),
-    ],
-)
-def test_mathematical_equality(left: str, right: str, expected: Verdict) -> None:
-    assert compare_math(left, right) is expected
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "upstream", "ours"),
-    [
-        ("12", "12.0", False, EQUAL),
-        ("1,000", "1000", False, EQUAL),
-        ("2/4", "1/2", False, EQUAL),
-        ("2 3", "23", True, DIFFERENT),
-    ],
-)
-def test_mathematical_equality_differs_from_string_normalisation(left: str, right: str, upstream: bool, ours: Verdict) -> None:
-    assert compare_math(left, right) is ours
-    assert (ours is EQUAL) is not upstream
-
-
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        "9^{9^{9}}",
-        "9^9^9",
-        "9**9**9",
-        "(2^{999})^{999}",
-        "((((1+x)^{9})^{9})^{9})^{9}",
-        "(1+x+y)^{99}",
-        "99999999!",
-        "\\binom{100000}{50000}",
-        "\\int x^2 dx",
-        "\\sum_{k=1}^{10} k",
-        "1" * 201,
-        "2^{9999999}",
-        "\\sin(\\sin(\\sin(1)))",
-    ],
-)
-def test_what_may_not_return_is_not_evaluated(bomb: str) -> None:
-    start = time.monotonic()
-    assert compare_math(bomb, "5") is UNDECIDED
-    assert compare_math("5", bomb) is UNDECIDED
-    assert compare_math(bomb, bomb) is EQUAL
-    assert time.monotonic() - start < 10
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.text(alphabet="0123456789x+-*/^(){}.,=\\ ", max_size=12))
-def test_comparing_never_raises(text: str) -> None:
-    assert compare_math(text, "5") in Verdict
-
-
 @pytest.mark.parametrize(
     ("left", "right"),
     [
@@ -267,7 +193,27 @@ def test_the_same_text_in_other_unicode_is_equal(left: str, right: str) -> None:
     assert exact_match(left, (right,)) and f1_score(left, (right,)) == 1.0
 
 
-@pytest.mark.parametrize("bomb", ["(a+b+c+d+f+g+h+k)^{30}", "(a+b+c+d+f)^{20}", "(x+y+z+w)^{30}", "x^{1000}+y^{1}=3"])
-def test_powers_with_too_many_terms_are_not_expanded(bomb: str) -> None:
-    assert compare_math(bomb, "5") is UNDECIDED
-    assert compare_math("(a+b)^2", "a^2+2ab+b^2") is EQUAL
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("-5km", "5km"),
+        ("-40C", "40C"),
+        ("-0.5x", "0.5x"),
+        ("1e-3", "1e3"),
+        ("1.5e-3", "1.5e3"),
+        ("2.5km", "2 5km"),
+        ("6.88b", "688b"),
+    ],
+)
+def test_a_letter_behind_a_number_takes_neither_its_sign_nor_its_point(left: str, right: str) -> None:
+    assert not exact_match(left, (right,)) and not exact_match(right, (left,))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("1.50m", "1.5m"), ("1,000km", "1000km"), ("10.0km", "10km"), ("1.0e+3", "1e3"),
+     ("\uff11\uff12", "12"), ("\u201cParis\u201d", "Paris"),
+     ("the 1st", "1st"), ("1990s", "1990s")],
+)  # fmt: skip
+def test_the_same_quantity_is_equal_with_letters_behind_it(left: str, right: str) -> None:
+    assert exact_match(left, (right,)) and f1_score(left, (right,)) == 1.0

@@ -21,7 +21,9 @@ from outrider.algorithms.gigpo_credit import (
     episode_advantages_per_turn,
     step_advantages_per_turn,
 )
+from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.on_policy import OnPolicyGroup
+from outrider.algorithms.presets import GIGPO_PRESETS, GigpoPreset
 from outrider.trace import Leaf, Node, Trace, played_turns
 from outrider.types import Origin
 
@@ -34,10 +36,12 @@ class GigpoSettings(ObjectiveSettings):
     ``gamma`` discounts step rewards a turn; ``step_weight`` is omega of ``A = A^E + omega A^S``; ``normalization`` is the F
     of both parts, 1 or the sample std; ``similarity`` says which observations count as the same anchor, ``exact`` or a
     threshold of difflib's ratio; ``episode_statistics`` counts ``rollouts`` once, or ``turns`` as the released code does;
-    ``invalid_penalty`` is taken from the return and the step return of a turn that the environment could not read.
+    ``invalid_penalty`` is taken from the return and the step return of a turn that the environment could not read. A ``preset``
+    fills what is not given.
     """
 
     type: Literal["gigpo"] = "gigpo"
+    preset: GigpoPreset = "gigpo-paper"
     advantage: AdvantageKind = "group_centered"
     gamma: float = Field(0.95, ge=0, le=1)
     step_weight: float = Field(1.0, ge=0)
@@ -51,7 +55,8 @@ class GigpoSettings(ObjectiveSettings):
     def _advantage(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        return {"advantage": _KINDS.get(str(given.get("normalization", "none")), "group_centered"), **given}
+        whole = with_preset(GIGPO_PRESETS, given, default="gigpo-paper")
+        return {"advantage": _KINDS.get(str(whole.get("normalization", "none")), "group_centered"), **whole}
 
     @model_validator(mode="after")
     def _possible(self) -> "GigpoSettings":

@@ -22,6 +22,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "advantage": "group_centered",
         "aggregation": "sum_over_length",
         "max_length": 8192,
+        "sampler_correction": None,
     },
 }
 

@@ -32,6 +32,8 @@ ReinforcePlusPlusPreset = Literal[
     "reinforce++-baseline-official",
 ]
 
+GigpoPreset = Literal["gigpo-paper", "gigpo-official"]
+
 _UNCORRECTED: Mapping[str, Any] = {"sampler_correction": None}
 _DUAL: Mapping[str, Any] = {"dual_clip": 3.0}  # verl's default, where the script does not set it
 _SEQUENCES: Mapping[str, Any] = {"aggregation": "sequence_mean_token_mean"}
@@ -87,5 +89,17 @@ REINFORCE_PLUS_PLUS_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "sampler_floor": 0.5,
         "sampler_outside": "zero",
         "dynamic_sampling": {"metric": "return"},
+    },
+}
+
+GIGPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gigpo-paper": {},
+    "gigpo-official": {
+        **_UNCORRECTED,
+        **_DUAL,
+        "episode_statistics": "turns",
+        "invalid_penalty": 0.1,
+        "kl_weight": 0.01,
+        "kl_estimator": "k3",
     },
 }

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from outrider.config import Settings
+from outrider.engines.deadline import Watch, WatchedRequest, watched_opener
 from outrider.engines.endpoint_wire import Refusal, Transient, refusal_line, reply_text, wire_messages
 from outrider.errors import ConfigError, EngineFault, ModelError
 from outrider.seeding import stream
@@ -91,7 +91,7 @@ class ChatEndpoint:
         self.retries: Counter[str] = Counter()
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._opener = urllib.request.build_opener(_NoRedirects)  # a redirect would carry the key to another host
+        self._opener = watched_opener()
         self._key = os.environ.get(settings.api_key_variable, "").strip()
         if not self._key.isascii() or not (self._key.isprintable() or not self._key):
             raise ConfigError(f"the key in ${settings.api_key_variable} holds characters that a header cannot have")
@@ -169,13 +169,15 @@ class ChatEndpoint:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+        watch = Watch(self.settings.timeout_s)
+        request = WatchedRequest(url, None if body is None else json.dumps(body).encode(), headers, watch=watch)
         try:
-            deadline = time.monotonic() + self.settings.timeout_s
-            with self._opener.open(request, timeout=self.settings.timeout_s) as response:
-                raw = _read_before(deadline, response)
-        except urllib.error.HTTPError as error:
-            raise self._refused(error) from error
+            with watch.running():
+                try:
+                    with self._opener.open(request, timeout=self.settings.timeout_s) as response:
+                        raw = _read_all(response)
+                except urllib.error.HTTPError as error:
+                    raise self._refused(error) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from error
         try:
@@ -199,17 +201,10 @@ class ChatEndpoint:
         return Transient(f"status {error.code}", line, wait_s=float(asked) if asked.isdecimal() else 0.0)
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *arguments: object, **options: object) -> None:
-        """Follow nothing: the redirect becomes a refusal."""
-
-
-def _read_before(deadline: float, response: Any) -> bytes:
+def _read_all(response: Any) -> bytes:
     chunks: list[bytes] = []
     while chunk := response.read1(1 << 16):
         chunks.append(chunk)
-        if time.monotonic() > deadline:
-            raise TimeoutError
         if sum(map(len, chunks)) > _MAX_BYTES:
             raise http.client.HTTPException(f"an answer of more than {_MAX_BYTES} bytes")
     return b"".join(chunks)
@@ -218,9 +213,11 @@ def _read_before(deadline: float, response: Any) -> bytes:
 def _reply(answer: Any, stop: Sequence[str]) -> ChatReply:
     """The completion in an answer; raises Transient when there is none."""
     match answer:
-        case {"choices": [{"finish_reason": "abort" | "error" as reason}, *_]}:  # a server's own fault, told with status 200
+        case {
+            "choices": [{"finish_reason": "abort" | "error" | "content_filter" as reason}, *_]
+        }:  # the server's doing, status 200
             raise Transient("aborted", f"the server ended the answer: {reason}")
-        case {"choices": [{"message": dict(message)} as choice, *_]} if isinstance(content := message.get("content") or "", str):
+        case {"choices": [{"message": dict(message)} as choice, *_]} if isinstance(content := _content(message, choice), str):
             usage = answer.get("usage")
             num_tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
             return ChatReply(
@@ -229,6 +226,12 @@ def _reply(answer: Any, stop: Sequence[str]) -> ChatReply:
                 num_tokens=num_tokens if isinstance(num_tokens, int) and num_tokens > 0 else 0,
             )
     raise Transient("garbage", "the answer holds no completion")
+
+
+def _content(message: Mapping[str, Any], choice: Mapping[str, Any]) -> object:
+    """Nothing said is a turn where the model ended it itself, or wrote elsewhere (reasoning, a native tool call)."""
+    content = message.get("content")
+    return "" if content is None and choice.get("finish_reason") in ("stop", "length", "tool_calls") else content
 
 
 def _models(answer: Any) -> dict[str, str]:

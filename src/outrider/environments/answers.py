@@ -11,14 +11,19 @@ from collections import Counter
 from collections.abc import Sequence
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-# A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional thousands commas.
-_NUMBER = re.compile(r"(?<![\w.)])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?![\w]|\.\d)", re.ASCII)
+# A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional thousands commas and
+# power of ten; letters may follow ("2.5km").
+_NUMBER = re.compile(
+    r"(?<![\w.)])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?!\d|\.\d)(?:e[+-]?\d+(?!\w|\.\d))?", re.ASCII
+)
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[!-/:-@\[-`{-~](?=[-.(\[{$]*\d)|(?<=[!-/:-@\[-`{-~])[(\[{$](?=\d)")
 _BOX = re.compile(r"\\boxed\s*\{|\\boxed (?=[^${}])")
 _BOX_END = re.compile(r"[${}]")
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
-_SAME_SIGNS = str.maketrans("\u2212\u2018\u2019", "-''")
+_SAME_SIGNS = str.maketrans(
+    "\u2212\u2018\u2019\u201c\u201d\uff10\uff11\uff12\uff13\uff14\uff15\uff16\uff17\uff18\uff19", "-''\"\"0123456789"
+)
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -98,8 +103,6 @@ def normalize_answer(text: str) -> str:
     words: list[str] = []
     position = 0
     for match in _NUMBER.finditer(lowered):
-        if not match.group().strip("-"):
-            continue
         words += [parted[position : match.start()].translate(_DELETE_PUNCTUATION), _canonical(match.group())]
         position = match.end()
     words.append(parted[position:].translate(_DELETE_PUNCTUATION))
@@ -108,12 +111,12 @@ def normalize_answer(text: str) -> str:
 
 
 def _canonical(number: str) -> str:
-    whole, _, fraction = number.replace(",", "").partition(".")
+    mantissa, _, power = number.replace(",", "").partition("e")
+    whole, _, fraction = mantissa.partition(".")
     fraction = fraction.rstrip("0")
     whole = "0" if whole == "" else "-0" if whole == "-" else whole
-    if not fraction:
-        return "0" if whole == "-0" else whole
-    return f"{whole}.{fraction}"
+    value = f"{whole}.{fraction}" if fraction else "0" if whole == "-0" else whole
+    return f"{value}e{power.removeprefix('+')}" if power else value
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:

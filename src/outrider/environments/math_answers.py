@@ -81,9 +81,8 @@ def _value(based: re.Match[str]) -> int | None:
 
 
 def _is_same_wording(left: str, right: str) -> bool:
-    if [_OPERATOR.findall(unwrap_text(text)) for text in (left, left)] != [_OPERATOR.findall(unwrap_text(right))] * 2:
-        return False
-    return exact_match(unwrap_text(left), (unwrap_text(right),))
+    bare = [unwrap_text(text) for text in (left, right)]
+    return _OPERATOR.findall(bare[0]) == _OPERATOR.findall(bare[1]) and exact_match(bare[0], (bare[1],))
 
 
 def _is_same_value(left: str, right: str) -> bool:

@@ -39,7 +39,7 @@ _UNITS: Final = {
 
 
 def one_spelling(text: str) -> str:
-    r"""Unicode digits, fractions, powers, roots and minus signs as LaTeX, thin spaces gone, ``1e3`` as ``1E3``, one final full stop gone."""
+    """Unicode fractions, powers, roots and minus signs as LaTeX; thin spaces and one final full stop gone; ``1e3`` as ``1E3``."""
     text = _VULGAR.sub(_fraction, text.translate(_SIGNS))
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run.group()) + "}", text)
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS)

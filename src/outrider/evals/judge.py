@@ -91,7 +91,7 @@ class Judge:
                 return Judgement(is_correct=None, num_asks=ask + 1, num_tokens=num_tokens, fault=str(fault))
             num_tokens += answer.num_tokens
             reply = answer.text
-            verdict = read_verdict(reply, rule=self.settings.rule)
+            verdict = read_verdict(reply, rule=self.settings.rule) if reply.strip() else None
             if verdict is not None:
                 return Judgement(is_correct=verdict, num_asks=ask + 1, num_tokens=num_tokens, reply=reply)
             conversation += [Message(role="assistant", content=reply or "..."), Message(role="user", content=ASK_AGAIN)]
