@@ -4,8 +4,9 @@
                                               [--recipe recipes/scienceworld-cpu.toml] [key=value ...]
 
 A cold start imitates the walkthroughs of training variations. EMPO² and GRPO then train on the first ``--variations`` of them, few
-enough that a task comes again and finds its own tips, and are measured on test variations without tips; GRPO stops after the step
-that reaches EMPO²'s policy tokens, its tips counted. Every run is resumable: a second call continues where the first was stopped.
+enough that a task comes again and finds its own tips: the memory is one a task and ranks by score, whatever the recipe's. They are
+measured on test variations without tips; GRPO stops after the step that reaches EMPO²'s policy tokens, its tips counted. Every run
+is resumable: a second call continues where the first was stopped.
 Prints Markdown: mean returns (the simulator's score times ``reward_scale``) with bootstrap intervals over the variations, success with
 Wilson's, and costs. Two processes with different ``--first-seed`` may share a folder; a last call prints all seeds.
 """
@@ -21,6 +22,7 @@ from comparison import at_equal_tokens, evaluations, from_checkpoint, is_after_t
 from outrider.evals.runner import interval
 
 AFTER_COLD_START: Final = "after cold start"
+PER_TASK: Final = ("algorithm.memory.scope=task", "algorithm.memory.rank=score")  # few variations, each played several times
 GRPO: Final = ("algorithm.memory_probability=0", "algorithm.intrinsic_coefficient=0")
 
 
@@ -34,7 +36,9 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for seed in seeds:
-        play_seed(arguments.out, [arguments.recipe, f"seed={seed}", *overrides], seed, num_variations=arguments.variations)
+        play_seed(
+            arguments.out, [arguments.recipe, f"seed={seed}", *PER_TASK, *overrides], seed, num_variations=arguments.variations
+        )
     print("\n\n".join([panel(arguments.out, seeds), scores(arguments.out, seeds), costs(arguments.out, seeds)]))
 
 

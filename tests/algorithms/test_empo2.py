@@ -1,10 +1,8 @@
 """EMPO²: the vectors, exact mode proportions, tips inside their budgets, novelty that does not depend on the rollouts' order."""
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,21 +12,18 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.credit import group_normalized_advantages_per_rollout
-from outrider.algorithms.empo2 import Empo2, Empo2Settings, intrinsic_return
+from outrider.algorithms.empo2 import Empo2Settings, intrinsic_return, never_shows_a_tip, states_of
 from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.algorithms.tip_hook import MemorySettings, TipHook, cleaned, record_text, rendered_tips
 from outrider.algorithms.tip_modes import ModeSchedule, mode_of_draw
-from outrider.config import validate
+from outrider.config import load_settings, validate
 from outrider.memory.embedder import HashEmbedder
-from outrider.trace import Leaf, Trace
+from outrider.trace import Trace
 from outrider.train.off_policy import student_mask
-from outrider.types import Message, Origin, Outcome, Task
-
-VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "empo2.json").read_text())
-
-
-def vector(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return VECTORS[name]["inputs"], VECTORS[name]["expected"]
+from outrider.train.sampling import TaskOrder
+from outrider.train.settings import RunSettings
+from outrider.types import Message, Origin, Task
+from tests.algorithms.tip_groups import algorithm, played, vector
 
 
 def test_released_modes() -> None:
@@ -98,10 +93,20 @@ def test_masked_clipped_loss(sign: float) -> None:
     assert masks["turn"].tolist() == expected["mask_released_code_row_level"] and masks["none"].tolist() == [1.0] * 4
     mean = float((surrogate.losses.detach() * masks["token"].detach()).sum() / 4)
     assert mean == pytest.approx(wanted["paper_mean_over_all_T"], abs=1e-5)
+    assert mean * 4 / float(masks["token"].sum()) == pytest.approx(wanted["masked_mean_over_kept"], abs=1e-5)
+    released = float((surrogate.losses.detach() * masks["turn"].detach()).sum() / 4)
+    assert released == pytest.approx(wanted["released_code_seq_mask_mean"], abs=1e-5)
     surrogate.losses.sum().backward()
     slopes = vector("grad_weight_on_logp")[1]["A=+1 table3" if sign > 0 else "A=-1 table3"]
     assert new.grad is not None
     np.testing.assert_allclose(new.grad.numpy(), slopes, atol=1e-5)
+    student = torch.tensor(given_["new_plain"], dtype=torch.float64, requires_grad=True)  # Algorithm 1 at the first step: ratio 1
+    clipped_surrogate_per_token(
+        logprobs=student, old_logprobs=student.detach(), advantages=torch.full((4,), sign, dtype=torch.float64), clip_high=0.3,
+        dual_clip=10.0,
+    ).losses.sum().backward()  # fmt: skip
+    slopes = vector("grad_weight_on_logp")[1]["A=+1 algorithm1" if sign > 0 else "A=-1 algorithm1"]
+    assert student.grad is not None and student.grad.tolist() == slopes
 
 
 def test_the_released_mask_takes_whole_turns() -> None:
@@ -135,44 +140,6 @@ def test_dual_clip() -> None:
     assert losses.tolist() == pytest.approx(expected["loss"])
 
 
-def test_credit_counts_rollouts_and_takes_the_environment_s_return() -> None:
-    given_, expected = vector("grpo_rollout_level")
-    found = group_normalized_advantages_per_rollout(returns=given_["returns"])
-    np.testing.assert_allclose(found.values, expected["advantage"], atol=1e-4)
-    given_, expected = vector("grpo_row_level_bias")
-    found = group_normalized_advantages_per_rollout(returns=given_["returns"])
-    np.testing.assert_allclose(found.values, expected["rollout_level_for_comparison"], atol=1e-4)
-    _, expected = vector("grpo_lost_tail")
-    found = group_normalized_advantages_per_rollout(returns=expected["true_returns"])
-    np.testing.assert_allclose(found.values, expected["true_advantage"], atol=1e-4)
-
-
-def played(
-    returns: list[float], observations: list[list[str]], *, modes: str = "plain", remarks: list[str] | None = None
-) -> Trace:
-    """One group by hand: what every rollout was told, turn by turn."""
-    trace = Trace(task=Task(key="t", question="q"), modes=(modes,) * len(returns))
-    for rollout, (value, told) in enumerate(zip(returns, observations, strict=True)):
-        parent = None
-        for turn, text in enumerate(told):
-            origin = Origin.ENVIRONMENT if turn else Origin.PROMPT
-            observed = trace.append(parent=parent, origin=origin, token_ids=(1,), message=Message(role="user", content=text))
-            node = trace.append(
-                parent=observed.node_id, origin=Origin.POLICY, token_ids=(2,), message=Message(role="assistant", content=f"act {turn}"),
-                logprobs=(-1.0,), entropies=(0.5,),
-            )  # fmt: skip
-            parent = node.node_id
-        remark = remarks[rollout] if remarks else ""
-        trace.finish(Leaf(node_id=parent, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value, remark=remark))
-    return trace
-
-
-def algorithm(**given_: Any) -> Empo2:
-    return Empo2(
-        validate(Empo2Settings, {"group_size": 4, **given_}), embedder=HashEmbedder(), num_tokens=len, groups_per_step=2, seed=0
-    )
-
-
 def test_intrinsic_reward_decides_where_returns_tie() -> None:
     given_, expected = vector("intrinsic_in_or_out_of_advantage")
     paper = [sum(given_["extrinsic"][name]) + sum(given_["intrinsic"][name]) for name in ("a", "b")]
@@ -187,6 +154,82 @@ def test_intrinsic_reward_decides_where_returns_tie() -> None:
     assert [leaf.episode_return for leaf, _ in trace.rollouts()] == [0.0] * 4  # the environment's record stays what it was
     released = algorithm(preset="empo2-released").credit(played([0.0] * 4, told))
     assert released.advantages.reason == "no_spread"
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_an_episode_has_as_many_states_as_turns_however_it_ended(num_turns: int) -> None:
+    """Ended by the environment, with or without a last word, or cut by the loop behind an observation that nobody answered."""
+    told = ["start", "kitchen", "garden"][:num_turns]
+    for ending in (None, "", "cellar"):
+        trace = played([0.0], [told])
+        node_id = trace.leaves[0].node_id
+        if ending is not None:
+            said = Message(role="user", content=ending)
+            node_id = trace.append(parent=node_id, origin=Origin.ENVIRONMENT, token_ids=(1,), message=said).node_id
+        assert node_id is not None and states_of(trace.path(node_id)) == told
+
+
+def test_a_state_is_what_the_turn_acted_on_and_never_a_tip() -> None:
+    trace = Trace(task=Task(key="t", question="q"), modes=("tips_on",))
+    parent = None
+    for origin, text in (
+        (Origin.PROMPT, "start"), (Origin.MEMORY, "a tip"), (Origin.PROMPT, ""), (Origin.POLICY, "go"),
+        (Origin.ENVIRONMENT, "kitchen"), (Origin.MEMORY, "another"), (Origin.ENVIRONMENT, ""), (Origin.POLICY, "take"),
+        (Origin.POLICY, "and go on"), (Origin.ENVIRONMENT, "cut here"),
+    ):  # fmt: skip
+        values = (0.0,) if origin is Origin.POLICY else ()
+        node = trace.append(
+            parent=parent, origin=origin, token_ids=(1,), message=Message(role="user", content=text), logprobs=values,
+            entropies=values,
+        )  # fmt: skip
+        parent = node.node_id
+    assert parent is not None and states_of(trace.path(parent)) == ["start", "kitchen", "kitchen"]
+
+
+@pytest.mark.parametrize("scope", ["task", "all"])
+def test_novelty_is_a_task_s_own_whatever_the_tips_scope_is(scope: str) -> None:
+    """A state that another task has seen a hundred times may be new here, and the reward is for what is new here."""
+    method = algorithm(memory={"scope": scope})
+    for task in ("one", "other"):
+        trace = played([0.0] * 4, [["start", "kitchen"]] * 4)
+        trace.task = Task(key=task, question="q")
+        method.credit(trace)
+        assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == pytest.approx([0.01 * 2 / 4] * 4)
+        assert method.novelty.num_states(task) == 2
+    assert method.novelty.num_states("all") == 0
+
+
+@given(
+    num_steps=st.integers(0, 9),
+    tasks_per_step=st.integers(1, 5),
+    num_tasks=st.integers(5, 30),
+    scope=st.sampled_from(["task", "all"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_run_knows_whether_a_task_ever_finds_its_own_tips(
+    num_steps: int, tasks_per_step: int, num_tasks: int, scope: str
+) -> None:
+    order = TaskOrder(tasks=[Task(key=str(n), question="q") for n in range(num_tasks)], tasks_per_step=tasks_per_step, seed=1)
+    played_keys: list[str] = []
+    cursor = 0
+    for _ in range(num_steps):
+        taken, cursor = order.take(tasks_per_step, cursor=cursor)
+        played_keys += [task.key for task in taken]
+    repeats = len(set(played_keys)) < len(played_keys)
+    for probability in (0.0, 0.3):
+        chosen = validate(Empo2Settings, {"memory_probability": probability, "memory": {"scope": scope}})
+        found = never_shows_a_tip(chosen, num_groups=num_steps * tasks_per_step, num_tasks=num_tasks)
+        assert found == (num_steps > 0 and probability > 0 and scope == "task" and not repeats)
+
+
+def test_the_shipped_recipes_show_tips() -> None:
+    """Of the 1,000-product set, training has 5,401 goals; the shipped catalogue has fewer."""
+    sizes = {"webshop-empo2": 5401, "scienceworld-cpu": 36, "scienceworld-empo2": 5}
+    for name, num_tasks in sizes.items():
+        recipe = load_settings(RunSettings, file=Path(__file__).parents[2] / "recipes" / f"{name}.toml", overrides=[])
+        assert isinstance(recipe.algorithm, Empo2Settings)
+        num_groups = recipe.train.num_steps * recipe.train.tasks_per_step
+        assert not never_shows_a_tip(recipe.algorithm, num_groups=num_groups, num_tasks=num_tasks), name
 
 
 def test_equal_rollouts_get_equal_intrinsic_rewards_whatever_their_number() -> None:
@@ -204,10 +247,7 @@ def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retriev
 
 
 def test_every_different_action_of_an_episode_is_a_record() -> None:
-    given_, expected = vector("memory_write_amplification")
     hook = TipHook(MemorySettings(), embedder=HashEmbedder(), num_tokens=len, seed=0)
-    texts = {record_text(given_["tip"], action=action, score=given_["episode_return"]) for action in given_["actions"]}
-    assert len(texts) == expected["unique_entries"]
     trace = played([7.04, 1.0], [["start", "room"], ["start", "room"]], remarks=["\n Try the door. \nmore", "   "])
     hook.after_group(trace)
     tips = hook.memory.tips("t")

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,11 @@ from outrider.environments.scienceworld import (
 )
 from outrider.environments.scienceworld_gateway import JavaSimulator
 from outrider.errors import EnvironmentFault
-from outrider.types import Message
+from outrider.rollout.episode import Limits
+from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.trace import Trace
+from outrider.types import Message, Outcome
+from tests.rollout.fakes import scheduler, scripted
 
 pytestmark = [
     pytest.mark.java,
@@ -143,6 +147,46 @@ def test_a_killed_process_is_a_fault_and_is_replaced(family: ScienceWorldFamily,
     assert "room" in act(environment, "look around")
     environment.close()
     assert factory.pool.num_replaced == num_replaced + 1
+
+
+class KillsOnce:
+    """After the second turn of the first rollout that gets there, its simulator is killed."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid: int | None = pid
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
+        if state.turn == 2 and self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.pid = None
+        return ()
+
+    def after_turn(self, state: EpisodeState) -> None: ...
+
+    def after_group(self, trace: Trace) -> None: ...
+
+
+def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(family: ScienceWorldFamily, factory: ScienceWorldFactory) -> None:
+    loan = factory.pool.borrow()
+    assert isinstance(loan.simulator, JavaSimulator)
+    pid, num_replaced = loan.simulator.pid, factory.pool.num_replaced
+    factory.pool.give_back(loan)
+    tasks = [task for task in family.tasks("train") if "find-animal" in task.key][:2]
+    reports = []
+    for hooks in ((KillsOnce(pid),), ()):
+        runs = scheduler(
+            scripted(lambda request, text: "<action>look around</action>"), factory, hooks=hooks, stop=family.stop, max_concurrent=1,
+            limits=Limits(max_turns=4, max_turn_tokens=40, max_response_tokens=3500, step_timeout_s=60),
+        )  # fmt: skip
+        reports.append(runs.run(tasks, modes=("plain",), training_step=0))
+    broken, whole = reports
+    assert (dict(broken.faults), whole.faults.total()) == ({"environment_fault": 1, "retries": 1}, 0)
+    assert factory.pool.num_replaced == num_replaced + 1
+    for one, other in zip(broken.traces, whole.traces, strict=True):
+        (leaf, path), (leaf_, path_) = next(one.rollouts()), next(other.rollouts())
+        assert leaf.outcome is leaf_.outcome is Outcome.TRUNCATED_TURNS and leaf.episode_return == leaf_.episode_return
+        assert [node.token_ids for node in path] == [node.token_ids for node in path_]
+        assert sum(node.trainable for node in path) == 4
 
 
 def test_close_leaves_no_process_and_no_port(factory: ScienceWorldFactory) -> None:

@@ -47,6 +47,58 @@ def test_one_text_may_be_kept_for_different_states() -> None:
         assert [memory.add("t", key, "a", 0.0) for key in (KEY, other, KEY)] == wanted
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_similarity_at_the_bound_is_not_above_it(dtype: Any) -> None:
+    """The cosine is 0.6 exactly; a key in single precision has it a little above."""
+    memory = TipMemory()
+    for text, key in (("at", [0.6, 0.8]), ("at, longer", [6.0, 8.0]), ("above", [0.6001, 0.8])):
+        memory.add("t", np.array(key, dtype), text, 0.0)
+    hits = memory.query("t", np.array([1.0, 0.0], dtype), min_similarity=0.6)
+    assert [hit.tip.text for hit in hits] == ["above"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@given(order=st.permutations([[3.0, 4.0], [0.3, 0.4], [0.6, 0.8], [30.0, 40.0]]))
+@settings(max_examples=24, deadline=None)
+def test_equal_directions_tie_and_the_older_comes_first(dtype: Any, order: list[list[float]]) -> None:
+    memory = TipMemory()
+    for number, key in enumerate(order):
+        memory.add("t", np.array(key, dtype), f"{number}", float(number))
+    memory.add("t", np.array([0.61, 0.8], dtype), "nearer", 0.0)
+    hits = memory.query("t", np.array([1.0, 0.0], dtype), rank="similarity", min_similarity=0.1)
+    assert [hit.tip.text for hit in hits] == ["nearer", "0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_state_at_the_threshold_is_no_new_one(dtype: Any) -> None:
+    store = NoveltyStore(threshold=0.8)
+    assert [store.visit("t", np.array(key, dtype)) for key in ([1.0, 0.0], [0.8, 0.6], [0.799, 0.6])] == [1, 2, 1]
+    store = NoveltyStore(threshold=1.0)
+    assert [store.visit("t", np.array([1.0, 3.0, 7.0], dtype) * size) for size in (1.0, 1.0, 0.3)] == [1, 2, 3]
+
+
+@given(angles=st.lists(st.floats(0, 3), min_size=1, max_size=12), cut=st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_a_restored_novelty_store_counts_on_the_same_also_for_keys_in_double_precision(angles: list[float], cut: int) -> None:
+    keys = [np.array([np.cos(a), np.sin(a)]) for a in angles]
+    whole, first, second = (NoveltyStore(threshold=0.99) for _ in range(3))
+    wanted = [whole.visit("t", key) for key in keys]
+    found = [first.visit("t", key) for key in keys[:cut]]
+    second.restore(*first.snapshot())
+    assert found + [second.visit("t", key) for key in keys[cut:]] == wanted
+    for name, units in second._tasks.items():
+        number = second.num_states(name)
+        mine, theirs = units.units_ND, whole._tasks[name].units_ND
+        assert mine is not None and theirs is not None and np.array_equal(mine[:number], theirs[:number])
+
+
+def test_a_newcomer_below_the_lowest_is_not_kept() -> None:
+    memory = TipMemory(capacity=2, eviction="lowest_score")
+    kept = [memory.add("t", KEY, text, score) for text, score in (("a", 5.0), ("b", 6.0), ("c", -100.0), ("d", 5.0))]
+    assert kept == [True, True, False, True]  # of equals the oldest goes
+    assert [(tip.text, tip.score, tip.tip_id) for tip in memory.tips("t")] == [("b", 6.0, 1), ("d", 5.0, 3)]
+
+
 def test_the_worst_goes_where_the_score_decides() -> None:
     memory = TipMemory(capacity=2, eviction="lowest_score")
     for text, score in (("a", 1.0), ("b", -1.0), ("c", 0.0), ("d", 0.0)):

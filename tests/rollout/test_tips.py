@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.algorithms.reflexion import ReflexionHook
+from outrider.algorithms.tip_hook import MemorySettings, TipHook
 from outrider.engines.base import Request
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault
+from outrider.memory.embedder import HashEmbedder
 from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import EpisodeState, Reflector, Splice
+from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Trace, played_turns, without_memory
 from outrider.types import Message, Origin, Outcome, Role
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
@@ -140,6 +144,83 @@ def test_a_remark_without_room_or_with_a_fault_costs_no_rollout() -> None:
     report = runs.run(tasks(1), modes=("tips_on",) * 2, training_step=0)
     assert [leaf.outcome for leaf, _ in report.traces[0].rollouts()] == [Outcome.FINISHED] * 2
     assert report.num_retries == 0
+
+
+class Asked(RawEngine):
+    """Keeps the remarks' requests as text."""
+
+    def __init__(self, *, context_length: int = 4096) -> None:
+        super().__init__(TOKENIZER, acts, context_length=context_length)
+        self.requests: list[Request] = []
+
+    def generate(self, requests: Sequence[Request]) -> Any:
+        self.requests += [request for request in requests if request.request_id.endswith("remark")]
+        return super().generate(requests)
+
+    def texts(self) -> list[str]:
+        return [str(TOKENIZER.decode(one.token_ids, skip_special_tokens=False)) for one in self.requests]
+
+
+class Lost(Fake):
+    """Ends with what ``on_step`` says, and nothing reached."""
+
+    def result(self) -> EpisodeResult:
+        return EpisodeResult(episode_return=-0.25, success=False)
+
+
+def ended(words: str | None, *, engine: Asked, kind: str, done: bool = True, hooked: bool = True) -> RolloutReport:
+    """Two rollouts of two turns; the environment's last step says ``words``."""
+    message = None if words is None else Message(role="user", content=words)
+
+    def step(number: int, said: str) -> StepResult:
+        return say(f"seen {number}", "user") if number < 1 else StepResult(message=message, done=done)
+
+    settings_ = MemorySettings(max_tip_tokens=6)
+    tips = TipHook(settings_, embedder=HashEmbedder(), num_tokens=len, seed=0)
+    hook = tips if kind == "tips" else ReflexionHook(max_plan_tokens=6)
+    limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=200, max_observation_tokens=40, step_timeout_s=5)
+    runs = scheduler(engine, Factory(lambda task, number: Lost(on_step=step)), hooks=(hook,) if hooked else (), limits=limits)
+    return runs.run(tasks(1), modes=("plain",) * 2, training_step=0)
+
+
+@pytest.mark.parametrize("kind", ["tips", "reflexion"])
+def test_the_writer_of_a_remark_sees_how_the_episode_ended(kind: str) -> None:
+    engine = Asked()
+    report = ended("the vase broke", engine=engine, kind=kind)
+    assert len(engine.texts()) == 2
+    for text in engine.texts():
+        request = text[text.rindex("<|im_start|>user") :]
+        assert request.startswith("<|im_start|>user\nthe vase broke\n\nThe ") and "score of -0.25" in request
+        assert text.count("the vase broke") == 1
+    silent = ended("the vase broke", engine=Asked(), kind=kind, hooked=False)
+    assert ids(report.traces[0], plain=False) == ids(silent.traces[0], plain=False)  # what is trained on stays as it was
+    assert len(report.traces[0].nodes) == len(silent.traces[0].nodes)
+
+
+@pytest.mark.parametrize("kind", ["tips", "reflexion"])
+def test_what_the_chat_holds_already_is_not_said_twice(kind: str) -> None:
+    for words, done in ((None, True), ("seen last", False)):  # ended without a word; cut by the loop
+        engine = Asked()
+        ended(words, engine=engine, kind=kind, done=done)
+        for text in engine.texts():
+            assert text[text.rindex("<|im_start|>user") :].startswith("<|im_start|>user\nThe ")
+            assert text.count("seen last") == (words is not None)
+
+
+@given(context=st.integers(60, 700), length=st.integers(1, 120), kind=st.sampled_from(["tips", "reflexion"]))
+@settings(max_examples=60, deadline=None)
+def test_the_last_words_fit_their_budget_and_cost_no_remark(context: int, length: int, kind: str) -> None:
+    engine, without = Asked(context_length=context), Asked(context_length=context)
+    report = ended("z" * length, engine=engine, kind=kind)
+    bare = ended(None, engine=without, kind=kind)
+    assert len(engine.requests) == len(without.requests)
+    for (leaf, _), (other, _) in zip(report.traces[0].rollouts(), bare.traces[0].rollouts(), strict=True):
+        assert (leaf.remark, leaf.num_remark_tokens) == (other.remark, other.num_remark_tokens)
+    for long, short in zip(engine.requests, without.requests, strict=True):
+        assert len(long.token_ids) + 6 <= context
+        added, room = len(long.token_ids) - len(short.token_ids), context - 6 - len(short.token_ids)
+        assert added <= 40 + 2  # max_observation_tokens, and the empty line
+        assert added >= min(length, 40, room - 2)  # nothing is cut that there is room for
 
 
 def test_every_group_may_have_modes_of_its_own() -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from outrider.algorithms.base import OffPolicyObjective
 from outrider.config import load_settings
+from outrider.engines.attention import Segment, TreePlan
 from outrider.trace import Leaf, Trace, without_memory
 from outrider.train.policy import OptimizerSettings, Policy
 from outrider.train.run_directory import RunDirectory
@@ -18,6 +19,7 @@ from outrider.train.settings import RunSettings
 from outrider.train.start import run_training
 from outrider.train.update import UpdateSettings, update
 from outrider.types import Message, Origin, Outcome, Task
+from tests.algorithms.tip_groups import vector
 from tests.tiny import tiny_model
 from tests.train.tool_run import write_tool_run
 
@@ -34,12 +36,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(recipe: Path, name: str, *overrides: str, num_steps: int = 3) -> Path:
+def train(recipe: Path, name: str, *overrides: str, num_steps: int = 3, progress: Literal["none", "plain"] = "none") -> Path:
     settings = load_settings(
         RunSettings, file=recipe, overrides=["evaluation.every=0", f"train.num_steps={num_steps}", *overrides]
     )
     run = recipe.parent / name
-    run_training((RunDirectory.create(run, settings), settings), progress="none", on_start=lambda stop: None)
+    run_training((RunDirectory.create(run, settings), settings), progress=progress, on_start=lambda stop: None)
     return run
 
 
@@ -84,10 +86,42 @@ def test_a_preset_trains_in_all_modes(recipe: Path, preset: str) -> None:
             assert math.isfinite(record["tips/kl_acting_student"]) and 0 <= record["tips/masked_fraction"] <= 1
             if preset == "empo2-alg1":  # one step on data of the same weights: the student is its own denominator
                 assert record["tips/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
-        if not record.get("tips/num_off_tokens"):  # plain and tips-on: the denominator is the numerator
-            assert record["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
         assert record["gap/logprob_mean"] < 1e-4  # the engine is compared with the context that it saw
     assert (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("q", [0, 1])
+def test_in_a_run_the_first_ratio_of_tips_on_is_one_and_that_of_tips_off_is_not(recipe: Path, q: int) -> None:
+    """Two optimiser steps that move nothing: denominators are scored before the first one, and only a context can tell them apart."""
+    run = train(
+        recipe,
+        f"ratios-{q}",
+        "algorithm.type=empo2",
+        "algorithm.memory_probability=1",
+        f"algorithm.off_policy_probability={q}",
+        "update.num_mini_batches=2",
+        "optimizer.learning_rate=1e-15",
+        *TIPS,
+        num_steps=5,
+    )
+    found = [record for record in steps(run) if record["tips/num_shown"] and "ratio/min" in record]
+    assert found
+    for record in found:
+        assert record["gap/logprob_mean"] < 1e-4
+        is_one = max(abs(record[name] - 1.0) for name in ("ratio/min", "ratio/max")) < 1e-6
+        assert is_one == (q == 0)
+
+
+def test_a_run_that_can_show_no_tip_says_so_at_its_start(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six tasks, two a step: after three steps none has been played twice."""
+    for num_steps, scope, silent in ((3, "task", True), (4, "task", False), (3, "all", False)):
+        chosen = ("algorithm.type=empo2", "algorithm.memory_probability=1", f"algorithm.memory.scope={scope}", *TIPS)
+        run = train(recipe, f"said-{num_steps}-{scope}", *chosen, num_steps=num_steps, progress="plain")
+        told = [line for line in capsys.readouterr().out.splitlines() if "NO TIPS" in line]
+        shown = sum(record["tips/num_shown"] for record in steps(run))
+        assert (len(told), shown == 0) == (int(silent), silent)
+        if silent:
+            assert "6 groups" in told[0] and "6 tasks" in told[0] and "algorithm.memory.scope" in told[0]
 
 
 def group(lm: Any, *, off: bool) -> Trace:
@@ -126,20 +160,10 @@ def reference(lm: Any, trace: Trace, objective: OffPolicyObjective) -> tuple[dic
     policy = lm.model
     losses = []
     ratios: list[float] = []
-
-    def score(path: list[Any]) -> torch.Tensor:
-        tokens = torch.tensor([[t for node in path for t in node.token_ids]])
-        from outrider.engines.attention import Segment, TreePlan
-
-        plan = TreePlan(segments=(Segment(length=tokens.shape[1]),))
-        logits = policy(input_ids=tokens, use_cache=False, plan=plan).logits[0].log_softmax(-1)
-        own = [i for i, node in zip(_places(path), _owners(path), strict=True) if node.trainable]
-        return torch.stack([logits[i - 1, tokens[0, i]] for i in own])
-
     for leaf, path in trace.rollouts():
-        student = score(without_memory(path))
+        student = scored(policy, without_memory(path))
         with torch.no_grad():
-            acting = score(path)
+            acting = scored(policy, path)
         old = acting if objective.old_context == "acting" else student.detach()
         ratio = (student - old).exp()
         ratios += ratio.detach().tolist()
@@ -158,6 +182,15 @@ def reference(lm: Any, trace: Trace, objective: OffPolicyObjective) -> tuple[dic
     grads = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad(set_to_none=True)
     return grads, ratios
+
+
+def scored(model: Any, path: list[Any]) -> torch.Tensor:
+    """Log-probs of the policy's own tokens, in one plain pass over the path."""
+    tokens = torch.tensor([[t for node in path for t in node.token_ids]])
+    plan = TreePlan(segments=(Segment(length=tokens.shape[1]),))
+    logits = model(input_ids=tokens, use_cache=False, plan=plan).logits[0].log_softmax(-1)
+    own = [i for i, node in zip(_places(path), _owners(path), strict=True) if node.trainable]
+    return torch.stack([logits[i - 1, tokens[0, i]] for i in own])
 
 
 def _places(path: list[Any]) -> list[int]:
@@ -197,11 +230,36 @@ def test_the_off_policy_gradient_is_that_of_two_plain_passes(old_context: Any, m
         )  # the model's norms are float32
 
 
-def test_tips_on_is_trained_in_the_context_that_it_acted_in() -> None:
+@pytest.mark.parametrize("repeats", [{"num_mini_batches": 2}, {"num_epochs": 2}])
+def test_tips_on_is_trained_in_the_context_that_it_acted_in(repeats: dict[str, int]) -> None:
+    """Denominators are scored apart where there are several steps; the engine's values are those of a plain pass with the tips."""
     lm = tiny_model(dtype=torch.float64)
-    policy = Policy(lm, OptimizerSettings(learning_rate=1e-9))
-    report = update(
-        policy, [group(lm, off=False)], objective=OffPolicyObjective(), settings=UpdateSettings(max_logprob_gap=99.0), reference=None,
-        first=True,
-    )  # fmt: skip
-    assert report.metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-12) and "tips/num_off_tokens" not in report.metrics
+    groups = [group(lm, off=False) for _ in range(2)]
+    with torch.no_grad():
+        for _, path in (rollout for trace in groups for rollout in trace.rollouts()):
+            acting = scored(lm.model, path).tolist()
+            assert max(abs(a - b) for a, b in zip(acting, scored(lm.model, without_memory(path)).tolist(), strict=True)) > 0.1
+            for node in (node for node in path if node.trainable):
+                node.logprobs, acting = tuple(acting[:3]), acting[3:]
+    policy = Policy(lm, OptimizerSettings(learning_rate=1e-15))
+    settings = UpdateSettings(max_logprob_gap=1e-5, **repeats)  # type: ignore[arg-type]
+    report = update(policy, groups, objective=OffPolicyObjective(), settings=settings, reference=None, first=True)
+    assert policy.num_steps == 2 and "tips/num_off_tokens" not in report.metrics
+    assert report.metrics["gap/logprob_max"] < 1e-5  # the model's norms are float32
+    for name in ("ratio/min", "ratio/max"):
+        assert report.metrics[name] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_step_makes_as_many_optimiser_steps_as_are_asked_for_and_drops_no_rollout() -> None:
+    """The released trainer makes one for every 128 rows and drops the rows that do not fill 16: up to 2 of the vector's 130."""
+    given, expected = vector("optimizer_steps_per_iteration")
+    kept = [one[0] for one in expected["kept_steps_lastpartial"]]
+    assert [rows - left for rows, left in zip(given["rows"], kept, strict=True)] == [0, 8, 2]
+    for num_mini_batches in (1, 2, 3):
+        lm = tiny_model(dtype=torch.float64)
+        policy = Policy(lm, OptimizerSettings(learning_rate=1e-9))
+        groups = [group(lm, off=False) for _ in range(3)]
+        chosen = UpdateSettings(num_mini_batches=num_mini_batches, max_logprob_gap=99.0)
+        report = update(policy, groups, objective=OffPolicyObjective(), settings=chosen, reference=None, first=True)
+        assert policy.num_steps == num_mini_batches
+        assert report.num_scored_tokens == 3 * 12  # of every rollout of every group

@@ -175,6 +175,17 @@ def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> N
     assert sum(record["replay/num_groups"] for record in replayed) >= 5
 
 
+def test_the_run_with_tips_shows_some_and_has_all_modes(root: Path, whole: Callable[[str], Path]) -> None:
+    """Also after the first steps: what a restored memory holds must matter for the comparison above."""
+    train = [record for record in _metrics(whole("empo2")) if record["kind"] == "train"]
+    for half in (train[: NUM_STEPS // 2], train[NUM_STEPS // 2 :]):
+        assert sum(record["tips/num_shown"] for record in half) > 0
+        for mode in ("plain", "tips_on", "tips_off"):
+            assert sum(record[f"tips/num_groups_{mode}"] for record in half) > 0
+    assert sum(record.get("tips/num_off_tokens", 0) for record in train) > 0
+    assert train[-1]["tips/state_visits"] > train[0]["tips/state_visits"] and train[-1]["tips/memory_size"] > 0
+
+
 def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[str], Path]) -> None:
     if not (root / "killed-evolve" / "buffer.sqlite").exists():
         pytest.skip("needs the killed run of the case evolve")

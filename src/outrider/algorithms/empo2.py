@@ -103,12 +103,15 @@ class Empo2:
         )
 
     def _reward_novelty(self, trace: Trace) -> list[float]:
-        """Visits of all states of the group, counted together: rollouts that see the same get the same."""
+        """Visits of all states of the group, counted together: rollouts that see the same get the same.
+
+        Counted by task, whatever the tips' scope is: the reward is for what is new in this task.
+        """
         kept = [(leaf, states_of(path)) for leaf, path in trace.rollouts() if leaf.episode_return is not None]
         texts = [text for _, states in kept for text in states]
         if not texts:
             return []
-        counts = iter(self.novelty.visit_together(self.tips.task_key(trace.task), list(self._embedder.embed(texts))))
+        counts = iter(self.novelty.visit_together(trace.task.key, list(self._embedder.embed(texts))))
         seen: list[float] = []
         for leaf, states in kept:
             mine = [next(counts) for _ in states]
@@ -128,11 +131,21 @@ class Empo2:
         self.novelty.restore(state["novelty"], arrays)
 
 
+def never_shows_a_tip(settings: Empo2Settings, *, num_groups: int, num_tasks: int) -> bool:
+    """Whether a run of ``num_groups`` groups on ``num_tasks`` training tasks, from an empty memory, wants tips and can show none.
+
+    An epoch plays every task once at most, and a buffer a task holds what earlier groups of that task wrote.
+    """
+    return settings.memory_probability > 0 and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
+
+
 def states_of(path: Sequence[Node]) -> list[str]:
-    """Every state of an episode: what each turn acted on, and what was said after the last one."""
-    turns = [turn.observation for turn in played_turns(path)]
-    last = path[-1]
-    return [*turns, last.message.content] if path and not last.trainable and last.message.content else turns
+    """The states of an episode: what each turn acted on, one a turn (section 4.2: the reward of a step is that of its state).
+
+    What is said after the last turn is no state: nothing acts on it, it is in the path only where the loop cut the episode, and counted
+    there it would pay an episode for being cut.
+    """
+    return [turn.observation for turn in played_turns(path)]
 
 
 def intrinsic_return(num_visits: Sequence[int], *, coefficient: float) -> float:

@@ -5,7 +5,7 @@ No weights change. A baseline of EMPO² that runs in the same loop: a hook, play
 
 from collections.abc import Sequence
 
-from outrider.algorithms.tip_hook import cleaned
+from outrider.algorithms.tip_hook import cleaned, last_words
 from outrider.environments.base import EpisodeResult
 from outrider.rollout.hooks import EpisodeState, Splice
 from outrider.trace import Trace
@@ -14,8 +14,8 @@ from outrider.types import Message, Origin
 NUM_SHOWN = 3
 HEADING = "Your plans from earlier attempts at this task, which failed:"
 REQUEST = (
-    "The attempt is over and the task was not completed. In one or two sentences: what went wrong, and what is your new plan? "
-    "Write only the plan."
+    "The attempt is over, with a score of {score:.3g}, and the task was not completed. In one or two sentences: what went wrong, and "
+    "what is your new plan? Write only the plan."
 )
 
 
@@ -38,8 +38,10 @@ class ReflexionHook:
         """Nothing to do."""
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
-        """Asked after failures only."""
-        return None if result.success else Message(role="user", content=REQUEST)
+        """Asked after failures only, behind what the environment said last."""
+        if result.success:
+            return None
+        return Message(role="user", content=last_words(state) + REQUEST.format(score=result.episode_return))
 
     def after_group(self, trace: Trace) -> None:
         """Keep what the failed ones wrote."""

@@ -17,8 +17,8 @@ from outrider.trace import Leaf, Node, Trace, played_turns
 from outrider.types import Message, Origin, Task
 
 REQUEST = (
-    "The episode is over. Write a tip for the next attempt at this task: one sentence of fewer than {words} words "
-    "that says what was learned and how far the task was from complete. Write only the tip."
+    "The episode is over, with a score of {score:.3g}. Write a tip for the next attempt at this task: one sentence of fewer than "
+    "{words} words that says what was learned and how far the task was from complete. Write only the tip."
 )
 HEADING = "Notes from earlier attempts:"
 _TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)
@@ -109,10 +109,10 @@ class TipHook:
         """Nothing to do."""
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
-        """Every training episode is asked for a tip, in all modes."""
+        """Every training episode is asked for a tip, in all modes, behind what the environment said last: tip ~ pi(. | s_T, u)."""
         self._training_step = state.training_step
         words = max(5, self.settings.max_tip_tokens * 2 // 3)
-        return Message(role="user", content=REQUEST.format(words=words))
+        return Message(role="user", content=last_words(state) + REQUEST.format(words=words, score=result.episode_return))
 
     def after_group(self, trace: Trace) -> None:
         """Store what the episodes wrote: a record for every different action, in the order of rollouts and turns."""
@@ -139,6 +139,15 @@ class TipHook:
                 rollout_id=f"{trace.task.key}/{leaf.rollout}",
             )
             self.counts["stored" if added else "duplicates"] += 1
+
+
+def last_words(state: EpisodeState) -> str:
+    """What the environment said as it ended the episode, and an empty line; nothing where it did not end it or said nothing.
+
+    Everything that it said before is in the chat already.
+    """
+    last = state.last_result
+    return f"{last.message.content}\n\n" if last and last.done and last.message and last.message.content else ""
 
 
 def rendered_tips(tips: Sequence[Tip]) -> str:

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.memory.tips import SIMILARITY_DIGITS
+
 Key: TypeAlias = NDArray[np.float32]
 
 
@@ -22,7 +24,11 @@ class _States:
 
 
 class NoveltyStore:
-    """Visit counts a task key; new states are those whose cosine with every stored one is below ``threshold``."""
+    """Visit counts a task key; new states are those whose cosine with every stored one is below ``threshold``.
+
+    Keys count in single precision, in which they are saved; cosines that agree to ``SIMILARITY_DIGITS`` digits are equal, and of equally
+    near states the older one is visited.
+    """
 
     def __init__(self, *, threshold: float = 0.9) -> None:
         if not -1.0 <= threshold <= 1.0:
@@ -45,11 +51,10 @@ class NoveltyStore:
         eighth ``c / 8``, and a group whose returns tie would be taught by the order of its rollouts.
         """
         states = self._tasks.setdefault(task_key, _States())
-        units = [_unit(key) for key in keys]
-        for key, unit in zip(
-            keys, units, strict=True
-        ):  # first all new states: one that comes late may be the nearest of an early visit
-            if not states.counts or self._nearest(states, unit)[1] < self.threshold:
+        rows = [np.asarray(key, np.float32) for key in keys]
+        units = [_unit(row) for row in rows]
+        for key, unit in zip(rows, units, strict=True):  # first all new ones: a late one may be the nearest of an early visit
+            if not states.counts or self._nearest(states, unit)[1] < self.threshold - 10**-SIMILARITY_DIGITS:
                 _add(states, key, unit)
         found = [self._nearest(states, unit)[0] for unit in units]
         for state in found:
@@ -59,7 +64,7 @@ class NoveltyStore:
     def _nearest(self, states: _States, unit: NDArray[np.float64]) -> tuple[int, float]:
         assert states.units_ND is not None
         similarities = (states.units_ND[: len(states.counts)] * unit).sum(axis=1)  # not a BLAS product: the same bits everywhere
-        nearest = int(similarities.argmax())
+        nearest = int(similarities.round(SIMILARITY_DIGITS).argmax())
         return nearest, float(similarities[nearest])
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
@@ -95,5 +100,5 @@ def _add(states: _States, key: Key, unit: NDArray[np.float64]) -> None:
         grown[:num] = states.units_ND[:num] if states.units_ND is not None else grown[:num]
         states.units_ND = grown
     states.units_ND[num] = unit
-    states.keys.append(np.asarray(key, np.float32))
+    states.keys.append(key)
     states.counts.append(0)

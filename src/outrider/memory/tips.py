@@ -6,7 +6,7 @@ Shape letters: N records of a buffer, D dimensions of a key.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from outrider.seeding import stream
 Key: TypeAlias = NDArray[np.float32]
 Rank = Literal["score", "similarity"]
 Eviction = Literal["fifo", "lowest_score", "reservoir"]
+SIMILARITY_DIGITS: Final = 6  # of a cosine that single precision keeps: what differs behind them is equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,8 @@ class _Buffer:
 class TipMemory:
     """Tips by task key. ``capacity`` bounds every buffer; a full one evicts by ``eviction``:
 
-    ``fifo`` the oldest (the paper), ``lowest_score`` the worst, of equals the oldest, ``reservoir`` keeps a uniform sample of all that
+    ``fifo`` the oldest (the paper), ``lowest_score`` the worst, of equals the oldest (a new one that is worse than all is not kept),
+    ``reservoir`` keeps a uniform sample of all that
     were ever added (seeded). A text that its buffer holds already is not added again, with ``by_state`` only if its key is the same too; an
     evicted one may come back.
     """
@@ -79,7 +81,7 @@ class TipMemory:
     def add(
         self, task_key: str, state_key: Key, text: str, score: float, *, policy_version: int = 0, rollout_id: str = ""
     ) -> bool:
-        """Store a record; False when its text is there already or it lost the reservoir's draw.
+        """Store a record; False when its text is there already, it is worse than all that are kept, or it lost the reservoir's draw.
 
         Raises ValueError for a key without length or a score that is not finite.
         """
@@ -93,7 +95,7 @@ class TipMemory:
         tip = Tip(tip_id=buffer.num_added, text=text, score=score, policy_version=policy_version, rollout_id=rollout_id)
         buffer.num_added += 1
         if len(buffer.tips) >= self.capacity:
-            position = self._evicted(task_key, buffer)
+            position = self._evicted(task_key, buffer, score)
             if position is None:
                 return False
             del buffer.tips[position], buffer.keys[position]
@@ -102,12 +104,13 @@ class TipMemory:
         buffer.matrix_ND = None
         return True
 
-    def _evicted(self, task_key: str, buffer: _Buffer) -> int | None:
+    def _evicted(self, task_key: str, buffer: _Buffer, score: float) -> int | None:
         """Position of the record that makes room; None: the new one is not kept."""
         if self.eviction == "fifo":
             return 0
         if self.eviction == "lowest_score":
-            return min(range(len(buffer.tips)), key=lambda i: (buffer.tips[i].score, buffer.tips[i].tip_id))
+            worst = min(range(len(buffer.tips)), key=lambda i: (buffer.tips[i].score, buffer.tips[i].tip_id))
+            return None if score < buffer.tips[worst].score else worst
         drawn = int(stream(self._seed, "tip reservoir", task_key, buffer.num_added).integers(buffer.num_added))
         return drawn if drawn < len(buffer.tips) else None
 
@@ -116,7 +119,8 @@ class TipMemory:
     ) -> list[TipHit]:
         """Up to ``k`` records whose cosine is strictly above ``min_similarity``, best first.
 
-        ``rank`` by score (the paper's listing: similarity only filters) or by similarity; ties go to the older record.
+        ``rank`` by score (the paper's listing: similarity only filters) or by similarity; ties go to the older record. Cosines that
+        agree to ``SIMILARITY_DIGITS`` digits are equal: keys are kept in single precision.
         """
         buffer = self._buffers.get(task_key)
         if buffer is None or not buffer.tips:
@@ -124,8 +128,8 @@ class TipMemory:
         if buffer.matrix_ND is None:
             buffer.matrix_ND = np.stack([_unit(key) for key in buffer.keys])
         similarities = (buffer.matrix_ND * _unit(state_key)).sum(axis=1)  # not a BLAS product: the same bits everywhere
-        near = [i for i in range(len(buffer.tips)) if similarities[i] > min_similarity]
-        values = similarities if rank == "similarity" else [tip.score for tip in buffer.tips]
+        near = [i for i in range(len(buffer.tips)) if similarities[i] > min_similarity + 10**-SIMILARITY_DIGITS]
+        values = similarities.round(SIMILARITY_DIGITS) if rank == "similarity" else [tip.score for tip in buffer.tips]
         near.sort(key=lambda i: (-values[i], buffer.tips[i].tip_id))
         return [TipHit(tip=buffer.tips[i], similarity=float(similarities[i])) for i in near[:k]]
 

@@ -267,7 +267,7 @@ DECLARED: tuple[Metric, ...] = (
         ("num_written", "tips", "episodes that wrote a tip", "all episodes", "tips/num_empty"),
         ("num_empty", "tips", "episodes without a tip: empty, no room, or an engine fault", "0", "sample rollouts; model.context_length"),
         ("num_stored", "tips", "records added, one for each different action of an episode", "above 0", "tips/num_duplicates"),
-        ("num_duplicates", "tips", "records whose text was there already, or that the reservoir refused", "any", "the tips"),
+        ("num_duplicates", "tips", "records whose text was there already, or that the eviction rule refused", "any", "the tips"),
         ("memory_size", "tips", "records in the memory, all buffers", "up to the capacity of each", "capacity"),
         ("intrinsic_mean", "reward", "mean intrinsic return of an episode", "falls as states become known",
          "novelty_threshold: 0 spread means no new states"),

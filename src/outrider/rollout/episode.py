@@ -14,6 +14,7 @@ from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Brancher, Fork, observation_of, prompt_text, take_fork
+from outrider.rollout.cut import shortened
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
 from outrider.rollout.tips import ask_for_remark, show_tip
 from outrider.seeding import stream_seed
@@ -22,9 +23,6 @@ from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step, Task
 
 ResultT = TypeVar("ResultT")
-
-CUT_MARK = " [...] "
-_NUM_KEPT_AT_END = 24  # tokens: they close tags and messages and open the assistant's turn
 
 
 class Limits(Settings):
@@ -112,12 +110,18 @@ class EpisodeRunner:
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:
-            if isinstance(hook, Reflector) and (message := hook.closing_message(state, result)) is not None:
-                seed = stream_seed(self.run_seed, "remark", self.training_step, state.task.key, state.rollout)
-                limit = hook.max_remark_tokens
-                return await ask_for_remark(
-                    state, message, batcher=self.batcher, renderer=self.renderer, max_tokens=limit, seed=seed
+            if isinstance(hook, Reflector):
+                remark = await ask_for_remark(
+                    state,
+                    hook,
+                    result,
+                    batcher=self.batcher,
+                    renderer=self.renderer,
+                    max_ending_tokens=self.limits.max_observation_tokens,
+                    seed=stream_seed(self.run_seed, "remark", self.training_step, state.task.key, state.rollout),
                 )
+                if remark is not None:
+                    return remark
         return "", 0
 
     async def _turn(self, state: EpisodeState) -> Outcome | None:
@@ -260,7 +264,7 @@ class EpisodeRunner:
         A cut at the limit is marked in the text and on the node; it is never silent.
         """
         ids = self.renderer.bridge(state.trace.token_ids(state.tip.node_id), [message])
-        kept, num_cut = self._shortened(ids, limit)
+        kept, num_cut = shortened(ids, limit, renderer=self.renderer)
         if len(kept) > self._left(state) - room:
             return False
         metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
@@ -269,17 +273,6 @@ class EpisodeRunner:
         )
         state.num_response_tokens += len(kept)
         return True
-
-    def _shortened(self, ids: tuple[int, ...], limit: int) -> tuple[tuple[int, ...], int]:
-        """At most ``limit`` ids, and how many were cut: out of the middle, because the end closes what the start opens."""
-        if len(ids) <= limit:
-            return ids, 0
-        num_end = min(_NUM_KEPT_AT_END, limit // 2)
-        mark = self.renderer.bridge((), [Message(role="inline", content=CUT_MARK)])
-        if num_end + len(mark) >= limit:
-            mark = ()
-        num_start = limit - num_end - len(mark)
-        return (*ids[:num_start], *mark, *ids[len(ids) - num_end :]), len(ids) - num_start - num_end
 
     async def _guarded(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await guarded(call, *arguments, timeout_s=self.limits.step_timeout_s)

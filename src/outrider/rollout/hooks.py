@@ -91,7 +91,11 @@ class Reflector(Protocol):
     max_remark_tokens: int
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
-        """Called when the episode has ended: the message that the policy answers, or None."""
+        """Called when the episode has ended: the message that the policy answers, or None.
+
+        Where the environment ended it, its last message is in no node but in ``state.last_result``, cut to what there is room for.
+        Called again with less of it where the message turns out too long.
+        """
         ...
 
 

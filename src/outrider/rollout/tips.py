@@ -1,9 +1,13 @@
 """Two things that a memory needs from the loop: tips inside the newest user message, and a remark after the end (EMPO²)."""
 
+from dataclasses import replace
+
 from outrider.engines.base import Request
+from outrider.environments.base import EpisodeResult
 from outrider.errors import EngineFault
 from outrider.rollout.batcher import RoundBatcher
-from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.cut import shortened_text
+from outrider.rollout.hooks import EpisodeState, Reflector, Splice
 from outrider.tokens import ChatRenderer
 from outrider.trace import Node
 from outrider.types import Message, Origin
@@ -53,20 +57,28 @@ def _without_end(state: EpisodeState, length: int) -> Node:
 
 
 async def ask_for_remark(
-    state: EpisodeState, message: Message, *, batcher: RoundBatcher, renderer: ChatRenderer, max_tokens: int, seed: int
-) -> tuple[str, int]:
-    """What the policy answers to ``message`` after the episode's end, and how many tokens it wrote; ("", 0) where that cannot be.
+    state: EpisodeState,
+    hook: Reflector,
+    result: EpisodeResult,
+    *,
+    batcher: RoundBatcher,
+    renderer: ChatRenderer,
+    max_ending_tokens: int,
+    seed: int,
+) -> tuple[str, int] | None:
+    """What the policy answers to the hook's question after the end, and how many tokens it wrote; None where the hook has none.
 
-    A remark is never worth an episode: an engine's fault or a full context leaves the rollout as it is.
+    ("", 0) where that cannot be: a remark is never worth an episode, so an engine's fault or a full context leaves the rollout as
+    it is.
     """
-    context = state.trace.token_ids(state.tip.node_id)
-    context = (*context, *renderer.bridge(context, [message]))
-    if len(context) + max_tokens > batcher.engine.context_length:
-        return "", 0
+    room = batcher.engine.context_length - hook.max_remark_tokens
+    asked = _asked(state, hook, result, renderer=renderer, room=room, max_ending_tokens=max_ending_tokens)
+    if asked is None or len(asked) > room:
+        return None if asked is None else ("", 0)
     request = Request(
         request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}/remark",
-        token_ids=context,
-        max_tokens=max_tokens,
+        token_ids=asked,
+        max_tokens=hook.max_remark_tokens,
         seed=seed,
         temperature=1.0,
         cache_key=f"{state.task.key}/{state.rollout}",
@@ -77,3 +89,35 @@ async def ask_for_remark(
         return "", 0
     text = renderer.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
     return str(text), len(generation.token_ids)
+
+
+def _asked(
+    state: EpisodeState, hook: Reflector, result: EpisodeResult, *, renderer: ChatRenderer, room: int, max_ending_tokens: int
+) -> tuple[int, ...] | None:
+    """Ids of the episode and of what the hook asks; None where it asks nothing.
+
+    The hook sees the environment's last message within the budget of an observation, and within what ``room`` leaves: it loses its
+    middle and at last goes, so that it costs no remark that there is room for without it.
+    """
+    context = state.trace.token_ids(state.tip.node_id)
+    limit = max_ending_tokens
+    while True:
+        ended, num_kept = _with_ending(state, limit, renderer=renderer)
+        message = hook.closing_message(ended, result)
+        if message is None:
+            return None
+        ids = (*context, *renderer.bridge(context, [message]))
+        if len(ids) <= room or num_kept == 0:
+            return ids
+        limit = max(0, num_kept - (len(ids) - room))
+
+
+def _with_ending(state: EpisodeState, limit: int, *, renderer: ChatRenderer) -> tuple[EpisodeState, int]:
+    """The state with at most ``limit`` tokens of the environment's last message, and how many are left of it."""
+    last = state.last_result
+    if last is None or not last.done or last.message is None:
+        return state, 0
+    text = shortened_text(last.message.content, limit, renderer=renderer)
+    message = replace(last.message, content=text) if text else None
+    num_kept = min(limit, len(renderer.bridge((), [Message(role="inline", content=text)])))
+    return replace(state, last_result=replace(last, message=message)), num_kept

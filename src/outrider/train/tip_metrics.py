@@ -41,7 +41,7 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
         similarities = [value for node in shown for value in node.metadata["similarities"]]
         metrics["tips/similarity_mean"] = fmean(similarities)
         metrics["tips/similarity_min"] = min(similarities)
-        metrics["tips/num_distinct_shown"] = float(len(_distinct(traces)))
+        metrics["tips/num_distinct_shown"] = float(len(_distinct(traces, hook)))
         metrics["tips/tokens_a_turn"] = fmean(len(node.token_ids) for node in shown)
     return metrics
 
@@ -51,10 +51,10 @@ def _ties(trace: Trace) -> bool:
     return len(set(returns)) < 2
 
 
-def _distinct(traces: Sequence[Trace]) -> set[tuple[str, int]]:
-    """Tips that were shown, each once a task."""
+def _distinct(traces: Sequence[Trace], hook: TipHook) -> set[tuple[str, int]]:
+    """Tips that were shown, each once; a tip's number counts the records of its buffer."""
     return {
-        (trace.task.key, tip)
+        (hook.task_key(trace.task), tip)
         for trace in traces
         for _, path in trace.rollouts()
         for node in path

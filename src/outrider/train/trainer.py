@@ -9,7 +9,7 @@ from threading import Event
 from typing import Any
 
 from outrider.algorithms.base import GroupCredit, Remembering
-from outrider.algorithms.empo2 import Empo2, Empo2Settings
+from outrider.algorithms.empo2 import Empo2, Empo2Settings, never_shows_a_tip
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlusSettings
 from outrider.algorithms.retrieval_hook import RetrievalHook
@@ -105,6 +105,7 @@ class Trainer:
             self.run.cut_evaluations(0)
             self.metrics.cut(0)
             self.traces.resume(-1)
+            self._warn_of_no_tips()
             given = settings.model.initial_checkpoint
             self._evaluate("before training" if given is None else f"of {given}")
             self._cold_start()
@@ -272,6 +273,15 @@ class Trainer:
             self.progress.note(
                 f"step {self.step}: {missing:.0f} of {self.parts.settings.train.tasks_per_step} groups are missing after "
                 f"{values['group/num_extra_batches']:.0f} extra batches without spread; trained on the others"
+            )
+
+    def _warn_of_no_tips(self) -> None:
+        train, num_tasks = self.parts.settings.train, len(self.parts.train_tasks)
+        chosen, num_groups = self.parts.settings.algorithm, train.num_steps * train.tasks_per_step
+        if isinstance(chosen, Empo2Settings) and never_shows_a_tip(chosen, num_groups=num_groups, num_tasks=num_tasks):
+            self.progress.note(
+                f"NO TIPS: {num_groups} groups play none of the {num_tasks} tasks twice, and a task is shown its own tips only; "
+                "algorithm.memory.scope=all shares them"
             )
 
     def _tips(self, traces: Sequence[Trace]) -> dict[str, float]:
