@@ -4,6 +4,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from outrider.engines.model import LanguageModel, load_model
 from outrider.engines.vllm import VllmEngine, VllmSettings, entropy_bound
 from outrider.errors import EngineFault, ModelError
 from outrider.train.policy import OptimizerSettings, Policy
+from tests.engines.late_cancel import next_batch_after_a_late_cancel
 from tests.tiny import tiny_model
 
 TOP_K = 5
@@ -151,6 +153,13 @@ def test_cancel_progress_and_a_broken_executor(stand_in: StandIn, tmp_path: Path
         engine.generate(requests)
     with pytest.raises(EngineFault, match="do not fit"):
         engine.generate(asked(stand_in.model, "a" * 200))
+
+
+def test_a_cancel_that_comes_too_late_stops_no_later_request(stand_in: StandIn, tmp_path: Path) -> None:
+    requests = asked(stand_in.model, "abc")
+    build = partial(made, stand_in.model, tmp_path)
+    (second,) = next_batch_after_a_late_cancel(lambda on_tokens: build(on_tokens=on_tokens), requests)
+    assert second.finish_reason is not FinishReason.CANCELLED
 
 
 def test_what_a_broken_batch_left_does_not_answer_the_next(stand_in: StandIn, tmp_path: Path) -> None:
