@@ -2,7 +2,7 @@
 
 Keys and values stay in slots between the turns of an episode; contexts that share a beginning (a group's prompt, a fork)
 are computed once and copied. A request's tokens depend on its own seed; the floating-point level at which they could
-depend on the batch is measured in docs/benchmarks.md.
+depend on the batch is measured by benchmarks/speed.py (``--only gap``; docs/benchmarks.md).
 """
 
 from collections import deque
