@@ -68,9 +68,8 @@ class LocalEngine:
         self._few_rows = FewRows(self._model)
         self._takes_few_rows = False
         self._packed = PackedLinears(self._model)
-        self._slots: list[
-            tuple[str | None, tuple[int, ...]]
-        ] = []  # slot -> (cache key, None: free; ids whose keys and values it holds)
+        # slot -> (cache key or None where it is free, the ids whose keys and values it holds)
+        self._slots: list[tuple[str | None, tuple[int, ...]]] = []
         self._cancellations = Cancellations()
 
     def weights_changed(self) -> None:

@@ -140,7 +140,7 @@ def resolve_precision(precision: Precision, device: str) -> Literal["bfloat16", 
 def load_model(name: str, *, precision: Precision, device: str = "cpu") -> LanguageModel:
     """Load model and tokenizer for training and generation.
 
-    Raises ModelError when they are missing, have no chat template or no end-of-turn id.
+    Raises ModelError when they are missing, have no chat template or no end-of-turn id, or would be computed wrongly.
     """
     register()
     disable_progress_bar()  # the run has its own display
