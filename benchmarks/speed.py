@@ -3,7 +3,7 @@
     python benchmarks/speed.py [--model NAME] [--repeats 5] [--precision auto] [--device cpu] [--vllm .venv-vllm/bin/python [--compiled]]
 
 The sides take turns, so that a slow minute of the machine hits all of them. Prints medians of new tokens a second with their
-ratio to plain ``generate``, of trained tokens a second with their ratio to the padded computation, and the log-prob gap.
+ratio to plain ``generate``, of trained tokens a second with their ratio to the padded computation, and the log-prob gaps.
 """
 
 import argparse
@@ -19,17 +19,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import torch
 from rich.console import Console
 from rich.table import Table
+from speed_gap import batch_gap, trainer_gap
 from speed_sides import WORKLOADS, Outrider, Plain, Vllm, play
 from speed_update import UPDATES, packed, padded
 from transformers import AutoModelForCausalLM
 
-from outrider.engines.base import Request
-from outrider.engines.local import LocalEngine
 from outrider.engines.model import LanguageModel, load_model, resolve_model, resolve_precision
-from outrider.trace import Trace
-from outrider.train.pack import RolloutPath, pack
-from outrider.train.policy import OptimizerSettings, Policy
-from outrider.types import Message, Origin, Task
+from outrider.train.policy import OptimizerSettings, Policy, set_threads
 
 
 def main() -> None:
@@ -42,9 +38,10 @@ def main() -> None:
     parser.add_argument("--vllm", help="the Python of an environment with vLLM (make test-vllm builds one)")
     parser.add_argument("--compiled", action="store_true", help="vLLM with its compiler too, whose start takes minutes")
     parser.add_argument("--workloads", type=int, nargs="+", help="numbers of the generation workloads, from 1")
+    parser.add_argument("--gap-tokens", type=int, default=48, help="sampled tokens of a request in the gap")
     parser.add_argument("--only", choices=("generation", "update", "gap"), nargs="+", default=["generation", "update", "gap"])
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    set_threads(arguments.threads, device=arguments.device)
     precision = resolve_precision(arguments.precision, arguments.device)
     title = f"{arguments.model}, {precision}, {arguments.device}, {arguments.threads} threads, medians of {arguments.repeats}"
     ours = load_model(arguments.model, precision=precision, device=arguments.device)
@@ -54,8 +51,13 @@ def main() -> None:
     if "update" in arguments.only:
         updates(title, ours, folder, precision, arguments)
     if "gap" in arguments.only:
-        values = gap(ours)
+        values = trainer_gap(ours, arguments.gap_tokens)
         print(f"log-prob gap engine - trainer, {precision}: mean {values.mean():.1e}, max {values.max():.1e} nats")
+        largest, num_different, num = batch_gap(ours, arguments.gap_tokens)
+        print(
+            f"log-prob gap alone - in a batch of {num}, {precision}: max {largest:.1e} nats up to the first different token; "
+            f"{num_different} of {num} sequences of {arguments.gap_tokens} tokens differ"
+        )
     print(
         f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB (of the process that holds all sides)"
     )
@@ -79,7 +81,8 @@ def generation(title: str, ours: LanguageModel, folder: str, precision: str, arg
     table = Table("new tokens/s", *sides, title=title)
     chosen = arguments.workloads or range(1, len(WORKLOADS) + 1)
     for name, workload in (list(WORKLOADS.items())[number - 1] for number in chosen):
-        rates = alternate({side: lambda one=one, w=workload: play(one, w) for side, one in sides.items()}, arguments.repeats)
+        runs = {side: lambda one=one, w=workload: play(one, w) for side, one in sides.items()}
+        rates = alternate(runs, arguments.repeats, device=arguments.device)
         table.add_row(name, *against(rates, "generate, dynamic"))
         print(name, rates, flush=True)  # a row as soon as it is known: the whole takes a while
     Console().print(table)
@@ -94,48 +97,33 @@ def updates(title: str, ours: LanguageModel, folder: str, precision: str, argume
     table = Table("trained row", "plain, padded", "outrider", title=f"{title}: padded tokens/s")
     for name, shape in UPDATES.items():
         sides = {"plain, padded": padded(plain, shape, lower=precision == "bfloat16"), "outrider": packed(policy, shape)}
-        rates = alternate(sides, arguments.repeats)
+        rates = alternate(sides, arguments.repeats, device=arguments.device)
         table.add_row(name, *against(rates, "plain, padded"))
         print(name, rates, flush=True)
     Console().print(table)
 
 
-def alternate(sides: dict[str, Callable[[], int]], repeats: int) -> dict[str, float]:
-    """Median rate of every side; the first round warms up."""
+def alternate(sides: dict[str, Callable[[], int]], repeats: int, *, device: str) -> dict[str, float]:
+    """Median rate of every side; the first round warms up. A GPU is waited for: what one side queued is not the other's time."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for name, run in sides.items():
+            synchronise(device)
             began = time.perf_counter()
             count = run()
+            synchronise(device)
             rates[name].append(count / (time.perf_counter() - began))
     return {name: statistics.median(values[1:]) for name, values in rates.items()}
 
 
+def synchronise(device: str) -> None:
+    """Wait until everything that was queued on a GPU is done; a CPU queues nothing."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def against(rates: dict[str, float], base: str) -> Sequence[str]:
     return [f"{rate:.0f} ({rate / rates[base]:.2f} x)" for rate in rates.values()]
-
-
-def gap(lm: LanguageModel) -> torch.Tensor:
-    """Absolute differences of engine and trainer log-probs per token, after prompts of random tokens (the hardest case)."""
-    policy = Policy(lm, OptimizerSettings(learning_rate=1e-9))
-    random = torch.Generator().manual_seed(0)
-    prompts = torch.randint(100, 10_000, (8, 256), generator=random).tolist()
-    requests = [Request(request_id=str(i), token_ids=tuple(row), max_tokens=48, seed=i) for i, row in enumerate(prompts)]
-    gaps = []
-    for request, generation_ in zip(requests, LocalEngine(lm).generate(requests), strict=True):
-        trace = Trace(task=Task(key="gap", question=""))
-        message = Message(role="user", content="")
-        root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=request.token_ids, message=message)
-        ids, logprobs, entropies = generation_.token_ids, generation_.logprobs, generation_.entropies
-        node = trace.append(
-            parent=root.node_id, origin=Origin.POLICY, token_ids=ids, message=message, logprobs=logprobs, entropies=entropies
-        )
-        node.credit = (1.0,) * len(ids)
-        path = RolloutPath(nodes=trace.path(node.node_id), rollout_index=0)
-        batch = next(iter(pack([path], max_tokens=10_000)))
-        with torch.no_grad():
-            gaps.append((policy.score(batch).logprobs_T.cpu() - batch.engine_logprobs_T.cpu()).abs())
-    return torch.cat(gaps)
 
 
 if __name__ == "__main__":

@@ -82,11 +82,16 @@ def test_an_engine_whose_weights_moved_does_not_decode_with_the_old_ones() -> No
     assert after != before and after == fresh.logprobs
 
 
-def test_an_adapter_is_decoded_with() -> None:
+@pytest.mark.parametrize("built_before", [False, True])
+def test_an_adapter_is_decoded_with(built_before: bool) -> None:
     """peft wraps a plain layer and lends its weight: read through the wrapper, the adapter would be ignored in silence."""
     pytest.importorskip("peft")
     lm = tiny_model()
     fuse(lm.model)
+    request = Request(request_id="a", token_ids=(5, 6, 7), max_tokens=5, seed=3)
+    engine = LocalEngine(lm)
+    if built_before:
+        engine.generate([request])
     policy = Policy(lm, OptimizerSettings(learning_rate=1e-3), lora=LoraSettings(rank=2, target_modules=("q_proj", "down_proj")))
     assert not FewRows(lm.model).is_supported
     with torch.no_grad():
@@ -94,8 +99,11 @@ def test_an_adapter_is_decoded_with() -> None:
             if "lora_B" in name:
                 master.fill_(0.3)
     policy.round_masters()
-    request = Request(request_id="a", token_ids=(5, 6, 7), max_tokens=5, seed=3)
-    generation = LocalEngine(lm).generate([request])[0]
+    if built_before:
+        engine.weights_changed()
+    else:
+        engine = LocalEngine(lm)
+    generation = engine.generate([request])[0]
     ids = torch.tensor([[*request.token_ids, *generation.token_ids]])
     with torch.no_grad():
         plan = TreePlan(segments=(Segment(length=ids.shape[1]),))

@@ -4,10 +4,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, MistralConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    Gemma2Config,
+    GraniteConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from outrider.engines.attention import Segment, TreePlan
-from outrider.engines.model import load_model, resolve_precision
+from outrider.engines.model import Precision, load_model, resolve_precision
 from outrider.errors import ModelError
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
@@ -18,9 +31,12 @@ SIZES = {
 }  # fmt: skip
 
 
-def saved(folder: Path, config: PreTrainedConfig) -> str:
+def saved(folder: Path, config: PreTrainedConfig, *, scale: float = 1.0) -> str:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(scale if parameter.dim() > 1 else 1.0)
+    model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
 
@@ -43,6 +59,50 @@ def test_contexts_stay_within_a_sliding_window_and_are_exact_there(tmp_path: Pat
     ours = loaded.head(loaded.hidden(ids, torch.arange(24)[None], TreePlan(segments=(Segment(length=24),))))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(input_ids=ids).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+RECURRENT = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LAYERS = ["linear_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3_5TextConfig(**SIZES, **RECURRENT, layer_types=LAYERS),
+        Qwen3NextConfig(**SIZES, **RECURRENT, **EXPERTS, shared_expert_intermediate_size=24, layer_types=LAYERS),
+        Lfm2Config(**{**SIZES, "pad_token_id": 0}, layer_types=["conv", "full_attention"]),
+        FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_state=8, mamba_d_head=8),  # both in every layer
+    ],
+    ids=lambda config: config.model_type,
+)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_layers_that_carry_state_past_the_plan_are_refused(
+    config: PreTrainedConfig, precision: Precision, tmp_path: Path
+) -> None:
+    """They take any argument and ignore the plan: one sequence's state would flow into the next."""
+    with pytest.raises(ModelError, match="recurrent or convolution"):
+        load_model(saved(tmp_path, config, scale=5.0), precision=precision)  # fresh weights would hardly use their context
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**SIZES), Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=1)],
+    ids=lambda config: config.model_type,
+)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_attention_alone_is_accepted_in_every_precision(config: PreTrainedConfig, precision: Precision, tmp_path: Path) -> None:
+    assert load_model(saved(tmp_path, config), precision=precision).context_length == 64
+
+
+def test_contexts_stay_within_one_chunk_of_chunked_attention(tmp_path: Path) -> None:
+    assert load_model(saved(tmp_path, LlamaConfig(**SIZES, attention_chunk_size=24)), precision="float32").context_length == 24
+
+
+def test_a_model_whose_backbone_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    sizes = SIZES | {"intermediate_size_mlp": 48, "num_local_experts": 2}
+    with pytest.raises(ModelError, match="no backbone"):
+        load_model(saved(tmp_path, Llama4TextConfig(**sizes)), precision="float32")
 
 
 @pytest.mark.parametrize("name", ["no/such-model-at-all", "/nowhere"])

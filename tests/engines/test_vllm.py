@@ -4,6 +4,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from outrider.engines.model import LanguageModel, load_model
 from outrider.engines.vllm import VllmEngine, VllmSettings, entropy_bound
 from outrider.errors import EngineFault, ModelError
 from outrider.train.policy import OptimizerSettings, Policy
+from tests.engines.late_cancel import next_batch_after_a_late_cancel
 from tests.tiny import tiny_model
 
 TOP_K = 5
@@ -153,6 +155,13 @@ def test_cancel_progress_and_a_broken_executor(stand_in: StandIn, tmp_path: Path
         engine.generate(asked(stand_in.model, "a" * 200))
 
 
+def test_a_cancel_that_comes_too_late_stops_no_later_request(stand_in: StandIn, tmp_path: Path) -> None:
+    requests = asked(stand_in.model, "abc")
+    build = partial(made, stand_in.model, tmp_path)
+    (second,) = next_batch_after_a_late_cancel(lambda on_tokens: build(on_tokens=on_tokens), requests)
+    assert second.finish_reason is not FinishReason.CANCELLED
+
+
 def test_what_a_broken_batch_left_does_not_answer_the_next(stand_in: StandIn, tmp_path: Path) -> None:
     engine = made(stand_in.model, tmp_path)
     stand_in.breaks = True
@@ -195,7 +204,9 @@ def test_the_bound_is_the_entropy_where_everything_is_known() -> None:
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; run `make test-vllm`")
 def test_the_contract_with_the_real_package_and_model(tmp_path: Path) -> None:
-    """Same prompt, same seed: same ids; log-probs are the trainer's; changed weights move them; stop strings are kept."""
+    """Same prompt, same seed: same ids, also in a fork and in company; log-probs are the trainer's; changed weights move them; stop
+    strings are kept.
+    """
     lm = load_model("smollm2-135m-instruct", precision="float32")
     policy = Policy(lm, OptimizerSettings(learning_rate=1e-3))
     engine = VllmEngine(
@@ -219,13 +230,31 @@ def test_the_contract_with_the_real_package_and_model(tmp_path: Path) -> None:
     for generation in (first, stopped):
         gap = max(abs(a - b) for a, b in zip(generation.logprobs, exact_logprobs(lm, ids, generation.token_ids), strict=True))
         assert gap < 1e-2, gap
+    check_forks_and_company(engine, ids * 20)  # longer than a block of the prefix cache
+    version = engine.weight_version
     with torch.no_grad():
         for parameter in lm.model.parameters():
             parameter.mul_(1.02)
     engine.weights_changed()
     moved = engine.generate(requests[2:])[0]
-    assert moved.weight_version == 1 and moved.logprobs[0] != stopped.logprobs[0]
+    assert moved.weight_version == version + 1 and moved.logprobs[0] != stopped.logprobs[0]
     assert moved.logprobs[0] == pytest.approx(exact_logprobs(lm, ids, moved.token_ids)[0], abs=1e-2)
+
+
+def check_forks_and_company(engine: VllmEngine, prompt: tuple[int, ...]) -> None:
+    """A fork of a cached context equals a fresh run, alone and among strangers, up to rounding in float32."""
+    (parent,) = engine.generate([Request(request_id="parent", token_ids=prompt, max_tokens=16, seed=7)])
+    context = (*prompt, *parent.token_ids)
+    forks = [Request(request_id=f"fork {i}", token_ids=context, max_tokens=12, seed=i) for i in range(3)]
+    strangers = [Request(request_id=f"other {i}", token_ids=prompt[5 * i + 1 :], max_tokens=4 * i + 3, seed=i) for i in range(5)]
+    forked = engine.generate(forks)
+    in_company = engine.generate([*strangers[:3], *forks, *strangers[3:]])[3:6]
+    for fork, one, among in zip(forks, forked, in_company, strict=True):
+        engine.weights_changed()  # the weights are the same: only what is cached is forgotten
+        (fresh,) = engine.generate([fork])
+        assert fresh.token_ids == one.token_ids == among.token_ids
+        assert one.logprobs == pytest.approx(fresh.logprobs, abs=1e-3)
+        assert among.logprobs == pytest.approx(fresh.logprobs, abs=1e-3)
 
 
 def exact_logprobs(lm: LanguageModel, context: tuple[int, ...], ids: tuple[int, ...]) -> list[float]:

@@ -56,9 +56,13 @@ class FewRows:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
-        self.is_supported = _is_supported(model)
         self._layers: list[_Layer] | None = None
         self._head: _Linear | None = None
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the model as it is now can be run here; its modules may be replaced at any time (adapters)."""
+        return _is_supported(self._model)
 
     def drop(self) -> None:
         """Forget the copies: the weights moved, or their memory is needed."""

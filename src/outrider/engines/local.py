@@ -2,11 +2,11 @@
 
 Keys and values stay in slots between the turns of an episode; contexts that share a beginning (a group's prompt, a fork)
 are computed once and copied. A request's tokens depend on its own seed; the floating-point level at which they could
-depend on the batch is measured in docs/benchmarks.md.
+depend on the batch is measured by benchmarks/speed.py (``--only gap``; docs/benchmarks.md).
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -15,9 +15,11 @@ import torch
 
 from outrider.engines.attention import DecodePlan, Prefill, PrefillPlan, SlotCache
 from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.cancellation import Cancellations
 from outrider.engines.few_rows import MAX_ROWS, FewRows
 from outrider.engines.model import LanguageModel
 from outrider.engines.packed import PackedLinears
+from outrider.engines.prefixes import Prefixes
 from outrider.engines.sampling import StopStrings, sample, uniform_stream
 from outrider.errors import EngineFault
 from outrider.tokens import Tokenizer
@@ -64,10 +66,11 @@ class LocalEngine:
         self._stops = StopStrings(self.tokenizer, len(language_model.tokenizer))
         self._cache = SlotCache(dtype=language_model.dtype, device=self._device)
         self._few_rows = FewRows(self._model)
+        self._takes_few_rows = False
         self._packed = PackedLinears(self._model)
-        self._slots: list[tuple[str | None, tuple[int, ...]]] = []  # slot -> (cache key, ids whose keys and values it holds)
-        self._cancelled: set[str] = set()
-        self._running: frozenset[str] = frozenset()
+        # slot -> (cache key or None where it is free, the ids whose keys and values it holds)
+        self._slots: list[tuple[str | None, tuple[int, ...]]] = []
+        self._cancellations = Cancellations()
 
     def weights_changed(self) -> None:
         """Raise the version and forget every cached key and value."""
@@ -88,12 +91,11 @@ class LocalEngine:
     def release(self, cache_keys: Sequence[str]) -> None:
         """Forget what is kept for these rollouts; the memory is used again."""
         gone = frozenset(cache_keys)
-        self._slots = [(None, ()) if key in gone else (key, ids) for key, ids in self._slots]
+        self._slots = [(None, ()) if key is None or key in gone else (key, ids) for key, ids in self._slots]
 
     def cancel(self, request_id: str) -> None:
         """Stop a request at its next token; one that is not running is none of ours."""
-        if request_id in self._running:
-            self._cancelled.add(request_id)
+        self._cancellations.cancel(request_id)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -108,16 +110,16 @@ class LocalEngine:
                 )
         was_training = self._model.training
         self._model.eval()
-        self._running = frozenset(request.request_id for request in requests)
+        self._cancellations.begin(request.request_id for request in requests)
         try:
             rows = [self._row(index, request) for index, request in enumerate(requests)]
             self._reserve(1, max(row.length + len(row.uniforms) for row in rows))
-            with nullcontext() if self._few_rows.is_supported else self._packed.active():
+            self._takes_few_rows = self._few_rows.is_supported  # asked every time: adapters may have come since the last one
+            with nullcontext() if self._takes_few_rows else self._packed.active():
                 self._decode(deque(rows))
         finally:
             self._model.train(was_training)
-            self._running = frozenset()
-            self._cancelled.clear()
+            self._cancellations.begin(())
             self.release([_unnamed(request) for request in requests if request.cache_key is None])
         return [self._generation(row) for row in rows]
 
@@ -160,63 +162,66 @@ class LocalEngine:
         if held is not None and held != slot:
             self._cache.swap(slot, held, max(len(self._slots[slot][1]), len(self._slots[held][1])))
             self._slots[slot], self._slots[held] = self._slots[held], self._slots[slot]
-        key, ids = self._slots[slot]
-        self._slots[slot] = (request.cache_key or _unnamed(request), ids if key else ())
+        self._slots[slot] = (request.cache_key or _unnamed(request), self._slots[slot][1])
         row.slot = slot
 
     def _prefill(self, rows: list[_Row]) -> None:
         """Compute what no slot holds yet: first the contexts that others begin with, then the rest."""
-        waiting = sorted(rows, key=lambda row: (row.length, row.index))
+        waiting = deque(sorted(rows, key=lambda row: (row.length, row.index)))
+        held = Prefixes((slot, ids) for slot, (_, ids) in enumerate(self._slots))
         computed: dict[tuple[int, ...], _Row] = {}
-        deferred: set[int] = set()  # rows that wait for another's prompt: what they hold of it may be less than it computes
         while waiting:
-            batch: list[tuple[_Row, int]] = []
-            later: list[_Row] = []
-            num_tokens = 0
-            for row in waiting:
-                if (twin := computed.get(row.request.token_ids)) is not None:
-                    self._take_over(twin, row)
-                    continue
-                cached = self._shared_prefix(row, search=row.slot in deferred)
-                wanted = row.request.token_ids[:-1]
-                if any(_common(other.request.token_ids, wanted) > cached for other, _ in batch) or (
-                    batch and num_tokens + row.length - cached > self._prefill_tokens
-                ):
-                    later.append(row)
-                    continue
-                batch.append((row, cached))
-                num_tokens += row.length - cached
+            batch = self._next_batch(waiting, held, computed)
             if batch:
                 self._prefill_batch(batch)
-            computed.update((row.request.token_ids, row) for row, _ in batch)
-            waiting = later
-            deferred.update(row.slot for row in later)
+            for row, _ in batch:
+                self._hold(row, row.request.token_ids, held)
+                computed[row.request.token_ids] = row
 
-    def _take_over(self, twin: _Row, row: _Row) -> None:
+    def _next_batch(
+        self, waiting: deque[_Row], held: Prefixes, computed: Mapping[tuple[int, ...], _Row]
+    ) -> list[tuple[_Row, int]]:
+        """Rows from the front of ``waiting`` until the token budget is full, each with the length of what its slot holds now.
+
+        A row that begins like one of them stays for a later batch: what it shares is computed by then.
+        """
+        batch: list[tuple[_Row, int]] = []
+        begun = Prefixes()
+        put_off: list[_Row] = []
+        num_tokens = 0
+        while waiting:
+            row = waiting.popleft()
+            if (twin := computed.get(row.request.token_ids)) is not None:
+                self._take_over(twin, row, held)
+                continue
+            wanted = row.request.token_ids[:-1]  # the last token is always computed: its logits are needed
+            cached, source = held.longest(wanted)
+            if begun.longest(wanted)[0] > cached:
+                put_off.append(row)
+                continue
+            num_tokens += row.length - cached
+            if batch and num_tokens > self._prefill_tokens:
+                waiting.appendleft(row)
+                break
+            if source is not None and self._slots[row.slot][1][:cached] != wanted[:cached]:
+                self._cache.copy(source, row.slot, cached)
+            self._hold(row, wanted[:cached], held)
+            batch.append((row, cached))
+            begun.add(row.slot, row.request.token_ids)
+        waiting.extendleft(reversed(put_off))
+        return batch
+
+    def _hold(self, row: _Row, ids: tuple[int, ...], held: Prefixes) -> None:
+        """Note which ids the row's slot holds the keys and values of."""
+        key, before = self._slots[row.slot]
+        held.replace(row.slot, before, ids)
+        self._slots[row.slot] = (key, ids)
+
+    def _take_over(self, twin: _Row, row: _Row, held: Prefixes) -> None:
         """The same context was computed for another row: nothing is left to compute."""
         self._cache.copy(twin.slot, row.slot, row.length)
-        self._slots[row.slot] = (self._slots[row.slot][0], row.request.token_ids)
+        self._hold(row, row.request.token_ids, held)
         row.logits = twin.logits
-
-    def _shared_prefix(self, row: _Row, *, search: bool) -> int:
-        """Take the longest cached beginning of the row's context into its slot; its length.
-
-        The last context token is always computed: its logits are needed.
-        """
-        wanted = row.request.token_ids[:-1]
-        own = self._slots[row.slot][1]
-        best, best_length = row.slot, _common(own, wanted)
-        if own and best_length == len(own) and not search:  # a later turn: no other slot holds more
-            return best_length
-        for slot, (_, ids) in enumerate(self._slots):
-            length = _common(ids, wanted) if slot != row.slot else 0
-            if length > best_length:
-                best, best_length = slot, length
-        if best != row.slot:
-            self._cache.copy(best, row.slot, best_length)
-        key, _ = self._slots[row.slot]
-        self._slots[row.slot] = (key, wanted[:best_length])
-        return best_length
 
     def _prefill_batch(self, batch: list[tuple[_Row, int]]) -> None:
         ids: list[int] = []
@@ -233,7 +238,6 @@ class LocalEngine:
         logits = self._lm.head(hidden[[p.end - 1 for p in plan_rows]])
         for (row, _), row_logits in zip(batch, logits, strict=True):
             row.logits = row_logits
-            self._slots[row.slot] = (self._slots[row.slot][0], row.request.token_ids)
 
     def _decode(self, waiting: deque[_Row]) -> None:
         """Token by token; a finished row leaves the batch at once and its slot is swapped behind the active ones."""
@@ -256,7 +260,7 @@ class LocalEngine:
             logits = [self._next_logits(active)] if active else []
 
     def _accept(self, row: _Row, token: int, logprob: float, entropy: float) -> None:
-        if row.request.request_id in self._cancelled:
+        if row.request.request_id in self._cancellations:
             row.reason = FinishReason.CANCELLED
             return
         row.ids.append(token)
@@ -270,13 +274,18 @@ class LocalEngine:
             row.reason = FinishReason.LENGTH
 
     def _compact(self, active: list[_Row]) -> list[_Row]:
-        """Keep running rows in slots 0..B-1; the order of the rest is kept where possible."""
+        """Keep running rows in slots 0..B-1; the order of the rest is kept where possible.
+
+        The slot of a finished row without a name is free: what it holds may be copied until another row takes it.
+        """
         num = len(active)
         position = 0
         while position < num:
             if active[position].reason is None:
                 position += 1
                 continue
+            if active[position].request.cache_key is None:
+                self._slots[position] = (None, self._slots[position][1])
             num -= 1
             if position != num:
                 length = max(len(self._slots[position][1]), len(self._slots[num][1]))
@@ -298,7 +307,7 @@ class LocalEngine:
         for slot, row in enumerate(active):
             key, ids = self._slots[slot]
             self._slots[slot] = (key, (*ids, row.ids[-1]))
-        if self._few_rows.is_supported and len(active) <= MAX_ROWS:
+        if self._takes_few_rows and len(active) <= MAX_ROWS:
             return self._few_rows.logits(newest_B1, lengths[:, None], plan)[:, 0]
         logits: torch.Tensor = self._lm.head(self._lm.hidden(newest_B1, lengths[:, None], plan)[:, 0])
         return logits
@@ -319,11 +328,3 @@ class LocalEngine:
 def _unnamed(request: Request) -> str:
     """The key of a request that keeps nothing after its generation."""
     return f"request {request.request_id}"
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    limit = min(len(one), len(other))
-    if tuple(one[:limit]) == tuple(other[:limit]):
-        return limit
-    return next(i for i in range(limit) if one[i] != other[i])

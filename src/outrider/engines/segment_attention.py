@@ -11,6 +11,7 @@ Shape letters: H query heads, K key-value heads, G query heads a key-value head,
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 _BLOCK = 128  # queries: with them a block's scores over a thousand keys take about a megabyte
@@ -29,7 +30,18 @@ def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     grouped = query.shape[1] != key.shape[1]
     if num_new == num_seen:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    if num_new > 1 and query.device.type == "cuda":
+        return _lower_right(query, key, value, scale)
     mask = None if num_new == 1 else _hidden(query, num_seen).logical_not()
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same with a mask that a GPU's flash kernel knows: for a boolean one with grouped heads there is only the kernel that holds
+    all scores in memory.
+    """
+    mask = causal_lower_right(query.shape[2], key.shape[2])
+    grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
@@ -40,7 +52,11 @@ def _hidden(query: torch.Tensor, num_seen: int) -> torch.Tensor:
 
 
 class _CpuAttention(torch.autograd.Function):
-    """Saves queries, keys and values only; P = softmax(QK') is computed again, in float32 or better."""
+    """Saves queries, keys and values only; P = softmax(QK') is computed again.
+
+    Products are rounded to the precision of the queries (of bfloat16, QK' too, where the fused forward pass keeps float32); softmax
+    and what lies between the products are computed in float32 or better.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:

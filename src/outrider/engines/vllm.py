@@ -17,6 +17,7 @@ from pydantic import Field
 
 from outrider.config import Settings
 from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.cancellation import Cancellations
 from outrider.errors import EngineFault, ModelError
 from outrider.tokens import Tokenizer
 
@@ -60,8 +61,7 @@ class VllmEngine:
         self._eos = sorted(eos_token_ids)
         self._on_tokens = on_tokens
         self._stale = False
-        self._running: frozenset[str] = frozenset()
-        self._cancelled: set[str] = set()
+        self._cancellations = Cancellations()
         self._num_asked = 0
         export(folder)
         self._llm = _load(folder, context_length, precision, device, settings)
@@ -73,8 +73,7 @@ class VllmEngine:
 
     def cancel(self, request_id: str) -> None:
         """Stop a request at its next token; one that is not running is none of ours."""
-        if request_id in self._running:
-            self._cancelled.add(request_id)
+        self._cancellations.cancel(request_id)
 
     def release(self, cache_keys: Sequence[str]) -> None:
         """Nothing to do: vLLM evicts blocks when it needs them."""
@@ -89,7 +88,7 @@ class VllmEngine:
                 raise EngineFault(
                     f"request {request.request_id}: {len(request.token_ids)} tokens do not fit a context of {self.context_length}"
                 )
-        self._running = frozenset(request.request_id for request in requests)
+        self._cancellations.begin(request.request_id for request in requests)
         try:
             if self._stale:
                 self._reload()
@@ -99,8 +98,7 @@ class VllmEngine:
         except Exception as error:  # vLLM raises whatever its executor met
             raise EngineFault(f"vLLM: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
         finally:
-            self._running = frozenset()
-            self._cancelled.clear()
+            self._cancellations.begin(())
 
     def _reload(self) -> None:
         self._export(self._folder)
@@ -147,7 +145,7 @@ class VllmEngine:
                 latest[index] = output.outputs[0]
                 if output.finished:
                     ended[index] = _finish_reason(output.outputs[0])
-                elif requests[index].request_id in self._cancelled:
+                elif requests[index].request_id in self._cancellations:
                     engine.abort_request([output.request_id])
                     ended[index] = FinishReason.CANCELLED
             if self._on_tokens is not None:
