@@ -137,11 +137,11 @@ def written(logprobs: Sequence[Tensor], olds: Sequence[Tensor], paths: Sequence[
                 total = total - weight * advantage * probability / (probability + o.shaping)
                 continue
             start = math.exp(float(old[t]) - engine[t])  # pi_start over the author of the token
-            cap = o.sampler_correction
+            corrected = 1.0 if o.sampler_correction is None else min(start, o.sampler_correction)
             if path.is_replayed:
                 assert isinstance(o, RolloutReplaySettings)
-                cap = o.weight_cap
-            factor = min(start, cap or math.inf) / start
+                corrected = min(start, o.weight_cap or math.inf)
+            factor = corrected / start
             ratio = torch.exp(own[t] - engine[t])
             value = float(ratio.detach())
             clips = not isinstance(o, LuffySettings) or o.clip_own
