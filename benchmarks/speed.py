@@ -53,11 +53,13 @@ def main() -> None:
     if "gap" in arguments.only:
         values = trainer_gap(ours, arguments.gap_tokens)
         print(f"log-prob gap engine - trainer, {precision}: mean {values.mean():.1e}, max {values.max():.1e} nats")
-        largest, num_different, num = batch_gap(ours, arguments.gap_tokens)
-        print(
-            f"log-prob gap alone - in a batch of {num}, {precision}: max {largest:.1e} nats up to the first different token; "
-            f"{num_different} of {num} sequences of {arguments.gap_tokens} tokens differ"
-        )
+        for questions in (False, True):
+            largest, num_different, num = batch_gap(ours, arguments.gap_tokens, questions=questions)
+            kind = "questions" if questions else "random tokens"
+            print(
+                f"log-prob gap alone - in a batch of {num}, {kind}, {precision}: max {largest:.1e} nats up to the first different token; "
+                f"{num_different} of {num} sequences of {arguments.gap_tokens} tokens differ"
+            )
     print(
         f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB (of the process that holds all sides)"
     )
