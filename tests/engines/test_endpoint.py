@@ -1,8 +1,13 @@
 """The chat client against a real server on this machine that misbehaves in every known way."""
 
+import shlex
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +119,28 @@ def test_a_byte_now_and_then_is_a_stall_too(slow: Answer, words: str) -> None:
         began = time.monotonic()
         with pytest.raises(EngineFault, match=words):
             ask(endpoint(server, timeout_s=0.3, max_retries=0))
+        assert time.monotonic() - began < 20
+
+
+def test_over_tls_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer, a stall in the headers, and a certificate that nobody vouches for."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = shlex.split("req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1")
+    subprocess.run(["openssl", *made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with chat_server([GOOD, Answer(trickle_headers=True)]) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        url = server.url.replace("http:", "https:")
+        with pytest.raises(EngineFault, match="no connection"):
+            ask(endpoint(server, base_url=url, max_retries=0))
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert ask(endpoint(server, base_url=url)).text == "because"
+        began = time.monotonic()
+        with pytest.raises(EngineFault, match=r"no answer within 0\.5 s"):
+            ask(endpoint(server, base_url=url, timeout_s=0.5, max_retries=0))
         assert time.monotonic() - began < 20
 
 

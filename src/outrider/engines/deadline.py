@@ -72,14 +72,8 @@ class _Connection(http.client.HTTPConnection):
         self._watch.add(self.sock)
 
 
-class _SecureConnection(http.client.HTTPSConnection):
-    def __init__(self, *arguments: Any, watch: Watch, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._watch = watch
-
-    def connect(self) -> None:
-        super().connect()
-        self._watch.add(self.sock)
+class _SecureConnection(_Connection, http.client.HTTPSConnection):
+    """The same over TLS: the base class's ``connect`` watches what this one has wrapped."""
 
 
 class _Handler(urllib.request.HTTPHandler):
