@@ -99,7 +99,8 @@ def test_powers_with_too_many_terms_are_not_expanded(bomb: str) -> None:
         # units
         ("5 meters", "5"), ("18 dollars", "18"), ("90 degrees", "90"), ("5.4 cents", "5.4"), ("5 cm", "5"), (r"90^\circ", "90"),
         ("864", r"864 \mbox{ inches}^2"), (r"6\mbox{ inches}", "6"), (r"6\mbox{ cm}^2", "6"), ("3/4 cups", "3/4"),
-        ("5 square meters", r"5\text{ m}^2"), ("5 meters", "5 meter"), (r"2\frac{1}{3} \text{ cups}", "7/3"), (r"\$5", "5"),
+        ("5 square meters", r"5\text{ m}^2"), ("5 meters", "5 meter"),
+        ("5 inches", "5 in"), (r"2\frac{1}{3} \text{ cups}", "7/3"), (r"\$5", "5"),
         # scientific notation and plain forms
         ("1e3", "1000"), ("2e-3", "0.002"), (r"3\times10^{8}", "3e8"), ("1E3", "1000"), ("10^-3", "0.001"), ("x**2", "x^2"),
         ("sqrt(4)", "2"),
@@ -136,6 +137,16 @@ def test_one_value_in_two_spellings(left: str, right: str) -> None:
 def test_what_only_looks_alike_is_different(left: str, right: str) -> None:
     assert compare_math(left, right) is DIFFERENT
     assert compare_math(right, left) is DIFFERENT
+
+
+@pytest.mark.parametrize(
+    ("more", "number"),
+    [("2 pi", "2"), ("3 x", "3"), ("5 million", "5"), ("5 or more", "5"), ("5 factorial", "5"), ("2 squared", "2"),
+     ("5 minus x", "5"), ("5 times", "5"), ("1 half", "1"), (r"5\text{ million}", "5"), (r"5\text{ or more}", "5"), ("7 theta", "7")],
+)  # fmt: skip
+def test_a_word_that_is_no_unit_is_part_of_the_value(more: str, number: str) -> None:
+    assert compare_math(more, number) is DIFFERENT
+    assert compare_math(number, more) is DIFFERENT
 
 
 @pytest.mark.parametrize(

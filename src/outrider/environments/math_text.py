@@ -33,9 +33,27 @@ _UNITS: Final = {
         "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre", "in inch inche",
         "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram", "lb pound", "oz ounce",
         "sec s second", "min minute", "hour h hr", "L l liter litre", "mL ml milliliter millilitre", "dollar usd", "degree deg",
+        "day", "week", "month", "year", "cent", "cup", "unit", "percent",
     )
     for name in names.split()
 }  # fmt: skip
+_AROUND: Final = frozenset({"per", "square", "sq", "cubic"})
+_NO_UNITS: Final = frozenset(
+    {
+        "times",
+        "plus",
+        "minus",
+        "hundreds",
+        "thousands",
+        "millions",
+        "billions",
+        "trillions",
+        "dozens",
+        "halves",
+        "thirds",
+        "tenths",
+    }
+)
 
 
 def one_spelling(text: str) -> str:
@@ -57,13 +75,21 @@ def _fraction(match: re.Match[str]) -> str:
 def split_unit(text: str) -> tuple[str, str]:
     """A number and what it counts, ``5 square meters`` as ``("5", "m^2")``; ``(text, "")`` for anything else.
 
-    Letters directly behind a number are a unit from three on: ``5m`` may be five times m.
+    A unit is a known one or a plural ("apples"): "2 pi", "5 million" and "5 or more" are more than their number. Letters directly
+    behind a number are a unit from three on: ``5m`` may be five times m.
     """
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
         return text, ""
     number, *names, power = match.groups()
-    return number, _unit(next(name for name in names if name is not None), power)
+    name = next(name for name in names if name is not None)
+    words = name.replace(".", "").split()
+    return (number, _unit(name, power)) if words and all(map(_is_unit, words)) else (text, "")
+
+
+def _is_unit(word: str) -> bool:
+    is_plural = len(word) > 3 and word.isalpha() and word.endswith("s") and word.lower() not in _NO_UNITS
+    return word in _UNITS or word.lower() in _UNITS or word.lower() in _AROUND or is_plural
 
 
 def _unit(name: str, power: str | None) -> str:
