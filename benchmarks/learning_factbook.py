@@ -4,8 +4,10 @@ A run directory a (method, seed) below the output folder. What is finished is no
 changed in between are refused. ``outrider compare`` reads the same folders.
 """
 
+import os
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +124,9 @@ def write_recipe(plan: Plan, method: Method) -> Path:
     tree["algorithm"] = method.table(_objective(plan.settings()))
     path = plan.out / "recipes" / f"{method.key}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_toml(tree) + "\n", encoding="utf-8")
+    temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+    temporary.write_text(to_toml(tree) + "\n", encoding="utf-8")
+    os.replace(temporary, path)  # another process may be reading it for another seed
     return path
 
 

@@ -99,12 +99,15 @@ def rapo_ablations(group_size: int, max_length: int) -> tuple[Method, ...]:
 def factbook_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
     """Every method of the Factbook task, with the papers' settings scaled to the recipe's group."""
     fork: dict[str, Json] = {"type": "arpo", "first_wave": group_size // 2}
+    # Tips of all questions: a run is too short to see a question twice, and its own tips would never be read.
+    tips: dict[str, Json] = {"scope": "all", "rank": "similarity"}
+    lengths: dict[str, Json] = {"num_shown": 4, "max_tip_tokens": 24, "max_shown_tokens": 128, "max_prompt_tokens": 384}
     return (
         *methods(group_size, max_length),
         Method(key=REFERENCE, name="RAPO", algorithm={"type": "rapo", "num_hybrid": group_size // 2}),
         Method(key="arpo", name="ARPO", algorithm=fork),
         Method(key="aepo", name="AEPO", algorithm=fork | {"preset": "aepo"}),
-        Method(key="empo2", name="EMPO²", algorithm={"type": "empo2"}),
+        Method(key="empo2", name="EMPO²", algorithm={"type": "empo2", "memory_probability": 0.5, "memory": tips | lengths}),
         Method(key="dapo", name="DAPO", algorithm={"type": "grpo", "preset": "dapo-paper"}, own_objective=True),
         Method(key="luffy", name="LUFFY", algorithm={"type": "luffy"}, own_objective=True),
     )

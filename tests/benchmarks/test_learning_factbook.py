@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from benchmarks.learning_factbook import Plan, compare_all, is_finished, policy_tokens, train_all
+from benchmarks.learning_factbook import Plan, compare_all, is_finished, policy_tokens, train_all, write_recipe
 from benchmarks.learning_tables import factbook_table
 
 from benchmarks import learning
@@ -203,3 +204,17 @@ def test_the_command_shows_what_is_finished(plan: Plan, capsys: pytest.CaptureFi
     assert "| RAPO | 3 |" in text and text.strip() in capsys.readouterr().out
     with pytest.raises(SystemExit):
         learning.main([*arguments, "--magic"])
+
+
+def test_a_recipe_is_whole_at_every_moment(tmp_path: Path) -> None:
+    """Two processes with different first seeds share a folder: one writes a recipe anew while the other's run reads it."""
+    plan = Plan(recipe=RECIPE, out=tmp_path, seeds=[0], policy_tokens=100, overrides=())
+    method = plan.methods()[0]
+    path = write_recipe(plan, method)
+    text = path.read_text()
+    with ThreadPoolExecutor(1) as other:
+        writing = other.submit(lambda: [write_recipe(plan, method) for _ in range(60)])
+        while not writing.done():
+            assert path.read_text() == text
+        writing.result()
+    assert list(path.parent.iterdir()) == [path]
