@@ -113,7 +113,7 @@ def hub_rows(name: str, config: str | None, split: str, *, advice: str = "") -> 
 
 
 def _unloadable(name: str, error: Exception, advice: str) -> DataError:
-    reason = (str(error) or repr(error)).splitlines()[0]
+    reason = (str(error) or repr(error)).splitlines()[0].rstrip(".")
     return DataError(f"{name}: cannot load: {reason}{advice}")
 
 

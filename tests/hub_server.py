@@ -1,0 +1,123 @@
+"""A Hugging Face hub on 127.0.0.1 for tests: repositories from memory, over the paths that its client libraries ask for."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/[^/]+/(.+)")
+_API = re.compile(r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/[^/]+(?:/(.*))?)?")
+
+
+@dataclass
+class Repository:
+    """``gated``: the files need a login, as GAIA's do."""
+
+    files: Mapping[str, bytes]
+    gated: bool = False
+
+
+@dataclass
+class Hub:
+    """``repositories`` by kind and name, as ``datasets/openai/gsm8k``; ``asked`` is every method and path."""
+
+    url: str
+    repositories: dict[str, Repository]
+    asked: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def hub_server(repositories: dict[str, Repository]) -> Iterator[Hub]:
+    """Serve until the block ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    hub = Hub(url=f"http://127.0.0.1:{server.server_address[1]}", repositories=repositories)
+    server.RequestHandlerClass = type("Handler", (_Handler,), {"hub": hub})
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    do_HEAD = do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the tests look at ``asked``."""
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(f"{self.command} {path}")
+        if found := _RESOLVE.fullmatch(path):
+            self._file("datasets" if found[1] else "models", found[2], found[3])
+        elif found := _API.fullmatch(path):
+            self._api(found[1], found[2], found[3], found[4] or "", body)
+        else:
+            self._send(404, b"", {})
+
+    def _file(self, kind: str, name: str, path: str) -> None:
+        repository = self.hub.repositories.get(f"{kind}/{name}")
+        if repository is None:
+            return self._send(401, b"", {"X-Error-Code": "RepoNotFound"})
+        if repository.gated:
+            told = {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {name} is restricted."}
+            return self._send(403, b"", told)
+        if path not in repository.files:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        raw = repository.files[path]
+        self._send(200, raw, {"ETag": f'"{hashlib.sha1(raw).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"})
+
+    def _api(self, kind: str, name: str, what: str | None, under: str, body: bytes) -> None:
+        repository = self.hub.repositories.get(f"{kind}/{name}")
+        if repository is None:
+            return self._send(401, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
+        files = repository.files
+        entries = [_entry(path, raw) for path, raw in files.items()]
+        if what == "tree":
+            return self._json(_tree(files, under.strip("/")))
+        if what == "paths-info":
+            wanted = json.loads(body)["paths"] if body.startswith(b"{") else []
+            return self._json([entry for entry in entries if entry["path"] in wanted])
+        about = {"id": name, "sha": COMMIT, "private": False, "gated": "manual" if repository.gated else False, "disabled": False}
+        self._json(about | {"siblings": [{"rfilename": path} for path in files], "tags": [], "downloads": 0, "likes": 0})
+
+    def _json(self, value: Any) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, raw: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for header, value in headers.items():
+            self.send_header(header, value)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(raw)
+
+
+def _entry(path: str, raw: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": path, "size": len(raw), "oid": hashlib.sha1(raw).hexdigest()}
+
+
+def _tree(files: Mapping[str, bytes], under: str) -> list[dict[str, Any]]:
+    """Files and folders below ``under``, however deep: what is asked for recursively is also right for one level of these tests."""
+    inside = {path: raw for path, raw in files.items() if not under or path.startswith(f"{under}/")}
+    folders = sorted({path.rpartition("/")[0] for path in inside if "/" in path} - {under})
+    return [{"type": "directory", "path": folder, "oid": COMMIT} for folder in folders] + [_entry(*one) for one in inside.items()]
