@@ -39,7 +39,7 @@ _UNITS: Final = {
 }  # fmt: skip
 _AROUND: Final = frozenset({"per", "square", "sq", "cubic"})
 _NO_UNITS: Final = frozenset(
-    {
+    [
         "times",
         "plus",
         "minus",
@@ -52,7 +52,7 @@ _NO_UNITS: Final = frozenset(
         "halves",
         "thirds",
         "tenths",
-    }
+    ]
 )
 
 
