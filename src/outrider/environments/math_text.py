@@ -38,22 +38,9 @@ _UNITS: Final = {
     for name in names.split()
 }  # fmt: skip
 _AROUND: Final = frozenset({"per", "square", "sq", "cubic"})
-_NO_UNITS: Final = frozenset(
-    [
-        "times",
-        "plus",
-        "minus",
-        "hundreds",
-        "thousands",
-        "millions",
-        "billions",
-        "trillions",
-        "dozens",
-        "halves",
-        "thirds",
-        "tenths",
-    ]
-)
+_NO_UNITS: Final = frozenset({
+    "times", "plus", "minus", "hundreds", "thousands", "millions", "billions", "trillions", "dozens", "halves", "thirds", "tenths",
+})  # fmt: skip
 
 
 def one_spelling(text: str) -> str:
