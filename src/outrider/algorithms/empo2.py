@@ -97,7 +97,7 @@ class Empo2:
         advantages = outcome_advantages(trace, self.objective.advantage)
         write_credit(trace, advantages)
         trace.without_memory = trace.modes[0] == TIPS_OFF
-        intrinsic = [leaf.intrinsic for leaf, _ in trace.rollouts() if leaf.episode_return is not None]
+        intrinsic = [leaf.intrinsic for leaf, _ in trace.scored_rollouts()]
         return GroupCredit(
             advantages=advantages, measurements={"tips/intrinsic_mean": intrinsic, "tips/state_visits": num_visits}
         )
@@ -107,7 +107,7 @@ class Empo2:
 
         Counted by task, whatever the tips' scope is: the reward is for what is new in this task.
         """
-        kept = [(leaf, states_of(path)) for leaf, path in trace.rollouts() if leaf.episode_return is not None]
+        kept = [(leaf, states_of(path)) for leaf, path in trace.scored_rollouts()]
         texts = [text for _, states in kept for text in states]
         if not texts:
             return []

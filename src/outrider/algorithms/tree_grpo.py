@@ -92,7 +92,7 @@ class TreeGrpo(OnPolicyGroup):
             combination=self.settings.combination,
         )
         write_credit(trace, advantages, attribution="soft")
-        scored = [one for one in rollouts if one[0].episode_return is not None]
+        scored = list(trace.scored_rollouts())
         kept = [one for one in scored if one[0].rollout not in trace.pruned]
         return GroupCredit(advantages=advantages, measurements=_measure(kept, scored, self.expansion.tree_size))
 
