@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from outrider.algorithms.base import GroupCredit, credited_returns, group_advantages, write_credit
 from outrider.algorithms.credit import GroupAdvantages
@@ -32,7 +32,6 @@ class GrpoSettings(GroupSettings):
 
     type: Literal["grpo"] = "grpo"
     preset: GrpoPreset = "grpo"
-    group_size: int = Field(8, ge=2)
     advantage_std: Literal["sample", "population", "batch"] = "sample"
 
     @model_validator(mode="before")

@@ -31,6 +31,7 @@ class ReinforcePlusPlusSettings(GroupSettings):
 
     type: Literal["reinforce++"] = "reinforce++"
     preset: ReinforcePlusPlusPreset = "reinforce++"
+    group_size: int = Field(8, ge=1)
     advantage: AdvantageKind = "group_centered"
     group_baseline: bool = False
     gamma: float = Field(1.0, ge=0, le=1)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+from outrider.algorithms.base import GroupCredit, ObjectiveSettings, group_advantages, outcome_advantages, write_credit
 from outrider.algorithms.credit_family import difficulty_scores, replayable_groups
 from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.algorithms.stored_groups import StoredGroup, restored_groups, snapshot_groups
@@ -107,8 +107,8 @@ class RolloutReplay(OnPolicyGroup):
 
     def _eligible(self, room: int | None = None) -> list[StoredGroup]:
         keys = [group.task_key for group in self.stored]
-        # A group without spread has no advantage, whatever its mean: 0 is never replayed.
-        means = [self._mean_reward(group) if _has_spread(group) else 0.0 for group in self.stored]
+        # A group without an advantage is never replayed, whatever its mean: 0 is none that may be.
+        means = [self._mean_reward(group) if self._has_signal(group) else 0.0 for group in self.stored]
         return [self.stored[place] for place in replayable_groups(keys, mean_rewards=means, room=room)]
 
     def _store(self, traces: Sequence[Trace], *, step: int) -> None:
@@ -120,6 +120,9 @@ class RolloutReplay(OnPolicyGroup):
         for group in fresh:
             before = self.estimates.get(group.task_key, self.settings.target)
             self.estimates[group.task_key] = (1.0 - rate) * before + rate * self._mean_reward(group)
+
+    def _has_signal(self, group: StoredGroup) -> bool:
+        return group_advantages([leaf.episode_return for leaf in group.leaves], self.objective.advantage).has_signal
 
     def _mean_reward(self, group: StoredGroup) -> float:
         by_success = self.settings.reward == "success"
@@ -134,7 +137,3 @@ class RolloutReplay(OnPolicyGroup):
         """What :meth:`memory_state` saved."""
         self.stored = restored_groups(state["groups"], arrays)
         self.estimates = dict(state["estimates"])
-
-
-def _has_spread(group: StoredGroup) -> bool:
-    return len({leaf.episode_return for leaf in group.leaves}) > 1

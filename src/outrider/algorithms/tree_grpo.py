@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
 from outrider.algorithms.branch_hook import require_countable
 from outrider.algorithms.credit_family import TreeCombination, tree_advantages_per_leaf
+from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.rollout.expansion import Expansion
 from outrider.trace import Leaf, Node, Trace
@@ -42,7 +43,7 @@ class TreeGrpoSettings(ObjectiveSettings):
     def _preset(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        merged = {**PRESETS.get(str(given.get("preset", "tree-grpo")), {}), **given}
+        merged = with_preset(PRESETS, given, default="tree-grpo")
         shape = [merged.get("num_trees", 2), merged.get("num_expansions", 2), merged.get("num_rounds", 1)]
         if all(isinstance(number, int) for number in shape):
             merged.setdefault("group_size", shape[0] * (1 + shape[1] * shape[2]))
