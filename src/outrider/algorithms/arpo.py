@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
 from outrider.algorithms.branch_hook import BranchHook, BranchSettings, require_countable
 from outrider.algorithms.branching import entropy_advantage_factors
+from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.trace import Trace
 
@@ -36,9 +37,7 @@ class ArpoSettings(BranchSettings, ObjectiveSettings):
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {**PRESETS.get(str(given.get("preset", "arpo")), {}), **given}
+        return with_preset(PRESETS, given, default="arpo")
 
     @model_validator(mode="after")
     def _possible(self) -> "ArpoSettings":
