@@ -10,12 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outrider.algorithms.arpo import PRESETS as ARPO_PRESETS
-from outrider.algorithms.base import BatchCredit, GroupCredit
+from outrider.algorithms.base import BatchCredit, GroupCredit, ObjectiveSettings
 from outrider.algorithms.empo2 import PRESETS as EMPO2_PRESETS
 from outrider.algorithms.luffy import PRESETS as LUFFY_PRESETS
 from outrider.algorithms.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
+from outrider.algorithms.ratios import LOG_RATIO_LIMIT
 from outrider.algorithms.tree_grpo import PRESETS as TREE_PRESETS
 from outrider.config import validate
+from outrider.errors import ConfigError
 from outrider.trace import Trace
 from outrider.train.components import make_algorithm
 from outrider.train.settings import AlgorithmSettings, RunSettings
@@ -36,7 +38,7 @@ EVERY: dict[str, dict[str, Any]] = (
     | {name: {"type": "empo2", "preset": name, "intrinsic_coefficient": 0.0, "memory": {"embedder": "hash"}} for name in EMPO2_PRESETS}
     | {"rapo": {"type": "rapo", "num_hybrid": 0}, "rollout_replay": {"type": "rollout_replay"}, "rejection": {"type": "rejection"}}
 )  # fmt: skip
-BATCH = [name for name, chosen in EVERY.items() if chosen["type"] == "reinforce++"]
+BATCH = [name for name, table in EVERY.items() if table["type"] == "reinforce++"]
 UNCENTRED = [*BATCH, "rejection"]  # credit against the batch, and against a threshold
 GROUPS_ = [name for name in EVERY if name not in UNCENTRED]
 
@@ -58,7 +60,43 @@ def advantages(traces: Sequence[Trace]) -> list[list[float]]:
 def test_no_page_is_missing() -> None:
     union = get_args(AlgorithmSettings)[0]
     kinds = {get_args(kind.model_fields["type"].annotation)[0] for kind in get_args(union)}
-    assert kinds == {chosen["type"] for chosen in EVERY.values()}
+    assert kinds == {table["type"] for table in EVERY.values()}
+
+
+def chosen(name: str) -> ObjectiveSettings:
+    return validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": EVERY[name]}).algorithm
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_on_by_default_is_what_the_specification_chose(name: str) -> None:
+    """Token weights up to 2 against the engine, no KL, no dual clip; scripts say where theirs differ, EMPO²'s dual clip is its paper's."""
+    settings_, is_script = chosen(name), any(mark in name for mark in ("official", "released", "verl", "trl"))
+    if not is_script and name != "rejection":
+        found = (settings_.sampler_correction, settings_.sampler_level, settings_.sampler_floor, settings_.sampler_outside)
+        assert found == (2.0, "token", None, "truncate")
+    assert is_script or "empo2" in name or settings_.dual_clip is None
+    assert is_script or "-paper" in name or settings_.kl_weight == 0.0
+    assert settings_.ratio_floor == 0.0 and settings_.sampler_rejection is None
+
+
+def test_the_other_defaults_of_the_specification() -> None:
+    """Sample std with 1e-6 on it, one value a rollout, global token mean, a constant length, an absolute cap, the clamp at 20."""
+    plain = ObjectiveSettings()
+    assert (plain.advantage, plain.loss, plain.aggregation, plain.kl_estimator) == (
+        "group_normalized",
+        "clip",
+        "token_mean",
+        "k2",
+    )
+    assert (plain.clip_low, plain.clip_high, plain.positive_nll) == (0.2, 0.2, 0.0) and LOG_RATIO_LIMIT == 20.0
+    long = [Played(value=1.0, mask=[1, 0, 1, 0, 1]), Played(value=0.0)]  # three turns are one value
+    traces, _ = credited("grpo", [long])
+    z = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert token_credit(traces).tolist() == pytest.approx([z, z, z, -z], rel=1e-12)
+    assert chosen("dr-grpo").max_length == 3000 and chosen("cispo-paper").ratio_cap == 5.0
+    for missing in ({"loss": "cispo"}, {"aggregation": "constant_length"}):
+        with pytest.raises(ConfigError):
+            validate(ObjectiveSettings, missing)
 
 
 @pytest.mark.parametrize("name", EVERY)
