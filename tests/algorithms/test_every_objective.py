@@ -15,6 +15,7 @@ from outrider.algorithms.empo2 import PRESETS as EMPO2_PRESETS
 from outrider.algorithms.luffy import PRESETS as LUFFY_PRESETS
 from outrider.algorithms.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
 from outrider.algorithms.ratios import LOG_RATIO_LIMIT
+from outrider.algorithms.rollout_replay import PRESETS as REPLAY_PRESETS
 from outrider.algorithms.tree_grpo import PRESETS as TREE_PRESETS
 from outrider.config import validate
 from outrider.errors import ConfigError
@@ -36,7 +37,8 @@ EVERY: dict[str, dict[str, Any]] = (
     | {f"tree-grpo, {kind}": {"type": "tree_grpo", "combination": kind} for kind in ("inner", "nested")}
     | {name: {"type": "arpo", "preset": name, "entropy_advantage": 0.0} for name in ARPO_PRESETS}
     | {name: {"type": "empo2", "preset": name, "intrinsic_coefficient": 0.0, "memory": {"embedder": "hash"}} for name in EMPO2_PRESETS}
-    | {"rapo": {"type": "rapo", "num_hybrid": 0}, "rollout_replay": {"type": "rollout_replay"}, "rejection": {"type": "rejection"}}
+    | {"rapo": {"type": "rapo", "num_hybrid": 0}, "rejection": {"type": "rejection"}}
+    | {name: {"type": "rollout_replay", "preset": name} for name in REPLAY_PRESETS}
 )  # fmt: skip
 BATCH = [name for name, table in EVERY.items() if table["type"] == "reinforce++"]
 UNCENTRED = [*BATCH, "rejection"]  # credit against the batch, and against a threshold

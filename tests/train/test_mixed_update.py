@@ -90,7 +90,8 @@ def test_the_official_preset_gives_the_released_loss_and_the_paper_like_ones_the
 
 
 def test_without_a_cap_replay_gives_the_released_loss() -> None:
-    objective = validate(RolloutReplaySettings, {"weight_cap": "none"})
+    objective = validate(RolloutReplaySettings, {"preset": "rollout-replay-official"})
+    assert (objective.selection, objective.sampler_correction) == ("difficulty", None)
     check_vector("loss.rollout_replay", objective, foreign=None, behaviour="behaviour_log_prob", start="step_start_log_prob")
 
 

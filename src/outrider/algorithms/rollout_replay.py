@@ -13,11 +13,17 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, group_advantages, outcome_advantages, write_credit
 from outrider.algorithms.credit_family import difficulty_scores, replayable_groups
+from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.algorithms.stored_groups import StoredGroup, restored_groups, snapshot_groups
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Task
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "rollout-replay": {},
+    "rollout-replay-official": {"weight_cap": None, "selection": "difficulty", "sampler_correction": None},
+}
 
 
 class RolloutReplaySettings(ObjectiveSettings):
@@ -26,10 +32,12 @@ class RolloutReplaySettings(ObjectiveSettings):
     In the first ``num_fresh_steps`` steps all groups are fresh. ``weight_cap``, at least 1, bounds pi_start / pi_behaviour of a
     replayed token (None: the released code). ``reward`` is what has to lie strictly between 0 and 1 on average for a group to be
     replayed: the share of ``success`` or the mean ``return``. ``selection``: tasks in the usual ``order``, or by ``difficulty``: a
-    running mean of that reward, with weight ``estimate_rate`` on the newest group, near ``target``, at ``temperature``.
+    running mean of that reward, with weight ``estimate_rate`` on the newest group, near ``target``, at ``temperature``. A ``preset``
+    fills what is not given.
     """
 
     type: Literal["rollout_replay"] = "rollout_replay"
+    preset: Literal["rollout-replay", "rollout-replay-official"] = "rollout-replay"
     fresh_share: float = Field(0.5, gt=0, le=1)
     buffer_size: int = Field(512, ge=1)
     num_fresh_steps: int = Field(1, ge=0)
@@ -39,6 +47,11 @@ class RolloutReplaySettings(ObjectiveSettings):
     estimate_rate: float = Field(0.5, gt=0, le=1)
     target: float = Field(0.5, ge=0, le=1)
     temperature: float = Field(1e-3, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        return with_preset(PRESETS, given, default="rollout-replay")
 
     @model_validator(mode="after")
     def _possible(self) -> "RolloutReplaySettings":
