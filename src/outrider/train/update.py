@@ -32,7 +32,7 @@ class UpdateSettings(Settings):
 
     ``num_mini_batches`` splits the tasks of a step into that many optimiser steps; ``num_epochs`` repeats them;
     ``max_tokens`` bounds the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before its first update
-    when trainer and engine disagree by more (mean absolute difference, nats): a template or weight fault, not noise.
+    when trainer and engine disagree by more (mean absolute difference over a mini-batch, nats): a template or weight fault, not noise.
     ``checkpoint_activations`` trades a second forward pass for the memory of the layers' activations.
     """
 
