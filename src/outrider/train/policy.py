@@ -7,7 +7,7 @@ of :class:`~outrider.train.pack.PackedBatch`, V vocabulary.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
