@@ -168,6 +168,10 @@ class Trace:
             leaf = self.leaves[rollout]
             yield leaf, [] if leaf.node_id is None else self.path(leaf.node_id)
 
+    def scored_rollouts(self) -> Iterator[tuple[Leaf, list[Node]]]:
+        """:meth:`rollouts` without those that a fault ended: the ones with a return."""
+        return ((leaf, path) for leaf, path in self.rollouts() if leaf.episode_return is not None)
+
     def own_rollouts(self) -> Iterator[tuple[Leaf, list[Node]]]:
         """:meth:`rollouts` without those that a demonstrator played."""
         return ((leaf, path) for leaf, path in self.rollouts() if not leaf.is_demonstration)

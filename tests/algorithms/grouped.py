@@ -34,7 +34,10 @@ def trace_of(rollouts: Sequence[Played], *, key: str = "t") -> Trace:
             token += len(ids)
             scores = tuple(-1.0 for _ in ids) if wrote else ()
             origin = Origin.POLICY if wrote else Origin.ENVIRONMENT
-            tip = trace.append(parent=tip.node_id, origin=origin, token_ids=ids, message=TEXT, logprobs=scores, entropies=scores)
+            entropies = tuple(-score for score in scores)
+            tip = trace.append(
+                parent=tip.node_id, origin=origin, token_ids=ids, message=TEXT, logprobs=scores, entropies=entropies
+            )
             if wrote and rollout.kl:
                 tip.kl = tuple(next(kl) for _ in ids)
         lost = rollout.value is None

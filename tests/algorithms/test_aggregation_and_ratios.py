@@ -18,13 +18,9 @@ from outrider.algorithms.losses import (
     token_weights,
     weighted_loss,
 )
-from outrider.algorithms.ratios import (
-    importance_stats,
-    log_ratio,
-    shaped_ratio,
-    truncated_importance_weights_per_token,
-)
+from outrider.algorithms.ratios import ImportanceStats, log_ratio, shaped_ratio
 from outrider.algorithms.retrieval import retrieval_ratio_scale
+from outrider.algorithms.sampler_correction import correction_stats, sampler_weights_per_token
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case
@@ -212,16 +208,20 @@ def test_kl_old_logprobs_only_where_they_are_used() -> None:
         kl_per_token(estimator="k2", logprobs=zeros, reference_logprobs=zeros, old_logprobs=zeros)
 
 
+def corrected(old: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ImportanceStats]:
+    """The correction that is on by default: each token's own weight, up to 2."""
+    index = torch.zeros(len(old), dtype=torch.int64)
+    applied = sampler_weights_per_token(old_logprobs=old, sampler_logprobs=sampler, rollout_index=index, mask=mask)
+    return applied.weights, correction_stats(applied, old_logprobs=old, sampler_logprobs=sampler, mask=mask)
+
+
 def test_sampler_correction_vector() -> None:
     case = CASES["tis.verl.token.2.0"]
     old, sampler = flat(case["inputs"]["train_log_prob"]), flat(case["inputs"]["rollout_log_prob"])
     mask = flat(case["inputs"]["response_mask"]) > 0
-    weights = truncated_importance_weights_per_token(
-        old_logprobs=old.requires_grad_(), sampler_logprobs=sampler, mask=mask, upper=2.0
-    )
+    weights, stats = corrected(old.requires_grad_(), sampler, mask)
     assert not weights.requires_grad
     np.testing.assert_allclose(weights, flat(case["expected"]["weights"]), rtol=1e-12)
-    stats = importance_stats(old_logprobs=old, sampler_logprobs=sampler, mask=mask)
     raw = np.exp((old - sampler).detach().numpy()[mask.numpy()])
     assert stats.mean == pytest.approx(case["expected"]["mean"], abs=1e-8)
     assert stats.effective_sample_share == pytest.approx(case["expected"]["ess"], abs=1e-7)
@@ -233,13 +233,12 @@ def test_sampler_equal_to_trainer_is_a_no_op_and_faults_are_loud() -> None:
     old = torch.tensor([-1.0, -2.0, -3.0])
     mask = torch.tensor([True, True, False])
     spoiled = torch.tensor([-1.0, -2.0, math.nan])
-    weights = truncated_importance_weights_per_token(old_logprobs=old, sampler_logprobs=spoiled, mask=mask)
+    weights, stats = corrected(old, spoiled, mask)
     assert weights.tolist() == [1.0, 1.0, 0.0]
-    stats = importance_stats(old_logprobs=old, sampler_logprobs=spoiled, mask=mask)
     assert (stats.mean, stats.max, stats.effective_sample_share, stats.mean_abs_log) == (1.0, 1.0, 1.0, 0.0)
     for broken in (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)):
         with pytest.raises(ValueError, match="sampler correction"):
-            importance_stats(old_logprobs=old, sampler_logprobs=spoiled, mask=broken)
+            corrected(old, spoiled, broken)
 
 
 def test_log_ratio_clamp_and_retrieval_shaping() -> None:

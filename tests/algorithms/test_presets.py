@@ -137,12 +137,14 @@ def test_no_preset_needs_more_than_its_settings() -> None:
 
 
 def test_gigpo_as_published_and_as_released() -> None:
-    paper, official = (validate(GigpoSettings, {"preset": name}) for name in get_args(GigpoPreset))
-    assert set(GIGPO_PRESETS) == set(get_args(GigpoPreset)) and paper == GigpoSettings()
-    assert (paper.episode_statistics, paper.invalid_penalty, paper.dual_clip, paper.kl_weight) == ("rollouts", 0.0, None, 0.0)
+    own, paper, official = (validate(GigpoSettings, {"preset": name}) for name in get_args(GigpoPreset))
+    assert tuple(GIGPO_PRESETS) == get_args(GigpoPreset) and own == GigpoSettings()
+    assert (own.kl_weight, own.dual_clip, own.sampler_correction) == (0.0, None, 2.0)
+    assert (paper.episode_statistics, paper.invalid_penalty, paper.dual_clip) == ("rollouts", 0.0, None)
     assert (official.episode_statistics, official.invalid_penalty, official.dual_clip) == ("turns", 0.1, 3.0)
-    assert (official.kl_weight, official.kl_estimator, official.sampler_correction) == (0.01, "k3", None)
-    assert (official.clip_low, official.clip_high, official.aggregation) == (0.2, 0.2, "token_mean")
-    assert official.advantage == "group_centered"
+    assert official.sampler_correction is None
+    for chosen in (paper, official):
+        assert (chosen.kl_weight, chosen.kl_estimator, chosen.advantage) == (0.01, "k3", "group_centered")
+        assert (chosen.clip_low, chosen.clip_high, chosen.aggregation) == (0.2, 0.2, "token_mean")
     std = validate(GigpoSettings, {"preset": "gigpo-official", "normalization": "std", "invalid_penalty": 0.01})
     assert (std.advantage, std.invalid_penalty, std.episode_statistics) == ("group_normalized", 0.01, "turns")

@@ -105,6 +105,7 @@ def test_it_climbs_the_chance_of_passing_and_nothing_else() -> None:
         ({"aggregation": "sequence_mean_token_mean"}, "token_mean"),
         ({"keep": "best", "max_kept": 2}, "leave max_kept out"),
         ({"group_size": 1}, "group_size"),
+        ({"positive_nll": 0.1}, "leave positive_nll out"),
     ],
     ids=str,
 )

@@ -116,6 +116,14 @@ def test_what_may_be_replayed_goes_by_success_or_by_return() -> None:
         assert algorithm.replay([], step=1)[1]["replay/num_eligible"] == num
 
 
+def test_returns_that_differ_by_rounding_are_no_spread() -> None:
+    """The group would take the place of one that has credit."""
+    algorithm = replay(reward="return", num_fresh_steps=0)
+    algorithm.replay([group("noise", [0.3, 0.1 + 0.2]), group("t", [0.3, 0.4])], step=0)
+    replayed, metrics = algorithm.replay([], step=1)
+    assert metrics["replay/num_eligible"] == 1.0 and [trace.task.key for trace in replayed] == ["t"]
+
+
 def test_shares_of_a_step() -> None:
     algorithm = replay(groups_per_step=5, fresh_share=0.5, num_fresh_steps=2)
     assert [algorithm.num_fresh(step) for step in range(4)] == [5, 5, 2, 2]

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.algorithms.losses import clipped_surrogate_per_token, token_weights, weighted_loss
-from outrider.algorithms.ratios import importance_stats, truncated_importance_weights_per_token
 from outrider.algorithms.sampler_correction import (
     Level,
     correction_stats,
@@ -245,17 +244,6 @@ def test_rejection_reference(batch: Any, scope: Any, statistic: Any) -> None:
         found = {"token": value(old, sampler), "sum": total, "mean": total / len(own), "max": max(own)}[scope]
         if abs(found - 0.3) > 1e-9:
             assert bool(kept[token]) == (found <= 0.3)
-
-
-def test_token_level_is_the_same_as_the_simple_function() -> None:
-    tokens = tokens_of(CASES["tis.verl.token.0.5_2.0"]["inputs"])
-    three: dict[str, Any] = {name: tokens[name] for name in ("old_logprobs", "sampler_logprobs", "mask")}
-    applied = sampler_weights_per_token(**tokens)
-    assert torch.equal(applied.weights, truncated_importance_weights_per_token(**three))
-    ours, simple = correction_stats(applied, **three), importance_stats(**three)
-    assert ours.num_truncated == simple.num_truncated > 0
-    for name in ("num_tokens", "mean", "max", "effective_sample_share", "mean_abs_log"):
-        assert getattr(ours, name) == pytest.approx(getattr(simple, name), rel=1e-12)
 
 
 def test_over_rollouts_keeps_the_gradient_and_empty_batches() -> None:

@@ -115,6 +115,10 @@ WRONG: list[dict[str, Any]] = [
     {"loss": "cispo", "ratio_cap": 1.0, "ratio_floor": 1.0}, {"loss": "gppo", "keep_clipped_gradient": True},
     {"sequence_ratio": "product"}, {"sampler_rejection": {"statistic": "k2", "lower": 0.1}},
     {"sampler_rejection": {"scope": "max"}}, {"sampler_rejection": {"upper": 0.9}}, {"sampler_rejection": {"lower": 2.0}},
+    *({"sampler_correction": "none"} | one for one in (
+        {"sampler_level": "sequence"}, {"sampler_floor": 0.5}, {"sampler_outside": "zero"},
+    )),
+    {"group_size": 1},
 ]  # fmt: skip
 
 
@@ -142,3 +146,9 @@ def test_a_ratio_a_rollout_cannot_leave_tokens_out() -> None:
     with pytest.raises(ConfigError, match="gspo"):
         validate(OffPolicyObjective, {"loss": "gspo"})
     assert validate(OffPolicyObjective, {"loss": "gspo", "student_mask": "none"}).loss == "gspo"
+
+
+def test_rollouts_without_their_tips_need_a_ratio() -> None:
+    """REINFORCE would train on what another context said as if this one had."""
+    with pytest.raises(ConfigError, match="ratio"):
+        validate(OffPolicyObjective, {"loss": "reinforce"})

@@ -88,7 +88,7 @@ def run(
         settings=UpdateSettings(num_epochs=2, max_tokens=1),
     )  # fmt: skip
     assert torch.equal(policy.gradients[0], policy.gradients[1]) and len(policy.gradients) == 2
-    return report.metrics["loss/policy"] / 2, policy.gradients[0], report.metrics
+    return report.metrics["loss/policy"], policy.gradients[0], report.metrics
 
 
 CLIP = {"sampler_correction": "none"}

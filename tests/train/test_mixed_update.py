@@ -90,7 +90,8 @@ def test_the_official_preset_gives_the_released_loss_and_the_paper_like_ones_the
 
 
 def test_without_a_cap_replay_gives_the_released_loss() -> None:
-    objective = validate(RolloutReplaySettings, {"weight_cap": "none"})
+    objective = validate(RolloutReplaySettings, {"preset": "rollout-replay-official"})
+    assert (objective.selection, objective.sampler_correction) == ("difficulty", None)
     check_vector("loss.rollout_replay", objective, foreign=None, behaviour="behaviour_log_prob", start="step_start_log_prob")
 
 
@@ -217,6 +218,30 @@ def test_no_measure_and_no_gate_looks_at_foreign_tokens() -> None:
     assert 0 < shown["luffy/probability_mean"] < 1
 
 
+@pytest.mark.parametrize("kind", [LuffySettings, RolloutReplaySettings])
+def test_the_kl_term_and_the_imitation_of_successes_hold_own_tokens_alone(kind: Any) -> None:
+    """With credit 0 nothing else is left; the denominator of the KL counts foreign tokens too, that of the imitation does not."""
+    traces = [random_trace(seed, key=str(seed), faults=False, flat=True) for seed in (3, 4)]
+    for trace in traces:
+        for leaf in trace.leaves.values():
+            leaf.success = True
+    traces = [with_demonstration(traces[0], 1), traces[1]] if kind is LuffySettings else [replayed(traces[0]), traces[1]]
+    model, frozen = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64, seed=9)
+    plain, policy, paths = eager(model), Recorder(model), rollout_paths(traces)
+    objective = validate(kind, {"kl_weight": 0.3, "positive_nll": 0.2})
+    update(
+        policy, traces, objective=objective, settings=UpdateSettings(max_tokens=40), reference=Recorder(frozen).frozen_copy(),
+        first=False,
+    )  # fmt: skip
+    is_own = [not path.is_replayed and all(node.origin is not Origin.DEMONSTRATION for node in path.nodes) for path in paths]
+    every, fixed = credited_logprobs(plain, paths), credited_logprobs(eager(frozen), paths)
+    own = torch.cat([one for one, mine in zip(every, is_own, strict=True) if mine])
+    reference = torch.cat([one.detach() for one, mine in zip(fixed, is_own, strict=True) if mine])
+    loss = 0.3 * (0.5 * (own - reference) ** 2).sum() / sum(map(len, every)) - 0.2 * own.mean()
+    assert 0 < len(own) < sum(map(len, every))
+    assert_equal_gradients(policy.gradients[0], gradients_of(plain, loss))
+
+
 def trained(traces: list[Trace], objective: ObjectiveSettings, settings: UpdateSettings) -> UpdateReport:
     policy = Recorder(tiny_model(dtype=torch.float64))
     return update(policy, traces, objective=objective, settings=settings, reference=None, first=True)
@@ -277,10 +302,11 @@ def test_a_mini_batch_gets_its_share_of_replayed_groups() -> None:
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (LuffySettings, {"dual_clip": 3.0}, "of its own"), (LuffySettings, {"loss": "gspo"}, "of its own"),
-    (LuffySettings, {"advantage": "leave_one_out"}, "leave_one_out"), (LuffySettings, {"group_size": 1}, "no rollout"),
+    (LuffySettings, {"advantage": "leave_one_out"}, "leave_one_out"), (LuffySettings, {"group_size": 1}, "than or equal to 2"),
     (LuffySettings, {"shaping": 0.0}, "greater than 0"), (LuffySettings, {"num_demonstrations": 2}, "less than or equal"),
     (RolloutReplaySettings, {"dual_clip": 3.0}, "of its own"), (RolloutReplaySettings, {"weight_cap": 0.9}, "than or equal"),
-    (RolloutReplaySettings, {"fresh_share": 0.0}, "greater than 0"),
+    (RolloutReplaySettings, {"fresh_share": 0.0}, "greater than 0"), (RolloutReplaySettings, {"group_size": 1}, "than or equal to 2"),
+    (LuffySettings, {"num_demonstrations": 0, "demonstrations": "shown.jsonl"}, "leaves it out"),
 ]  # fmt: skip
 
 

@@ -8,14 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 from outrider.algorithms.grpo import GrpoSettings
+from outrider.algorithms.luffy import LuffySettings
+from outrider.algorithms.rollout_replay import RolloutReplaySettings
 from outrider.config import validate
 from outrider.trace import Trace
 from outrider.train.policy import OptimizerSettings, Policy
 from outrider.train.update import UpdateSettings, rollout_paths, update
 from outrider.types import Origin
 from tests.tiny import tiny_model
+from tests.train.test_mixed_update import with_demonstration
 from tests.train.test_pack_update import (  # noqa: F401
     Recorder,
     assert_equal_gradients,
@@ -40,8 +43,14 @@ def traces_of(seed: int, *, num_groups: int = 4, scaled: bool = True) -> list[Tr
     return traces
 
 
-def run(traces: list[Trace], options: dict[str, Any], *, chosen: UpdateSettings = ONE_BATCH) -> tuple[Recorder, dict[str, float]]:
-    objective = validate(ObjectiveSettings, options)
+def run(
+    traces: list[Trace],
+    options: dict[str, Any],
+    *,
+    chosen: UpdateSettings = ONE_BATCH,
+    kind: type[ObjectiveSettings] = ObjectiveSettings,
+) -> tuple[Recorder, dict[str, float]]:
+    objective = validate(kind, options)
     reference = (
         Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy() if objective.kl_weight else None
     )
@@ -63,17 +72,66 @@ EVERY: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=25)
+LOSSES: list[dict[str, Any]] = [
+    {}, {"dual_clip": 1.05}, {"keep_clipped_gradient": True}, {"loss": "gppo", "dual_clip": 1.05}, {"loss": "cispo", "ratio_cap": 1.01},
+    {"loss": "reinforce"}, *({"loss": "gspo", "sequence_ratio": form} for form in ("token", "sequence", "product")),
+]  # fmt: skip
+AGGREGATIONS: list[dict[str, Any]] = [
+    *({"aggregation": kind} for kind in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum")),
+    *({"aggregation": kind, "max_length": 30} for kind in ("constant_length", "sum_over_length")),
+]
+CORRECTIONS: list[dict[str, Any]] = [
+    {"sampler_correction": "none"}, {"sampler_correction": 0.2}, {"sampler_correction": 0.2, "sampler_outside": "zero"},
+    *({"sampler_level": level, "sampler_correction": 0.2, "sampler_floor": 0.05} for level in ("sequence", "geometric")),
+]  # fmt: skip
+REJECTIONS: list[dict[str, Any]] = [
+    {}, *({"sampler_rejection": one} for one in (
+        {"upper": 8.0, "lower": 0.125}, {"upper": 8.0, "scope": "mean"}, {"statistic": "k3", "upper": 1.3, "scope": "max"},
+        {"statistic": "k2", "upper": 20.0, "scope": "sum"},
+    )),
+]  # fmt: skip
+TERMS: list[dict[str, Any]] = [
+    {}, {"positive_nll": 0.1}, *({"kl_weight": 0.1, "kl_estimator": kind} for kind in ("k2", "k3", "k3_ratio")),
+    {"positive_nll": 0.1, "kl_weight": 0.1},
+]  # fmt: skip
+
+
+def prepared(kind: type[ObjectiveSettings], seed: int) -> list[Trace]:
+    """The groups as this kind of update meets them: with demonstrations, replayed, or without their tips."""
+    traces = traces_of(seed)
+    for number, trace in enumerate(traces):
+        if kind is LuffySettings:
+            with_demonstration(trace, number % 4)
+        trace.is_replayed = kind is RolloutReplaySettings and number % 2 == 0
+        trace.without_memory = kind is OffPolicyObjective and number % 2 == 0
+        for node in trace.nodes if trace.without_memory else ():
+            node.origin = Origin.MEMORY if node.origin in (Origin.ENVIRONMENT, Origin.BUFFER) else node.origin
+    return traces
+
+
+@settings(deadline=None, max_examples=30)
 @given(
-    seed=st.integers(0, 10**6), options=st.sampled_from(EVERY), max_tokens=st.integers(1, 150), num_epochs=st.sampled_from([1, 2])
+    kind=st.sampled_from([ObjectiveSettings] * 3 + [LuffySettings, RolloutReplaySettings, OffPolicyObjective]),
+    parts=st.tuples(*map(st.sampled_from, (LOSSES, AGGREGATIONS, CORRECTIONS, REJECTIONS, TERMS))),
+    seed=st.integers(0, 10**6),
+    max_tokens=st.integers(1, 150),
+    num_epochs=st.sampled_from([1, 2]),
 )
 def test_any_split_into_micro_batches_gives_the_same_metrics_loss_and_gradient(
-    seed: int, options: dict[str, Any], max_tokens: int, num_epochs: int
+    kind: Any, parts: tuple[dict[str, Any], ...], seed: int, max_tokens: int, num_epochs: int
 ) -> None:
-    """Every metric: means over micro-batches of ratios of means would depend on the split."""
+    """Every loss with every aggregation, correction, rejection and further term; means over micro-batches would depend on the split."""
+    loss, *others = parts
+    if kind in (LuffySettings, RolloutReplaySettings):
+        loss = {}  # they have their own
+    if kind is OffPolicyObjective:
+        loss = {"student_mask": "none"} if loss.get("loss") in ("gspo", "reinforce") else loss | {"min_probability": 0.003}
+    options = {"clip_low": 0.02, "clip_high": 0.01} | loss
+    for one in others:
+        options |= one
     plain = UpdateSettings(num_mini_batches=2, num_epochs=num_epochs, max_tokens=10_000)
-    whole, expected = run(traces_of(seed), options, chosen=plain)
-    split, found = run(traces_of(seed), options, chosen=plain.model_copy(update={"max_tokens": max_tokens}))
+    whole, expected = run(prepared(kind, seed), options, chosen=plain, kind=kind)
+    split, found = run(prepared(kind, seed), options, chosen=plain.model_copy(update={"max_tokens": max_tokens}), kind=kind)
     assert len(split.gradients) == len(whole.gradients)
     for mine, theirs in zip(split.gradients, whole.gradients, strict=True):
         assert_equal_gradients(mine, theirs)

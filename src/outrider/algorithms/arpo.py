@@ -11,10 +11,11 @@ from pydantic import Field, model_validator
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
 from outrider.algorithms.branch_hook import BranchHook, BranchSettings, require_countable
 from outrider.algorithms.branching import entropy_advantage_factors
+from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.trace import Trace
 
-_RELEASED = {"source": "previous_segment", "reduce": "sum"}
+_RELEASED = {"source": "previous_segment", "reduce": "sum", "dual_clip": 3.0}
 _AEPO = {"keep_clipped_gradient": True, "entropy_advantage": 0.2, "branch_penalty": 0.05}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "arpo": {},
@@ -30,15 +31,12 @@ class ArpoSettings(BranchSettings, ObjectiveSettings):
     type: Literal["arpo"] = "arpo"
     preset: Literal["arpo", "arpo-released", "aepo", "aepo-released"] = "arpo"
     group_size: int = Field(16, ge=2)
-    dual_clip: float | None = Field(3.0, gt=1)
     entropy_advantage: float = Field(0.0, ge=0)
 
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {**PRESETS.get(str(given.get("preset", "arpo")), {}), **given}
+        return with_preset(PRESETS, given, default="arpo")
 
     @model_validator(mode="after")
     def _possible(self) -> "ArpoSettings":

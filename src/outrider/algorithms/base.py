@@ -63,7 +63,7 @@ class ObjectiveSettings(Settings):
     without the length. ``positive_nll`` adds that much of the mean negative log-likelihood over the tokens of successful rollouts.
     """
 
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=2)
     advantage: AdvantageKind = "group_normalized"
     loss: LossKind = "clip"
     clip_low: float = Field(0.2, ge=0, le=1)
@@ -100,6 +100,9 @@ class ObjectiveSettings(Settings):
             raise ValueError(f"loss = {self.loss} has no dual clip")
         if (self.sampler_floor or 0.0) >= (self.sampler_correction or math.inf):
             raise ValueError("sampler_floor lies below sampler_correction")
+        bounds = (self.sampler_level, self.sampler_floor, self.sampler_outside)
+        if self.sampler_correction is None and bounds != ("token", None, "truncate"):
+            raise ValueError("sampler_level, sampler_floor and sampler_outside belong to a sampler_correction, which is none")
         if self.sequence_ratio != "token" and self.loss != "gspo":
             raise ValueError("sequence_ratio belongs to loss = gspo")
         return self
@@ -126,6 +129,8 @@ class OffPolicyObjective(ObjectiveSettings):
     def _maskable(self) -> "OffPolicyObjective":
         if self.loss == "gspo" and self.student_mask != "none":
             raise ValueError("loss = gspo has one ratio a rollout, which student_mask cannot leave tokens out of")
+        if self.loss == "reinforce":
+            raise ValueError("loss = reinforce has no ratio, and rollouts without their tips are trained in another context")
         return self
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, OffPolicyObjective, outcome_advantages, write_credit
+from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.tip_hook import MemorySettings, TipHook
 from outrider.algorithms.tip_modes import PLAIN, TIPS_OFF, ModeSchedule
 from outrider.memory.embedder import Embedder
@@ -51,14 +52,7 @@ class Empo2Settings(OffPolicyObjective):
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        chosen = PRESETS.get(str(given.get("preset", "empo2")), {})
-        memory = given.get("memory", {})
-        merged = {**chosen, **given}
-        if isinstance(memory, Mapping) and "memory" in chosen:
-            merged["memory"] = {**chosen["memory"], **memory}
-        return merged
+        return with_preset(PRESETS, given, default="empo2")
 
 
 class Empo2:
@@ -97,7 +91,7 @@ class Empo2:
         advantages = outcome_advantages(trace, self.objective.advantage)
         write_credit(trace, advantages)
         trace.without_memory = trace.modes[0] == TIPS_OFF
-        intrinsic = [leaf.intrinsic for leaf, _ in trace.rollouts() if leaf.episode_return is not None]
+        intrinsic = [leaf.intrinsic for leaf, _ in trace.scored_rollouts()]
         return GroupCredit(
             advantages=advantages, measurements={"tips/intrinsic_mean": intrinsic, "tips/state_visits": num_visits}
         )
@@ -107,7 +101,7 @@ class Empo2:
 
         Counted by task, whatever the tips' scope is: the reward is for what is new in this task.
         """
-        kept = [(leaf, states_of(path)) for leaf, path in trace.rollouts() if leaf.episode_return is not None]
+        kept = [(leaf, states_of(path)) for leaf, path in trace.scored_rollouts()]
         texts = [text for _, states in kept for text in states]
         if not texts:
             return []

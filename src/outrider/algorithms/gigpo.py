@@ -31,7 +31,7 @@ _KINDS: Mapping[str, AdvantageKind] = {"none": "group_centered", "std": "group_n
 
 
 class GigpoSettings(ObjectiveSettings):
-    """GiGPO's own settings; the defaults are the paper's "w/o std". ``advantage`` follows from ``normalization``.
+    """GiGPO's own settings; those of its credit are by default the paper's "w/o std". ``advantage`` follows from ``normalization``.
 
     ``gamma`` discounts step rewards a turn; ``step_weight`` is omega of ``A = A^E + omega A^S``; ``normalization`` is the F
     of both parts, 1 or the sample std; ``similarity`` says which observations count as the same anchor, ``exact`` or a
@@ -41,7 +41,8 @@ class GigpoSettings(ObjectiveSettings):
     """
 
     type: Literal["gigpo"] = "gigpo"
-    preset: GigpoPreset = "gigpo-paper"
+    preset: GigpoPreset = "gigpo"
+    group_size: int = Field(8, ge=1)
     advantage: AdvantageKind = "group_centered"
     gamma: float = Field(0.95, ge=0, le=1)
     step_weight: float = Field(1.0, ge=0)
@@ -55,7 +56,7 @@ class GigpoSettings(ObjectiveSettings):
     def _advantage(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        whole = with_preset(GIGPO_PRESETS, given, default="gigpo-paper")
+        whole = with_preset(GIGPO_PRESETS, given, default="gigpo")
         return {"advantage": _KINDS.get(str(whole.get("normalization", "none")), "group_centered"), **whole}
 
     @model_validator(mode="after")

@@ -93,9 +93,7 @@ def shape_returns(
     Raises ValueError where the reward needs a KL that nobody measured.
     """
     measured: dict[str, list[float]] = {"reward/overlong_mean": [], "reward/kl_mean": []}
-    for leaf, path in trace.rollouts():
-        if leaf.episode_return is None:
-            continue
+    for leaf, path in trace.scored_rollouts():
         shaping = 0.0
         if settings.overlong is not None:
             longest, buffer = settings.overlong.bounds(max_response_tokens)

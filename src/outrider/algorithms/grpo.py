@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from outrider.algorithms.base import GroupCredit, credited_returns, group_advantages, write_credit
 from outrider.algorithms.credit import GroupAdvantages
@@ -17,10 +17,9 @@ from outrider.algorithms.credit_family import (
     batch_scaled_advantages_per_rollout,
     leave_one_out_batch_normalized_advantages_per_rollout,
 )
-from outrider.algorithms.group_settings import GroupSettings, shape_returns, with_preset
-from outrider.algorithms.on_policy import OnPolicyGroup
+from outrider.algorithms.group_settings import GroupSettings, with_preset
+from outrider.algorithms.on_policy import OnPolicyBatch
 from outrider.algorithms.presets import GRPO_PRESETS, GrpoPreset
-from outrider.rollout.episode import Limits
 from outrider.trace import Trace
 
 
@@ -33,7 +32,6 @@ class GrpoSettings(GroupSettings):
 
     type: Literal["grpo"] = "grpo"
     preset: GrpoPreset = "grpo"
-    group_size: int = Field(8, ge=2)
     advantage_std: Literal["sample", "population", "batch"] = "sample"
 
     @model_validator(mode="before")
@@ -50,21 +48,12 @@ class GrpoSettings(GroupSettings):
         return self
 
 
-class Grpo(OnPolicyGroup):
+class Grpo(OnPolicyBatch[GrpoSettings]):
     """On-policy rollouts, one advantage a rollout."""
-
-    def __init__(self, settings: GrpoSettings, *, max_response_tokens: int = Limits().max_response_tokens) -> None:
-        super().__init__(settings, num_rollouts=settings.group_size)
-        self.settings = settings
-        self._max_response_tokens = max_response_tokens
-
-    def credit(self, trace: Trace) -> GroupCredit:
-        """A batch of one group."""
-        return self.credit_batch([trace])[0]
 
     def credit_batch(self, traces: Sequence[Trace]) -> list[GroupCredit]:
         """Advantages of the shaped returns on every policy token."""
-        measured = [shape_returns(trace, self.settings, max_response_tokens=self._max_response_tokens) for trace in traces]
+        measured = self._shaped(traces)
         found = self._advantages([credited_returns(trace) for trace in traces])
         for trace, advantages in zip(traces, found, strict=True):
             write_credit(trace, advantages)

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
 from outrider.algorithms.credit_family import mixed_group_advantages_per_rollout
+from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.trace import Trace
 from outrider.types import Origin, Step
@@ -47,9 +48,7 @@ class LuffySettings(ObjectiveSettings):
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {**PRESETS.get(str(given.get("preset", "luffy-paper")), {}), **given}
+        return with_preset(PRESETS, given, default="luffy-paper")
 
     @model_validator(mode="after")
     def _possible(self) -> "LuffySettings":
@@ -57,8 +56,8 @@ class LuffySettings(ObjectiveSettings):
             raise ValueError("luffy has a token loss of its own: loss = clip, without dual_clip and keep_clipped_gradient")
         if self.advantage == "leave_one_out":
             raise ValueError("advantage = leave_one_out is not defined for a group with a demonstration")
-        if self.num_demonstrations >= self.group_size:
-            raise ValueError(f"group_size {self.group_size} leaves no rollout to the policy")
+        if self.demonstrations is not None and not self.num_demonstrations:
+            raise ValueError("demonstrations names a file, and num_demonstrations = 0 leaves it out")
         return self
 
     @property

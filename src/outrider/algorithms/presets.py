@@ -32,7 +32,7 @@ ReinforcePlusPlusPreset = Literal[
     "reinforce++-baseline-official",
 ]
 
-GigpoPreset = Literal["gigpo-paper", "gigpo-official"]
+GigpoPreset = Literal["gigpo", "gigpo-paper", "gigpo-official"]
 
 _UNCORRECTED: Mapping[str, Any] = {"sampler_correction": None}
 _DUAL: Mapping[str, Any] = {"dual_clip": 3.0}  # verl's default, where the script does not set it
@@ -93,7 +93,8 @@ REINFORCE_PLUS_PLUS_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 GIGPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "gigpo-paper": {},
+    "gigpo": {},
+    "gigpo-paper": {"kl_weight": 0.01, "kl_estimator": "k3"},
     "gigpo-official": {
         **_UNCORRECTED,
         **_DUAL,

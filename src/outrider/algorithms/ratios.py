@@ -64,34 +64,3 @@ def shaped_ratio(*, ratio: Tensor, scale: Tensor) -> Tensor:
     """``(1 + m * F_ret) * r`` [T]; the clip acts on the product (RAPO Eq. 8 and 11). The scale carries no gradient."""
     require_tokens(ratio=ratio, scale=scale)
     return scale.detach() * ratio
-
-
-def truncated_importance_weights_per_token(
-    *, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, upper: float = 2.0
-) -> Tensor:
-    """``min(pi_old / pi_sampler, upper)`` [T], detached, 0 where ``mask`` [T] is False (truncated importance sampling).
-
-    Multiplies the token loss; the denominators of the aggregation stay as they are.
-    """
-    weights = log_ratio(logprobs=old_logprobs.detach(), reference_logprobs=sampler_logprobs).exp().clamp(max=upper)
-    return torch.where(mask.bool(), weights, torch.zeros_like(weights))
-
-
-def importance_stats(*, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, upper: float = 2.0) -> ImportanceStats:
-    """Statistics of the sampler correction over the tokens where ``mask`` [T] is True.
-
-    Raises ValueError when no token is left or a log-probability is not finite: either is a fault, not noise.
-    """
-    difference = (old_logprobs.detach() - sampler_logprobs.detach())[mask.bool()].double()
-    if difference.numel() == 0 or not bool(torch.isfinite(difference).all()):
-        raise ValueError("sampler correction needs at least one token and finite log-probabilities")
-    weights = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    truncated = weights.clamp(max=upper)
-    return ImportanceStats(
-        num_tokens=weights.numel(),
-        num_truncated=int((weights > upper).sum()),
-        mean=float(truncated.mean()),
-        max=float(weights.max()),
-        mean_square=float((truncated**2).mean()),
-        mean_abs_log=float(difference.abs().mean()),
-    )

@@ -18,10 +18,9 @@ from outrider.algorithms.credit_family import (
     reinforce_plus_plus_advantages_per_token,
     reinforce_plus_plus_baseline_advantages_per_token,
 )
-from outrider.algorithms.group_settings import GroupSettings, measured_kl, shape_returns, with_preset
-from outrider.algorithms.on_policy import OnPolicyGroup
+from outrider.algorithms.group_settings import GroupSettings, measured_kl, with_preset
+from outrider.algorithms.on_policy import OnPolicyBatch
 from outrider.algorithms.presets import REINFORCE_PLUS_PLUS_PRESETS, ReinforcePlusPlusPreset
-from outrider.rollout.episode import Limits
 from outrider.trace import Leaf, Node, Trace
 
 
@@ -32,6 +31,7 @@ class ReinforcePlusPlusSettings(GroupSettings):
 
     type: Literal["reinforce++"] = "reinforce++"
     preset: ReinforcePlusPlusPreset = "reinforce++"
+    group_size: int = Field(8, ge=1)
     advantage: AdvantageKind = "group_centered"
     group_baseline: bool = False
     gamma: float = Field(1.0, ge=0, le=1)
@@ -69,17 +69,8 @@ class _Played:
         return self.leaf.episode_return + self.leaf.intrinsic
 
 
-class ReinforcePlusPlus(OnPolicyGroup):
+class ReinforcePlusPlus(OnPolicyBatch[ReinforcePlusPlusSettings]):
     """On-policy rollouts; one advantage a token, against the whole batch."""
-
-    def __init__(self, settings: ReinforcePlusPlusSettings, *, max_response_tokens: int = Limits().max_response_tokens) -> None:
-        super().__init__(settings, num_rollouts=settings.group_size)
-        self.settings = settings
-        self._max_response_tokens = max_response_tokens
-
-    def credit(self, trace: Trace) -> GroupCredit:
-        """A batch of one group."""
-        return self.credit_batch([trace])[0]
 
     def credit_batch(self, traces: Sequence[Trace]) -> list[GroupCredit]:
         """Whitened advantages on every policy token; ``advantages`` holds their mean over each rollout.
@@ -89,13 +80,10 @@ class ReinforcePlusPlus(OnPolicyGroup):
         played = [
             _Played(group=number, leaf=leaf, nodes=[node for node in path if node.trainable])
             for number, trace in enumerate(traces)
-            for leaf, path in trace.rollouts()
-            if leaf.episode_return is not None
+            for leaf, path in trace.scored_rollouts()
         ]
         _require_uncredited([node for one in played for node in one.nodes])
-        measured = [
-            shape_returns(trace, self.settings, max_response_tokens=self._max_response_tokens, sum_kl=False) for trace in traces
-        ]
+        measured = self._shaped(traces, sum_kl=False)
         owners = [rollout for rollout, one in enumerate(played) for node in one.nodes for _ in node.token_ids]
         values = iter(self._values(played, owners).tolist())
         for one in played:

@@ -25,7 +25,6 @@ class RejectionSettings(ObjectiveSettings):
     """
 
     type: Literal["rejection"] = "rejection"
-    group_size: int = Field(8, ge=2)
     advantage: AdvantageKind = "group_centered"
     loss: LossKind = "reinforce"
     sampler_correction: float | None = Field(None, gt=0)
@@ -40,6 +39,8 @@ class RejectionSettings(ObjectiveSettings):
             raise ValueError("rejection sampling has advantages of 0 and 1: leave advantage out")
         if self.aggregation != "token_mean":
             raise ValueError("rejection sampling averages over the tokens of the kept rollouts: aggregation = token_mean")
+        if self.positive_nll > 0:
+            raise ValueError("rejection sampling is a negative log-likelihood of its own: leave positive_nll out")
         if self.max_kept is not None and self.keep != "all":
             raise ValueError(f"keep = {self.keep} keeps one rollout a task: leave max_kept out")
         return self

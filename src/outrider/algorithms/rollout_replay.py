@@ -11,13 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+from outrider.algorithms.base import GroupCredit, ObjectiveSettings, group_advantages, outcome_advantages, write_credit
 from outrider.algorithms.credit_family import difficulty_scores, replayable_groups
+from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.algorithms.stored_groups import StoredGroup, restored_groups, snapshot_groups
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Task
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "rollout-replay": {},
+    "rollout-replay-official": {"weight_cap": None, "selection": "difficulty", "sampler_correction": None},
+}
 
 
 class RolloutReplaySettings(ObjectiveSettings):
@@ -26,10 +32,12 @@ class RolloutReplaySettings(ObjectiveSettings):
     In the first ``num_fresh_steps`` steps all groups are fresh. ``weight_cap``, at least 1, bounds pi_start / pi_behaviour of a
     replayed token (None: the released code). ``reward`` is what has to lie strictly between 0 and 1 on average for a group to be
     replayed: the share of ``success`` or the mean ``return``. ``selection``: tasks in the usual ``order``, or by ``difficulty``: a
-    running mean of that reward, with weight ``estimate_rate`` on the newest group, near ``target``, at ``temperature``.
+    running mean of that reward, with weight ``estimate_rate`` on the newest group, near ``target``, at ``temperature``. A ``preset``
+    fills what is not given.
     """
 
     type: Literal["rollout_replay"] = "rollout_replay"
+    preset: Literal["rollout-replay", "rollout-replay-official"] = "rollout-replay"
     fresh_share: float = Field(0.5, gt=0, le=1)
     buffer_size: int = Field(512, ge=1)
     num_fresh_steps: int = Field(1, ge=0)
@@ -39,6 +47,11 @@ class RolloutReplaySettings(ObjectiveSettings):
     estimate_rate: float = Field(0.5, gt=0, le=1)
     target: float = Field(0.5, ge=0, le=1)
     temperature: float = Field(1e-3, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        return with_preset(PRESETS, given, default="rollout-replay")
 
     @model_validator(mode="after")
     def _possible(self) -> "RolloutReplaySettings":
@@ -107,8 +120,8 @@ class RolloutReplay(OnPolicyGroup):
 
     def _eligible(self, room: int | None = None) -> list[StoredGroup]:
         keys = [group.task_key for group in self.stored]
-        # A group without spread has no advantage, whatever its mean: 0 is never replayed.
-        means = [self._mean_reward(group) if _has_spread(group) else 0.0 for group in self.stored]
+        # A group without an advantage is never replayed, whatever its mean: 0 is none that may be.
+        means = [self._mean_reward(group) if self._has_signal(group) else 0.0 for group in self.stored]
         return [self.stored[place] for place in replayable_groups(keys, mean_rewards=means, room=room)]
 
     def _store(self, traces: Sequence[Trace], *, step: int) -> None:
@@ -120,6 +133,9 @@ class RolloutReplay(OnPolicyGroup):
         for group in fresh:
             before = self.estimates.get(group.task_key, self.settings.target)
             self.estimates[group.task_key] = (1.0 - rate) * before + rate * self._mean_reward(group)
+
+    def _has_signal(self, group: StoredGroup) -> bool:
+        return group_advantages([leaf.episode_return for leaf in group.leaves], self.objective.advantage).has_signal
 
     def _mean_reward(self, group: StoredGroup) -> float:
         by_success = self.settings.reward == "success"
@@ -134,7 +150,3 @@ class RolloutReplay(OnPolicyGroup):
         """What :meth:`memory_state` saved."""
         self.stored = restored_groups(state["groups"], arrays)
         self.estimates = dict(state["estimates"])
-
-
-def _has_spread(group: StoredGroup) -> bool:
-    return len({leaf.episode_return for leaf in group.leaves}) > 1

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
 from outrider.algorithms.branch_hook import require_countable
 from outrider.algorithms.credit_family import TreeCombination, tree_advantages_per_leaf
+from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.on_policy import OnPolicyGroup
 from outrider.rollout.expansion import Expansion
 from outrider.trace import Leaf, Node, Trace
@@ -42,7 +43,7 @@ class TreeGrpoSettings(ObjectiveSettings):
     def _preset(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        merged = {**PRESETS.get(str(given.get("preset", "tree-grpo")), {}), **given}
+        merged = with_preset(PRESETS, given, default="tree-grpo")
         shape = [merged.get("num_trees", 2), merged.get("num_expansions", 2), merged.get("num_rounds", 1)]
         if all(isinstance(number, int) for number in shape):
             merged.setdefault("group_size", shape[0] * (1 + shape[1] * shape[2]))
@@ -92,7 +93,7 @@ class TreeGrpo(OnPolicyGroup):
             combination=self.settings.combination,
         )
         write_credit(trace, advantages, attribution="soft")
-        scored = [one for one in rollouts if one[0].episode_return is not None]
+        scored = list(trace.scored_rollouts())
         kept = [one for one in scored if one[0].rollout not in trace.pruned]
         return GroupCredit(advantages=advantages, measurements=_measure(kept, scored, self.expansion.tree_size))
 

@@ -170,7 +170,7 @@ DECLARED: tuple[Metric, ...] = (
     ),
     *_group(
         "loss",
-        ("policy", "1", "the clipped policy term", "near 0", "ratio/*"),
+        ("policy", "1", "the policy term, mean over the optimiser steps", "near 0", "ratio/*"),
         ("kl", "nats", "mean KL to the reference policy, before its weight", "small", "learning rate, KL weight"),
         ("positive_nll", "nats", "mean negative log-likelihood over the tokens of successful rollouts, before its weight; 0 without any",
          "falls slowly", "algorithm.positive_nll; entropy/token_mean"),

@@ -4,7 +4,6 @@ Shape letters: T entries of a :class:`~outrider.train.pack.PackedBatch`; ``is_fo
 """
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,22 +15,7 @@ from outrider.algorithms.objectives import luffy_per_token, replay_centred_per_t
 from outrider.algorithms.ratios import log_ratio
 from outrider.algorithms.rollout_replay import RolloutReplaySettings
 from outrider.train.pack import PackedBatch
-
-
-class Tally(Protocol):
-    """Where an update's measures are collected."""
-
-    def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """A weighted mean."""
-        ...
-
-    def add_sum(self, name: str, value: float) -> None:
-        """A total."""
-        ...
-
-    def add_max(self, name: str, value: float) -> None:
-        """A maximum."""
-        ...
+from outrider.train.tally import Tally
 
 
 def mixed_surrogate(logprobs_T: Tensor, old_T: Tensor, batch: PackedBatch, objective: ObjectiveSettings) -> SurrogateLoss | None:

@@ -1,10 +1,33 @@
 """The cold start of a run: experts play training tasks through the rollout loop, and the policy imitates those who solved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from outrider.rollout.expert import play_experts
+from outrider.rollout.expert import ExpertSource, play_experts
+from outrider.trace import Trace
 from outrider.train.components import Components
 from outrider.train.sft import cold_start, successful_paths
+from outrider.types import Task
+
+
+def expert_rollouts(
+    parts: Components, tasks: Sequence[Task], expert: ExpertSource, *, retrieve_share: float = 0.0, training_step: int = 0
+) -> list[Trace]:
+    """One rollout of ``expert`` on every task, in order, in the environment and within the limits that the policy has."""
+    settings = parts.settings
+    return play_experts(
+        tasks=tasks,
+        expert=expert,
+        factory=parts.factory,
+        tokenizer=parts.renderer.tokenizer,
+        limits=settings.limits,
+        stop=parts.family.stop,
+        run_seed=settings.seed,
+        context_length=parts.engine.context_length,
+        retrieve_share=retrieve_share,
+        max_concurrent=settings.num_concurrent,
+        max_retries=settings.train.max_retries,
+        training_step=training_step,
+    )
 
 
 def imitate_experts(
@@ -21,18 +44,11 @@ def imitate_experts(
     settings = parts.settings
     tasks = parts.train_tasks[: settings.cold_start.num_examples]
     stage("cold start: expert rollouts", len(tasks))
-    traces = play_experts(
-        tasks=tasks,
-        expert=lambda task: parts.family.expert(task, settings.seed),
-        factory=parts.factory,
-        tokenizer=parts.renderer.tokenizer,
-        limits=settings.limits,
-        stop=parts.family.stop,
-        run_seed=settings.seed,
-        context_length=parts.engine.context_length,
+    traces = expert_rollouts(
+        parts,
+        tasks,
+        lambda task: parts.family.expert(task, settings.seed),
         retrieve_share=settings.cold_start.retrieve_share,
-        max_concurrent=settings.num_concurrent,
-        max_retries=settings.train.max_retries,
     )
     parts.family.close()
     paths = successful_paths(traces)

@@ -6,9 +6,9 @@ from outrider.algorithms.luffy import Luffy
 from outrider.algorithms.rollout_replay import RolloutReplay
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.demonstrations import join_demonstration
-from outrider.rollout.expert import play_experts
 from outrider.trace import Trace
 from outrider.train.components import Components
+from outrider.train.imitation import expert_rollouts
 from outrider.types import Task
 
 
@@ -43,20 +43,8 @@ def demonstrate(parts: Components, algorithm: Luffy, traces: Sequence[Trace], *,
     """
     num_faults = ask_experts(parts, algorithm, [trace.task for trace in traces])
     shown = [trace for trace in traces if algorithm.paths.get(trace.task.key)]
-    settings = parts.settings
-    played = play_experts(
-        tasks=[trace.task for trace in shown],
-        expert=lambda task: algorithm.paths.get(task.key),
-        factory=parts.factory,
-        tokenizer=parts.renderer.tokenizer,
-        limits=settings.limits,
-        stop=parts.family.stop,
-        run_seed=settings.seed,
-        context_length=parts.engine.context_length,
-        max_concurrent=settings.num_concurrent,
-        max_retries=settings.train.max_retries,
-        training_step=step,
-    )
+    tasks = [trace.task for trace in shown]
+    played = expert_rollouts(parts, tasks, lambda task: algorithm.paths.get(task.key), training_step=step)
     for trace, one in zip(shown, played, strict=True):
         join_demonstration(trace, one)
     return {

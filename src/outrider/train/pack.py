@@ -26,7 +26,6 @@ class RolloutPath:
     nodes: Sequence[Node]
     rollout_index: int
     rollout: int = 0
-    temperature: float = 1.0
     acted: Sequence[Node] | None = None
     succeeded: bool = False
     is_replayed: bool = False

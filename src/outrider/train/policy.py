@@ -7,7 +7,7 @@ of :class:`~outrider.train.pack.PackedBatch`, V vocabulary.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -203,8 +203,3 @@ def set_threads(num_threads: int, *, device: str = "cpu") -> None:
     torch.set_num_threads(num_threads)
     torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor twice
-
-
-def trainable_names(policy: Policy) -> Sequence[str]:
-    """Names of the trained parameters in a fixed order."""
-    return sorted(policy.masters)

@@ -16,11 +16,8 @@ def measure_kl(policy: Scorer, reference: Scorer, traces: Sequence[Trace], *, ma
 
     Raises ValueError for a node that several rollouts share.
     """
-    paths: list[list[Node]] = []
-    for trace in traces:
-        for leaf, path in trace.rollouts():
-            if leaf.episode_return is not None and any(node.trainable for node in path):
-                paths.append(path)
+    scored = [path for trace in traces for _, path in trace.scored_rollouts()]
+    paths = [path for path in scored if any(node.trainable and node.token_ids for node in path)]
     copies: dict[int, Node] = {}  # packing scores what has credit, which is not there yet; shared prompts stay shared
     for node in (node for path in paths for node in path):
         copies.setdefault(id(node), replace(node, credit=(0.0,) * len(node.token_ids)) if node.trainable else node)

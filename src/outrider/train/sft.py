@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from pydantic import Field
 
-from outrider.algorithms.losses import token_weights, weighted_loss
+from outrider.algorithms.losses import weighted_loss
 from outrider.config import Settings
 from outrider.errors import DataError
 from outrider.seeding import stream
@@ -78,10 +78,8 @@ def _step(policy: Policy, batch: Sequence[RolloutPath], learning_rate: float, ma
     for packed in pack(batch, max_tokens=max_tokens):
         scores = policy.score(packed)
         packed = packed.like(scores.logprobs_T)
-        weights = (
-            token_weights(kind="token_sum", rollout_index=torch.zeros_like(packed.rollout_index_T), num_rollouts=1) / num_tokens
-        )
-        loss = weighted_loss(losses=-scores.logprobs_T * packed.credit_T, weights=weights.to(scores.logprobs_T))
+        weights = torch.full_like(packed.credit_T, 1.0 / num_tokens)  # of the batch, not of the micro-batch
+        loss = weighted_loss(losses=-scores.logprobs_T * packed.credit_T, weights=weights)
         loss.backward()
         total += float(loss.detach())
     norm = policy.step(learning_rate=learning_rate)

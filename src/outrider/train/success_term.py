@@ -3,13 +3,14 @@
 Shape letters: T scored tokens of a micro-batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.algorithms.losses import weighted_loss
 from outrider.train.pack import PackedBatch, RolloutPath
+from outrider.train.tally import Tally
 
 
 def success_weights(paths: Sequence[RolloutPath], batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -24,8 +25,8 @@ def success_weights(paths: Sequence[RolloutPath], batches: Sequence[PackedBatch]
     return [mask.double() / max(1, num) for mask in masks]
 
 
-def success_nll(logprobs_T: Tensor, weights_T: Tensor, add_sum: Callable[[str, float], None]) -> Tensor:
+def success_nll(logprobs_T: Tensor, weights_T: Tensor, tally: Tally) -> Tensor:
     """The micro-batch's share of the mean; reported before its weight."""
     loss = weighted_loss(losses=-logprobs_T, weights=weights_T.to(logprobs_T))
-    add_sum("loss/positive_nll", float(loss.detach()))
+    tally.add_loss("loss/positive_nll", float(loss.detach()))
     return loss

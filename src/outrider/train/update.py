@@ -15,7 +15,6 @@ from torch import Tensor
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective, RejectionMask
 from outrider.algorithms.losses import SurrogateLoss, clipped_surrogate_per_token, kl_per_token, token_weights, weighted_loss
 from outrider.algorithms.objectives import cispo_per_token, gppo_per_token, gspo_per_token, reinforce_per_token
-from outrider.algorithms.ratios import ImportanceStats
 from outrider.algorithms.sampler_correction import correction_stats, rejection_mask_per_token, sampler_weights_per_token
 from outrider.config import Settings
 from outrider.errors import EngineFault
@@ -25,6 +24,7 @@ from outrider.train.off_policy import ActingLogprobs, Denominators, acting_logpr
 from outrider.train.pack import PackedBatch, RolloutPath, credits_by_rollout, pack
 from outrider.train.policy import Policy, Scorer, TokenScores
 from outrider.train.success_term import success_nll, success_weights
+from outrider.train.tally import Tally
 
 
 class UpdateSettings(Settings):
@@ -32,7 +32,7 @@ class UpdateSettings(Settings):
 
     ``num_mini_batches`` splits the tasks of a step into that many optimiser steps; ``num_epochs`` repeats them;
     ``max_tokens`` bounds the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before its first update
-    when trainer and engine disagree by more (mean absolute difference, nats): a template or weight fault, not noise.
+    when trainer and engine disagree by more (mean absolute difference over a mini-batch, nats): a template or weight fault, not noise.
     ``checkpoint_activations`` trades a second forward pass for the memory of the layers' activations.
     """
 
@@ -54,12 +54,8 @@ class UpdateReport:
 
 def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
     """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
-    kept = [
-        (leaf, path, trace)
-        for trace in traces
-        for leaf, path in trace.rollouts()
-        if leaf.episode_return is not None and leaf.rollout not in trace.pruned
-    ]
+    scored = [(leaf, path, trace) for trace in traces for leaf, path in trace.scored_rollouts()]
+    kept = [one for one in scored if one[0].rollout not in one[2].pruned]
     return [_rendered(path, index, leaf, trace) for index, (leaf, path, trace) in enumerate(kept)]
 
 
@@ -92,13 +88,16 @@ def update(
     ``gate_always`` checks every step: for an engine with weights of its own, which could be old ones.
 
     ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
+    Raises ValueError for an objective with a KL term and no ``reference``.
     """
+    if objective.kl_weight > 0 and reference is None:
+        raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
     bounds = [len(traces) * i // settings.num_mini_batches for i in range(settings.num_mini_batches + 1)]
     mini_batches = [traces[start:end] for start, end in pairwise(bounds) if end > start]
     reference = reference if objective.kl_weight > 0 else None  # one that the reward alone needs has been used by now
     once = len(mini_batches) == 1 and settings.num_epochs == 1
     report = UpdateReport()
-    tally = _Tally()
+    tally = Tally()
     olds = None if once else [_old_logprobs(policy, rollout_paths(mini), objective, settings) for mini in mini_batches]
     paths = [rollout_paths(mini) for mini in mini_batches]
     actings = [acting_logprobs(policy, _trained(each, objective), max_tokens=settings.max_tokens) for each in paths]
@@ -125,7 +124,7 @@ def _is_trained(path: RolloutPath, objective: ObjectiveSettings) -> bool:
     credits_ = [credit for node in path.nodes for _, credit, _ in credits_by_rollout(node, [path])]
     # These terms train every policy token, also of a rollout without advantage.
     every = objective.kl_weight > 0 or (objective.positive_nll > 0 and path.succeeded and not path.is_replayed)
-    return bool(credits_) if every else any(any(credit) for credit in credits_)
+    return any(map(len, credits_)) if every else any(any(credit) for credit in credits_)
 
 
 def _old_logprobs(
@@ -145,7 +144,7 @@ def _mini_batch(
     olds: Sequence[TokenScores] | None,
     acting: ActingLogprobs | None,
     report: UpdateReport,
-    tally: "_Tally",
+    tally: Tally,
     gate: bool,
     on_batch: Callable[[int], None] | None,
 ) -> None:
@@ -156,40 +155,53 @@ def _mini_batch(
         return
     weights = _weights(paths, objective, batches)
     successes = success_weights(paths, batches)
+    gaps: list[Tensor] = []
     for index, batch in enumerate(batches):
         scores = policy.score(batch)
         batch = batch.like(scores.logprobs_T)
         start = scores if olds is None else olds[index]
         old = denominators(start.logprobs_T.detach(), batch, acting=acting, objective=objective)
         own_T = ~batch.is_foreign_T
-        if gate and bool(own_T.any()):
-            gap = float((old.trainer_T - batch.engine_logprobs_T)[own_T].abs().mean())
-            if not gap <= settings.max_logprob_gap:  # NaN too
-                raise EngineFault(
-                    f"trainer and engine disagree by {gap:.4f} nats a token before an update (limit {settings.max_logprob_gap})"
-                )
+        gaps.append((old.trainer_T - batch.engine_logprobs_T)[own_T].abs())
         reference_logprobs = None
         if reference is not None:
             with torch.no_grad():
                 reference_logprobs = reference.score(batch).logprobs_T
         if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
+            if gate:
+                _require_agreement(policy, gaps, settings.max_logprob_gap)
             policy.drop_gradients()
             tally.add_sum("grad/num_skipped", 1.0)
+            tally.end_step(skipped=True)
             return
         loss = _loss(scores.logprobs_T, old, reference_logprobs, batch, weights[index].to(old.old_T), objective, tally)
         if objective.positive_nll > 0:
-            loss = loss + objective.positive_nll * success_nll(scores.logprobs_T, successes[index], tally.add_sum)
+            loss = loss + objective.positive_nll * success_nll(scores.logprobs_T, successes[index], tally)
         if bool(own_T.any()):
-            tally.add_scores(start.entropies_T[own_T], old.trainer_T[own_T], batch.engine_logprobs_T[own_T])
+            tally.add("entropy/trainer_mean", float(start.entropies_T[own_T].mean()), len(gaps[-1]))
+            tally.add("gap/logprob_mean", float(gaps[-1].mean()), len(gaps[-1]))
+            tally.add_max("gap/logprob_max", float(gaps[-1].max()))
         loss.backward()
         report.num_scored_tokens += len(batch.targets_U)
         report.num_computed_tokens += batch.num_tokens
         if on_batch is not None:
             on_batch(report.num_scored_tokens)
+    if gate:
+        _require_agreement(policy, gaps, settings.max_logprob_gap)
     norm = policy.step()
+    tally.end_step()
     tally.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
     tally.add("grad/clipped_fraction", float(norm > policy.settings.max_grad_norm))
     tally.add("grad/norm", norm)
+
+
+def _require_agreement(policy: Policy, gaps: Sequence[Tensor], limit: float) -> None:
+    """The mean over all tokens of the mini-batch: that of a micro-batch would depend on the split, and a short one is noisy."""
+    every = torch.cat(list(gaps)).double()
+    gap = float(every.mean()) if len(every) else 0.0
+    if not gap <= limit:  # NaN too
+        policy.drop_gradients()
+        raise EngineFault(f"trainer and engine disagree by {gap:.4f} nats a token before an update (limit {limit})")
 
 
 def _weights(paths: Sequence[RolloutPath], objective: ObjectiveSettings, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -216,7 +228,7 @@ def _loss(
     batch: PackedBatch,
     weights_T: Tensor,
     objective: ObjectiveSettings,
-    tally: "_Tally",
+    tally: Tally,
 ) -> Tensor:
     """The weighted surrogate of one micro-batch, with the sampler correction and the KL term where they are on."""
     old_T = denominator.old_T
@@ -242,7 +254,7 @@ def _loss(
     if denominator.is_off_T is not None and isinstance(objective, OffPolicyObjective):
         losses = losses * _kept(objective, denominator, denominator.is_off_T, batch, logprobs_T.detach(), tally)
     loss = weighted_loss(losses=losses, weights=weights_T)
-    tally.add_sum("loss/policy", float(loss.detach()))
+    tally.add_loss("loss/policy", float(loss.detach()))
     if reference_T is not None:
         old = old_T if objective.kl_estimator == "k3_ratio" else None
         kl = kl_per_token(estimator=objective.kl_estimator, logprobs=logprobs_T, reference_logprobs=reference_T, old_logprobs=old)
@@ -254,7 +266,7 @@ def _loss(
     return loss
 
 
-def _measure_ratios(tally: "_Tally", surrogate: SurrogateLoss, ratio_O: Tensor, scale_O: Tensor, own_T: Tensor) -> None:
+def _measure_ratios(tally: Tally, surrogate: SurrogateLoss, ratio_O: Tensor, scale_O: Tensor, own_T: Tensor) -> None:
     """Clips and ratios of the policy's own tokens, the O among T where ``own_T`` is True."""
     for name, mask in (("high", surrogate.clipped_high), ("low", surrogate.clipped_low), ("dual", surrogate.dual_clipped)):
         tally.add(f"ratio/clip_fraction_{name}", float(mask[own_T].float().mean()), len(ratio_O))
@@ -265,7 +277,7 @@ def _measure_ratios(tally: "_Tally", surrogate: SurrogateLoss, ratio_O: Tensor, 
     tally.add_max("ratio/max", float(ratio.max()))
 
 
-def _agreed(rejection: RejectionMask, denominator: Denominators, batch: PackedBatch, tally: "_Tally") -> Tensor:
+def _agreed(rejection: RejectionMask, denominator: Denominators, batch: PackedBatch, tally: Tally) -> Tensor:
     """[T], False for own tokens on which engine and trainer disagree; neither the policy term nor the KL term has them."""
     own_T = ~batch.is_foreign_T
     kept_T = rejection_mask_per_token(
@@ -321,7 +333,7 @@ def _kept(
     is_off_T: Tensor,
     batch: PackedBatch,
     logprobs_T: Tensor,
-    tally: "_Tally",
+    tally: Tally,
 ) -> Tensor:
     """The student's mask, and what the tokens without their tips look like."""
     acting_T = denominator.trainer_T
@@ -334,48 +346,3 @@ def _kept(
         tally.add("tips/masked_fraction", float(1.0 - kept_T[is_off_T].mean()), num)
         tally.add_sum("tips/num_off_tokens", float(num))
     return kept_T
-
-
-class _Tally:
-    """Weighted means, sums and maxima of an update."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, list[float]] = {}
-        self._totals: dict[str, float] = {}
-        self._maxima: dict[str, float] = {}
-        self._minima: dict[str, float] = {}
-        self._weights = [0.0, 0.0, 0.0]  # of the sampler correction: how many, their sum, the sum of their squares
-
-    def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        total = self._sums.setdefault(name, [0.0, 0.0])
-        total[0] += value * weight
-        total[1] += weight
-
-    def add_sum(self, name: str, value: float) -> None:
-        self._totals[name] = self._totals.get(name, 0.0) + value
-
-    def add_max(self, name: str, value: float) -> None:
-        self._maxima[name] = max(value, self._maxima.get(name, value))
-
-    def add_min(self, name: str, value: float) -> None:
-        self._minima[name] = min(value, self._minima.get(name, value))
-
-    def add_scores(self, entropies_T: Tensor, logprobs_T: Tensor, engine_T: Tensor) -> None:
-        gap = (logprobs_T - engine_T).abs()
-        self.add("entropy/trainer_mean", float(entropies_T.mean()), len(gap))
-        self.add("gap/logprob_mean", float(gap.mean()), len(gap))
-        self.add_max("gap/logprob_max", float(gap.max()))
-
-    def add_importance(self, stats: ImportanceStats) -> None:
-        self.add("ratio/importance_mean", stats.mean, stats.num_tokens)
-        totals = (stats.num_tokens, stats.num_tokens * stats.mean, stats.num_tokens * stats.mean_square)
-        self._weights = [total + more for total, more in zip(self._weights, totals, strict=True)]
-        self.add_max("ratio/importance_max", stats.max)
-        self.add_sum("ratio/num_truncated", stats.num_truncated)
-
-    def means(self) -> dict[str, float]:
-        averaged = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
-        num, total, squares = self._weights
-        if num:  # over all tokens: the share of a micro-batch would depend on the split
-            averaged["ratio/importance_ess_share"] = total**2 / (num * squares) if squares else 0.0
-        return averaged | self._totals | self._maxima | self._minima
