@@ -48,7 +48,8 @@ def toy_standings(results: Mapping[str, Mapping[int, Result]], *, num_seeds: int
     """Every method against the baseline, over seeds.
 
     A seed is a toy of its own (its combination is drawn from it) and the same for all methods, so the paired test runs over seeds where
-    :func:`~outrider.evals.significance.verdict` speaks of tasks. Holm's correction is over all methods of the toy.
+    :func:`~outrider.evals.significance.verdict` speaks of tasks, and no other test over seeds is asked for. Holm's correction is over
+    all methods of the toy.
     """
     samples = {key: _sample(key, found) for key, found in results.items() if found}
     base = samples.get(BASELINE)
@@ -74,7 +75,7 @@ def _standing(
     difference = iqm_difference(sample, base, seed=0, within=(-1.0, 1.0))
     return Standing(
         improvement=improvement_estimate(sample, base, seed=0),
-        verdict=verdict(sample, base, difference=difference, test=test, p_corrected=p_corrected, obstacles=missing),
+        verdict=verdict(sample, base, difference=difference, test=test, p_corrected=p_corrected, p_seeds=None, obstacles=missing),
     )
 
 

@@ -1,6 +1,7 @@
 """Tests between groups and their verdict: textbook values, exact references, and rates counted over simulations."""
 
 import itertools
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.evals.significance import PairedTest, holm, mcnemar_p, paired_test, sign_flip_p, verdict
+from outrider.evals.significance import PairedTest, holm, mcnemar_p, paired_test, seeds_p, sign_flip_p, student_p, verdict
 from outrider.evals.statistics import Estimate, Sample, iqm_difference
 from outrider.seeding import stream
 
@@ -121,10 +122,11 @@ def judged(
     difference: Estimate = CLEAR,
     test: PairedTest | None = GOOD,
     p: float | None = 0.003,
+    p_seeds: float | None = 0.004,
     obstacles: tuple[str, ...] = (),
 ) -> tuple[str | None, str]:
     first, second = (Sample(name=name, scores=np.zeros((num, 1))) for name, num in zip(("new", "old"), seeds, strict=True))
-    found = verdict(first, second, difference=difference, test=test, p_corrected=p, obstacles=obstacles)
+    found = verdict(first, second, difference=difference, test=test, p_corrected=p, p_seeds=p_seeds, obstacles=obstacles)
     return found.winner, "; ".join(found.reasons)
 
 
@@ -142,6 +144,7 @@ def test_a_winner_needs_everything() -> None:
         ({"seeds": (3, 2)}, "old has 2 seeds, at least 3"),
         ({"p": 0.05}, "p = 0.05 is not below 0.05"),
         ({"test": None, "p": None}, "no paired test"),
+        ({"p_seeds": 0.05}, "over seeds, p = 0.05 is not below 0.05"),
         ({"difference": Estimate(value=0.2, low=-0.01, high=0.3)}, "includes 0"),
         ({"difference": Estimate(value=-0.2, low=-0.3, high=-0.1)}, "different sides"),
         ({"obstacles": ("run x was stopped",)}, "run x was stopped"),
@@ -169,9 +172,84 @@ def test_equal_algorithms_seldom_have_a_winner_and_different_ones_do(seed_spread
             first, second = (simulated(n, c, seed_spread=seed_spread, rng=rng) for n, c in (("a", gap), ("b", 0.0)))
             test = paired_test(first.scores.mean(axis=0), second.scores.mean(axis=0), seed=0)
             difference = iqm_difference(first, second, seed=0, num_draws=300)
-            found = verdict(first, second, difference=difference, test=test, p_corrected=test.p)
+            found = verdict(first, second, difference=difference, test=test, p_corrected=test.p, p_seeds=seeds_p(first, second))
             count += found.winner is not None
         return count / 40
 
     assert winners(0.0) <= 0.1
     assert winners(2.0) >= 0.8
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "p"),
+    [  # tables of Student's distribution
+        (0.0, 3, 1.0), (1.0, 1, 0.5), (12.706205, 1, 0.05), (4.302653, 2, 0.05), (2.776445, 4, 0.05), (8.610302, 4, 0.001),
+        (2.228139, 10, 0.05), (1.971896, 200, 0.05),
+    ],
+)  # fmt: skip
+def test_tails_of_student(t: float, freedom: float, p: float) -> None:
+    assert student_p(t, freedom) == student_p(-t, freedom) == pytest.approx(p, rel=1e-5)
+
+
+@given(st.floats(0.01, 50), st.sampled_from([2.0, 4.0, 6.0]))
+def test_tails_of_student_have_a_closed_form_for_even_degrees(t: float, freedom: float) -> None:
+    """1 - sin(angle) times the sum of the even powers of the cosine (Abramowitz and Stegun 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    terms = {2.0: (1.0,), 4.0: (1.0, 1 / 2), 6.0: (1.0, 1 / 2, 3 / 8)}[freedom]
+    expected = 1 - math.sin(angle) * sum(part * math.cos(angle) ** (2 * n) for n, part in enumerate(terms))
+    assert student_p(t, freedom) == pytest.approx(expected, rel=1e-6, abs=1e-14)
+
+
+def by_run(name: str, *means: float) -> Sample:
+    return Sample(name=name, scores=np.asarray(means, dtype=np.float64)[:, None])
+
+
+def test_the_test_over_seeds_on_worked_examples() -> None:
+    first, second = by_run("a", 1, 2, 3, 4, 5), by_run("b", 2, 4, 6, 8, 10)
+    t, freedom = 3 / math.sqrt(2.5), (0.5 + 2) ** 2 / (0.5**2 / 4 + 2**2 / 4)  # freedom 5.88
+    assert seeds_p(first, second) == student_p(t, freedom)
+    assert 0.1 < seeds_p(first, second) < 0.11  # R: t.test(1:5, 2 * (1:5)) has p = 0.1057
+    assert seeds_p(by_run("a", 0.5, 0.5), by_run("b", 0.5, 0.5)) == 1.0
+    assert seeds_p(by_run("a", 0.3, 0.1 + 0.2, 0.3), by_run("b", 1, 1, 1)) == pytest.approx(0.1)  # no spread: 2 of 20 orders
+    with pytest.raises(ValueError, match="one run has no spread"):
+        seeds_p(by_run("a", 0.5), by_run("b", 0.1, 0.2))
+
+
+scores = st.lists(st.integers(0, 40), min_size=2, max_size=6)
+
+
+@given(scores, scores, st.randoms(use_true_random=False))
+def test_the_test_over_seeds_knows_neither_sides_nor_order_nor_units(one: list[int], other: list[int], random: object) -> None:
+    p = seeds_p(by_run("a", *one), by_run("b", *other))
+    assert 0.0 < p <= 1.0
+    assert seeds_p(by_run("b", *other), by_run("a", *one)) == pytest.approx(p, rel=1e-9)
+    shuffled = list(one)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert seeds_p(by_run("a", *shuffled), by_run("b", *other)) == pytest.approx(p, rel=1e-9)
+    moved = [[3 + number / 40 for number in side] for side in (one, other)]
+    assert seeds_p(by_run("a", *moved[0]), by_run("b", *moved[1])) == pytest.approx(p, rel=1e-6)
+
+
+@pytest.mark.parametrize(("draw", "most"), [("normal", 0.1), ("two heaps", 0.2)])
+def test_equal_groups_of_three_seeds_that_differ_much_seldom_have_a_winner(draw: str, most: float) -> None:
+    """Four equal groups, six pairs, tasks beyond doubt: the share of comparisons in which anybody wins.
+
+    Two heaps, seeds that succeed and seeds that fail, are the worst case: three of each happen, and no test of three can tell.
+    """
+    rng = np.random.default_rng(11)
+    num_won = num_intervals = 0
+    for _ in range(60):
+        heaps = 0.9 * (rng.random((4, 3)) < 0.5) + 0.05 * rng.random((4, 3))
+        spread = rng.normal(0.5, 0.1, (4, 3)) if draw == "normal" else heaps
+        pairs = list(itertools.combinations([by_run(name, *means) for name, means in zip("abcd", spread, strict=True)], 2))
+        found = []
+        for (first, second), p in zip(pairs, holm([seeds_p(*pair) for pair in pairs]), strict=True):
+            difference = iqm_difference(first, second, seed=0, num_draws=200)
+            test = PairedTest(name="sign flips", p=1e-4, num_tasks=200, mean_difference=difference.value)
+            found.append([
+                verdict(first, second, difference=difference, test=test, p_corrected=1e-4, p_seeds=one).winner for one in (p, None)
+            ])  # fmt: skip
+        num_won += any(with_seeds is not None for with_seeds, _ in found)
+        num_intervals += any(without is not None for _, without in found)
+    assert num_won / 60 <= most
+    assert num_intervals / 60 >= 0.25  # what the interval alone lets through

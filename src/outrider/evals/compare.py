@@ -16,8 +16,8 @@ import numpy as np
 from outrider.errors import ConfigError
 from outrider.evals.compare_curves import Curves, reward_curves, score_curves
 from outrider.evals.compare_groups import differing, grouped
-from outrider.evals.compare_runs import AXES, Incomparable, Panel, Run, load_run, short_names
-from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, verdict
+from outrider.evals.compare_runs import AXES, Incomparable, Panel, Run, load_run, run_names
+from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, seeds_p, verdict
 from outrider.evals.statistics import Estimate, Sample, improvement_estimate, iqm_difference, iqm_estimate
 
 
@@ -35,8 +35,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two groups: ``difference`` is first minus second, ``improvement`` the chance that a run of the first scores higher;
-    ``p_corrected`` is Holm's over all pairs.
+    """Two groups: ``difference`` is first minus second, ``improvement`` the chance that a run of the first scores higher.
+
+    ``p_corrected`` is that of the paired test over tasks, ``p_seeds`` that of the test over runs; both are Holm's over all pairs.
+    ``p_seeds`` is None where a group has fewer than two runs.
     """
 
     first: str
@@ -45,15 +47,19 @@ class Pair:
     improvement: Estimate
     test: PairedTest | None
     p_corrected: float | None
+    p_seeds: float | None
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that is shown. ``settings`` are (key, one value a group) of the settings in which groups differ."""
+    """Everything that is shown. ``num_tasks`` are those that every run scored (None: only means are on file), ``num_left_out``
+    those that only some did. ``settings`` are (key, one value a group) of the settings in which groups differ.
+    """
 
     panel: Panel | None
     num_tasks: int | None
+    num_left_out: int
     groups: tuple[Group, ...]
     pairs: tuple[Pair, ...]
     curves: tuple[Curves, ...]
@@ -69,10 +75,10 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
     """
     if len(paths) < 2:
         raise ConfigError("compare needs at least two runs")
-    runs = [load_run(path, name) for path, name in sorted(zip(paths, short_names(paths), strict=True), key=lambda one: one[1])]
+    runs = [load_run(path, name) for path, name in sorted(zip(paths, run_names(paths), strict=True), key=lambda one: one[1])]
     panel = _common_panel(runs)
     by_label = grouped(runs)
-    samples, num_tasks = _samples(by_label)
+    samples, tasks, num_left_out = _samples(by_label)
     scores = {name: iqm_estimate(sample, seed=seed, within=(0.0, 1.0)) for name, sample in samples.items()}
     groups = [
         Group(label=label, runs=members, score=scores.get(label), costs=_mean_costs(members))
@@ -83,9 +89,10 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
     ]
     return Comparison(
         panel=panel,
-        num_tasks=num_tasks,
+        num_tasks=len(tasks) or None,
+        num_left_out=num_left_out,
         groups=tuple(groups),
-        pairs=_pairs(by_label, samples, by_task=num_tasks is not None, seed=seed),
+        pairs=_pairs(by_label, samples, by_task=bool(tasks), seed=seed),
         curves=tuple(curves),
         settings=differing(by_label),
         notes=tuple(f"{run.name}: {note}" for run in runs for note in run.notes),
@@ -110,28 +117,33 @@ def _common_panel(runs: Sequence[Run]) -> Panel | None:
     return scored[0][1] if scored else None
 
 
-def _samples(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, Sample], int | None]:
-    """Last scores of the groups in which every run has one, and over how many common tasks (None: only means are on file)."""
+def _samples(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, Sample], list[str], int]:
+    """Last scores of the groups in which every run has one, over the tasks that are common to all of them (none: only means
+    are on file), and how many tasks only some of the runs scored.
+    """
     scored = {label: members for label, members in groups.items() if all(run.evaluations for run in members)}
-    runs = [run for members in scored.values() for run in members]
-    tasks = sorted(set.intersection(*(set(run.evaluations[-1].task_scores) for run in runs))) if runs else []
+    found = [set(run.evaluations[-1].task_scores) for members in scored.values() for run in members]
+    tasks = sorted(set.intersection(*found)) if found else []
     samples = {}
     for label, members in scored.items():
         last = [run.evaluations[-1] for run in members]
         rows = [[one.task_scores[task] for task in tasks] if tasks else [one.score] for one in last]
         samples[label] = Sample(name=label, scores=np.asarray(rows, dtype=np.float64))
-    return samples, len(tasks) or None
+    return samples, tasks, len(set().union(*found)) - len(tasks)
 
 
 def _pairs(groups: Mapping[str, Sequence[Run]], samples: Mapping[str, Sample], *, by_task: bool, seed: int) -> tuple[Pair, ...]:
     pairs = list(combinations(samples.values(), 2))
-    tests = [paired_test(a.scores.mean(axis=0), b.scores.mean(axis=0), seed=seed) for a, b in pairs] if by_task else []
-    corrected = holm([test.p for test in tests])
+    tests = [paired_test(a.scores.mean(axis=0), b.scores.mean(axis=0), seed=seed) if by_task else None for a, b in pairs]
+    p_tasks = _corrected([None if test is None else test.p for test in tests])
+    p_seeds = _corrected([seeds_p(a, b) if min(a.num_runs, b.num_runs) > 1 else None for a, b in pairs])
     results: list[Pair] = []
-    for index, (first, second) in enumerate(pairs):
-        obstacles = _unfinished((*groups[first.name], *groups[second.name]))
-        test, p = (tests[index], corrected[index]) if by_task else (None, None)
+    for (first, second), test, p, over_seeds in zip(pairs, tests, p_tasks, p_seeds, strict=True):
+        obstacles = [why for run in (*groups[first.name], *groups[second.name]) for why in _unfinished(run)]
         difference = iqm_difference(first, second, seed=seed, within=(-1.0, 1.0))
+        decided = verdict(
+            first, second, difference=difference, test=test, p_corrected=p, p_seeds=over_seeds, obstacles=obstacles
+        )  # fmt: skip
         results.append(
             Pair(
                 first=first.name,
@@ -140,21 +152,30 @@ def _pairs(groups: Mapping[str, Sequence[Run]], samples: Mapping[str, Sample], *
                 improvement=improvement_estimate(first, second, seed=seed),
                 test=test,
                 p_corrected=p,
-                verdict=verdict(first, second, difference=difference, test=test, p_corrected=p, obstacles=obstacles),
+                p_seeds=over_seeds,
+                verdict=decided,
             )
         )
     return tuple(results)
 
 
-def _unfinished(runs: Sequence[Run]) -> list[str]:
-    last = [(run, run.evaluations[-1].step, max(run.num_steps, _num_wanted(run))) for run in runs]
-    return [f"{run.name} was last evaluated at step {step} of {wanted}" for run, step, wanted in last if step < wanted]
+def _corrected(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's correction over the tests that could be made."""
+    corrected = iter(holm([p for p in p_values if p is not None]))
+    return [None if p is None else next(corrected) for p in p_values]
 
 
-def _num_wanted(run: Run) -> int:
-    """The steps that were asked for; 0 where a token budget ends the run earlier."""
-    has_budget = run.config.get("train.max_policy_tokens", "none") != "none"
-    return 0 if has_budget else int(run.config.get("train.num_steps", "0"))
+def _unfinished(run: Run) -> list[str]:
+    """Why the last evaluation is not that of a finished training."""
+    step = run.evaluations[-1].step
+    budget = run.config.get("train.max_policy_tokens", "none")
+    spent = run.cost_at("policy tokens", run.num_steps)
+    is_spent = budget != "none" and spent >= int(budget)  # then the run ends before its steps are done
+    asked = 0 if is_spent else int(run.config.get("train.num_steps", "0"))
+    if budget != "none" and run.num_steps < asked:
+        return [f"{run.name} had spent {spent:.0f} of {budget} policy tokens"]
+    wanted = max(run.num_steps, asked)
+    return [f"{run.name} was last evaluated at step {step} of {wanted}"] if step < wanted else []
 
 
 def _mean_costs(runs: Sequence[Run]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from rich.text import Text
 from outrider.evals.compare import Comparison, compare
 from outrider.evals.compare_page import html_page
 from outrider.evals.compare_tables import notes, tables, verdicts
+from outrider.watch.progress import one_line
 
 
 def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | None, console: Console) -> int:
@@ -30,19 +31,23 @@ def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | N
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Tables, verdicts and notes on a terminal."""
+    """Tables, verdicts and notes on a terminal, which no name can steer."""
     for table in tables(comparison):
         drawn = Table(
-            *(Column(Text(name)) for name in table.columns),
-            title=Text(table.title),
-            caption=Text(table.caption),
+            *(Column(_shown(name)) for name in table.columns),
+            title=_shown(table.title),
+            caption=_shown(table.caption),
             caption_justify="left",
         )
         for row in table.rows:
-            drawn.add_row(*map(Text, row))
+            drawn.add_row(*map(_shown, row))
         console.print(drawn)
     for line in (*verdicts(comparison), *(f"note: {note}" for note in notes(comparison))):
-        console.print(Text(line))
+        console.print(_shown(line))
+
+
+def _shown(text: str) -> Text:
+    return Text(one_line(text))
 
 
 def markdown_page(comparison: Comparison) -> str:
@@ -62,5 +67,6 @@ def _items(lines: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that can neither leave its table cell nor become HTML."""
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    """Text that can neither leave its table cell nor become HTML, a link or a picture."""
+    bare = " ".join(one_line(text).split())
+    return bare.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")

@@ -1,18 +1,20 @@
 """What a comparison says, as plain text that every output draws in its own way: tables, verdicts and notes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from outrider.evals.compare import Comparison, Pair
 from outrider.evals.compare_curves import SCORE, Curves
-from outrider.evals.compare_runs import AXES
+from outrider.evals.compare_runs import AXES, Run
 from outrider.evals.significance import ALPHA, MIN_SEEDS
-from outrider.evals.statistics import Estimate
+from outrider.evals.statistics import COVERAGE, Estimate
 from outrider.watch.curves import number
 
 MAX_SERIES: Final = 8  # as many as the page has line styles for
 _MUCH: Final = 1.1  # from this ratio of mean costs on, a note says that the groups did not pay the same
+_CONDITIONS: Final = ("environment.", "rollout.")  # settings that training and the test have in common
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,27 +35,50 @@ def verdicts(comparison: Comparison) -> list[str]:
 def notes(comparison: Comparison) -> list[str]:
     """What a reader must know beside the numbers."""
     runs = [run for group in comparison.groups for run in group.runs]
-    scored = [run for run in runs if run.evaluations]
     said = [*comparison.notes, *(f"{run.name} has no evaluation: its group has no score" for run in runs if not run.evaluations)]
     if len(comparison.groups) == 1:
         said.append("all runs have one configuration: there is nothing to compare but their seeds")
-    if scored and comparison.num_tasks is None:
-        missing = [run.name for run in scored if not run.evaluations[-1].task_scores]
-        said.append(f"no scores of single tasks: {', '.join(missing) or 'the runs have no scored task in common'}")
-    elif scored and (num_left_out := max(len(run.evaluations[-1].task_scores) for run in scored) - (comparison.num_tasks or 0)):
-        said.append(f"{num_left_out} task(s) are left out: a fault kept them from being scored in some run")
+    said += _about_tasks(comparison, [run for run in runs if run.evaluations])
+    if few := sorted({len(group.runs) for group in comparison.groups if group.score} & COVERAGE.keys()):
+        shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
+        said.append(
+            f"a bootstrap interval over so few seeds is too narrow: {shares} of such intervals hold the true value, not 95 %"
+        )
+    if conditions := [key for key, _ in comparison.settings if key.startswith(_CONDITIONS)]:
+        said.append(
+            f"the groups were tested under different conditions ({', '.join(conditions)}): their scores are not of one test"
+        )
     if len({run.config.get("num_threads") for run in runs}) > 1:
         said.append("the runs used different numbers of threads: their seconds do not compare")
-    for axis in AXES:
-        spent = {group.label: group.costs[axis] for group in comparison.groups if group.costs.get(axis)}
-        most, least = max(spent, key=lambda x: spent[x], default=""), min(spent, key=lambda x: spent[x], default="")
-        if spent and spent[most] >= _MUCH * spent[least]:
-            said.append(
-                f"final scores are not at equal {axis}: {most} took {spent[most] / spent[least]:.2f} times those of {least}"
-            )
+    said += [line for axis in AXES for line in _about_costs(comparison, axis)]
     if len(comparison.groups) > MAX_SERIES:
         said.append(f"the figures show the first {MAX_SERIES} of {len(comparison.groups)} groups")
     return said
+
+
+def _about_tasks(comparison: Comparison, scored: Sequence[Run]) -> list[str]:
+    faults = [(run.name, run.evaluations[-1].num_faults) for run in scored]
+    said = [
+        f"{name}: {num} rollout(s) of the last evaluation ended in a fault and are in no score" for name, num in faults if num
+    ]
+    if scored and comparison.num_tasks is None:
+        missing = [run.name for run in scored if not run.evaluations[-1].task_scores]
+        said.append(f"no scores of single tasks: {', '.join(missing) or 'the runs have no scored task in common'}")
+    elif comparison.num_left_out:
+        said.append(f"{comparison.num_left_out} task(s) are left out: a fault kept them from being scored in some run")
+    return said
+
+
+def _about_costs(comparison: Comparison, axis: str) -> list[str]:
+    spent = {group.label: group.costs[axis] for group in comparison.groups if axis in group.costs}
+    if not spent or not max(spent.values()):
+        return []
+    most, least = max(spent, key=lambda label: spent[label]), min(spent, key=lambda label: spent[label])
+    if not spent[least]:
+        return [f"final scores are not at equal {axis}: {most} took {number(spent[most])}, {least} none"]
+    if spent[most] < _MUCH * spent[least]:
+        return []
+    return [f"final scores are not at equal {axis}: {most} took {spent[most] / spent[least]:.2f} times those of {least}"]
 
 
 def tables(comparison: Comparison) -> list[TextTable]:
@@ -61,7 +86,7 @@ def tables(comparison: Comparison) -> list[TextTable]:
     labels = tuple(group.label for group in comparison.groups)
     settings = TextTable(
         title="Settings that differ", columns=("setting", *labels), rows=tuple((key, *values) for key, values in comparison.settings),
-        caption="Seeds, folders, the token budget and what only changes speed, checkpoints or evaluation are not compared.",
+        caption="Seeds, starting weights, the size of a token budget and what only changes speed, checkpoints or evaluation do not count.",
     )  # fmt: skip
     every = [_group_table(comparison), _pair_table(comparison), _cost_table(comparison), _run_table(comparison), settings]
     return [table for table in every if table.rows]
@@ -89,15 +114,24 @@ def _pair_table(comparison: Comparison) -> TextTable:
     rows = tuple(
         (f"{pair.first} - {pair.second}", _percent(pair.difference), _range(pair.improvement, "{:.2f}"),
          "none" if pair.test is None else f"{pair.test.p:.3g} ({pair.test.name})",
-         "none" if pair.p_corrected is None else f"{pair.p_corrected:.3g}", pair.verdict.winner or "none")
+         _p_value(pair.p_corrected), _p_value(pair.p_seeds), pair.verdict.winner or "none")
         for pair in comparison.pairs
     )  # fmt: skip
     return TextTable(
         title="Differences",
-        columns=("groups", "difference, points", "chance that the first is higher", "p over tasks", "p, Holm", "winner"),
+        columns=(
+            "groups",
+            "difference, points",
+            "chance that the first is higher",
+            "p over tasks",
+            "p over tasks, Holm",
+            "p over seeds, Holm",
+            "winner",
+        ),
         rows=rows,
-        caption=f"A winner needs {MIN_SEEDS} seeds a side, a corrected p below {ALPHA:g} and an interval of the difference without 0. "
-        "The test alone would not do: it takes the trained policies as given, and only the interval knows other seeds.",
+        caption=f"A winner needs {MIN_SEEDS} seeds a side, both corrected p below {ALPHA:g} and an interval of the difference without 0. "
+        "The test over tasks takes the trained policies as given; the one over seeds (Welch's) and the interval ask for other seeds. "
+        "A chance of 1.00 [1.00, 1.00] says that every run of one side is higher, not that every other run would be.",
     )
 
 
@@ -125,6 +159,10 @@ def _run_table(comparison: Comparison) -> TextTable:
     )  # fmt: skip
     caption = "Score: mean success over the tasks that the run's last evaluation scored."
     return TextTable(title="Runs", columns=("run", "group", "seed", "score %", "at step", *AXES), rows=rows, caption=caption)
+
+
+def _p_value(p: float | None) -> str:
+    return "none" if p is None else f"{p:.3g}"
 
 
 def _sentence(pair: Pair) -> str:
