@@ -226,3 +226,30 @@ def test_samples_compare_best_and_worst_of_both_kinds(tmp_path: Path) -> None:
     assert len({id(s) for s in samples}) == len(samples) == 8
     hybrid = samples[0].nodes(Budget(num_tokens=600, num_chars=100))
     assert [node.origin for node in hybrid] == ["prompt", "policy", "environment", "buffer", "policy"]
+
+
+def with_evaluations(run_dir: Path, scores: list[float], **more: object) -> Page:
+    """A run with the evaluations that a trainer writes, NaN where every rollout ended in a fault."""
+    write_run(run_dir, num_steps=4)
+    with (run_dir / "evaluations.jsonl").open("w") as stream:
+        for step, score in enumerate(scores):
+            metric = {"score": {"value": score, "ci_low": score, "ci_high": score}}
+            line = {"label": f"step {step}", "split": "test", "num_tasks": 5, "metric": metric, "step": step, "temperature": 0.0}
+            stream.write(json.dumps({**line, "panel_hash": "9f2c" * 16, **more}) + "\n")
+    return report(run_dir)
+
+
+@pytest.mark.parametrize("scores", [[float("nan"), 0.1, 0.3], [0.1, float("nan"), 0.3], [float("nan")]])
+def test_an_evaluation_of_nothing_but_faults_is_no_point_and_is_said(tmp_path: Path, scores: list[float]) -> None:
+    page = with_evaluations(tmp_path / "run", scores, num_faults=5)
+    assert "evaluations.jsonl: 'step " in page.text and "has no score: 5 fault(s)" in page.text
+    assert "nan" not in page.text.lower().split()
+    drawn = [
+        value for _, attributes in page.elements for value in attributes.values() if value and "nan" in value.lower().split()
+    ]
+    assert drawn == []
+
+
+def test_faults_stand_beside_the_score_that_they_are_not_in(tmp_path: Path) -> None:
+    assert "5 tasks, 3 FAULTS in no score" in with_evaluations(tmp_path / "a", [0.1, 0.3], num_faults=3).text
+    assert "FAULTS" not in with_evaluations(tmp_path / "b", [0.1, 0.3], num_faults=0).text
