@@ -243,7 +243,7 @@ def with_evaluations(run_dir: Path, scores: list[float], **more: object) -> Page
 def test_an_evaluation_of_nothing_but_faults_is_no_point_and_is_said(tmp_path: Path, scores: list[float]) -> None:
     page = with_evaluations(tmp_path / "run", scores, num_faults=5)
     assert "evaluations.jsonl: 'step " in page.text and "has no score: 5 fault(s)" in page.text
-    assert "nan" not in page.text.lower().split()
+    assert "nan" not in page.text.split()
     drawn = [
         value for _, attributes in page.elements for value in attributes.values() if value and "nan" in value.lower().split()
     ]
