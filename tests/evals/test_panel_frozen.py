@@ -144,3 +144,29 @@ def test_answers_that_a_server_does_not_count_are_not_counted_as_nothing(
     assert summary(tmp_path / "run")["num_uncounted"] == 2
     assert "an answer: 7.0 tokens (2 answers came without a count)" in told
     assert "[red]q, 3 tasks" in told  # a name is no markup
+
+
+def told_of_an_environment(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    def script(asked: Any) -> Answer:
+        return MODELS if asked.path.endswith("/models") else completion("<answer>\\boxed{nothing}</answer>")
+
+    with chat_server(script) as server:
+        more = ("--endpoint", server.url, "--endpoint-model", "agent", "--limit", "3", "rollout.max_turns=2", *IMPATIENT)
+        assert evaluate(run, "--tasks", name, *more) == 0
+    return capsys.readouterr().out
+
+
+def test_equal_results_have_no_interval_of_width_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three wrong answers do not say that the next one is wrong too."""
+    told = told_of_an_environment(tmp_path / "run", "factbook", capsys)
+    found = summary(tmp_path / "run")["scores"]
+    for name in ("success", "em", "f1", "answer_contained", "format_ok"):
+        assert found[name]["ci_low"] < found[name]["ci_high"], name
+    rows = {name: line for line in told.splitlines() for name in ("em", "return") if f" {name} " in line}
+    assert "all equal" in rows["return"] and "0.5615" in rows["em"]  # Wilson's of none of three
+    assert "answers used a tool" in told
+
+
+def test_an_environment_without_tools_has_no_tool_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = told_of_an_environment(tmp_path / "run", "webshop", capsys)
+    assert "tokens" in told and "used a tool" not in told and "productivity" not in told

@@ -18,6 +18,7 @@ from typing import Literal
 from rich.console import Console
 
 from outrider.engines.endpoint import ChatEndpoint
+from outrider.environments.tool_episode import EpisodeConfig
 from outrider.errors import ConfigError, EngineFault
 from outrider.evals.extraction import find_variant
 from outrider.evals.judge import Judge, JudgeSettings
@@ -113,7 +114,7 @@ def make_report(settings: PanelSettings, panel: PlayedPanel, player: Player, sto
         num_owed=len(panel.tasks) * settings.num_samples,
         num_unjudged=sum(result.answered is not None for result in faults),
         scorer=panel.scorer,
-        has_tools=panel.scorer is None or bool(panel.tools),
+        has_tools=settings.tools != "off" and isinstance(settings.environment, EpisodeConfig),
         identity={**panel.identity, **player.identity},
         deviations=() if panel.scorer is None else rules.deviations,
         summary=summarise(results, ks=sorted({*powers, settings.num_samples}), normalize=rules.normalize),

@@ -19,6 +19,7 @@ from outrider.watch.progress import one_line
 _NAMES: Final[Mapping[Scorer | None, str]] = {
     "em": "exact match", "f1": "token F1", "math": "mathematically equal", "judge": "correct by the judge", None: "success",
 }  # fmt: skip
+_SHARES: Final = frozenset({"em", "f1", "math_equal", "answer_contained", "format_ok"})  # 0 is a failure, 1 a success
 _SAME: Final[Mapping[Scorer | None, str]] = {"em": "em", "f1": "f1", "math": "math_equal"}  # the metric that the score is
 
 
@@ -79,7 +80,7 @@ class PanelReport:
                 yield f"majority@{self.num_samples}", summary.task_majorities, True
         for name, tasks in summary.task_metrics.items():
             if not name.startswith("num_") and name != _SAME.get(self.scorer):
-                yield "return" if name == RETURN else name, tasks, self.scorer is not None
+                yield "return" if name == RETURN else name, tasks, self.scorer is not None or name in _SHARES
 
     def as_json(self) -> dict[str, Json]:
         """Plain data; what is not defined is null. Two runs of one evaluation give the same."""
@@ -103,7 +104,8 @@ class PanelReport:
         """The scores."""
         table = Table("score", "value", "95 % interval", "tasks", title=Text(one_line(f"{self.name}, {self.num_tasks} tasks")))
         for one in self.scores:
-            table.add_row(Text(one.name), f"{one.value:.4f}", f"[{one.low:.4f}, {one.high:.4f}]", str(one.num_tasks))
+            within = f"[{one.low:.4f}, {one.high:.4f}]" if one.low < one.high else "all equal"  # which is no interval
+            table.add_row(Text(one.name), f"{one.value:.4f}", Text(within), str(one.num_tasks))
         return table
 
     def lines(self) -> Sequence[str]:
