@@ -178,3 +178,9 @@ def test_seeds_that_differ_more_than_the_groups_carry_no_winner(tmp_path: Path) 
     assert pair.p_seeds is not None and pair.p_seeds > 0.05
     assert pair.verdict.winner is None
     assert any(reason.startswith("over seeds, p = ") for reason in pair.verdict.reasons)
+
+
+def test_evaluations_with_different_numbers_of_samples_are_said(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(num), algorithm=name, settings=[f"evaluation.num_samples = {num}"])
+            for num, name in ((1, "rapo"), (4, "grpo"))]  # fmt: skip
+    assert "the evaluations drew different numbers of samples a task (1, 4): their noise differs" in notes(compare(runs))

@@ -88,6 +88,31 @@ def test_probability_of_improvement_counts_pairs_and_is_antisymmetric(first: lis
     assert float(improvement_probability(a, a)) == 0.5
 
 
+@given(values, values, st.data())
+def test_a_better_run_lowers_neither_the_mean_nor_the_chance(
+    first: list[float], second: list[float], data: st.DataObject
+) -> None:
+    better = list(first)
+    better[data.draw(st.integers(0, len(first) - 1))] += data.draw(st.floats(0.0, 1e6))
+    a, b, raised = (np.asarray(numbers) for numbers in (first, second, better))
+    assert float(interquartile_mean(raised)) >= float(interquartile_mean(a)) - 1e-6
+    assert float(improvement_probability(raised, b)) >= float(improvement_probability(a, b)) - 1e-12
+
+
+@given(st.integers(0, 1000), st.integers(2, 5), st.integers(1, 6))
+def test_the_order_of_tasks_changes_no_value_and_that_of_runs_no_estimate(seed: int, num_runs: int, num_tasks: int) -> None:
+    """Values exactly; an interval only by its draws, which go by place."""
+    draw = np.random.default_rng(seed)
+    scores = draw.integers(0, 5, (num_runs, num_tasks)) / 4
+    other = Sample(name="b", scores=draw.integers(0, 5, (3, num_tasks)) / 4)
+    mixed = scores[draw.permutation(num_runs)][:, draw.permutation(num_tasks)]
+    found = [
+        (iqm_estimate(one, seed=0, num_draws=50).value, improvement_estimate(one, other, seed=0, num_draws=50).value)
+        for one in (Sample(name="a", scores=scores), Sample(name="a", scores=mixed))
+    ]
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+
+
 def test_estimates_of_improvement() -> None:
     low, high = by_run("low", 0.1, 0.2, 0.3), by_run("high", 0.4, 0.5, 0.6)
     assert improvement_estimate(high, low, seed=0) == Estimate(value=1.0, low=1.0, high=1.0)

@@ -48,6 +48,8 @@ def notes(comparison: Comparison) -> list[str]:
         said.append(
             f"the groups were tested under different conditions ({', '.join(conditions)}): their scores are not of one test"
         )
+    if len(nums := {run.config.get("evaluation.num_samples", "1") for run in runs if run.evaluations}) > 1:
+        said.append(f"the evaluations drew different numbers of samples a task ({', '.join(sorted(nums))}): their noise differs")
     if len({run.config.get("num_threads") for run in runs}) > 1:
         said.append("the runs used different numbers of threads: their seconds do not compare")
     said += [line for axis in AXES for line in _about_costs(comparison, axis)]
