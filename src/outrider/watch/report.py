@@ -121,6 +121,7 @@ def render(run: RunData, samples: Sequence[Sample], notes: Sequence[str], budget
 def _facts(run: RunData) -> dict[str, str]:
     steps = [record["step"] for record in run.records if record["kind"] == "train"]
     seconds = run.total("train", "time/step")
+    tokens = run.total("train", "tokens/policy") + run.total("train", "tokens/remarks")  # tips are written by the policy too
     return {
         "algorithm": _first(run.config, "algorithm.type", "algorithm.name", "algorithm"),
         "model": _first(run.config, "model.name", "model.path", "model"),
@@ -128,7 +129,7 @@ def _facts(run: RunData) -> dict[str, str]:
         "seed": _first(run.config, "seed", "run.seed"),
         "training steps": str(len(steps)),
         "seconds in training steps": number(seconds) if seconds else "not measured",
-        "policy tokens": number(run.total("train", "tokens/policy")) if run.curve("train", "tokens/policy") else "not measured",
+        "policy tokens": number(tokens) if run.curve("train", "tokens/policy") else "not measured",
     }
 
 

@@ -177,7 +177,7 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
                 str(key): score for key, value in line.get("task_scores", {}).items() if (score := finite(value)) is not None
             },
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         notes.append(f"evaluations.jsonl: an evaluation was left out ({type(error).__name__}: {error})")
         return None
     if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
