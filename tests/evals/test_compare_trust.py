@@ -1,8 +1,11 @@
 """What a comparison must keep apart, must not take for finished, and must say beside its numbers."""
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from io import StringIO
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -184,3 +187,50 @@ def test_evaluations_with_different_numbers_of_samples_are_said(tmp_path: Path) 
     runs = [make_run(tmp_path / str(num), algorithm=name, settings=[f"evaluation.num_samples = {num}"])
             for num, name in ((1, "rapo"), (4, "grpo"))]  # fmt: skip
     assert "the evaluations drew different numbers of samples a task (1, 4): their noise differs" in notes(compare(runs))
+
+
+def middle_half(numbers: Sequence[Fraction]) -> Fraction:
+    """Mean of the middle half, by repeating each value four times."""
+    repeated = sorted(number for number in numbers for _ in range(4))
+    return sum(repeated[len(numbers) : -len(numbers)], Fraction(0)) / (2 * len(numbers))
+
+
+def sign_flip_reference(first: Sequence[Fraction], second: Sequence[Fraction]) -> Fraction:
+    gaps = [a - b for a, b in zip(first, second, strict=True)]
+    sums = [abs(sum(sign * gap for sign, gap in zip(signs, gaps, strict=True))) for signs in product((1, -1), repeat=len(gaps))]
+    return Fraction(sum(one >= abs(sum(gaps)) for one in sums), len(sums))
+
+
+def test_files_to_numbers_against_fractions(tmp_path: Path) -> None:
+    """Three groups of three to five runs on eight tasks, from the files alone: every value but the intervals, exactly."""
+    draw = random.Random(3)
+    solved = {
+        name: [[draw.random() < share for _ in range(8)] for _ in range(num)]
+        for name, share, num in (("arpo", 0.3, 3), ("grpo", 0.4, 4), ("rapo", 0.8, 5))
+    }
+    paths = [
+        make_run(tmp_path / f"{name}-{seed}", algorithm=name, seed=seed, last={f"t{n}": float(ok) for n, ok in enumerate(row)})
+        for name, rows in solved.items()
+        for seed, row in enumerate(rows)
+    ]
+    comparison = compare(paths)
+    means = {name: [Fraction(sum(row), 8) for row in rows] for name, rows in solved.items()}
+    for group in comparison.groups:
+        assert group.score is not None
+        assert group.score.value == pytest.approx(float(middle_half(means[group.label])), abs=1e-12)
+    raw = []
+    for pair in comparison.pairs:
+        a, b = means[pair.first], means[pair.second]
+        higher = sum((Fraction(x > y) + Fraction(x == y, 2) for x, y in product(a, b)), Fraction(0)) / (len(a) * len(b))
+        by_task = [
+            [Fraction(sum(row[n] for row in rows), len(rows)) for n in range(8)]
+            for rows in (solved[pair.first], solved[pair.second])
+        ]
+        assert pair.test is not None
+        assert pair.improvement.value == pytest.approx(float(higher), abs=1e-12)
+        assert pair.difference.value == pytest.approx(float(middle_half(a) - middle_half(b)), abs=1e-12)
+        assert pair.test.p == pytest.approx(float(sign_flip_reference(*by_task)), abs=1e-12)
+        raw.append(pair.test.p)
+    smallest, middle, largest = sorted(raw)
+    stepped = [min(1.0, 3 * smallest), min(1.0, max(3 * smallest, 2 * middle)), min(1.0, max(3 * smallest, 2 * middle, largest))]
+    assert sorted(pair.p_corrected or 0.0 for pair in comparison.pairs) == pytest.approx(stepped)
