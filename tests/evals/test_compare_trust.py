@@ -234,3 +234,9 @@ def test_files_to_numbers_against_fractions(tmp_path: Path) -> None:
     smallest, middle, largest = sorted(raw)
     stepped = [min(1.0, 3 * smallest), min(1.0, max(3 * smallest, 2 * middle)), min(1.0, max(3 * smallest, 2 * middle, largest))]
     assert sorted(pair.p_corrected or 0.0 for pair in comparison.pairs) == pytest.approx(stepped)
+
+
+def test_a_narrow_terminal_folds_and_cuts_nothing(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / f"a-long-name-of-a-run-{name}", algorithm=name) for name in ("grpo", "rapo")]
+    compare_runs(paths, markdown=None, html=None, console=Console(file=(out := StringIO()), width=72))
+    assert "…" not in out.getvalue()

@@ -34,7 +34,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Tables, verdicts and notes on a terminal, which no name can steer."""
     for table in tables(comparison):
         drawn = Table(
-            *(Column(_shown(name)) for name in table.columns),
+            *(Column(_shown(name), overflow="fold") for name in table.columns),
             title=_shown(table.title),
             caption=_shown(table.caption),
             caption_justify="left",
