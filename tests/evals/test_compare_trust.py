@@ -240,3 +240,9 @@ def test_a_narrow_terminal_folds_and_cuts_nothing(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / f"a-long-name-of-a-run-{name}", algorithm=name) for name in ("grpo", "rapo")]
     compare_runs(paths, markdown=None, html=None, console=Console(file=(out := StringIO()), width=72))
     assert "…" not in out.getvalue()
+
+
+def test_an_unfinished_run_is_said_beside_its_score_too(tmp_path: Path) -> None:
+    """Also where no verdict could say it: with one group there is none."""
+    runs = [make_run(tmp_path / str(seed), seed=seed, settings=["train.num_steps = 100"]) for seed in range(2)]
+    assert "0 was last evaluated at step 12 of 100" in notes(compare(runs))

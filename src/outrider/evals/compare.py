@@ -95,7 +95,10 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
         pairs=_pairs(by_label, samples, by_task=bool(tasks), seed=seed),
         curves=tuple(curves),
         settings=differing(by_label),
-        notes=tuple(f"{run.name}: {note}" for run in runs for note in run.notes),
+        notes=(
+            *(f"{run.name}: {note}" for run in runs for note in run.notes),
+            *(why for run in runs if run.evaluations for why in _unfinished(run)),
+        ),
     )
 
 
