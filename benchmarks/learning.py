@@ -19,7 +19,7 @@ from benchmarks.learning_tables import factbook_table, toy_table
 from benchmarks.learning_toys import ARENAS, play_all
 
 from outrider.errors import ConfigError, OutriderError
-from outrider.evals.compare_render import notes
+from outrider.evals.compare_tables import notes
 from outrider.train.policy import set_threads
 
 

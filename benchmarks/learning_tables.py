@@ -10,18 +10,8 @@ from benchmarks.learning_methods import BASELINE, Method
 from tests.toys import Result
 
 from outrider.evals.compare import Comparison, Pair
-from outrider.evals.statistics import (
-    Estimate,
-    PairedTest,
-    Sample,
-    Verdict,
-    holm,
-    improvement_estimate,
-    iqm_difference,
-    iqm_estimate,
-    paired_test,
-    verdict,
-)
+from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, verdict
+from outrider.evals.statistics import Estimate, Sample, improvement_estimate, iqm_difference, iqm_estimate
 
 DECIMALS: Final = 3  # of an expected return: what a table does not show is a tie
 
@@ -58,7 +48,8 @@ def toy_standings(results: Mapping[str, Mapping[int, Result]], *, num_seeds: int
     """Every method against the baseline, over seeds.
 
     A seed is a toy of its own (its combination is drawn from it) and the same for all methods, so the paired test runs over seeds where
-    :func:`~outrider.evals.statistics.verdict` speaks of tasks. Holm's correction is over all methods of the toy.
+    :func:`~outrider.evals.significance.verdict` speaks of tasks, and no other test over seeds is asked for. Holm's correction is over
+    all methods of the toy.
     """
     samples = {key: _sample(key, found) for key, found in results.items() if found}
     base = samples.get(BASELINE)
@@ -84,7 +75,7 @@ def _standing(
     difference = iqm_difference(sample, base, seed=0, within=(-1.0, 1.0))
     return Standing(
         improvement=improvement_estimate(sample, base, seed=0),
-        verdict=verdict(sample, base, difference=difference, test=test, p_corrected=p_corrected, obstacles=missing),
+        verdict=verdict(sample, base, difference=difference, test=test, p_corrected=p_corrected, p_seeds=None, obstacles=missing),
     )
 
 

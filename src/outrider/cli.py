@@ -78,9 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--step", type=int, required=True)
     replay.set_defaults(command=_replay)
     compare = commands.add_parser("compare", help="compare runs over seeds: scores with intervals, tests, curves at equal cost")
-    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    compare.add_argument("--markdown", type=Path, metavar="FILE")
-    compare.add_argument("--html", type=Path, metavar="FILE")
+    compare.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, the seeds of two configurations or more"
+    )
+    compare.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, verdicts and notes as Markdown too")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="the same as one page, with the figures of the curves")
     compare.set_defaults(command=_compare)
     doctor = commands.add_parser("doctor", help="what works on this machine")
     doctor.set_defaults(command=_doctor)
@@ -112,7 +114,7 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     tasks.add_argument("--rules", choices=("default", "arpo-train", "arpo-eval", "squad"), help="extraction and normalisation")
     tasks.add_argument("--judge", metavar="URL", help="OpenAI-compatible base URL of a judge")
     tasks.add_argument("--judge-model", help="its name on the server (default: the first that is served)")
-    tasks.add_argument("--seed", type=int)
+    tasks.add_argument("--seed", type=int, help="of the samples and the environments")
     evaluate.set_defaults(command=_eval)
 
 

@@ -12,7 +12,7 @@ from outrider.algorithms.credit import group_normalized_advantages_per_rollout
 from outrider.algorithms.gigpo_credit import discounted_returns_per_turn, episode_advantages_per_turn
 from outrider.algorithms.tip_hook import MemorySettings, TipHook
 from outrider.config import validate
-from outrider.evals.statistics import paired_test
+from outrider.evals.significance import paired_test
 from outrider.memory.embedder import HashEmbedder
 from tests.algorithms.gigpo_groups import Episode, credited, flat
 from tests.algorithms.tip_groups import algorithm, played, vector

@@ -14,8 +14,12 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.evals.compare import AXES, STEPS, Comparison, Curves, Incomparable, compare
-from outrider.evals.compare_render import compare_runs, html_page, markdown_page, notes, verdicts
+from outrider.evals.compare import Comparison, compare
+from outrider.evals.compare_curves import Curves
+from outrider.evals.compare_page import html_page
+from outrider.evals.compare_render import compare_runs, markdown_page
+from outrider.evals.compare_runs import AXES, STEPS, Incomparable
+from outrider.evals.compare_tables import notes, verdicts
 from outrider.metrics import MetricsWriter
 
 HOSTILE = "<script>alert(1)</script>|x"

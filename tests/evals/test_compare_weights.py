@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.evals.compare import Incomparable, compare
+from outrider.evals.compare import compare
+from outrider.evals.compare_runs import Incomparable
 from outrider.metrics import MetricsWriter
 from tests.evals.test_compare import make_run, step_values, task_scores, write_config, write_evaluation
 

@@ -16,8 +16,8 @@ from outrider.evals.extraction import (
     count_tag_pairs,
     find_variant,
     number_behind_mark,
-    strings_equal,
 )
+from outrider.evals.math_strings import strings_equal
 
 VECTORS: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parents[1] / "vectors" / "arpo_answers.json").read_text())
 TRAIN, RELEASED, SQUAD, OURS = (VARIANTS[name] for name in ("arpo-train", "arpo-eval", "squad", "default"))

@@ -1,9 +1,8 @@
-"""Statistics of comparisons: textbook values, independent references, symmetries, and rates counted over simulations."""
+"""Statistics of comparisons: textbook values, independent references, symmetries, and coverage counted over simulations."""
 
 import itertools
 import math
 from collections.abc import Callable
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,22 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.evals.statistics import (
+    COVERAGE,
     Estimate,
-    PairedTest,
     Sample,
     Scores,
     bin_means,
-    holm,
     improvement_estimate,
     improvement_probability,
     interquartile_mean,
     iqm_band,
     iqm_difference,
     iqm_estimate,
-    mcnemar_p,
-    paired_test,
-    sign_flip_p,
-    verdict,
 )
 from outrider.seeding import stream
 
@@ -94,6 +88,31 @@ def test_probability_of_improvement_counts_pairs_and_is_antisymmetric(first: lis
     assert float(improvement_probability(a, a)) == 0.5
 
 
+@given(values, values, st.data())
+def test_a_better_run_lowers_neither_the_mean_nor_the_chance(
+    first: list[float], second: list[float], data: st.DataObject
+) -> None:
+    better = list(first)
+    better[data.draw(st.integers(0, len(first) - 1))] += data.draw(st.floats(0.0, 1e6))
+    a, b, raised = (np.asarray(numbers) for numbers in (first, second, better))
+    assert float(interquartile_mean(raised)) >= float(interquartile_mean(a)) - 1e-6
+    assert float(improvement_probability(raised, b)) >= float(improvement_probability(a, b)) - 1e-12
+
+
+@given(st.integers(0, 1000), st.integers(2, 5), st.integers(1, 6))
+def test_the_order_of_tasks_changes_no_value_and_that_of_runs_no_estimate(seed: int, num_runs: int, num_tasks: int) -> None:
+    """Values exactly; an interval only by its draws, which go by place."""
+    draw = np.random.default_rng(seed)
+    scores = draw.integers(0, 5, (num_runs, num_tasks)) / 4
+    other = Sample(name="b", scores=draw.integers(0, 5, (3, num_tasks)) / 4)
+    mixed = scores[draw.permutation(num_runs)][:, draw.permutation(num_tasks)]
+    found = [
+        (iqm_estimate(one, seed=0, num_draws=50).value, improvement_estimate(one, other, seed=0, num_draws=50).value)
+        for one in (Sample(name="a", scores=scores), Sample(name="a", scores=mixed))
+    ]
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+
+
 def test_estimates_of_improvement() -> None:
     low, high = by_run("low", 0.1, 0.2, 0.3), by_run("high", 0.4, 0.5, 0.6)
     assert improvement_estimate(high, low, seed=0) == Estimate(value=1.0, low=1.0, high=1.0)
@@ -145,10 +164,6 @@ def test_different_tasks_are_refused() -> None:
     for function in (iqm_difference, improvement_estimate):
         with pytest.raises(ValueError, match="same tasks"):
             function(a, b, seed=0)
-    with pytest.raises(ValueError, match="same tasks"):
-        paired_test(a.scores[0], b.scores[0], seed=0)
-    with pytest.raises(ValueError, match="at least one"):
-        paired_test(np.empty(0), np.empty(0), seed=0)
 
 
 def test_a_band_is_the_estimate_at_each_point_and_nan_stays_at_its_point() -> None:
@@ -188,7 +203,7 @@ def test_the_interval_agrees_with_a_bootstrap_written_as_loops() -> None:
     [lambda rng, shape: rng.normal(size=shape), lambda rng, shape: rng.uniform(-1, 1, size=shape)],
     ids=["normal", "flat"],
 )
-@pytest.mark.parametrize(("num_runs", "least"), [(3, 0.75), (5, 0.83), (10, 0.90), (30, 0.92)])
+@pytest.mark.parametrize(("num_runs", "least"), [(2, 0.55), (3, 0.77), (4, 0.87), (5, 0.90), (10, 0.92), (30, 0.92)])
 def test_coverage_of_the_interval(
     noise: Callable[[np.random.Generator, tuple[int, int]], Scores], num_runs: int, least: float
 ) -> None:
@@ -197,163 +212,7 @@ def test_coverage_of_the_interval(
     band = iqm_band("simulated", curves, seed=0, num_draws=600)
     covered = float(np.mean((band.low <= 0) & (band.high >= 0)))
     assert least <= covered <= 0.98
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        (0, 0, 1.0),
-        (0, 5, 0.0625),
-        (0, 6, 0.03125),
-        (6, 0, 0.03125),
-        (1, 9, 22 / 1024),
-        (5, 5, 1.0),
-        (4, 5, 1.0),
-        (10, 20, 0.09873714670538902),
-    ],
-)
-def test_exact_p_of_mcnemar(first: int, second: int, expected: float) -> None:
-    assert mcnemar_p(first, second) == pytest.approx(expected, rel=1e-12)
-
-
-@given(st.integers(0, 20), st.integers(0, 20))
-def test_mcnemar_is_the_two_sided_sign_test(first: int, second: int) -> None:
-    num, far = first + second, abs(first - second)
-    row = [Fraction(1)]
-    for _ in range(num):  # Pascal's triangle, halved at each row
-        row = [sum(pair) / 2 for pair in zip([Fraction(0), *row], [*row, Fraction(0)], strict=True)]
-    reference = sum((p for k, p in enumerate(row) if abs(2 * k - num) >= far), Fraction(0))
-    assert mcnemar_p(first, second) == pytest.approx(float(reference), rel=1e-12)
-
-
-def test_thousands_of_tasks_do_not_overflow() -> None:
-    assert 0.0 <= mcnemar_p(0, 5_000) < 1e-300
-    assert mcnemar_p(2_500, 2_500) == 1.0
-
-
-@given(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=14))
-def test_sign_flips_of_wins_and_losses_are_mcnemars_test(differences: list[float]) -> None:
-    expected = mcnemar_p(differences.count(1.0), differences.count(-1.0))
-    assert sign_flip_p(np.asarray(differences), seed=0) == pytest.approx(expected, rel=1e-12)
-
-
-@given(st.lists(st.integers(-4, 4), min_size=1, max_size=8))
-def test_exact_sign_flips_try_every_sign(thirds: list[int]) -> None:
-    """Scores that are means over three seeds; the reference flips zeros too and counts in whole numbers."""
-    flipped = [
-        abs(sum(s * d for s, d in zip(signs, thirds, strict=True))) for signs in itertools.product((1, -1), repeat=len(thirds))
-    ]
-    expected = sum(one >= abs(sum(thirds)) for one in flipped) / len(flipped)
-    assert sign_flip_p(np.asarray(thirds) / 3, seed=0) == pytest.approx(expected, rel=1e-12)
-
-
-def test_drawn_sign_flips_are_near_the_exact_ones_and_never_zero() -> None:
-    differences = np.asarray([1.0] * 24 + [-1.0] * 10)
-    assert sign_flip_p(differences, seed=0) == pytest.approx(mcnemar_p(24, 10), abs=0.005)  # 0.024, four standard errors
-    assert sign_flip_p(differences, seed=0) == sign_flip_p(-differences, seed=0) == sign_flip_p(differences, seed=0)
-    assert sign_flip_p(np.ones(100), seed=0) == 1 / 10_001
-
-
-def test_the_paired_test_rejects_equal_policies_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(1)
-    p_values = [paired_test(rng.integers(3, size=12) / 2, rng.integers(3, size=12) / 2, seed=0).p for _ in range(500)]
-    assert 0.01 <= np.mean(np.asarray(p_values) < 0.05) <= 0.07
-
-
-def test_the_paired_test_is_chosen_by_the_scores() -> None:
-    first, second = np.asarray([1.0, 1, 1, 0, 1, 1, 1]), np.asarray([0.0, 0, 0, 0, 0, 0, 1])
-    binary = paired_test(first, second, seed=0)
-    assert binary == PairedTest(name="McNemar, exact", p=0.0625, num_tasks=7, mean_difference=pytest.approx(5 / 7))
-    means = paired_test(first, np.where(second == 0, 0.5, 1.0), seed=0)
-    assert means.name == "sign flips"
-    assert means.p == pytest.approx(14 / 64)  # six halves, one of them lost: none or one of a sign
-
-
-@pytest.mark.parametrize(
-    ("given_p", "expected"),
-    [
-        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
-        ([0.2], [0.2]),
-        ([], []),
-        ([0.5, 0.6, 0.7], [1.0, 1.0, 1.0]),
-    ],
-)
-def test_holm_on_known_lists(given_p: list[float], expected: list[float]) -> None:
-    assert holm(given_p) == pytest.approx(expected)
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
-def test_holm_lies_between_the_raw_p_and_bonferroni_and_keeps_the_order(p_values: list[float]) -> None:
-    corrected = holm(p_values)
-    for p, q in zip(p_values, corrected, strict=True):
-        assert p <= q <= min(1.0, len(p_values) * p)
-    assert all(q1 <= q2 for (p1, q1), (p2, q2) in itertools.product(zip(p_values, corrected, strict=True), repeat=2) if p1 < p2)
-
-
-GOOD = PairedTest(name="sign flips", p=0.001, num_tasks=100, mean_difference=0.2)
-CLEAR = Estimate(value=0.2, low=0.1, high=0.3)
-
-
-def judged(
-    *,
-    seeds: tuple[int, int] = (3, 3),
-    difference: Estimate = CLEAR,
-    test: PairedTest | None = GOOD,
-    p: float | None = 0.003,
-    obstacles: tuple[str, ...] = (),
-) -> tuple[str | None, str]:
-    first, second = (Sample(name=name, scores=np.zeros((num, 1))) for name, num in zip(("new", "old"), seeds, strict=True))
-    found = verdict(first, second, difference=difference, test=test, p_corrected=p, obstacles=obstacles)
-    return found.winner, "; ".join(found.reasons)
-
-
-def test_a_winner_needs_everything() -> None:
-    assert judged() == ("new", "")
-    down = Estimate(value=-0.2, low=-0.3, high=-0.1)
-    lost = PairedTest(name="sign flips", p=0.001, num_tasks=100, mean_difference=-0.2)
-    assert judged(difference=down, test=lost) == ("old", "")
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"seeds": (1, 3)}, "new has 1 seed, at least 3"),
-        ({"seeds": (3, 2)}, "old has 2 seeds, at least 3"),
-        ({"p": 0.05}, "p = 0.05 is not below 0.05"),
-        ({"test": None, "p": None}, "no paired test"),
-        ({"difference": Estimate(value=0.2, low=-0.01, high=0.3)}, "includes 0"),
-        ({"difference": Estimate(value=-0.2, low=-0.3, high=-0.1)}, "different sides"),
-        ({"obstacles": ("run x was stopped",)}, "run x was stopped"),
-    ],
-)
-def test_each_missing_condition_refuses_the_winner_and_is_named(change: dict[str, object], reason: str) -> None:
-    winner, reasons = judged(**change)  # type: ignore[arg-type]
-    assert winner is None
-    assert reason in reasons
-
-
-def simulated(name: str, centre: float, *, seed_spread: float, rng: np.random.Generator) -> Sample:
-    """Five seeds on one panel of 80 tasks: each seed has a skill, each task a difficulty, each answer is one draw."""
-    skill = centre + seed_spread * rng.normal(size=(5, 1))
-    difficulty = 1.2 * stream(0, "difficulty").normal(size=(1, 80))
-    return Sample(name=name, scores=(rng.random((5, 80)) < 1 / (1 + np.exp(difficulty - skill))).astype(np.float64))
-
-
-@pytest.mark.parametrize("seed_spread", [0.0, 0.5])
-def test_equal_algorithms_seldom_have_a_winner_and_different_ones_do(seed_spread: float) -> None:
-    def winners(gap: float) -> float:
-        rng = np.random.default_rng(7)
-        count = 0
-        for _ in range(40):
-            first, second = (simulated(n, c, seed_spread=seed_spread, rng=rng) for n, c in (("a", gap), ("b", 0.0)))
-            test = paired_test(first.scores.mean(axis=0), second.scores.mean(axis=0), seed=0)
-            difference = iqm_difference(first, second, seed=0, num_draws=300)
-            found = verdict(first, second, difference=difference, test=test, p_corrected=test.p)
-            count += found.winner is not None
-        return count / 40
-
-    assert winners(0.0) <= 0.1
-    assert winners(2.0) >= 0.8
+    assert 100 * covered == pytest.approx(COVERAGE.get(num_runs, 95), abs=5)
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 5), st.floats(-3, 3)), min_size=1, max_size=12), st.integers(1, 6))

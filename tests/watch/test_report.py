@@ -8,8 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from synthetic_run import HOSTILE, trace, write_run
+from synthetic_run import HOSTILE, trace, write_config, write_run
 
+from outrider.metrics import MetricsWriter
 from outrider.types import Origin
 from outrider.watch.report import MAX_BYTES, write_report
 from outrider.watch.samples import ENTROPY_EDGES, Budget, pick_samples
@@ -226,3 +227,45 @@ def test_samples_compare_best_and_worst_of_both_kinds(tmp_path: Path) -> None:
     assert len({id(s) for s in samples}) == len(samples) == 8
     hybrid = samples[0].nodes(Budget(num_tokens=600, num_chars=100))
     assert [node.origin for node in hybrid] == ["prompt", "policy", "environment", "buffer", "policy"]
+
+
+def with_evaluations(run_dir: Path, scores: list[float], **more: object) -> Page:
+    """A run with the evaluations that a trainer writes, NaN where every rollout ended in a fault."""
+    write_run(run_dir, num_steps=4)
+    with (run_dir / "evaluations.jsonl").open("w") as stream:
+        for step, score in enumerate(scores):
+            metric = {"score": {"value": score, "ci_low": score, "ci_high": score}}
+            line = {"label": f"step {step}", "split": "test", "num_tasks": 5, "metric": metric, "step": step, "temperature": 0.0}
+            stream.write(json.dumps({**line, "panel_hash": "9f2c" * 16, **more}) + "\n")
+    return report(run_dir)
+
+
+@pytest.mark.parametrize("scores", [[float("nan"), 0.1, 0.3], [0.1, float("nan"), 0.3], [float("nan")]])
+def test_an_evaluation_of_nothing_but_faults_is_no_point_and_is_said(tmp_path: Path, scores: list[float]) -> None:
+    page = with_evaluations(tmp_path / "run", scores, num_faults=5)
+    assert "evaluations.jsonl: 'step " in page.text and "has no score: 5 fault(s)" in page.text
+    assert "nan" not in page.text.split()
+    drawn = [
+        value for _, attributes in page.elements for value in attributes.values() if value and "nan" in value.lower().split()
+    ]
+    assert drawn == []
+
+
+def test_faults_stand_beside_the_score_that_they_are_not_in(tmp_path: Path) -> None:
+    assert "5 tasks, 3 FAULTS in no score" in with_evaluations(tmp_path / "a", [0.1, 0.3], num_faults=3).text
+    assert "FAULTS" not in with_evaluations(tmp_path / "b", [0.1, 0.3], num_faults=0).text
+
+
+def test_an_evaluation_with_an_infinite_count_is_left_out_and_said(tmp_path: Path) -> None:
+    page = with_evaluations(tmp_path / "run", [0.1, 0.3], num_tasks=float("inf"))
+    assert "an evaluation was left out (OverflowError" in page.text and "No evaluation was recorded." in page.text
+
+
+def test_tips_are_policy_tokens(tmp_path: Path) -> None:
+    """As in ``outrider compare`` and in the token budget of a run."""
+    write_config(tmp_path)
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        writer.write(step, "train", {"tokens/policy": 100.0, "tokens/remarks": 11.0})
+    writer.close()
+    assert re.search(r"policy tokens\s*222\s", report(tmp_path).text)

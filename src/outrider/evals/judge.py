@@ -16,7 +16,7 @@ from outrider.engines.endpoint import ChatEndpoint, EndpointSettings
 from outrider.environments.answers import exact_match
 from outrider.environments.tag_protocol import neutralise
 from outrider.errors import EngineFault
-from outrider.evals.extraction import strings_equal
+from outrider.evals.math_strings import strings_equal
 from outrider.seeding import stream_seed
 from outrider.types import Message
 

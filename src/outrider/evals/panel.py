@@ -6,6 +6,7 @@ command continues a stopped one and tries again what a fault kept from being sco
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from typing import Literal
 from rich.console import Console
 
 from outrider.engines.endpoint import ChatEndpoint
+from outrider.environments.tool_episode import EpisodeConfig
 from outrider.errors import ConfigError, EngineFault
 from outrider.evals.extraction import find_variant
 from outrider.evals.judge import Judge, JudgeSettings
@@ -36,7 +38,9 @@ _SHOWN_FAULTS = 3
 
 
 def evaluate_tasks(settings: PanelSettings, folder: Path, *, progress: Literal["auto", "rich", "plain", "none"] = "auto") -> int:
-    """Play what is owed, write ``summary.json`` and print it. Exit status 0 also where faults remain: they are told.
+    """Play what is owed, write ``summary.json`` and print it.
+
+    Exit status 0 also where faults remain: they are told. 1 where nothing could be scored, since there is no result then.
 
     Raises ConfigError, DataError, ToolUnavailable, ModelError and CheckpointError before anything is written, and EngineFault or
     ModelError when an endpoint or a judge stopped the play; what was played by then is kept.
@@ -53,6 +57,9 @@ def evaluate_tasks(settings: PanelSettings, folder: Path, *, progress: Literal["
     Console().print(report.table())
     for line in (*report.lines(), *notes, f"{time.monotonic() - began:.1f} s; {folder / SUMMARY}"):
         print(line)
+    if not report.summary.num_scored:
+        print("outrider: no sample could be scored; once the cause is gone, the same command tries again", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -107,7 +114,7 @@ def make_report(settings: PanelSettings, panel: PlayedPanel, player: Player, sto
         num_owed=len(panel.tasks) * settings.num_samples,
         num_unjudged=sum(result.answered is not None for result in faults),
         scorer=panel.scorer,
-        has_tools=panel.scorer is None or bool(panel.tools),
+        has_tools=settings.tools != "off" and isinstance(settings.environment, EpisodeConfig),
         identity={**panel.identity, **player.identity},
         deviations=() if panel.scorer is None else rules.deviations,
         summary=summarise(results, ks=sorted({*powers, settings.num_samples}), normalize=rules.normalize),

@@ -18,7 +18,10 @@ RETURN = "episode_return"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """A rollout as it ended. ``output`` is all that the policy wrote, results left out; the rest is empty after a fault."""
+    """A rollout as it ended. ``output`` is all that the policy wrote, results left out; the rest is empty after a fault.
+
+    ``num_tokens`` is None where a server wrote something and did not count it.
+    """
 
     task: Task
     sample: int
@@ -28,7 +31,7 @@ class Played:
     success: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_tool_calls: int = 0
-    num_tokens: int = 0
+    num_tokens: int | None = 0
     detail: str = ""
 
 
@@ -51,10 +54,11 @@ def from_collected(task: Task, sample: int, collected: Collected) -> Played:
     trajectory = collected.trajectory
     if trajectory is None:
         return Played(task=task, sample=sample, outcome=collected.outcome, detail=collected.detail)
+    output = "".join(step.text for step in trajectory.steps)
     return Played(
-        task=task, sample=sample, outcome=collected.outcome, output="".join(step.text for step in trajectory.steps),
+        task=task, sample=sample, outcome=collected.outcome, output=output,
         episode_return=trajectory.reward, success=collected.success, metrics=collected.metrics,
-        num_tool_calls=collected.num_tool_calls, num_tokens=trajectory.num_tokens,
+        num_tool_calls=collected.num_tool_calls, num_tokens=trajectory.num_tokens or (None if output else 0),
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The model of an evaluation: a Hugging Face model, a checkpoint of a training run, or the newest one of a run."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -53,3 +54,9 @@ def weights_hash(loaded: LanguageModel) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def template_hash(loaded: LanguageModel) -> str:
+    """BLAKE2b (hex) over the chat template, which makes prompts of messages and is not among the weights."""
+    template = json.dumps(loaded.tokenizer.chat_template, sort_keys=True)
+    return hashlib.blake2b(template.encode(), digest_size=16).hexdigest()

@@ -13,7 +13,7 @@ from outrider.engines.local import LocalEngine
 from outrider.engines.model import resolve_precision
 from outrider.errors import ModelError
 from outrider.evals.panel_grades import Played, from_collected, from_trace
-from outrider.evals.panel_model import load_language_model, resolve, weights_hash
+from outrider.evals.panel_model import load_language_model, resolve, template_hash, weights_hash
 from outrider.evals.panel_settings import PanelSettings
 from outrider.evals.panel_store import PanelStore
 from outrider.evals.panel_tasks import PlayedPanel
@@ -73,7 +73,7 @@ class LocalPlayer:
         precision = resolve_precision(resolved.precision, resolved.device)
         engine = LocalEngine(loaded, context_length=resolved.context_length, max_rows=settings.batch_size)
         identity: dict[str, Json] = {
-            "weights": weights_hash(loaded), "precision": precision, "device": resolved.device,
+            "weights": weights_hash(loaded), "chat_template": template_hash(loaded), "precision": precision, "device": resolved.device,
             "context_length": engine.context_length, "batch_size": settings.batch_size, "num_threads": settings.num_threads,
         }  # fmt: skip
         return cls(engine=engine, identity=identity, settings=settings)

@@ -1,6 +1,6 @@
 """The configuration of ``outrider eval --tasks``: what is played, by whom, and how it is scored."""
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,8 @@ class PanelSettings(Settings):
     """A task set (``gsm8k``), one with a file of yours (``gsm8k=FILE``), a file of questions, or an environment."""
     limit: int | None = Field(None, ge=1)
     """Only the first tasks."""
+    panel: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """The panel's hash: other tasks, such as those of a data set that changed on the hub, are refused."""
     split: str = "test"
     """Of an environment; task sets have one."""
     model: ModelSettings | None = None
@@ -82,8 +84,9 @@ class PanelSettings(Settings):
         if not isinstance(values, dict):
             return values
         given = values.get("environment") or {}
-        if values.get("tasks") in ENVIRONMENTS:
-            return {**values, "environment": {"type": values["tasks"], **given}} if isinstance(given, dict) else values
+        name = str(values.get("tasks")).lower()
+        if name in ENVIRONMENTS:
+            return {**values, "tasks": name, "environment": {"type": name, **given} if isinstance(given, dict) else given}
         if values.get("tools") == "on" and isinstance(given, dict):
             names = ["search", "python"] if "corpus" in given else ["python"]
             return {**values, "environment": {"type": "tools", "tools": names, **given}}

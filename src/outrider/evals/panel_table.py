@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Final
 
 from rich.table import Table
+from rich.text import Text
 
 from outrider.evals.extraction import Scorer
 from outrider.evals.panel_grades import RETURN
@@ -18,6 +19,7 @@ from outrider.watch.progress import one_line
 _NAMES: Final[Mapping[Scorer | None, str]] = {
     "em": "exact match", "f1": "token F1", "math": "mathematically equal", "judge": "correct by the judge", None: "success",
 }  # fmt: skip
+_SHARES: Final = frozenset({"em", "f1", "math_equal", "answer_contained", "format_ok"})  # 0 is a failure, 1 a success
 _SAME: Final[Mapping[Scorer | None, str]] = {"em": "em", "f1": "f1", "math": "math_equal"}  # the metric that the score is
 
 
@@ -78,7 +80,7 @@ class PanelReport:
                 yield f"majority@{self.num_samples}", summary.task_majorities, True
         for name, tasks in summary.task_metrics.items():
             if not name.startswith("num_") and name != _SAME.get(self.scorer):
-                yield "return" if name == RETURN else name, tasks, self.scorer is not None
+                yield "return" if name == RETURN else name, tasks, self.scorer is not None or name in _SHARES
 
     def as_json(self) -> dict[str, Json]:
         """Plain data; what is not defined is null. Two runs of one evaluation give the same."""
@@ -90,7 +92,8 @@ class PanelReport:
         return {
             "tasks": self.name, "panel_hash": self.panel_hash, "num_tasks": self.num_tasks, "num_left_out": self.num_left_out,
             "num_samples": self.num_samples, "num_owed": self.num_owed, "num_scored": summary.num_scored,
-            "num_unjudged": self.num_unjudged, "outcomes": dict(summary.outcomes), "faults": dict(summary.faults),
+            "num_unjudged": self.num_unjudged, "num_uncounted": summary.num_uncounted,
+            "outcomes": dict(summary.outcomes), "faults": dict(summary.faults),
             "scores": {one.name: _plain(one) for one in self.scores},
             "counts": {name: _finite(value) for name, value in self.counts.items()},
             **{name: _finite(value) for name, value in numbers.items()},
@@ -99,9 +102,10 @@ class PanelReport:
 
     def table(self) -> Table:
         """The scores."""
-        table = Table("score", "value", "95 % interval", "tasks", title=f"{self.name}, {self.num_tasks} tasks")
+        table = Table("score", "value", "95 % interval", "tasks", title=Text(one_line(f"{self.name}, {self.num_tasks} tasks")))
         for one in self.scores:
-            table.add_row(one.name, f"{one.value:.4f}", f"[{one.low:.4f}, {one.high:.4f}]", str(one.num_tasks))
+            within = f"[{one.low:.4f}, {one.high:.4f}]" if one.low < one.high else "all equal"  # which is no interval
+            table.add_row(Text(one.name), f"{one.value:.4f}", Text(within), str(one.num_tasks))
         return table
 
     def lines(self) -> Sequence[str]:
@@ -114,7 +118,7 @@ class PanelReport:
             lines.append(f"FAULTS, in no score: {kinds} ({self.num_unjudged} of the judge). The same command tries them again")
             lines += [one_line(f"  {one.task_key}, sample {one.sample}: {one.detail}") for one in self.first_faults]
         if summary.num_scored:
-            lines.append(f"an answer: {summary.num_tokens:.1f} tokens, {summary.num_tool_calls:.2f} tool calls")
+            lines.append(f"an answer: {self._tokens()}, {summary.num_tool_calls:.2f} tool calls")
         if summary.num_scored and self.has_tools:
             used = f"{summary.tool_usage_rate:.4f} of the answers used a tool"
             lines.append(f"{used}; tool productivity {summary.tool_productivity:.2f}")
@@ -123,6 +127,13 @@ class PanelReport:
         if self.num_left_out:
             lines.append(f"{self.num_left_out} tasks left out: they need an attachment")
         return [*lines, f"panel {self.panel_hash}"]
+
+    def _tokens(self) -> str:
+        uncounted, counted = self.summary.num_uncounted, self.summary.num_scored - self.summary.num_uncounted
+        if not counted:
+            return "tokens that the server did not count"
+        missing = f" ({uncounted} answers came without a count)" if uncounted else ""
+        return f"{self.summary.num_tokens:.1f} tokens{missing}"
 
 
 def _score(name: str, by_task: Mapping[str, float], *, is_share: bool) -> Score:

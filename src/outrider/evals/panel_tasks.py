@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from outrider.environments.base import EnvironmentFactory, TaskFamily
@@ -18,6 +19,7 @@ from outrider.evals.panel_settings import ENVIRONMENTS, PanelSettings
 from outrider.evals.task_sets import Panel, TaskSet, load_task_set, prompt_messages
 from outrider.rollout.episode import Limits
 from outrider.train.components import make_family
+from outrider.train.settings import EnvironmentConfig
 from outrider.types import Json, Message, Task
 
 
@@ -53,9 +55,14 @@ def _judge_identity(judge: JudgeSettings) -> dict[str, Json]:
 
 
 def open_panel(settings: PanelSettings) -> PlayedPanel:
-    """Load tasks and tools; close ``factory`` in the end. Raises ConfigError, DataError and ToolUnavailable."""
+    """Load tasks and tools; close ``factory`` in the end.
+
+    Raises ConfigError, also for tasks that are not the pinned panel, DataError and ToolUnavailable.
+    """
     family = None if settings.environment is None else make_family(settings.environment)
-    panel = load_task_set(settings.tasks, limit=settings.limit) if settings.tasks not in ENVIRONMENTS else _own(settings, family)
+    panel = _own(settings, family) if settings.tasks in ENVIRONMENTS else _given(settings)
+    if settings.panel not in (None, panel.panel_hash):
+        raise ConfigError(f"panel is {settings.panel}, and these {len(panel.tasks)} tasks are {panel.panel_hash}")
     scorer = None if settings.is_played else _scorer(panel.task_set, settings)
     identity: dict[str, Json] = {
         "tasks": panel.task_set.name, "panel_hash": panel.panel_hash, "rules": settings.rules, "metric": scorer,
@@ -70,12 +77,17 @@ def open_panel(settings: PanelSettings) -> PlayedPanel:
         return PlayedPanel(
             panel=panel, factory=factory, stop=(), limits=settings.rollout, scorer=scorer, tools=(), identity=identity
         )
-    identity["environment"] = _environment_identity(settings)
+    identity["environment"] = environment_identity(settings.environment)
     tools = settings.environment.tools if isinstance(settings.environment, ToolsConfig) else ()
     return PlayedPanel(
         panel=panel, factory=family.make(), stop=family.stop, limits=_limits(settings), scorer=scorer, tools=tuple(tools),
         identity=identity,
     )  # fmt: skip
+
+
+def _given(settings: PanelSettings) -> Panel:
+    """A task set, or a file of questions."""
+    return load_task_set(settings.tasks, limit=settings.limit, others=ENVIRONMENTS)
 
 
 def _own(settings: PanelSettings, family: TaskFamily | None) -> Panel:
@@ -112,12 +124,20 @@ def _limits(settings: PanelSettings) -> Limits:
     return settings.rollout.model_copy(update={"step_timeout_s": settings.rollout.step_timeout_s + waiting})
 
 
-def _environment_identity(settings: PanelSettings) -> dict[str, Json]:
-    """The environment's settings; a corpus counts by what is in it, not by where it lies."""
-    environment = settings.environment
-    assert environment is not None
-    found: dict[str, Any] = environment.model_dump(mode="json")
-    if isinstance(environment, ToolsConfig) and environment.corpus is not None:
-        with environment.corpus.open("rb") as file:
-            found["corpus"] = hashlib.file_digest(file, "sha256").hexdigest()
+def environment_identity(environment: EnvironmentConfig) -> dict[str, Json]:
+    """The environment's settings. A file counts by what is in it, not by where it lies, and a cache not at all."""
+    found: dict[str, Json] = _by_content(environment.model_dump())
     return found
+
+
+def _by_content(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _by_content(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_by_content(one) for one in value]
+    if not isinstance(value, Path):
+        return value
+    if not value.is_file():
+        return None  # the folder of a cache
+    with value.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -77,7 +77,7 @@ def evaluate(
     keys = [trace.task.key for trace, group in zip(report.traces, leaves, strict=True) if group]
     successes = [fmean(float(leaf.success) for leaf in group) for group in scored]
     returns = [fmean(leaf.episode_return or 0.0 for leaf in group) for group in scored]
-    low, high = interval(successes, binary=num_samples == 1)
+    low, high = interval(successes, binary=all(one in (0.0, 1.0) for one in successes))
     paths = [path for trace in report.traces for leaf, path in trace.rollouts() if leaf.episode_return is not None]
     num_rollouts = max(1, len(paths))
     evaluation = Evaluation(
@@ -98,7 +98,11 @@ def evaluate(
 
 
 def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> tuple[float, float]:
-    """Interval of the mean over tasks: Wilson's for one success or failure a task, else a seeded percentile bootstrap."""
+    """Interval of the mean over tasks: Wilson's (1927) where each is a failure (0) or a success (1), also where many samples of
+    a task all ended alike, else a seeded percentile bootstrap. Without scores NaN.
+
+    A bootstrap of equal values has no width: it has seen nothing else, and is no interval.
+    """
     if not scores:
         return float("nan"), float("nan")
     if not binary:
@@ -107,4 +111,5 @@ def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> t
         return float(np.percentile(draws, tail)), float(np.percentile(draws, 100 - tail))
     z, n, p = NormalDist().inv_cdf(0.5 + level / 2), len(scores), fmean(scores)
     centre, spread = p + z * z / (2 * n), z * float(np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)))
-    return max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))
+    low, high = (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
+    return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounded, a bound may fall short of p = 1

@@ -23,6 +23,7 @@ class SampleResult:
     scored, ``detail`` is what the judge wrote.
 
     ``answered`` is how the rollout ended where only the judge failed: the answer stands, and only the judge is asked again.
+    ``num_tokens`` is None where a server did not count them.
     """
 
     task_key: str
@@ -34,7 +35,7 @@ class SampleResult:
     prediction: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     num_tool_calls: int = 0
-    num_tokens: int = 0
+    num_tokens: int | None = 0
     detail: str = ""
 
     def __post_init__(self) -> None:
@@ -52,7 +53,8 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelSummary:
-    """Means over tasks of means over a task's scored samples; ``num_tool_calls`` and ``num_tokens`` are per answer.
+    """Means over tasks of means over a task's scored samples; ``num_tool_calls`` and ``num_tokens`` are per answer, tokens without
+    the ``num_uncounted`` answers whose tokens nobody counted.
 
     ``pass_at`` maps k to pass@k over the ``num_tasks_at[k]`` tasks with at least k scored samples. ``score`` is avg@k.
     ``outcomes`` counts scored samples by how they ended, ``faults`` the others. NaN where nothing was scored. ``task_...``
@@ -68,6 +70,7 @@ class PanelSummary:
     metrics: Mapping[str, float]
     num_tool_calls: float
     num_tokens: float
+    num_uncounted: int
     tool_usage_rate: float
     tool_productivity: float
     outcomes: Mapping[str, int]
@@ -163,7 +166,8 @@ def summarise(
         majority=_mean(majorities.values()),
         metrics={name: _mean(tasks.values()) for name, tasks in metrics.items()},
         num_tool_calls=_mean(calls),
-        num_tokens=_mean(one.num_tokens for one in scored),
+        num_tokens=_mean(one.num_tokens for one in scored if one.num_tokens is not None),
+        num_uncounted=sum(one.num_tokens is None for one in scored),
         tool_usage_rate=tool_usage_rate(calls) if calls else math.nan,
         tool_productivity=tool_productivity(accuracy=_mean(scores.values()), mean_tool_calls=_mean(calls)),
         outcomes=dict(sorted(Counter(one.outcome.value for one in scored).items())),

@@ -8,6 +8,7 @@ import base64
 import binascii
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,8 @@ class TaskSet:
     """A named task set. ``columns`` are the known formats, the first that fits the first row is taken.
 
     ``gold_behind_mark``: the answer is GSM8K's number behind ``####``. ``attachment`` names a column whose rows need a file and
-    are left out; ``canary`` one that holds the key of encrypted rows; ``level`` one that goes into the tasks' metadata.
+    are left out; ``canary`` one that holds the key of encrypted rows; ``level`` one that goes into the tasks' metadata;
+    ``aliases`` one of further accepted answers, where a row has it.
     ``access`` tells what a user has to do to get the data.
     """
 
@@ -60,6 +62,7 @@ class TaskSet:
     attachment: str | None = None
     canary: str | None = None
     level: str | None = None
+    aliases: str | None = None
     access: str = ""
 
 
@@ -76,9 +79,11 @@ class Panel:
     num_left_out: int = 0
 
 
-def _wiki(name: str, config: str, split: str) -> TaskSet:
+def _wiki(name: str, config: str, split: str, *, aliases: str | None = None) -> TaskSet:
     hub = Hub(name="RUC-NLPIR/FlashRAG_datasets", config=config, split=split)
-    return TaskSet(name=name, kind="qa", scorer="f1", hub=hub, columns=(Columns(answer="golden_answers"), Columns()))
+    return TaskSet(
+        name=name, kind="qa", scorer="f1", hub=hub, columns=(Columns(answer="golden_answers"), Columns()), aliases=aliases
+    )
 
 
 _PROBLEM: Final = Columns(question="problem")
@@ -108,7 +113,7 @@ TASK_SETS: Final[Mapping[str, TaskSet]] = {
         TaskSet(name="aime25", kind="math", scorer="math", hub=Hub(name="math-ai/aime25"), columns=(_PROBLEM, Columns())),
         _wiki("hotpotqa", "hotpotqa", "dev"),
         _wiki("2wiki", "2wikimultihopqa", "dev"),
-        _wiki("musique", "musique", "dev"),
+        _wiki("musique", "musique", "dev", aliases="answer_aliases"),
         _wiki("bamboogle", "bamboogle", "test"),
         TaskSet(name="simpleqa", kind="qa", scorer="judge", hub=Hub(name="basicv8vc/SimpleQA"), columns=(_PROBLEM, Columns())),
         TaskSet(
@@ -125,19 +130,21 @@ TASK_SETS: Final[Mapping[str, TaskSet]] = {
         ),
     )
 }  # fmt: skip
+_OTHER_NAMES: Final = {"2wikimultihopqa": "2wiki", "aime2024": "aime24", "aime2025": "aime25"}
 _ANY_FILE: Final = (Columns(), _PROBLEM, Columns(answer="golden_answers"), Columns(question="problem", answer="golden_answers"))
 
 
-def load_task_set(name_or_path: str, *, limit: int | None = None) -> Panel:
+def load_task_set(name_or_path: str, *, limit: int | None = None, others: Sequence[str] = ()) -> Panel:
     """A panel from ``gsm8k`` (the hub), ``gsm8k=FILE`` (the set's rules on a file of one's own) or ``FILE`` (questions, F1).
 
-    ``limit`` takes the first tasks. Raises ConfigError for an unknown name or a limit below 1, ToolUnavailable without the
+    A name goes as papers write it, too (``MATH-500``). ``limit`` takes the first tasks; ``others`` are names beside those of task
+    sets, for the message about an unknown one. Raises ConfigError for an unknown name or a limit below 1, ToolUnavailable without the
     package ``datasets`` where the hub is needed, and DataError, naming the row, for data that are missing, gated, empty or
     malformed.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"a panel needs at least one task, not {limit}")
-    task_set, path = _resolved(name_or_path)
+    task_set, path = _resolved(name_or_path, others)
     rows = read_rows(path) if path is not None else _hub_rows(task_set)
     columns = _columns(task_set, rows)
     kept = [
@@ -154,13 +161,15 @@ def prompt_messages(task_set: TaskSet, task: Task) -> tuple[Message, Message]:
     return Message(role="system", content=PROMPTS[task_set.kind]), Message(role="user", content=task.question)
 
 
-def _resolved(name_or_path: str) -> tuple[TaskSet, Path | None]:
-    name, equals, file = name_or_path.partition("=")
-    if name.lower() in TASK_SETS and (file or not equals):
-        return TASK_SETS[name.lower()], Path(file) if equals else None
+def _resolved(name_or_path: str, others: Sequence[str]) -> tuple[TaskSet, Path | None]:
+    written, equals, file = name_or_path.partition("=")
+    bare = re.sub(r"[-_ ]", "", written.lower())
+    name = _OTHER_NAMES.get(bare, bare)
+    if name in TASK_SETS and (file or not equals):
+        return TASK_SETS[name], Path(file) if equals else None
     path = Path(name_or_path)
     if path.suffix not in SUFFIXES:
-        known = ", ".join(TASK_SETS)
+        known = ", ".join((*TASK_SETS, *others))
         raise ConfigError(f"unknown task set {name_or_path!r}; give one of {known}, or a file ({', '.join(SUFFIXES)})")
     return TaskSet(name=path.stem, kind="qa", scorer="f1", columns=_ANY_FILE), path
 
@@ -191,7 +200,9 @@ def _columns(task_set: TaskSet, rows: Sequence[Row]) -> Columns:
 def _task(task_set: TaskSet, columns: Columns, row: Row, index: int) -> Task:
     question = row.text(columns.question).strip()
     value = row.get(columns.answer)
-    answers = list(dict.fromkeys(_answers(value if isinstance(value, list) else [value], row, columns)))
+    further = row.values.get(task_set.aliases) if task_set.aliases is not None else None
+    values = [*(value if isinstance(value, list) else [value]), *(further if isinstance(further, list) else [])]
+    answers = list(dict.fromkeys(_answers(values, row, columns)))
     if task_set.gold_behind_mark:
         answers = [_number(answer, row) for answer in answers]
     task = Task(key=f"{task_set.name}-{index}", question=question, answers=tuple(answers))

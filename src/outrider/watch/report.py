@@ -121,6 +121,7 @@ def render(run: RunData, samples: Sequence[Sample], notes: Sequence[str], budget
 def _facts(run: RunData) -> dict[str, str]:
     steps = [record["step"] for record in run.records if record["kind"] == "train"]
     seconds = run.total("train", "time/step")
+    tokens = run.total("train", "tokens/policy") + run.total("train", "tokens/remarks")  # tips are written by the policy too
     return {
         "algorithm": _first(run.config, "algorithm.type", "algorithm.name", "algorithm"),
         "model": _first(run.config, "model.name", "model.path", "model"),
@@ -128,7 +129,7 @@ def _facts(run: RunData) -> dict[str, str]:
         "seed": _first(run.config, "seed", "run.seed"),
         "training steps": str(len(steps)),
         "seconds in training steps": number(seconds) if seconds else "not measured",
-        "policy tokens": number(run.total("train", "tokens/policy")) if run.curve("train", "tokens/policy") else "not measured",
+        "policy tokens": number(tokens) if run.curve("train", "tokens/policy") else "not measured",
     }
 
 
@@ -189,14 +190,17 @@ def _evaluation_tables(evaluations: Sequence[Evaluation]) -> list[EvaluationTabl
         columns = list(last.values())
         names = dict.fromkeys(name for one in columns for name in one.metrics)
         rows = tuple((name, tuple(_cell(one, name) for one in columns)) for name in names)
-        heads = tuple(
-            (one.label, f"step {one.step}, {one.num_tasks} tasks, temperature {one.temperature:g}, panel {one.panel_hash[:12]}")
-            for one in columns
-        )
+        heads = tuple((one.label, _head(one)) for one in columns)
         differs = len({one.panel_hash for one in columns}) > 1
         warning = "The panels differ: these columns were not measured on the same tasks." if differs else ""
         tables.append(EvaluationTable(split=split, columns=heads, rows=rows, warning=warning))
     return tables
+
+
+def _head(one: Evaluation) -> str:
+    """What an evaluation was made on; faults are rollouts that are in none of its numbers."""
+    faults = f", {one.num_faults} FAULTS in no score" if one.num_faults else ""
+    return f"step {one.step}, {one.num_tasks} tasks{faults}, temperature {one.temperature:g}, panel {one.panel_hash[:12]}"
 
 
 def _cell(evaluation: Evaluation, name: str) -> str:

@@ -3,8 +3,8 @@
 import json
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
@@ -24,7 +24,10 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One line of ``evaluations.jsonl``."""
+    """One line of ``evaluations.jsonl``. ``metrics`` are the finite ones; ``task_scores`` is empty where they are not on file.
+
+    ``num_faults`` are rollouts that ended in a fault and are in no score.
+    """
 
     label: str
     split: str
@@ -33,13 +36,20 @@ class Evaluation:
     step: int
     temperature: float
     panel_hash: str
+    num_faults: int = 0
+    task_scores: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What a run directory holds. ``config`` is flat (dotted keys); ``notes`` say what could not be read."""
+    """What a run directory holds; ``notes`` say what could not be read.
+
+    ``config`` is flat (dotted keys) and for people: of a path it has the name alone. ``settings`` are the same with whole paths,
+    for telling runs apart; they do not belong on a page.
+    """
 
     config: Mapping[str, str]
+    settings: Mapping[str, str]
     records: tuple[Mapping[str, Json], ...]
     evaluations: tuple[Evaluation, ...]
     notes: tuple[str, ...]
@@ -56,11 +66,12 @@ class RunData:
 def read_run(run_dir: Path) -> RunData:
     """Read configuration, metrics and evaluations of a run."""
     notes: list[str] = []
-    config = _read_config(run_dir / "config.toml", notes)
+    table = _read_config(run_dir / "config.toml", notes)
     records = [record for record in _read_lines(run_dir / "metrics.jsonl", notes) if _is_record(record, notes)]
     evaluations = [_evaluation(line, notes) for line in _read_lines(run_dir / "evaluations.jsonl", notes)]
     return RunData(
-        config=config,
+        config=_flat(table, "", _portable),
+        settings=_flat(table, "", str),
         records=tuple(records),
         evaluations=tuple(one for one in evaluations if one is not None),
         notes=tuple(notes),
@@ -80,10 +91,10 @@ def _step(record: Mapping[str, Json]) -> int:
     return step
 
 
-def _read_config(path: Path, notes: list[str]) -> dict[str, str]:
+def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         with path.open("rb") as stream:
-            return _flat(tomllib.load(stream), "")
+            return tomllib.load(stream)
     except FileNotFoundError:
         notes.append("config.toml is missing")
     except OSError as error:  # its text names folders of this machine
@@ -93,13 +104,13 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, str]:
     return {}
 
 
-def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, str]:
+def _flat(table: Mapping[str, Any], prefix: str, show: Callable[[object], str]) -> dict[str, str]:
     rows: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            rows.update(_flat(value, f"{prefix}{key}."))
+            rows.update(_flat(value, f"{prefix}{key}.", show))
         else:
-            rows[prefix + key] = _portable(value)
+            rows[prefix + key] = show(value)
     return rows
 
 
@@ -152,15 +163,23 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
             str(name): Interval(value=float(one["value"]), ci_low=float(one["ci_low"]), ci_high=float(one["ci_high"]))
             for name, one in line["metric"].items()
         }
-        return Evaluation(
+        defined = {name: one for name, one in metrics.items() if all(map(math.isfinite, (one.value, one.ci_low, one.ci_high)))}
+        found = Evaluation(
             label=str(line["label"]),
             split=str(line["split"]),
             num_tasks=int(line["num_tasks"]),
-            metrics=metrics,
+            metrics=defined,
             step=int(line["step"]),
             temperature=float(line["temperature"]),
             panel_hash=str(line["panel_hash"]),
+            num_faults=int(line.get("num_faults", 0)),
+            task_scores={
+                str(key): score for key, value in line.get("task_scores", {}).items() if (score := finite(value)) is not None
+            },
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         notes.append(f"evaluations.jsonl: an evaluation was left out ({type(error).__name__}: {error})")
         return None
+    if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
+        notes.append(f"evaluations.jsonl: {found.label!r} has no {', '.join(undefined)}: {found.num_faults} fault(s)")
+    return found

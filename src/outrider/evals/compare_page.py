@@ -1,0 +1,72 @@
+"""A comparison as one HTML file with figures that needs nothing beside it.
+
+The page has no scripts and loads nothing; names and settings are untrusted and pass through Jinja2's autoescape.
+"""
+
+import math
+import string
+from pathlib import Path
+from typing import Final
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from outrider.evals.compare import Comparison
+from outrider.evals.compare_curves import SCORE, Curves
+from outrider.evals.compare_tables import MAX_SERIES, notes, tables, verdicts
+from outrider.watch.curves import Chart, Point, Series, svg_chart
+
+_TEMPLATE: Final = "compare_page.html.j2"
+_LEGEND_WIDTH: Final = 400  # units of the drawing
+
+
+def html_page(comparison: Comparison) -> str:
+    """The tables and the figures as one HTML file that needs nothing beside it; a pure function."""
+    names = _figure_names(comparison)
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(_TEMPLATE).render(
+        num_styles=MAX_SERIES,
+        verdicts=verdicts(comparison),
+        tables=tables(comparison),
+        letters=[(name, label) for label, name in names.items() if name != label],
+        figures=[(svg, _caption(curves)) for curves in comparison.curves if (svg := _figure(curves, names)) is not None],
+        notes=notes(comparison),
+    )
+
+
+def _figure_names(comparison: Comparison) -> dict[str, str]:
+    """What a group is called in a figure: its label where all labels fit into the legend, else a letter."""
+    labels = [group.label for group in comparison.groups][:MAX_SERIES]
+    fits = sum(44 + 7 * len(label) for label in labels) <= _LEGEND_WIDTH
+    return {label: label if fits else string.ascii_uppercase[index] for index, label in enumerate(labels)}
+
+
+def _figure(curves: Curves, names: dict[str, str]) -> Markup | None:
+    scale = 100.0 if curves.quantity == SCORE else 1.0
+    series: list[Series] = []
+    for label, name in names.items():
+        band = curves.bands[label]
+        places = zip(curves.x, scale * band.value, scale * band.low, scale * band.high, strict=True)
+        points = tuple(Point(x=float(x), value=_known(v), low=_known(low), high=_known(high)) for x, v, low, high in places)
+        series.append(Series(label=name, points=points))
+    if not any(one.values for one in series):
+        return None
+    unit = "score %" if curves.quantity == SCORE else "reward"
+    title = f"{curves.quantity.capitalize()} over {curves.axis}"
+    return svg_chart(Chart(title=title, x_label=curves.axis, y_label=unit, series=tuple(series)))
+
+
+def _caption(curves: Curves) -> str:
+    if curves.quantity == SCORE:
+        return "Straight lines between evaluations; no retrieval."
+    return "Means over bins of equal cost, every rollout counted, those with retrieved steps too: no fair measure between algorithms."
+
+
+def _known(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
