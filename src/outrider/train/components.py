@@ -35,6 +35,7 @@ from outrider.memory.database import copy_database
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
 from outrider.tokens import ChatRenderer
+from outrider.train.checkpoint import require_intact
 from outrider.train.experts import demonstrations_of, fill_buffer
 from outrider.train.policy import Policy, Scorer, set_threads
 from outrider.train.settings import EnvironmentConfig, RunSettings
@@ -167,6 +168,7 @@ def make_engine(settings: RunSettings, policy: Policy, *, folder: Path, on_token
 
 def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Weights of a checkpoint without its optimiser. Raises CheckpointError."""
+    require_intact(checkpoint, "masters.safetensors")
     try:
         masters = load_file(checkpoint / "masters.safetensors")
     except (OSError, SafetensorError) as error:
