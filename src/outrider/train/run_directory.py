@@ -70,8 +70,14 @@ class RunDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(self._lock)
+            self.release()
             raise ConfigError(f"{self.path} is in use by another process") from error
+
+    def release(self) -> None:
+        """Let the next process in; may be called twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def finished_evaluations(self) -> list[dict[str, Any]]:
         """Evaluations on file; a line torn by a kill is dropped from the file, and that evaluation runs again."""

@@ -54,6 +54,10 @@ class RunState:
     def _reference_path(self) -> Path:
         return self.run.path / "reference.safetensors"
 
+    def close(self) -> None:
+        """Release the metrics file; may be called twice."""
+        self.metrics.close()
+
     def begin(self) -> None:
         """Forget what a run left that was killed before its first checkpoint."""
         self.run.cut_evaluations(0)
