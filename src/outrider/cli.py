@@ -168,6 +168,9 @@ def _train(parsed: argparse.Namespace) -> int:
     if parsed.resume is not None:
         if parsed.overrides or parsed.run or parsed.model:
             raise ConfigError("a resumed run keeps its settings and its directory")
+        if parsed.dry_run:
+            print(to_toml(load_settings(RunSettings, file=parsed.resume / "config.toml").model_dump(mode="json")))
+            return 0
         return _stoppable(lambda stop: run_training(RunDirectory.open(parsed.resume), progress=parsed.progress, on_start=stop))
     settings = load_settings(RunSettings, file=parsed.recipe, overrides=_overrides(parsed))
     if parsed.dry_run:
@@ -243,6 +246,8 @@ def _eval_recipe(parsed: argparse.Namespace) -> int:
     from outrider.train.settings import RunSettings
     from outrider.train.start import run_training
 
+    if parsed.method != "tips" and parsed.adapt is None:
+        raise ConfigError("--method goes with --adapt K")
     overrides = ["train.num_steps=0", "cold_start.num_examples=0", *_overrides(parsed)]
     if parsed.checkpoint:
         overrides.append(f"model.initial_checkpoint={parsed.checkpoint}")
@@ -261,6 +266,8 @@ def _buffer_build(parsed: argparse.Namespace) -> int:
     from outrider.train.buffer_commands import build_buffer
     from outrider.train.settings import RunSettings
 
+    if parsed.endpoint is None and parsed.endpoint_model != "default":
+        raise ConfigError("--endpoint-model goes with --endpoint URL")
     settings = load_settings(RunSettings, file=parsed.recipe, overrides=parsed.overrides)
     return build_buffer(
         settings,

@@ -119,7 +119,7 @@ def test_a_checkpoint_that_does_not_know_tasks_or_reference_still_continues(reci
     killed = interrupted(run)
     path = killed / "checkpoints" / "step-000001" / "state.json"
     state = json.loads(path.read_text())
-    del state["tasks"], state["reference_checksum"]
+    del state["tasks"], state["reference_checksum"], state["versions"]
     path.write_text(json.dumps(state))
     resume(killed)
     assert_same(run, killed)
@@ -134,3 +134,38 @@ def test_an_adaptation_is_no_training_run(recipe: Path, tmp_path: Path, capsys: 
     with pytest.raises(ConfigError, match="outrider eval --adapt"):
         resume(tmp_path / "adapted")
     assert (tmp_path / "adapted" / "config.toml").exists()
+
+
+def test_other_versions_are_told(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same bits are promised for the same packages only."""
+    killed = interrupted(begin(recipe, tmp_path / "run"))
+    path = killed / "checkpoints" / "step-000001" / "state.json"
+    state = json.loads(path.read_text())
+    state["versions"]["torch"] = "0.4.1"
+    path.write_text(json.dumps(state))
+    run_training(RunDirectory.open(killed), progress="plain", on_start=lambda stop: None)
+    assert "OTHER VERSIONS: the checkpoint was written with torch 0.4.1 (now " in capsys.readouterr().out
+
+
+def test_a_dry_run_of_a_resumed_run_prints_its_settings_and_trains_nothing(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = load_settings(RunSettings, file=recipe, overrides=["seed=41"])
+    RunDirectory.create(tmp_path / "run", settings).release()
+    assert main(["train", "--resume", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert "seed = 41" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.toml", "lock"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("eval", "--run", "r", "--method", "reflexion"), "--method goes with --adapt"),
+        (("buffer", "build", "--out", "b.sqlite", "--endpoint-model", "m"), "--endpoint-model goes with --endpoint"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(
+    arguments: tuple[str, ...], says: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, str(recipe)]) == 2
+    assert says in capsys.readouterr().err

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from outrider.algorithms.empo2 import Empo2Settings, never_shows_a_tip
 from outrider.environments.tool_episode import EpisodeConfig
+from outrider.trace import Trace
 from outrider.train.settings import RunSettings
 
 _MAX_CHARS = 300
@@ -15,6 +16,12 @@ def fault_line(reasons: Sequence[str]) -> str:
         return ""
     first = reasons[0] if len(reasons[0]) <= _MAX_CHARS else reasons[0][:_MAX_CHARS] + "..."
     return first + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
+
+
+def lost_reasons(traces: Sequence[Trace]) -> list[str]:
+    """Why rollouts were lost for good, in the order of tasks and rollouts."""
+    leaves = [(trace.task.key, leaf) for trace in traces for leaf, _ in trace.rollouts()]
+    return [f"{key}: {leaf.detail}" for key, leaf in leaves if leaf.outcome.is_fault]
 
 
 def step_alarms(settings: RunSettings, *, step: int, values: Mapping[str, float], fault_reasons: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from outrider.rollout.expert import play_experts
+from outrider.train.alarms import fault_line, lost_reasons
 from outrider.train.components import Components
 from outrider.train.sft import cold_start, successful_paths
 
@@ -35,6 +36,8 @@ def imitate_experts(
         max_retries=settings.train.max_retries,
     )
     parts.family.close()
+    if lost := lost_reasons(traces):
+        note(f"cold start: {len(lost)} of {len(tasks)} expert rollouts were lost to faults: {fault_line(lost)}")
     paths = successful_paths(traces)
     note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task")
     stage("cold start: fine-tuning", settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size))

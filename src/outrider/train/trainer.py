@@ -12,7 +12,7 @@ from outrider.errors import EnvironmentFault
 from outrider.evals.runner import evaluate
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
-from outrider.train.alarms import fault_line, no_tips_alarm, skipped_alarms, step_alarms
+from outrider.train.alarms import fault_line, lost_reasons, no_tips_alarm, skipped_alarms, step_alarms
 from outrider.train.checkpoint import checkpoints_newest_first
 from outrider.train.components import Components
 from outrider.train.credit_stage import credit_step
@@ -194,7 +194,7 @@ class Trainer:
         except _StopRequested:
             state.restore_hook_counts(counts)  # the step is given up: it will be played again, to the same bits
             raise
-        replayed, mixed = mix_in(parts, report.traces, step=state.step)
+        replayed, mixed = mix_in(parts, report.traces, step=state.step, note=self.progress.note)
         rolled = time.perf_counter()
         parts.engine.free_cache()
         credits_ = credit_step(parts, report.trained)
@@ -247,7 +247,7 @@ class Trainer:
         self._stage(f"evaluate {label}", len(self.parts.test_tasks) * settings.num_samples)
         scheduler = self.scheduler(training=False)
         evaluation, traces = evaluate(scheduler, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step)
-        lost = [f"{trace.task.key}: {leaf.detail}" for trace in traces for leaf, _ in trace.rollouts() if leaf.outcome.is_fault]
+        lost = lost_reasons(traces)
         if not evaluation.num_tasks:
             raise EnvironmentFault(
                 f"the evaluation {label!r} has no result, every rollout was lost to a fault: {fault_line(lost)}"
