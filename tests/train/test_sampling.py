@@ -64,7 +64,10 @@ class FakeScheduler:
         self.calls: list[list[str]] = []
         self.groups: list[int] = []
 
-    def run(self, tasks: Sequence[Task], *, modes: Callable[[int], Sequence[str]], training_step: int) -> RolloutReport:
+    def run(
+        self, tasks: Sequence[Task], *, modes: Callable[[int], Sequence[str]], training_step: int, continued: bool
+    ) -> RolloutReport:
+        assert continued == bool(self.calls)  # one step is one batch, however many rounds it takes
         self.calls.append([task.key for task in tasks])
         self.groups += [int(modes(number)[0]) for number in range(len(tasks))]
         traces = [

@@ -64,10 +64,11 @@ class Scheduler:
     limits_calls: bool = False  # a batch's cap on calls is for training: an evaluation must not depend on its size
     on_finished: Callable[[int, int], None] | None = None  # rollouts done and owed: live progress
 
-    def run(self, tasks: Sequence[Task], *, modes: Modes, training_step: int) -> RolloutReport:
+    def run(self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False) -> RolloutReport:
         """Play ``len(modes)`` rollouts of every task; rollout i of a group has mode ``modes[i]``.
 
-        A function of the group's number gives every group its own; all groups have one size.
+        A function of the group's number gives every group its own; all groups have one size. ``continued``: these are further tasks of the
+        batch before, which share what is left of its calls.
 
         Raises ValueError when two tasks share a key (their random streams would coincide).
         """
@@ -78,11 +79,11 @@ class Scheduler:
             if len({len(one) for one in each}) > 1:
                 raise ValueError("groups of one batch differ in size")
             traces = [Trace(task=task, modes=one) for task, one in zip(tasks, each, strict=True)]
-            return asyncio.run(self._run(traces, training_step))
+            return asyncio.run(self._run(traces, training_step, continued=continued))
         except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
             raise _first(group) from group
 
-    async def _run(self, traces: list[Trace], training_step: int) -> RolloutReport:
+    async def _run(self, traces: list[Trace], training_step: int, *, continued: bool) -> RolloutReport:
         size = len(traces[0].modes) if traces else 0
         forks: list[Fork] = []
         book = self._book(traces, size=size, training_step=training_step, forks=forks)
@@ -101,7 +102,7 @@ class Scheduler:
             on_point=book.passed if isinstance(book, ExpansionBook) else None,
         )
         numbers = {trace.task.key: number for number, trace in enumerate(traces)}
-        rounds = self.factory if isinstance(self.factory, RoundAware) else _NoRounds()
+        rounds = self._rounds(continued=continued)
         faults = FaultLog()
         ended: set[str] = set()  # rollouts whose keys and values the engine still has
         needed: dict[str, int] = {}  # rollout -> number of batches when a fork of it was last waiting for its first
@@ -132,7 +133,6 @@ class Scheduler:
                 self.on_finished(sum(len(trace.leaves) for trace in traces), len(traces) * size)
             batcher.leave()  # not after an exception: it would start one more batch for workers that end anyway
 
-        rounds.begin_batch(limited=self.limits_calls)
         try:
             async with asyncio.TaskGroup() as group:
                 admit(0)
@@ -141,13 +141,14 @@ class Scheduler:
             await self._close_all([fork.environment for fork in forks if fork.environment is not None], faults)
         for trace in traces:
             self._complete(trace, size)
-        return RolloutReport(
-            traces=traces,
-            num_batches=batcher.num_batches,
-            num_retries=faults.counts["retries"],
-            faults=faults.counts,
-            fault_reasons=faults.reasons,
-        )
+        return _report(traces, batcher, faults)
+
+    def _rounds(self, *, continued: bool) -> RoundAware:
+        """What the environments share; a new batch has it afresh."""
+        rounds = self.factory if isinstance(self.factory, RoundAware) else _NoRounds()
+        if not continued:
+            rounds.begin_batch(limited=self.limits_calls)
+        return rounds
 
     def _book(self, traces: Sequence[Trace], *, size: int, training_step: int, forks: list[Fork]) -> GroupBook | ExpansionBook:
         """Who begins when, as the hooks want it; what is put into ``forks`` is closed at the end."""
@@ -206,6 +207,16 @@ class _NoRounds:
 
     def begin_round(self) -> None:
         """Nothing to do."""
+
+
+def _report(traces: list[Trace], batcher: RoundBatcher, faults: FaultLog) -> RolloutReport:
+    return RolloutReport(
+        traces=traces,
+        num_batches=batcher.num_batches,
+        num_retries=faults.counts["retries"],
+        faults=faults.counts,
+        fault_reasons=faults.reasons,
+    )
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -119,7 +119,8 @@ def sample_step(
         tasks, cursor = order.take(num_groups - len(trained), cursor=cursor, seen={trace.task.key for trace in played})
         if not tasks:
             break
-        report = scheduler.run(tasks, modes=partial(_modes_behind, modes, len(played)), training_step=step)
+        numbered = partial(_modes_behind, modes, len(played))
+        report = scheduler.run(tasks, modes=numbered, training_step=step, continued=num_batches > 0)
         played += report.traces
         trained += report.traces if rule is None else groups_worth_training(report.traces, rule)
         faults += report.faults
