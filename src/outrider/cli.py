@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
 from types import FrameType
 from typing import Final
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"outrider: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("outrider: interrupted; continue with: outrider train --resume RUN", file=sys.stderr)
+        print(f"outrider: interrupted{parsed.interrupted}", file=sys.stderr)
         return 130
 
 
@@ -56,6 +57,7 @@ def _positive(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="outrider", description="Train LLM agents to explore.")
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(interrupted="")  # how to go on after Ctrl-C, where that is possible
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train from a recipe, or continue a run")
@@ -66,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--model", help="short for model.name=...")
     train.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-    train.set_defaults(command=_train)
+    train.set_defaults(command=_train, interrupted="; continue with: outrider train --resume RUN")
 
     _add_eval(commands)
     _add_buffer(commands)
@@ -127,7 +129,7 @@ def _add_buffer(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     build.add_argument("--endpoint", help="OpenAI-compatible base URL of an off-policy agent (default: the environment's expert)")
     build.add_argument("--endpoint-model", default="default")
     build.add_argument("--num-trajectories", type=int, default=16, help="per task, from an endpoint")
-    build.set_defaults(command=_buffer_build)
+    build.set_defaults(command=_buffer_build, interrupted="; the same command continues")
     imported = buffer.add_parser("import", help="add chat trajectories from JSONL or Parquet")
     imported.add_argument("file", type=Path)
     imported.add_argument("--out", type=Path, required=True)
@@ -135,7 +137,7 @@ def _add_buffer(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     imported.add_argument("--keep-best", type=int, default=5)
     imported.add_argument("--min-reward", type=float)
     imported.add_argument("--skip-malformed", action="store_true", help="count malformed lines instead of stopping at the first")
-    imported.set_defaults(command=_buffer_import)
+    imported.set_defaults(command=_buffer_import, interrupted="; the same command continues")
     for name, command in (("stats", _buffer_stats), ("query", _buffer_query)):
         action = buffer.add_parser(name)
         action.add_argument("file", type=Path)
@@ -168,6 +170,9 @@ def _train(parsed: argparse.Namespace) -> int:
     if parsed.resume is not None:
         if parsed.overrides or parsed.run or parsed.model:
             raise ConfigError("a resumed run keeps its settings and its directory")
+        if parsed.dry_run:
+            print(to_toml(load_settings(RunSettings, file=parsed.resume / "config.toml").model_dump(mode="json")))
+            return 0
         return _stoppable(lambda stop: run_training(RunDirectory.open(parsed.resume), progress=parsed.progress, on_start=stop))
     settings = load_settings(RunSettings, file=parsed.recipe, overrides=_overrides(parsed))
     if parsed.dry_run:
@@ -181,16 +186,27 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _stoppable(run: Callable[[Callable[[Callable[[], None]], None]], None]) -> int:
-    """SIGTERM asks the trainer to write a checkpoint of what is finished and leave."""
+    """SIGTERM and the first Ctrl-C ask the trainer to write a checkpoint of what is finished and leave; a second one ends it at once."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    interrupted = Event()
 
     def install(request_stop: Callable[[], None]) -> None:
         def handler(number: int, frame: FrameType | None) -> None:
             request_stop()
+            if number == signal.SIGINT:
+                interrupted.set()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.write(2, b"\noutrider: stopping; what is finished goes into a checkpoint. Ctrl-C again ends at once.\n")
 
         signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGINT, handler)
 
-    run(install)
-    return 0
+    try:
+        run(install)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 130 if interrupted.is_set() else 0
 
 
 _TASK_FLAGS: Final = {  # of `eval`: what each is short for
@@ -223,11 +239,8 @@ def _eval_tasks(parsed: argparse.Namespace) -> int:
         raise ConfigError("--tasks goes with neither a recipe nor --adapt")
     short = [f"{key}={vars(parsed)[name]}" for name, key in _TASK_FLAGS.items() if vars(parsed)[name] is not None]
     settings = load_settings(PanelSettings, file=None, overrides=[*parsed.overrides, *short])
-    try:
-        return evaluate_tasks(settings, parsed.run, progress=parsed.progress)
-    except KeyboardInterrupt:
-        print("outrider: interrupted; the same command continues", file=sys.stderr)
-        return 130
+    parsed.interrupted = "; the same command continues"
+    return evaluate_tasks(settings, parsed.run, progress=parsed.progress)
 
 
 def _eval_recipe(parsed: argparse.Namespace) -> int:
@@ -235,6 +248,8 @@ def _eval_recipe(parsed: argparse.Namespace) -> int:
     from outrider.train.settings import RunSettings
     from outrider.train.start import run_training
 
+    if parsed.method != "tips" and parsed.adapt is None:
+        raise ConfigError("--method goes with --adapt K")
     overrides = ["train.num_steps=0", "cold_start.num_examples=0", *_overrides(parsed)]
     if parsed.checkpoint:
         overrides.append(f"model.initial_checkpoint={parsed.checkpoint}")
@@ -253,6 +268,8 @@ def _buffer_build(parsed: argparse.Namespace) -> int:
     from outrider.train.buffer_commands import build_buffer
     from outrider.train.settings import RunSettings
 
+    if parsed.endpoint is None and parsed.endpoint_model != "default":
+        raise ConfigError("--endpoint-model goes with --endpoint URL")
     settings = load_settings(RunSettings, file=parsed.recipe, overrides=parsed.overrides)
     return build_buffer(
         settings,

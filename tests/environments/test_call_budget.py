@@ -36,7 +36,9 @@ class Slow:
         """Nothing to release."""
 
 
-def play(limit: int | None, *, seconds: float = 0.0, num_steps: int = 1, training: bool = True) -> tuple[list[list[Trace]], Slow]:
+def play(
+    limit: int | None, *, seconds: float = 0.0, num_steps: int = 1, training: bool = True, continued: bool = False
+) -> tuple[list[list[Trace]], Slow]:
     def script(request: Request, text: str) -> str:
         turn = int(request.request_id.rsplit("/", 1)[1])
         return f"<search>{request.request_id}</search>" if turn < 4 and OVER_LIMIT not in text else "<answer>x</answer>"
@@ -48,7 +50,10 @@ def play(limit: int | None, *, seconds: float = 0.0, num_steps: int = 1, trainin
         limits=Limits(max_turns=8, step_timeout_s=10), sampling=Sampling(stop=("</search>", "</answer>")), run_seed=0,
         limits_calls=training,
     )  # fmt: skip
-    return [runs.run(tasks(2), modes=("m",) * 3, training_step=step).traces for step in range(num_steps)], tool
+    played = [
+        runs.run(tasks(2), modes=("m",) * 3, training_step=step, continued=continued and step > 0) for step in range(num_steps)
+    ]
+    return [report.traces for report in played], tool
 
 
 def texts(traces: Sequence[Trace]) -> list[list[str]]:
@@ -72,6 +77,13 @@ def test_who_is_refused_does_not_depend_on_who_is_fast() -> None:
 def test_every_batch_has_its_calls() -> None:
     steps, tool = play(6, num_steps=3)
     assert tool.num_runs == 18 and all(rollout_metrics(traces)["rollout/num_tool_calls"] == 6 for traces in steps)
+
+
+def test_further_rounds_of_a_step_share_its_calls() -> None:
+    """Dynamic sampling plays more tasks in the same step: the limit is the step's and not each round's."""
+    steps, tool = play(6, num_steps=3, continued=True)
+    assert tool.num_runs == 6
+    assert [rollout_metrics(traces)["rollout/num_tool_calls"] for traces in steps] == [6, 0, 0]
 
 
 def test_an_evaluation_is_not_limited() -> None:

@@ -22,7 +22,9 @@ from pydantic import ValidationError
 from outrider.environments import textworld_games
 from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, StepResult, TaskFamily
 from outrider.environments.textworld import TextWorldConfig, TextWorldEnvironment, TextWorldFamily, refusal
-from outrider.environments.textworld_games import Cooking, GameShelf, Opening, Reply, Split, StoryGame
+from outrider.environments.textworld_games import GameShelf
+from outrider.environments.textworld_kinds import Cooking, Split
+from outrider.environments.textworld_play import Opening, Reply, StoryGame, clean, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 
@@ -181,10 +183,10 @@ def test_the_list_of_commands_is_shown_only_on_demand() -> None:
 def test_a_player_reads_neither_banner_nor_status_line_nor_the_question_after_the_end() -> None:
     banner = "\n\n   ________  __    __ \n  |        \\|  \\  |  \\\n   \\$$$$$$$$| $$  | $$\n    \\$$ >$$ \n"
     scene = "Find it. It costs $5.\n\n\n\n-= Attic =-\nDark."
-    shown = textworld_games.clean(f"{banner}\n{scene}\n\n>      -= Attic =-0/1")
+    shown = clean(f"{banner}\n{scene}\n\n>      -= Attic =-0/1")
     assert shown == "Find it. It costs $5.\n\n-= Attic =-\nDark."
     end = "\nTaken.\n\n\n      *** The End ***\n\nYou scored 1.\n\n\nWould you like to RESTART, RESTORE a saved game, QUIT?\n>  -= A =-1/3"
-    assert textworld_games.clean(end) == "Taken.\n\n*** The End ***\n\nYou scored 1."
+    assert clean(end) == "Taken.\n\n*** The End ***\n\nYou scored 1."
 
 
 # --- closing ---
@@ -380,7 +382,7 @@ def family(families: tuple[TextWorldFamily, ...]) -> TextWorldFamily:
 
 @pytest.fixture(scope="session")
 def gold(family: TextWorldFamily) -> tuple[str, ...]:
-    return textworld_games.walkthrough(family.config.shelf().story("train", 0))
+    return walkthrough(family.config.shelf().story("train", 0))
 
 
 def start(family: TextWorldFamily) -> TextWorldEnvironment:

@@ -288,6 +288,37 @@ def test_compact_deletes_only_what_no_checkpoint_needs(tmp_path: Path) -> None:
             buffer.snapshot(2)
 
 
+def test_a_reader_of_an_earlier_revision_sees_whole_trajectories_as_they_were_then(tmp_path: Path) -> None:
+    """Retrieval of trajectories asks for the steps that follow a hit: they must not vanish because a better one came since."""
+    with open_writer(tmp_path) as writer:
+        writer.add_trajectories([make_trajectory("a", reward=0.5)], keep_best=1)
+        reader = StepTraceBuffer(writer.path, HashEmbedder(), mode="read")
+        with writer.snapshot(writer.revision) as pinned:
+            steps = writer.trajectory("a")
+            writer.add_trajectories([make_trajectory("b", reward=0.9)], keep_best=1)
+            assert len(steps) == 3 and pinned.trajectory("a") == reader.trajectory("a") == steps
+            assert pinned.trajectory("b") == reader.trajectory("b") == []
+        assert writer.trajectory("a") == [] and len(writer.trajectory("b")) == 3
+        reader.close()
+
+
+def test_a_reader_goes_back_to_the_revision_of_a_checkpoint_and_stays_there(tmp_path: Path) -> None:
+    with open_writer(tmp_path) as writer:
+        writer.add_trajectories([make_trajectory("a")])
+        at_first = everything(writer)
+        writer.add_trajectories([make_trajectory("b")])
+        reader = StepTraceBuffer(writer.path, HashEmbedder(), mode="read")
+        assert len(everything(reader)) == 6
+        reader.pin(1)
+        assert (everything(reader), reader.revision, reader.refresh()) == (at_first, 1, 1)
+        with pytest.raises(CheckpointError, match="revision 9 is not in the buffer"):
+            reader.pin(9)
+        assert everything(reader) == at_first
+        with pytest.raises(CheckpointError, match="at revision 2, the checkpoint used 1"):
+            writer.pin(1)
+        reader.close()
+
+
 def test_reader_refreshes_and_pickles_by_path(tmp_path: Path) -> None:
     with open_writer(tmp_path) as writer:
         writer.add_trajectories([make_trajectory("a")])

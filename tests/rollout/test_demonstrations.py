@@ -90,7 +90,10 @@ def test_experts_are_asked_once_a_task_and_faults_are_counted_and_tried_again() 
     family, algorithm = Expert(3), luffy()
     parts = parts_of(family, algorithm)
     family.num_refusals = 2  # both tries of the first task
-    assert demonstrate(parts, algorithm, groups(family), step=STEP) == {"luffy/num_groups_without": 2.0, "luffy/num_faults": 1.0}
+    told: list[str] = []
+    metrics = demonstrate(parts, algorithm, groups(family), step=STEP, note=told.append)
+    assert metrics == {"luffy/num_groups_without": 2.0, "luffy/num_faults": 1.0}
+    assert len(told) == 1 and "1 demonstrations were lost to faults: the expert of toy/0: " in told[0]
     assert family.num_asked == 4 and family.num_closes == 1
     assert demonstrate(parts, algorithm, groups(family), step=STEP)["luffy/num_groups_without"] == 1.0
     assert family.num_asked == 5 and family.num_closes == 2
@@ -102,7 +105,9 @@ def test_a_demonstration_that_infrastructure_broke_is_masked() -> None:
     family, algorithm = Expert(1), luffy()
     traces = groups(family)
     family.broken = {"toy/0"}
-    assert demonstrate(parts_of(family, algorithm), algorithm, traces, step=STEP)["luffy/num_faults"] == 1.0
+    told: list[str] = []
+    metrics = demonstrate(parts_of(family, algorithm), algorithm, traces, step=STEP, note=told.append)
+    assert metrics["luffy/num_faults"] == 1.0 and "lost to faults: toy/0: " in told[0]
     leaf = traces[0].leaves[2]
     assert leaf.is_demonstration and leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None
     assert algorithm.credit(traces[0]).advantages.assigned.tolist() == [True, True, False]

@@ -1,6 +1,7 @@
 """One rollout: every outcome, the token budgets, cuts, and what hooks may do."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -125,6 +126,19 @@ def test_an_engine_fault() -> None:
     runs = scheduler(scripted(script), Factory(lambda task, number: Fake(on_step=lambda n, t: END)), max_retries=0)
     leaf = runs.run(tasks(1), modes=("on_policy",), training_step=0).traces[0].leaves[0]
     assert (leaf.outcome, leaf.episode_return, leaf.detail) == (Outcome.ENGINE_FAULT, None, "gone")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_step_reward_or_return_that_is_no_number_is_a_fault_of_the_environment(value: float) -> None:
+    """One such value would reach every rollout of its group through the statistics."""
+    ended = StepResult(message=None, done=True, reward=value)
+
+    def outcome_of(environment: Fake) -> Leaf:
+        runs = scheduler(scripted(lambda r, c: "a."), Factory(lambda task, number: environment), max_retries=0)
+        return runs.run(tasks(1), modes=("m",), training_step=0).traces[0].leaves[0]
+
+    for leaf in (outcome_of(Fake(on_step=lambda n, t: ended)), outcome_of(Fake(on_step=lambda n, t: END, episode_return=value))):
+        assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None and str(value) in leaf.detail
 
 
 def test_a_cancelled_generation() -> None:

@@ -135,6 +135,8 @@ def test_a_fault_is_retried_with_a_fresh_environment_and_then_masked(place: str,
     outcome = Outcome.TOOL_FAULT if place == "step" else Outcome.ENVIRONMENT_FAULT
     assert report.faults[outcome.value] == num_broken and report.num_retries == min(num_broken, 2)
     assert len(calls) == min(num_broken + 1, 3)
+    assert len(report.fault_reasons) == num_broken  # also those that a retry made good
+    assert all(one.startswith(f"{outcome.value} in task 0, rollout 0: ") for one in report.fault_reasons)
     if num_broken == 3:
         assert leaf.outcome is outcome and leaf.episode_return is None and leaf.node_id is None
     else:
@@ -190,6 +192,7 @@ def test_an_environment_that_breaks_while_it_closes_changes_no_outcome_and_is_co
     )
     assert {leaf.outcome for leaf in report.traces[0].leaves.values()} == {Outcome.FINISHED}
     assert report.faults == Counter({"close": 3})
+    assert len(report.fault_reasons) == 3 and all(one.startswith("closing an environment: ") for one in report.fault_reasons)
 
 
 def test_an_engine_fault_hits_the_whole_batch_and_is_retried() -> None:
@@ -208,6 +211,9 @@ def test_an_engine_fault_hits_the_whole_batch_and_is_retried() -> None:
     )
     assert all(leaf.outcome is Outcome.FINISHED for trace in report.traces for leaf in trace.leaves.values())
     assert report.faults == Counter({"engine_fault": 4, "retries": 4})
+    assert list(report.fault_reasons) == [
+        f"engine_fault in task {task}, rollout {rollout}: first batch" for task in range(2) for rollout in range(2)
+    ]
 
 
 def test_a_bug_in_the_engine_ends_the_run_loudly_and_does_not_hang() -> None:
@@ -218,19 +224,6 @@ def test_a_bug_in_the_engine_ends_the_run_loudly_and_does_not_hang() -> None:
     with pytest.raises(ZeroDivisionError):
         scheduler(scripted(script), factory).run(tasks(3), modes=("m",) * 2, training_step=0)
     assert all(environment.num_closed == 1 for environment in factory.made)  # type: ignore[attr-defined]
-
-
-def test_a_stopped_run_owes_cancelled_outcomes() -> None:
-    runs = scheduler(scripted(lambda r, c: "a."), Factory(lambda task, number: Fake(on_step=lambda n, t: END)), max_concurrent=1)
-
-    def make(task: Any, number: int) -> Fake:
-        runs.stopped = number == 1
-        return Fake(on_step=lambda n, t: END)
-
-    runs.factory = Factory(make)
-    leaves = runs.run(tasks(1), modes=("m",) * 4, training_step=0).traces[0].leaves
-    assert [leaves[i].outcome for i in range(4)] == [Outcome.FINISHED] * 2 + [Outcome.CANCELLED] * 2
-    assert leaves[3].episode_return is None
 
 
 def test_two_tasks_with_one_key_are_refused() -> None:

@@ -3,7 +3,11 @@
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from outrider.config import load_settings
+from outrider.errors import ConfigError
+from outrider.train import run_directory
 from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
 
@@ -21,3 +25,38 @@ def test_a_named_precision_stays(tmp_path: Path) -> None:
     settings = load_settings(RunSettings, file=RECIPE, overrides=["model.precision=bfloat16"])
     RunDirectory.create(tmp_path / "run", settings)
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["model"]["precision"] == "bfloat16"
+
+
+def test_two_processes_that_create_one_run_at_the_same_time_do_not_write_over_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one comes between the first look at the folder and the first file."""
+    settings = load_settings(RunSettings, file=RECIPE, overrides=["model.precision=float32"])
+    others = []
+
+    def other_process_is_faster(precision: str, device: str) -> str:
+        monkeypatch.undo()
+        others.append(RunDirectory.create(tmp_path / "run", settings.model_copy(update={"seed": 7})))
+        return precision
+
+    monkeypatch.setattr(run_directory, "resolve_precision", other_process_is_faster)
+    with pytest.raises(ConfigError, match="in use by another process"):
+        RunDirectory.create(tmp_path / "run", settings)
+    assert tomllib.loads((others[0].path / "config.toml").read_text())["seed"] == 7
+
+
+def test_a_folder_in_which_a_kill_left_only_the_beginning_of_a_run_is_free(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "lock").touch()
+    (folder / "config.toml.tmp").write_text("seed =")
+    settings = load_settings(RunSettings, file=RECIPE)
+    RunDirectory.create(folder, settings)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "lock"]
+
+
+def test_a_folder_with_files_of_others_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("text")
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

@@ -1,6 +1,7 @@
 """Which tasks a step plays and which groups it trains on: the order, its cursor, and dynamic sampling with its bound."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,18 @@ class FakeScheduler:
         self.calls: list[list[str]] = []
         self.groups: list[int] = []
 
-    def run(self, tasks: Sequence[Task], *, modes: Callable[[int], Sequence[str]], training_step: int) -> RolloutReport:
+    def run(
+        self, tasks: Sequence[Task], *, modes: Callable[[int], Sequence[str]], training_step: int, continued: bool
+    ) -> RolloutReport:
+        assert continued == bool(self.calls)  # one step is one batch, however many rounds it takes
         self.calls.append([task.key for task in tasks])
         self.groups += [int(modes(number)[0]) for number in range(len(tasks))]
         traces = [
             trace_of([Played(value=value) for value in self.returns(int(task.key[1:]), len(self.calls))], key=task.key)
             for task in tasks
         ]
-        return RolloutReport(traces=traces, num_batches=1, num_retries=1)
+        told = (f"call {len(self.calls)}",)
+        return RolloutReport(traces=traces, num_batches=1, num_retries=1, faults=Counter({"retries": 1}), fault_reasons=told)
 
 
 def play(scheduler: Any, *, num_tasks: int = 12, rule: DynamicSamplingSettings | None, cursor: int = 0) -> SampledStep:
@@ -92,7 +97,8 @@ def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
         found += sum(int(key[1:]) % 3 == 0 for key in call)
     flat = [key for call in scheduler.calls for key in call]
     assert len(set(flat)) == len(flat) == len(step.traces) and scheduler.groups == list(range(len(flat)))
-    assert step.num_retries == len(scheduler.calls) and step.num_extra_batches == len(scheduler.calls) - 1
+    assert step.faults == {"retries": len(scheduler.calls)} and len(step.fault_reasons) == len(scheduler.calls)
+    assert step.num_extra_batches == len(scheduler.calls) - 1
     assert step.metrics(4) == {
         "group/num_dropped": len(flat) - 4, "group/num_missing": 0.0, "group/num_extra_batches": step.num_extra_batches,
     }  # fmt: skip

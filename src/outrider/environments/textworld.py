@@ -20,7 +20,9 @@ from pydantic import Field, model_validator
 from outrider.config import Settings
 from outrider.environments import scienceworld_text, textworld_games
 from outrider.environments.base import EpisodeResult, StepResult, played_steps
-from outrider.environments.textworld_games import Game, GameSettings, GameShelf, Opening, QuestGame, Split, StoryGame
+from outrider.environments.textworld_games import GameShelf
+from outrider.environments.textworld_kinds import GameSettings, QuestGame, Split
+from outrider.environments.textworld_play import Game, Opening, StoryGame, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message, Step, Task
 
@@ -296,7 +298,7 @@ class TextWorldFamily:
         environment = TextWorldEnvironment(task=task, config=self.config, open_game=self._open)
         try:
             environment.reset(seed)
-            commands = textworld_games.walkthrough(shelf.story(*key))
+            commands = walkthrough(shelf.story(*key))
             steps = played_steps(environment, [scienceworld_text.render_action(command) for command in commands])
         finally:
             environment.close()

@@ -1,4 +1,4 @@
-"""TextWorld games (Côté et al. 2018, arXiv 1806.11532): which can be made, the shelf of made ones on disk, and playing one.
+"""The shelf of made TextWorld games on disk, and how they are made.
 
 Games are made by a child process (``python -m`` of this module) with a fixed order of hashing: TextWorld's own order of sets
 reaches the bytes of some games, and its generator keeps state for the whole process. A game is kept only when its own
@@ -8,26 +8,24 @@ walkthrough wins it.
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Protocol
-
-from pydantic import Field, model_validator
+from typing import Any, Final
 
 from outrider.config import Settings
+from outrider.environments.textworld_kinds import CoinCollector, Cooking, GameSettings, QuestGame, Split, TreasureHunter
+from outrider.environments.textworld_play import StoryGame, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault
 from outrider.seeding import stream
 
 PACKAGE_VERSION: Final = "1.7.0"
-MAX_ROOMS: Final = 100
 MAX_ATTEMPTS: Final = 20
 """Draws after which a game counts as impossible with its settings."""
 _FORMAT: Final = 1  # raise it when our way of making games changes: old ones are then made again
@@ -35,88 +33,7 @@ _IMPOSSIBLE: Final = 3  # exit status of the child
 _LEAD_S: Final = 60.0  # starting Python and loading the package, on a busy machine
 _SWITCHES: Final = ("INFORM_HOME", "TEXTWORLD_DEBUG", "TEXTWORLD_I6_DEBUG")  # would change games behind the shelf's back
 _SERIAL: Final = slice(0x12, 0x18)  # of a Z-machine story: the day of compilation; outside of the checksum
-# Games with the same rules share one object of the package that holds them. Its parser is not re-entrant, and its rules remember
-# what they were applied to: a game that lists commands adds to that whenever it starts, moves or is copied, and the copy of any
-# game walks through it ("dictionary changed size during iteration"). So all of these take turns.
-_RULES: Final = threading.Lock()
 _MAKING: Final = threading.Lock()  # the rollouts of a group want the same game at once: one makes it, the others wait
-
-Split = Literal["train", "valid", "test"]
-
-
-class QuestGame(Settings):
-    """A random house with a random quest: TextWorld's own generator."""
-
-    type: Literal["quest"] = "quest"
-    num_rooms: Annotated[int, Field(ge=1, le=MAX_ROOMS)] = 2
-    num_objects: Annotated[int, Field(ge=1)] = 4
-    """Things in the house; a quest that needs more gets more."""
-    quest_length: Annotated[int, Field(ge=1)] = 3
-    """Commands that the quest is made from; with several goals the shortest way can be shorter."""
-    quest_breadth: Annotated[int, Field(ge=1)] = 1
-    """Goals that the quest consists of, each a point."""
-    goal_only: bool = False
-    """Tell only the last command of the quest, neither the way there nor other goals."""
-
-    @model_validator(mode="after")
-    def _possible(self) -> "QuestGame":
-        if self.quest_breadth > self.quest_length:
-            raise ValueError("quest_breadth cannot be more than quest_length: a goal takes at least one command")
-        return self
-
-
-class CoinCollector(Settings):
-    """A chain of rooms with a coin at its end. Level 1-100 is its length; 101-150 the same with as many dead ends, 201-233 with
-    twice as many."""
-
-    type: Literal["coin_collector"] = "coin_collector"
-    level: Annotated[int, Field(ge=1, le=300)] = 5
-    goal_only: bool = True
-    """Tell only to take the coin and not the way there."""
-
-    @model_validator(mode="after")
-    def _possible(self) -> "CoinCollector":
-        shape, length = divmod(self.level - 1, 100)
-        if (shape + 1) * (length + 1) > MAX_ROOMS:
-            raise ValueError(f"level {self.level} has {(shape + 1) * (length + 1)} rooms, more than a game's {MAX_ROOMS}")
-        return self
-
-
-class TreasureHunter(Settings):
-    """A maze with one thing to take and one that loses the game; level 11 adds closed doors, level 21 locked ones."""
-
-    type: Literal["treasure_hunter"] = "treasure_hunter"
-    level: Annotated[int, Field(ge=1, le=30)] = 5
-    goal_only: bool = True
-    """Tell only the thing to take and not the way there."""
-
-
-class Cooking(Settings):
-    """Find a recipe, fetch and prepare its ingredients, eat (the First TextWorld Problems). Wrong preparation loses.
-
-    The splits differ in foods and preparations, as in the competition.
-    """
-
-    type: Literal["cooking"] = "cooking"
-    num_ingredients: Annotated[int, Field(ge=1, le=5)] = 1
-    num_to_find: Annotated[int, Field(ge=0, le=5)] = 1
-    """Ingredients that are not in the inventory at the start."""
-    num_rooms: Literal[1, 6, 9, 12] = 1
-    open: bool = False
-    """Whether doors and containers start closed."""
-    cook: bool = False
-    cut: bool = False
-    drop: bool = False
-    """Whether the inventory is limited."""
-
-    @model_validator(mode="after")
-    def _possible(self) -> "Cooking":
-        if self.num_to_find > self.num_ingredients:
-            raise ValueError("num_to_find cannot be more than num_ingredients")
-        return self
-
-
-GameSettings = Annotated[QuestGame | CoinCollector | TreasureHunter | Cooking, Field(discriminator="type")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,117 +115,6 @@ def _run_child(order: _Order, *, limit_s: float) -> "subprocess.CompletedProcess
         )
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFault(f"TextWorld made no game within {limit_s:g} s") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """What a game answered: its text, the points so far, and whether the game has ended."""
-
-    text: str
-    score: int
-    won: bool = False
-    lost: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """How a game starts: its goal and first room in words, the commands with their gaps, the points that it can give."""
-
-    text: str
-    command_templates: tuple[str, ...]
-    max_score: int
-
-
-class Game(Protocol):
-    """A started game. Calls of one game must not overlap; those of different games may."""
-
-    opening: Opening
-
-    def act(self, command: str) -> Reply:
-        """Perform a command. Raises EnvironmentFault when the interpreter broke."""
-        ...
-
-    def commands(self) -> tuple[str, ...]:
-        """The commands that the game understands now, sorted; needs a game that was started for it."""
-        ...
-
-    def copy(self) -> "Game":
-        """The same game at the same point, independent from then on."""
-        ...
-
-    def close(self) -> None:
-        """End the interpreter; may be called twice."""
-        ...
-
-
-class StoryGame:
-    """A story file in the package's interpreter, which loads a library of its own for every game (0.02-0.5 s)."""
-
-    def __init__(self, environment: Any, state: Any, *, with_commands: bool) -> None:
-        """Take over a started environment of the package; use :meth:`start`."""
-        self._environment = environment
-        self._state = state
-        self._with_commands = with_commands
-        templates = {re.sub(r"\{.*?\}", "OBJ", template) for template in state["command_templates"]}
-        self.opening = Opening(
-            text=clean(state["feedback"]), command_templates=tuple(sorted(templates)), max_score=int(state["max_score"])
-        )
-
-    @classmethod
-    def start(cls, story: Path, *, with_commands: bool) -> "StoryGame":
-        """Start a game; ``with_commands`` follows its logic too, which halves the speed. Raises EnvironmentFault."""
-        with _faults(f"cannot start the game {story} (delete its folder to have it made again)"):
-            import textworld
-
-            infos = textworld.EnvInfos(admissible_commands=with_commands)
-            with _RULES:
-                environment = textworld.start(str(story), infos)
-                return cls(environment, environment.reset(), with_commands=with_commands)
-
-    def act(self, command: str) -> Reply:
-        with _faults("the game broke"), _RULES if self._with_commands else nullcontext():
-            self._state, _, _ = self._environment.step(command)
-            state = self._state
-            return Reply(
-                text=clean(state["feedback"]), score=int(state["score"]), won=bool(state["won"]), lost=bool(state["lost"])
-            )
-
-    def commands(self) -> tuple[str, ...]:
-        return tuple(self._state["admissible_commands"])
-
-    def copy(self) -> "StoryGame":
-        with _faults("the game cannot be copied"), _RULES:
-            twin = StoryGame.__new__(StoryGame)
-            twin._environment, twin._state, twin.opening = self._environment.copy(), self._state, self.opening
-            twin._with_commands = self._with_commands
-            return twin
-
-    def close(self) -> None:
-        self._environment.close()
-
-
-def walkthrough(story: Path) -> tuple[str, ...]:
-    """The commands that win a made game. Raises EnvironmentFault where its description cannot be read."""
-    with _faults(f"cannot read the description of {story}"):
-        description = json.loads(story.with_suffix(".json").read_text(encoding="utf-8"))
-        return tuple(str(command) for command in description["metadata"]["walkthrough"])
-
-
-def clean(text: str) -> str:
-    """What a player reads: without the banner, the prompt with its status line, the question after the end, empty lines."""
-    text = re.sub(r"(?m)^[ _|\\/$<>]*[_|$][ _|\\/$<>]*$", "", text)
-    text = re.sub(r"\n>[^\n]*\Z", "", text.rstrip())
-    text = re.sub(r"\n\s*Would you like to RESTART, RESTORE a saved game.*\Z", "", text, flags=re.DOTALL)
-    lines = [line.strip() if "***" in line else line.rstrip() for line in text.splitlines()]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
-
-
-@contextmanager
-def _faults(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # whatever a package of this size raises, the episode is lost and the run goes on
-        raise EnvironmentFault(f"TextWorld: {what}: {type(error).__name__}: {error}") from error
 
 
 def main() -> int:

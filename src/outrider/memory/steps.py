@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import ConfigError, DataError
+from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.memory.embedder import Embedder, Vectors
 from outrider.memory.history import TokenCounter
 from outrider.memory.index import GrowingMatrix, Mask, search
@@ -184,12 +184,24 @@ class StepTraceBuffer:
         return self._store.records([drawn], generation=view.generation)[0]
 
     def trajectory(self, trajectory_id: str) -> list[StepRecord]:
-        """All steps of a trajectory that is now in the buffer, terminal ones too, in order; empty if it is not there."""
-        return self._store.records(self._store.step_ids(trajectory_id), generation=self._view.generation)
+        """All steps of a trajectory that queries can see, terminal ones too, in order; empty if it is not there."""
+        view = self._view
+        return self._store.records(self._store.step_ids(trajectory_id, revision=view.revision), generation=view.generation)
 
     def snapshot(self, revision: int) -> "StepTraceBuffer":
         """A reader pinned to an earlier revision."""
         return StepTraceBuffer(self.path, self.embedder, mode="read", revision=revision)
+
+    def pin(self, revision: int) -> None:
+        """Let this reader see the buffer as it was at the revision of a checkpoint, whatever a writer elsewhere has added since.
+
+        Raises :class:`~outrider.errors.CheckpointError` for a revision that it does not hold, and for a writer.
+        """
+        if self._writable:
+            raise CheckpointError(f"{self.path}: the buffer is at revision {self.revision}, the checkpoint used {revision}")
+        self._store.require(revision)
+        self._pinned = revision
+        self._view = self._load()
 
     def refresh(self) -> int:
         """Let a reader that is not pinned see what a writer elsewhere has done; returns the revision."""

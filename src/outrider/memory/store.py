@@ -16,36 +16,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import BufferCorrupt, CheckpointError, ConfigError, DataError
+from outrider.errors import BufferCorrupt, CheckpointError, DataError
 from outrider.memory.database import Database, checksum
-from outrider.memory.history import HISTORY_FORMAT, history_text
+from outrider.memory.history import history_text
 from outrider.memory.lock import WriterLock, writer_is_alive
 from outrider.memory.records import StepRecord
+from outrider.memory.store_format import check_file, create_tables, is_blank, meta
+from outrider.memory.store_load import NEVER, ROW_DTYPE, Loaded, load_all
 from outrider.types import Step
-
-FORMAT_VERSION = 1
-NEVER = 2**62
-"""The ``removed`` revision of a row that is still in the buffer."""
-
-ROW_DTYPE = np.dtype(
-    [(name, "i8") for name in ("step_id", "trajectory", "task", "added", "removed")] + [("reward", "f8"), ("terminal", "?")]
-)
-"""What the search needs to know of a step; ``task`` is a code given by the loader."""
-
-_APPLICATION_ID = 0x4F535442
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE trajectories (
-    trajectory_row INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_key TEXT NOT NULL, agent TEXT NOT NULL,
-    question TEXT NOT NULL, reward REAL NOT NULL, num_tokens INTEGER NOT NULL, first_step_id INTEGER NOT NULL,
-    num_steps INTEGER NOT NULL, added INTEGER NOT NULL, removed INTEGER NOT NULL, checksum INTEGER NOT NULL);
-CREATE INDEX trajectories_by_task ON trajectories (task_key);
-CREATE INDEX trajectories_by_id ON trajectories (trajectory_id);
-CREATE TABLE steps (
-    step_id INTEGER PRIMARY KEY, trajectory_row INTEGER NOT NULL, num_tokens INTEGER NOT NULL, is_terminal INTEGER NOT NULL,
-    checksum INTEGER NOT NULL, text TEXT NOT NULL, observation TEXT NOT NULL);
-CREATE TABLE vectors (step_id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, vector BLOB NOT NULL);
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +51,6 @@ class StoredTrajectory:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """All steps of the file, removed ones included: ``rows`` (:data:`ROW_DTYPE`), ``vectors`` ``[N, D]``, task codes."""
-
-    rows: NDArray[np.void]
-    vectors: NDArray[np.float32]
-    tasks: dict[str, int]
-    revision: int
-    generation: int
-
-
 class StepStore:
     """The file, opened for reading or as its only writer. Methods may be called from any thread.
 
@@ -98,14 +65,15 @@ class StepStore:
         self._dim = dim
         self._writer_lock = WriterLock(path) if writable else None
         try:
-            is_new = not path.exists() or self._is_blank()
+            is_new = not path.exists() or is_blank(path)
             if is_new and not writable:
                 raise DataError(f"{path}: no step-trace buffer there")
             if not is_new:
-                self._check(embedder)
+                announced = check_file(path, embedder=embedder, dim=dim)
+                self.lost_batch = announced and (writable or not writer_is_alive(path))
             self._database = Database(path, writable=writable)
             if is_new:
-                self._create(embedder)
+                create_tables(self._database, embedder=embedder, dim=dim)
         except BaseException:
             if self._writer_lock is not None:
                 self._writer_lock.release()
@@ -114,12 +82,12 @@ class StepStore:
     @property
     def revision(self) -> int:
         """Number of the last committed batch; 0 for a new buffer."""
-        return int(self._meta("revision"))
+        return self._meta("revision")
 
     @property
     def generation(self) -> int:
         """Raised by every rollback and compaction: the same revision of another generation may hold other rows."""
-        return int(self._meta("generation"))
+        return self._meta("generation")
 
     def close(self) -> None:
         """Release the file; may be called twice."""
@@ -129,24 +97,7 @@ class StepStore:
 
     def load(self) -> Loaded:
         """Read and verify everything that the search needs, in order of step id."""
-        # One transaction: a writer elsewhere may commit while this reads.
-        with self._database.transaction("BEGIN") as db:
-            revision, generation = self.revision, self.generation
-            tasks: dict[str, int] = {}
-            trajectories: dict[int, tuple[int, int, int, float]] = {}
-            query = """SELECT trajectory_row, added, removed, reward, checksum, task_key, trajectory_id, agent, question
-                       FROM trajectories ORDER BY trajectory_row"""
-            for row, added, removed, reward, crc, task_key, *texts in db.execute(query):
-                if crc != checksum(struct.pack("<d", reward), task_key, *texts):
-                    raise BufferCorrupt(f"{self.path}: trajectory {row} fails its checksum")
-                trajectories[row] = (tasks.setdefault(task_key, len(tasks)), added, removed, reward)
-            num_steps, num_trajectories = int(self._meta("num_steps")), int(self._meta("num_trajectories"))
-            if len(trajectories) != num_trajectories:
-                raise BufferCorrupt(f"{self.path}: {len(trajectories)} trajectories where {num_trajectories} were written")
-            rows = np.empty(num_steps, ROW_DTYPE)
-            vectors = np.empty((num_steps, self._dim), np.float32)
-            self._load_steps(trajectories, rows, vectors)
-        return Loaded(rows=rows, vectors=vectors, tasks=tasks, revision=revision, generation=generation)
+        return load_all(self._database, dim=self._dim)
 
     def live_trajectories(self, *, task_key: str | None = None, trajectory_id: str | None = None) -> list[StoredTrajectory]:
         """Trajectories now in the buffer with this task or this id, oldest first."""
@@ -186,8 +137,8 @@ class StepStore:
                     rows.append((step_id, row, -1, revision, NEVER, item.reward, step.is_terminal))
                     step_id += 1
             self._set_meta("revision", revision)
-            self._set_meta("num_trajectories", int(self._meta("num_trajectories")) + len(added))
-            self._set_meta("num_steps", int(self._meta("num_steps")) + len(rows))
+            self._set_meta("num_trajectories", self._meta("num_trajectories") + len(added))
+            self._set_meta("num_steps", self._meta("num_steps") + len(rows))
             db.execute("DELETE FROM meta WHERE key = 'open_batch'")
         return np.array(rows, ROW_DTYPE)
 
@@ -214,7 +165,7 @@ class StepStore:
 
     def require(self, revision: int) -> None:
         """Raise :class:`~outrider.errors.CheckpointError` unless this revision can be read."""
-        oldest, newest = int(self._meta("oldest_revision")), self.revision
+        oldest, newest = self._meta("oldest_revision"), self.revision
         if not oldest <= revision <= newest:
             raise CheckpointError(f"{self.path}: revision {revision} is not in the buffer, which holds {oldest} to {newest}")
 
@@ -228,11 +179,12 @@ class StepStore:
                 raise DataError(f"{self.path}: rolled back or compacted since it was loaded here; call refresh or open it again")
             return [self._record(int(step_id)) for step_id in step_ids]
 
-    def step_ids(self, trajectory_id: str) -> range:
-        """Ids of the steps of the live trajectory with this id; empty if there is none."""
-        query = f"SELECT first_step_id, num_steps FROM trajectories WHERE trajectory_id = ? AND removed = {NEVER}"
+    def step_ids(self, trajectory_id: str, *, revision: int) -> range:
+        """Ids of the steps of the trajectory that had this id at a revision; empty if there was none."""
+        query = """SELECT first_step_id, num_steps FROM trajectories
+                   WHERE trajectory_id = ? AND added <= ? AND removed > ?"""
         with self._database.guard() as db:
-            found = db.execute(query, (trajectory_id,)).fetchone()
+            found = db.execute(query, (trajectory_id, revision, revision)).fetchone()
         return range(found[0], found[0] + found[1]) if found else range(0)
 
     def trajectory_facts(self, revision: int) -> list[tuple[str, str, float, int, int]]:
@@ -242,65 +194,6 @@ class StepStore:
                    FROM trajectories t WHERE t.added <= ? AND t.removed > ? ORDER BY t.trajectory_row"""
         with self._database.guard() as db:
             return db.execute(query, (revision, revision)).fetchall()
-
-    def _is_blank(self) -> bool:
-        """Whether the file is a database without tables: a writer died before its first commit."""
-        self._database = Database(self.path, writable=False)
-        try:
-            with self._database.guard() as db:
-                return db.execute("SELECT 1 FROM sqlite_master").fetchone() is None
-        finally:
-            self._database.close()
-
-    def _check(self, embedder: str) -> None:
-        """Verify an existing file through a read-only connection, so that a damaged one is left as it is."""
-        self._database = Database(self.path, writable=False)
-        try:
-            with self._database.guard() as db:
-                if db.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
-                    raise DataError(f"{self.path}: not a step-trace buffer")
-                problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-                if problem != "ok":
-                    raise BufferCorrupt(f"{self.path}: damaged: {' '.join(str(problem).split())}")
-                for key, wanted in (("format_version", FORMAT_VERSION), ("history_format", HISTORY_FORMAT)):
-                    if self._meta(key) != wanted:
-                        raise DataError(f"{self.path}: {key} is {self._meta(key)}, this version of Outrider reads {wanted}")
-                if (self._meta("embedder"), self._meta("dim")) != (embedder, self._dim):
-                    built = f"{self._meta('embedder')!r} ({self._meta('dim')} dimensions)"
-                    raise ConfigError(f"{self.path}: built with embedder {built}, opened with {embedder!r} ({self._dim})")
-                marked = db.execute("SELECT 1 FROM meta WHERE key = 'open_batch'").fetchone() is not None
-            self.lost_batch = marked and (self._writer_lock is not None or not writer_is_alive(self.path))
-        finally:
-            self._database.close()
-
-    def _create(self, embedder: str) -> None:
-        meta = {"format_version": FORMAT_VERSION, "history_format": HISTORY_FORMAT, "embedder": embedder, "dim": self._dim}
-        counters = {"revision": 0, "oldest_revision": 0, "generation": 0, "num_trajectories": 0, "num_steps": 0}
-        with self._database.transaction() as db:
-            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            for statement in _SCHEMA.split(";"):
-                db.execute(statement)
-            db.executemany("INSERT INTO meta VALUES (?, ?)", (meta | counters).items())
-
-    def _load_steps(
-        self, trajectories: dict[int, tuple[int, int, int, float]], rows: NDArray[np.void], vectors: NDArray[np.float32]
-    ) -> None:
-        query = """SELECT s.step_id, s.trajectory_row, s.is_terminal, v.checksum, v.vector
-                   FROM steps s JOIN vectors v ON v.step_id = s.step_id ORDER BY s.step_id"""
-        cursor = self._database.db.execute(query)
-        done = 0
-        while chunk := cursor.fetchmany(4096):
-            end = done + len(chunk)
-            if end > len(rows):
-                break
-            for step_id, row, _, crc, vector in chunk:
-                if row not in trajectories or len(vector) != 4 * self._dim or zlib.crc32(vector) != crc:
-                    raise BufferCorrupt(f"{self.path}: step {step_id} fails its checksum")
-            rows[done:end] = [(c[0], c[1], *trajectories[c[1]], bool(c[2])) for c in chunk]
-            vectors[done:end] = np.frombuffer(b"".join(c[4] for c in chunk), "<f4").reshape(len(chunk), self._dim)
-            done = end
-        if done != len(rows) or cursor.fetchone() is not None:
-            raise BufferCorrupt(f"{self.path}: the number of steps differs from the {len(rows)} that were written")
 
     def _insert(self, row: int, first_step_id: int, revision: int, item: NewTrajectory, vectors_TD: NDArray[np.float32]) -> None:
         crc = checksum(struct.pack("<d", item.reward), item.task_key, item.trajectory_id, item.agent, item.question)
@@ -362,13 +255,8 @@ class StepStore:
     def _next_id(self, table: str, column: str) -> int:
         return int(self._database.db.execute(f"SELECT coalesce(max({column}), 0) + 1 FROM {table}").fetchone()[0])
 
-    def _meta(self, key: str) -> str | int:
-        with self._database.guard() as db:
-            found = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        if found is None:
-            raise BufferCorrupt(f"{self.path}: metadata entry {key!r} is missing")
-        value: str | int = found[0]
-        return value
+    def _meta(self, key: str) -> int:
+        return int(meta(self._database, key))
 
     def _set_meta(self, key: str, value: int) -> None:
         self._database.db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Final, Literal, SupportsFloat, TypeAlias
 
+from outrider.durable import replace_file
 from outrider.errors import CheckpointError, DataError
 from outrider.metrics.declared import declared_metric
 
@@ -85,7 +86,7 @@ class MetricsWriter:
         if num_cut:
             lines = self.path.read_bytes().split(b"\n")
             os.close(self._fd)
-            _replace(self.path, b"".join(line + b"\n" for line in lines[:num_records]))
+            replace_file(self.path, b"".join(line + b"\n" for line in lines[:num_records]))
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND)
             del self._records[num_records:]
         return CutReport(num_kept=num_records, num_cut=num_cut)
@@ -112,7 +113,7 @@ class MetricsWriter:
         if tail:
             self.num_torn = 1
             _log.warning("%s: dropped a torn last line of %d bytes", self.path.name, len(tail))
-            _replace(self.path, b"".join(line + b"\n" for line in lines))
+            replace_file(self.path, b"".join(line + b"\n" for line in lines))
         return _parse(self.path, lines)
 
     def _append(self, line: bytes) -> None:
@@ -147,18 +148,3 @@ def _parse(path: Path, lines: Sequence[bytes]) -> list[tuple[int, str]]:
             raise DataError(f"{path.name} line {number} is damaged: {error}") from error
         records.append((step, kind))
     return records
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replace the file so that a kill leaves either the old content or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

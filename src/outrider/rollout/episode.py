@@ -176,6 +176,8 @@ class EpisodeRunner:
 
     async def _act(self, state: EpisodeState, action: str) -> StepResult:
         result = await self._guarded(state.environment.step, Message(role="assistant", content=action))
+        if not math.isfinite(result.reward):
+            raise EnvironmentFault(f"the environment gave a step reward of {result.reward}")
         state.actions.append(action)
         state.observations.append(observation_of(result))
         return result

@@ -14,6 +14,7 @@ from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Brancher, Fork, GroupBook, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
 from outrider.rollout.expansion import Expansion, ExpansionBook
+from outrider.rollout.faults import FaultLog, lost
 from outrider.rollout.hooks import Hook
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
@@ -27,13 +28,14 @@ class RolloutReport:
     """The groups in the order asked, and what was counted on the way.
 
     ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``, and ``close``: environments
-    that broke while they were closed, which changes no outcome.
+    that broke while they were closed, which changes no outcome. ``fault_reasons`` is what each of them said.
     """
 
     traces: list[Trace]
     num_batches: int
     num_retries: int
     faults: Counter[str] = field(default_factory=Counter)
+    fault_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,12 +63,12 @@ class Scheduler:
     max_retries: int = 2
     limits_calls: bool = False  # a batch's cap on calls is for training: an evaluation must not depend on its size
     on_finished: Callable[[int, int], None] | None = None  # rollouts done and owed: live progress
-    stopped: bool = False  # set by a signal handler: what has not started ends as cancelled
 
-    def run(self, tasks: Sequence[Task], *, modes: Modes, training_step: int) -> RolloutReport:
+    def run(self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False) -> RolloutReport:
         """Play ``len(modes)`` rollouts of every task; rollout i of a group has mode ``modes[i]``.
 
-        A function of the group's number gives every group its own; all groups have one size.
+        A function of the group's number gives every group its own; all groups have one size. ``continued``: these are further tasks of the
+        batch before, which share what is left of its calls.
 
         Raises ValueError when two tasks share a key (their random streams would coincide).
         """
@@ -77,11 +79,11 @@ class Scheduler:
             if len({len(one) for one in each}) > 1:
                 raise ValueError("groups of one batch differ in size")
             traces = [Trace(task=task, modes=one) for task, one in zip(tasks, each, strict=True)]
-            return asyncio.run(self._run(traces, training_step))
+            return asyncio.run(self._run(traces, training_step, continued=continued))
         except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
             raise _first(group) from group
 
-    async def _run(self, traces: list[Trace], training_step: int) -> RolloutReport:
+    async def _run(self, traces: list[Trace], training_step: int, *, continued: bool) -> RolloutReport:
         size = len(traces[0].modes) if traces else 0
         forks: list[Fork] = []
         book = self._book(traces, size=size, training_step=training_step, forks=forks)
@@ -100,8 +102,8 @@ class Scheduler:
             on_point=book.passed if isinstance(book, ExpansionBook) else None,
         )
         numbers = {trace.task.key: number for number, trace in enumerate(traces)}
-        rounds = self.factory if isinstance(self.factory, RoundAware) else _NoRounds()
-        faults: Counter[str] = Counter()
+        rounds = self._rounds(continued=continued)
+        faults = FaultLog()
         ended: set[str] = set()  # rollouts whose keys and values the engine still has
         needed: dict[str, int] = {}  # rollout -> number of batches when a fork of it was last waiting for its first
 
@@ -131,7 +133,6 @@ class Scheduler:
                 self.on_finished(sum(len(trace.leaves) for trace in traces), len(traces) * size)
             batcher.leave()  # not after an exception: it would start one more batch for workers that end anyway
 
-        rounds.begin_batch(limited=self.limits_calls)
         try:
             async with asyncio.TaskGroup() as group:
                 admit(0)
@@ -140,7 +141,14 @@ class Scheduler:
             await self._close_all([fork.environment for fork in forks if fork.environment is not None], faults)
         for trace in traces:
             self._complete(trace, size)
-        return RolloutReport(traces=traces, num_batches=batcher.num_batches, num_retries=faults["retries"], faults=faults)
+        return _report(traces, batcher, faults)
+
+    def _rounds(self, *, continued: bool) -> RoundAware:
+        """What the environments share; a new batch has it afresh."""
+        rounds = self.factory if isinstance(self.factory, RoundAware) else _NoRounds()
+        if not continued:
+            rounds.begin_batch(limited=self.limits_calls)
+        return rounds
 
     def _book(self, traces: Sequence[Trace], *, size: int, training_step: int, forks: list[Fork]) -> GroupBook | ExpansionBook:
         """Who begins when, as the hooks want it; what is put into ``forks`` is closed at the end."""
@@ -157,41 +165,38 @@ class Scheduler:
         for hook in self.hooks:
             hook.after_group(trace)
 
-    async def _play(self, runner: EpisodeRunner, owed: _Owed, faults: Counter[str]) -> Leaf:
+    async def _play(self, runner: EpisodeRunner, owed: _Owed, faults: FaultLog) -> Leaf:
         """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under where it began."""
         trace, rollout, fork = owed.trace, owed.rollout, owed.fork
         mode = trace.modes[rollout]
         for attempt in range(self.max_retries + 1):
-            if self.stopped:
-                return _lost(rollout, Outcome.CANCELLED, "the run was stopped")
             environment: Environment | None = None
             try:
                 environment = await fork_environment(fork, self.factory, trace, timeout_s=self.limits.step_timeout_s)
                 leaf = await runner.run(
                     task=trace.task, trace=trace, environment=environment, rollout=rollout, mode=mode, fork=fork
                 )
-                return leaf if leaf.outcome is not Outcome.CANCELLED else _lost(rollout, Outcome.CANCELLED, "cancelled")
+                return leaf if leaf.outcome is not Outcome.CANCELLED else lost(rollout, Outcome.CANCELLED, "cancelled")
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
-                outcome = _outcome(fault)
-                faults[outcome.value] += 1
+                outcome = faults.add(fault, group=owed.group, rollout=rollout, attempt=attempt, task_key=trace.task.key)
                 if attempt == self.max_retries:
-                    return _lost(rollout, outcome, str(fault))
-                faults["retries"] += 1
+                    return lost(rollout, outcome, str(fault))
+                faults.counts["retries"] += 1
             finally:
                 if environment is not None:
                     await self._close(environment, faults)
         raise AssertionError("unreachable: the last attempt returns")
 
-    async def _close_all(self, environments: Sequence[Environment], faults: Counter[str]) -> None:
+    async def _close_all(self, environments: Sequence[Environment], faults: FaultLog) -> None:
         """Copies that forks were taken from; several rollouts may have used one."""
         for environment in {id(one): one for one in environments}.values():
             await self._close(environment, faults)
 
-    async def _close(self, environment: Environment, faults: Counter[str]) -> None:
+    async def _close(self, environment: Environment, faults: FaultLog) -> None:
         try:
             await guarded(environment.close, timeout_s=self.limits.step_timeout_s)
-        except (ToolFault, EnvironmentFault):
-            faults["close"] += 1
+        except (ToolFault, EnvironmentFault) as fault:
+            faults.add_close(fault)
 
 
 class _NoRounds:
@@ -204,19 +209,18 @@ class _NoRounds:
         """Nothing to do."""
 
 
+def _report(traces: list[Trace], batcher: RoundBatcher, faults: FaultLog) -> RolloutReport:
+    return RolloutReport(
+        traces=traces,
+        num_batches=batcher.num_batches,
+        num_retries=faults.counts["retries"],
+        faults=faults.counts,
+        fault_reasons=faults.reasons,
+    )
+
+
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     cause: BaseException = group
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     return cause
-
-
-def _outcome(fault: ToolFault | EnvironmentFault | EngineFault) -> Outcome:
-    if isinstance(fault, ToolFault):
-        return Outcome.TOOL_FAULT
-    return Outcome.ENVIRONMENT_FAULT if isinstance(fault, EnvironmentFault) else Outcome.ENGINE_FAULT
-
-
-def _lost(rollout: int, outcome: Outcome, detail: str) -> Leaf:
-    """A rollout without a return: it is masked and never a reward."""
-    return Leaf(node_id=None, rollout=rollout, outcome=outcome, episode_return=None, detail=detail)

@@ -98,6 +98,7 @@ def adapt(opened: tuple[RunDirectory, RunSettings]) -> int:
         Adaptation(parts=parts, hook=hook).run(on_trial=record)
     finally:
         parts.factory.close()
+        run.release()
     Console().print(table)
     return 0
 

@@ -5,6 +5,7 @@ Random streams are keyed by run seed and step (:mod:`outrider.seeding`), so thei
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -19,11 +20,13 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outrider.durable import sync
 from outrider.errors import CheckpointError
 from outrider.train.policy import Policy, Scorer
 
 _STATE = "state.json"
 _MEMORY = "memory.safetensors"
+_NAME = re.compile(r"step-(\d+)")
 _TENSORS = ("masters.safetensors", "optimizer.safetensors")
 
 
@@ -46,6 +49,7 @@ def save_checkpoint(
         raise CheckpointError(f"cannot write checkpoint {folder.name}: {reason}; earlier checkpoints are whole") from error
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
+    sync(folder.parent)
 
 
 def _write(temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -58,9 +62,7 @@ def _write(temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mappi
     content = {**state, "num_optimizer_steps": policy.num_steps, "checksums": checksums}
     (temporary / _STATE).write_text(json.dumps(content, indent=1, sort_keys=True))
     for path in [*temporary.iterdir(), temporary]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync(path)
 
 
 def _checksum(path: Path) -> int:
@@ -110,24 +112,45 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
     return state
 
 
+def require_intact(folder: Path, name: str) -> None:
+    """Raises CheckpointError where a file of a checkpoint is not what was written; a file that came alone cannot be checked."""
+    if not (folder / _STATE).exists():
+        return
+    try:
+        written = json.loads((folder / _STATE).read_text())["checksums"][name]
+        found = _checksum(folder / name)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {str(error).splitlines()[0]}") from error
+    if found != written:
+        raise CheckpointError(f"checkpoint {folder} is damaged: the contents of {name} are not what was written")
+
+
 def load_memory(folder: Path) -> dict[str, NDArray[Any]]:
     """The vectors of the algorithm's memory in a checkpoint that :func:`load_checkpoint` has read; empty without any."""
     return load_arrays(folder / _MEMORY) if (folder / _MEMORY).exists() else {}
 
 
-def save_reference(path: Path, reference: Scorer) -> None:
-    """The frozen weights of the KL term; written once, because they differ from the model's after a cold start."""
+def save_reference(path: Path, reference: Scorer) -> int:
+    """The frozen weights of the KL term; written once, because they differ from the model's after a cold start. Their checksum."""
     temporary = path.with_name(f".{path.name}.partial")
     save_file({name: p.detach().contiguous() for name, p in reference.model.named_parameters()}, temporary)
+    sync(temporary)
     os.replace(temporary, path)
+    sync(path.parent)
+    return _checksum(path)
 
 
 @torch.no_grad()
-def load_reference(path: Path, reference: Scorer) -> None:
-    """Put the frozen weights back. Raises CheckpointError when they are missing, damaged or of another model."""
+def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> None:
+    """Put the frozen weights back. ``checksum`` is what :func:`save_reference` gave, None where nobody wrote it down.
+
+    Raises CheckpointError when they are missing, damaged or of another model.
+    """
     try:
+        if checksum is not None and _checksum(path) != checksum:
+            raise ValueError("the contents are not what was written")
         weights = load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"reference weights {path} are damaged: {str(error).splitlines()[0]}") from error
     parameters = dict(reference.model.named_parameters())
     if {name: p.shape for name, p in parameters.items()} != {name: w.shape for name, w in weights.items()}:
@@ -138,12 +161,22 @@ def load_reference(path: Path, reference: Scorer) -> None:
 
 def checkpoints_newest_first(folder: Path) -> list[Path]:
     """All checkpoints below ``folder``; one that was damaged after it was written is among them."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
+    return [path for _, path in reversed(_numbered(folder))]
 
 
-def prune_checkpoints(folder: Path, *, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints and the one of step 0, from which other algorithms can start."""
-    found = sorted(folder.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
-    found = [path for path in found if int(path.name.split("-")[1]) > 0]
-    for path in found[: max(0, len(found) - keep)]:
+def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> None:
+    """Remove all but the last ``keep`` checkpoints up to step ``newest``, which has just been written, and the one of step 0.
+
+    From that one other algorithms can start. Those of later steps were damaged, or the run would not have gone back behind them; what
+    a kill left half written goes too.
+    """
+    numbered = [(step, path) for step, path in _numbered(folder) if step > 0]
+    kept = [path for step, path in numbered if step <= newest][-keep:]
+    for path in [*(path for _, path in numbered if path not in kept), *folder.glob(".step-*.partial")]:
         shutil.rmtree(path)
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders, ascending; a folder with another name, such as a copy that a user made, is none."""
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    return sorted((int(match[1]), path) for match, path in found if match)

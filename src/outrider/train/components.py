@@ -1,6 +1,7 @@
 """Builds what a run needs from its settings; everything that can be missing is found here, before the first rollout."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from outrider.memory.database import copy_database
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
 from outrider.tokens import ChatRenderer
+from outrider.train.checkpoint import require_intact
 from outrider.train.experts import demonstrations_of, fill_buffer
 from outrider.train.policy import Policy, Scorer, set_threads
 from outrider.train.settings import EnvironmentConfig, RunSettings
@@ -84,33 +86,40 @@ def build(
         raise DataError(
             f"{len(train_tasks)} training tasks are fewer than train.tasks_per_step = {settings.train.tasks_per_step}"
         )
-    factory = family.make()
-    policy = make_policy(settings, initial=not resumed)
-    engine = make_engine(settings, policy, folder=buffer_path.parent / "engine", on_tokens=on_tokens)
-    buffer = open_buffer(
-        settings, path=buffer_path, family=family, factory=factory, train_tasks=train_tasks, resumed=resumed, note=note
-    )
-    renderer = ChatRenderer(policy.language_model.tokenizer)
-    return Components(
-        settings=settings,
-        policy=policy,
-        reference=policy.frozen_copy() if settings.algorithm.needs_reference else None,
-        engine=engine,
-        renderer=renderer,
-        family=family,
-        factory=factory,
-        train_tasks=train_tasks,
-        test_tasks=test_tasks,
-        buffer=buffer,
-        algorithm=make_algorithm(
+    with ExitStack() as made:  # closed again where a later part cannot be made
+        factory = family.make()
+        made.callback(factory.close)
+        policy = make_policy(settings, initial=not resumed)
+        engine = make_engine(settings, policy, folder=buffer_path.parent / "engine", on_tokens=on_tokens)
+        buffer = open_buffer(
+            settings, path=buffer_path, family=family, factory=factory, train_tasks=train_tasks, resumed=resumed, note=note
+        )
+        if buffer is not None:
+            made.callback(buffer.close)
+        renderer = ChatRenderer(policy.language_model.tokenizer)
+        algorithm = make_algorithm(
             settings,
             buffer,
             vocabulary_size=int(policy.model.config.vocab_size),
             stateful=family.stateful,
             num_tokens=token_counter(renderer),
             train_tasks=train_tasks,
-        ),
-    )
+        )
+        parts = Components(
+            settings=settings,
+            policy=policy,
+            reference=policy.frozen_copy() if settings.algorithm.needs_reference else None,
+            engine=engine,
+            renderer=renderer,
+            family=family,
+            factory=factory,
+            train_tasks=train_tasks,
+            test_tasks=test_tasks,
+            buffer=buffer,
+            algorithm=algorithm,
+        )
+        made.pop_all()
+    return parts
 
 
 def held_out_panel(family: TaskFamily, settings: EvaluationSettings) -> Sequence[Task]:
@@ -167,6 +176,7 @@ def make_engine(settings: RunSettings, policy: Policy, *, folder: Path, on_token
 
 def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Weights of a checkpoint without its optimiser. Raises CheckpointError."""
+    require_intact(checkpoint, "masters.safetensors")
     try:
         masters = load_file(checkpoint / "masters.safetensors")
     except (OSError, SafetensorError) as error:
@@ -253,11 +263,15 @@ def open_buffer(
     if named is not None and not path.exists():
         copy_database(named, path)
     buffer = StepTraceBuffer(path, embedder, mode="write")
-    if buffer.report.lost_batch:
-        note("the buffer's last writer was killed inside a batch: that batch is added again")
-    if named is None and not resumed:
-        fill_buffer(buffer, family, factory, train_tasks[: settings.buffer.num_tasks], settings, note)
-        family.close()
-    if len(buffer) == 0:
-        raise DataError("the step-trace buffer is empty: no expert solved a training task")
+    try:
+        if buffer.report.lost_batch:
+            note("the buffer's last writer was killed inside a batch: that batch is added again")
+        if named is None and not resumed:
+            fill_buffer(buffer, family, factory, train_tasks[: settings.buffer.num_tasks], settings, note)
+            family.close()
+        if len(buffer) == 0:
+            raise DataError("the step-trace buffer is empty: no expert solved a training task")
+    except BaseException:
+        buffer.close()
+        raise
     return buffer

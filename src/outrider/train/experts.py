@@ -10,6 +10,7 @@ from outrider.memory.records import BuildReport
 from outrider.memory.sources import import_trajectories
 from outrider.memory.steps import StepTraceBuffer
 from outrider.rollout.direct import play_texts
+from outrider.train.alarms import fault_line
 from outrider.train.settings import RunSettings
 from outrider.types import Step, Task, Trajectory
 
@@ -89,7 +90,8 @@ def fill_buffer(
         note(f"buffer: experts of {start + len(portion)} of {len(tasks)} tasks asked, {len(buffer)} steps")
     told = {name: count for name, count in report.counts.items() if count and name != "present"}
     if told:
-        note("buffer: " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in told.items()))
+        counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in told.items())
+        note(f"buffer: {counts}{'; ' if report.faults else ''}{fault_line(report.faults)}")
     return report
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.rollout.expert import ExpertSource, play_experts
 from outrider.trace import Trace
+from outrider.train.alarms import fault_line, lost_reasons
 from outrider.train.components import Components
 from outrider.train.sft import cold_start, successful_paths
 from outrider.types import Task
@@ -51,6 +52,8 @@ def imitate_experts(
         retrieve_share=settings.cold_start.retrieve_share,
     )
     parts.family.close()
+    if lost := lost_reasons(traces):
+        note(f"cold start: {len(lost)} of {len(tasks)} expert rollouts were lost to faults: {fault_line(lost)}")
     paths = successful_paths(traces)
     note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task")
     stage("cold start: fine-tuning", settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size))

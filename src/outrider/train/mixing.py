@@ -1,25 +1,29 @@
 """What joins a step's rollouts before the update: demonstrations inside their groups (LUFFY), stored groups beside them (RolloutReplay)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outrider.algorithms.luffy import Luffy
 from outrider.algorithms.rollout_replay import RolloutReplay
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.demonstrations import join_demonstration
 from outrider.trace import Trace
+from outrider.train.alarms import fault_line, lost_reasons
 from outrider.train.components import Components
 from outrider.train.imitation import expert_rollouts
 from outrider.types import Task
 
 
-def mix_in(parts: Components, traces: Sequence[Trace], *, step: int) -> tuple[list[Trace], dict[str, float]]:
+def mix_in(
+    parts: Components, traces: Sequence[Trace], *, step: int, note: Callable[[str], None] = print
+) -> tuple[list[Trace], dict[str, float]]:
     """Groups of earlier steps, with credit, to train on beside ``traces``; the metrics of what was mixed in.
 
-    Demonstrations join ``traces`` themselves, which get their credit later. Nothing happens for other algorithms.
+    Demonstrations join ``traces`` themselves, which get their credit later. Nothing happens for other algorithms. ``note`` is told why
+    demonstrations were lost.
     """
     algorithm = parts.algorithm
     if isinstance(algorithm, Luffy) and algorithm.settings.num_demonstrations:
-        return [], demonstrate(parts, algorithm, traces, step=step)
+        return [], demonstrate(parts, algorithm, traces, step=step, note=note)
     if isinstance(algorithm, RolloutReplay):
         replayed, metrics = algorithm.replay(traces, step=step)
         for trace in replayed:
@@ -36,38 +40,41 @@ def interleaved(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace
     return [trace for _, _, trace in sorted(placed, key=lambda entry: entry[:2])]
 
 
-def demonstrate(parts: Components, algorithm: Luffy, traces: Sequence[Trace], *, step: int) -> dict[str, float]:
+def demonstrate(
+    parts: Components, algorithm: Luffy, traces: Sequence[Trace], *, step: int, note: Callable[[str], None] = print
+) -> dict[str, float]:
     """Play the demonstrations of these groups in the states that the groups began in, and let them join. The counts.
 
     A group whose task has no demonstration stays as it is.
     """
-    num_faults = ask_experts(parts, algorithm, [trace.task for trace in traces])
+    reasons = ask_experts(parts, algorithm, [trace.task for trace in traces])
     shown = [trace for trace in traces if algorithm.paths.get(trace.task.key)]
     tasks = [trace.task for trace in shown]
     played = expert_rollouts(parts, tasks, lambda task: algorithm.paths.get(task.key), training_step=step)
     for trace, one in zip(shown, played, strict=True):
         join_demonstration(trace, one)
-    return {
-        "luffy/num_groups_without": float(len(traces) - len(shown)),
-        "luffy/num_faults": float(num_faults + sum(leaf.outcome.is_fault for one in played for leaf, _ in one.rollouts())),
-    }
+    reasons += lost_reasons(played)
+    if reasons:
+        note(f"step {step + 1}: {len(reasons)} demonstrations were lost to faults: {fault_line(reasons)}")
+    return {"luffy/num_groups_without": float(len(traces) - len(shown)), "luffy/num_faults": float(len(reasons))}
 
 
-def ask_experts(parts: Components, algorithm: Luffy, tasks: Sequence[Task]) -> int:
-    """Remember the expert's steps of every task that was not asked about before; how many could not be asked because of faults.
+def ask_experts(parts: Components, algorithm: Luffy, tasks: Sequence[Task]) -> list[str]:
+    """Remember the expert's steps of every task that was not asked about before; why some could not be asked, one reason a task.
 
     A file of demonstrations was read when the run began, so that nothing is left to ask.
     """
     if not algorithm.settings.asks_experts:
-        return 0
+        return []
+    reasons: dict[str, str] = {}
     missing = [task for task in tasks if task.key not in algorithm.paths]
     for task in missing:
         for _ in range(parts.settings.train.max_retries + 1):
             try:
                 algorithm.paths[task.key] = parts.family.expert(task, parts.settings.seed)
                 break
-            except (ToolFault, EnvironmentFault):
-                continue
+            except (ToolFault, EnvironmentFault) as fault:
+                reasons[task.key] = f"the expert of {task.key}: {fault}"
     if missing:
         parts.family.close()
-    return sum(task.key not in algorithm.paths for task in missing)
+    return [reason for key, reason in reasons.items() if key not in algorithm.paths]

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import load_settings, to_toml
+from outrider.durable import replace_file
 from outrider.engines.model import resolve_precision
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.evals.runner import Evaluation
 from outrider.train.settings import RunSettings
+
+_BEGUN = {"lock", "config.toml.tmp"}  # all that a process leaves which was killed before it wrote its configuration
 
 
 class RunDirectory:
@@ -27,18 +30,17 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, settings: RunSettings) -> "RunDirectory":
         """A new folder with the resolved configuration. Raises ConfigError when it exists and is not empty."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"{path} is not empty: a run directory is never overwritten (continue it with --resume)")
-        existed = path.exists()
-        path.mkdir(parents=True, exist_ok=True)
+        _require_free(path)
         precision = resolve_precision(settings.model.precision, settings.model.device)
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"precision": precision})})
-        temporary = path / "config.toml.partial"
-        temporary.write_text(to_toml(settings.model_dump(mode="json")) + "\n", encoding="utf-8")
-        os.replace(temporary, path / "config.toml")
+        content = (to_toml(settings.model_dump(mode="json")) + "\n").encode()
+        existed = path.exists()
+        path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
-        run._created = not existed
         run.lock()
+        _require_free(path)  # another process may have been here since
+        run._created = not existed
+        replace_file(path / "config.toml", content)
         return run
 
     def discard(self) -> None:
@@ -67,8 +69,15 @@ class RunDirectory:
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
+            self.release()
             raise ConfigError(f"{self.path} is in use by another process") from error
+
+    def release(self) -> None:
+        """Let the next process in; may be called twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def finished_evaluations(self) -> list[dict[str, Any]]:
         """Evaluations on file; a line torn by a kill is dropped from the file, and that evaluation runs again."""
@@ -89,9 +98,7 @@ class RunDirectory:
             self._replace([json.dumps(one) for one in finished[:num_kept]])
 
     def _replace(self, lines: list[str]) -> None:
-        temporary = self.evaluations.with_suffix(".partial")
-        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        os.replace(temporary, self.evaluations)
+        replace_file(self.evaluations, "".join(line + "\n" for line in lines).encode())
 
     def add_evaluation(self, evaluation: Evaluation, *, split: str, temperature: float, panel_hash: str) -> None:
         """Append one line and force it to disk."""
@@ -115,3 +122,8 @@ class RunDirectory:
             stream.write(json.dumps(line) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
+
+
+def _require_free(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(entry.name not in _BEGUN for entry in path.iterdir())):
+        raise ConfigError(f"{path} is not empty: a run directory is never overwritten (continue it with --resume)")

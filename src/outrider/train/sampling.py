@@ -1,5 +1,6 @@
 """Which tasks a step plays, and which of the groups it trains on (DAPO's dynamic sampling)."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -45,12 +46,16 @@ class TaskOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """``traces`` are all groups that were played, ``trained`` those that the update gets under the ``rule``, None: all."""
+    """``traces`` are all groups that were played, ``trained`` those that the update gets under the ``rule``, None: all.
+
+    ``faults`` and ``fault_reasons`` are those of all rounds (:class:`~outrider.rollout.scheduler.RolloutReport`).
+    """
 
     rule: DynamicSamplingSettings | None
     traces: list[Trace]
     trained: list[Trace]
-    num_retries: int
+    faults: Counter[str]
+    fault_reasons: tuple[str, ...]
     num_extra_batches: int
     cursor: int
 
@@ -96,14 +101,17 @@ def sample_step(
     """
     played: list[Trace] = []
     trained: list[Trace] = []
-    num_retries, num_batches = 0, 0
+    faults: Counter[str] = Counter()
+    reasons: list[str] = []
+    num_batches = 0
     if chosen is not None:
         report = scheduler.run(chosen, modes=modes, training_step=step)
         return SampledStep(
             rule=None,
             traces=report.traces,
             trained=report.traces,
-            num_retries=report.num_retries,
+            faults=report.faults,
+            fault_reasons=report.fault_reasons,
             num_extra_batches=0,
             cursor=cursor,
         )
@@ -111,16 +119,19 @@ def sample_step(
         tasks, cursor = order.take(num_groups - len(trained), cursor=cursor, seen={trace.task.key for trace in played})
         if not tasks:
             break
-        report = scheduler.run(tasks, modes=partial(_modes_behind, modes, len(played)), training_step=step)
+        numbered = partial(_modes_behind, modes, len(played))
+        report = scheduler.run(tasks, modes=numbered, training_step=step, continued=num_batches > 0)
         played += report.traces
         trained += report.traces if rule is None else groups_worth_training(report.traces, rule)
-        num_retries += report.num_retries
+        faults += report.faults
+        reasons += report.fault_reasons
         num_batches += 1
     return SampledStep(
         rule=rule,
         traces=played,
         trained=trained,
-        num_retries=num_retries,
+        faults=faults,
+        fault_reasons=tuple(reasons),
         num_extra_batches=max(0, num_batches - 1),
         cursor=cursor,
     )

@@ -139,10 +139,9 @@ class RunSettings(Settings):
             raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld)")
         if self.engine.type == "vllm" and self.model.lora is not None:
             raise ValueError("engine.type = vllm needs full fine-tuning: adapters are not merged for it (model.lora)")
-        branches = (
-            isinstance(self.algorithm, ArpoSettings | TreeGrpoSettings) or getattr(self.algorithm, "branch", None) is not None
-        )
-        if branches and isinstance(self.environment, ScienceWorldConfig):
+        branches = isinstance(self.algorithm, ArpoSettings | TreeGrpoSettings)
+        hybrid_branches = isinstance(self.algorithm, RapoSettings) and self.algorithm.branch is not None
+        if (branches or hybrid_branches) and isinstance(self.environment, ScienceWorldConfig):
             deterministic = self.environment.deterministic
             refused = [name for name in self.environment.task_names if not replays_exactly(name, deterministic=deterministic)]
             if refused:

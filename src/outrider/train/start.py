@@ -3,10 +3,11 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from threading import Event
 from typing import Literal
 
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.train.checkpoint import checkpoints_newest_first
 from outrider.train.components import build
 from outrider.train.run_directory import RunDirectory
@@ -41,14 +42,22 @@ def run_training(
     progress: Literal["auto", "rich", "plain", "none"],
     on_start: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Run or continue. ``on_start`` receives a function that asks the trainer to stop soon."""
+    """Run or continue. ``on_start`` receives a function that asks the trainer to stop soon.
+
+    Raises ConfigError for the folder of an adaptation, and what set-up and training raise; all that was opened is closed.
+    """
     run, settings = opened
-    display = make_progress(progress)
-    meter = _TokenMeter(display)
     stop = Event()
     on_start(stop.set)  # a request during set-up is honoured at its end
-    try:
+    with ExitStack() as ending:  # last in, first out; each is done even where another one fails
+        ending.callback(run.release)
+        if settings.evaluation.num_trials:
+            run.discard()
+            raise ConfigError("evaluation.num_trials is for `outrider eval --adapt K`: training has no trials")
+        display = make_progress(progress)
+        ending.callback(display.close)
         display.stage("set-up", None)
+        meter = _TokenMeter(display)
         try:
             parts = build(
                 settings,
@@ -57,30 +66,32 @@ def run_training(
                 on_tokens=meter,
                 note=display.note,
             )
-            trackers = make_trackers(
-                settings.trackers, run_dir=run.path, config=settings.model_dump(mode="json"), warn=display.note
-            )
+            if parts.buffer is not None:
+                ending.callback(parts.buffer.close)
+            ending.callback(parts.factory.close)
+            config = settings.model_dump(mode="json")
+            trackers = make_trackers(settings.trackers, run_dir=run.path, config=config, warn=display.note)
         except (OutriderError, OSError):
             run.discard()
             raise
+        ending.callback(trackers.close)
         trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers, stop=stop)
+        ending.callback(trainer.state.close)
+        ending.callback(_tell_results, run, display)
         meter.trainer = trainer
-        try:
-            trainer.train()
-        finally:
-            trackers.close()
-            parts.factory.close()
-            if parts.buffer is not None:
-                parts.buffer.close()
-            for one in run.finished_evaluations():
-                score = one["metric"]["score"]
-                display.note(
-                    f"{one['label']:>20}: {100 * score['value']:5.1f} %  [{100 * score['ci_low']:.1f}, {100 * score['ci_high']:.1f}]"
-                    f"  {one['num_tasks']} held-out tasks, temperature {one['temperature']:g}, no retrieval"
-                )
-            try:
-                display.note(f"report: {write_report(run.path)}")
-            except OSError as error:  # a full disk: the run's own error must stay the one that is told
-                display.note(f"NO REPORT: {error.strerror}; write it later with: outrider view {run.path}")
-    finally:
-        display.close()
+        trainer.train()
+
+
+def _tell_results(run: RunDirectory, display: Progress) -> None:
+    """The scores on file, and the report. What cannot be read or written is said: a run's own error must stay the one that is told."""
+    try:
+        for one in run.finished_evaluations():
+            score = one["metric"]["score"]
+            display.note(
+                f"{one['label']:>20}: {100 * score['value']:5.1f} %  [{100 * score['ci_low']:.1f}, {100 * score['ci_high']:.1f}]"
+                f"  {one['num_tasks']} held-out tasks, temperature {one['temperature']:g}, no retrieval"
+            )
+        display.note(f"report: {write_report(run.path)}")
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        display.note(f"NO REPORT: {reason}; write it later with: outrider view {run.path}")

@@ -1,5 +1,6 @@
 """What one step's rollouts say: declared metrics from traces and credits (meanings: docs/metrics.md)."""
 
+import re
 import resource
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,9 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
             "rollout/num_tool_calls_saved": _total(nodes, "num_calls_saved"),
             "rollout/num_tool_calls_refused": sum(leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in kept),
             "rollout/num_invalid_actions": _total(nodes, "invalid"),
+            "rollout/num_observations_cut": float(
+                sum(node.origin is Origin.ENVIRONMENT and node.metadata.get("num_tokens_cut", 0) > 0 for node in nodes)
+            ),
             "rollout/truncated_fraction": truncated / len(every),
             "entropy/token_mean": fmean(e for node in policy for e in node.entropies) if policy else 0.0,
             "entropy/turn_mean": fmean(node.mean_entropy for node in policy if node.entropies) if policy else 0.0,
@@ -151,8 +155,14 @@ def retrieval_metrics(
             metrics[f"retrieval/reward_{name}"] = fmean(leaf.episode_return or 0.0 for leaf, _ in group)
             metrics[f"retrieval/length_{name}"] = fmean(_num_tokens(path) for _, path in group)
     for agent, number in Counter(str(node.metadata["agent"]) for node in inserted).items():
-        metrics[f"retrieval/num_hits/{agent.replace('/', '_')}"] = float(number)
+        name = f"retrieval/num_hits/{_part_of_a_name(agent)}"
+        metrics[name] = metrics.get(name, 0.0) + number
     return metrics
+
+
+def _part_of_a_name(agent: str) -> str:
+    """An imported buffer may call its agents anything."""
+    return re.sub(r"[/{}]", "_", agent) or "unnamed"
 
 
 def measured_means(credits_: Sequence[GroupCredit]) -> dict[str, float]:

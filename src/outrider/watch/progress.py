@@ -230,7 +230,8 @@ class RichProgress:
         bar = ProgressBar(total=stage.total, completed=stage.done, width=30, pulse=stage.total is None)
         times = Text(f"elapsed {_duration(stage.elapsed)}  left {left}")
         grid.add_row(Text(stage.name, style="bold"), bar, Text(count), times)
-        fields = "  ".join(f"{name} {_shown(value)}" for name, value in stage.fields.items())
+        shown = list(stage.fields.items())  # at once: the run's thread adds to them while this one draws
+        fields = "  ".join(f"{name} {_shown(value)}" for name, value in shown)
         return Group(grid, Text(one_line(fields)), Text(self._message, style="dim", overflow="ellipsis", no_wrap=True))
 
 

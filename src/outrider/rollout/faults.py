@@ -1,0 +1,48 @@
+"""What broke while rollouts were played: counted by kind, with the reasons for the person who has to repair it."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from outrider.errors import EngineFault, EnvironmentFault, ToolFault
+from outrider.trace import Leaf
+from outrider.types import Outcome
+
+Fault = ToolFault | EnvironmentFault | EngineFault
+
+
+def outcome_of_fault(fault: Fault) -> Outcome:
+    """How a rollout ends that this fault has broken for good."""
+    if isinstance(fault, ToolFault):
+        return Outcome.TOOL_FAULT
+    return Outcome.ENVIRONMENT_FAULT if isinstance(fault, EnvironmentFault) else Outcome.ENGINE_FAULT
+
+
+def lost(rollout: int, outcome: Outcome, detail: str) -> Leaf:
+    """A rollout without a return: it is masked and never a reward."""
+    return Leaf(node_id=None, rollout=rollout, outcome=outcome, episode_return=None, detail=detail)
+
+
+@dataclass(slots=True)
+class FaultLog:
+    """``counts`` holds every fault by its outcome, ``retries``, and ``close``: environments that broke while they were closed."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    _reasons: dict[tuple[int, int, int], str] = field(default_factory=dict)
+
+    def add(self, fault: Fault, *, group: int, rollout: int, attempt: int, task_key: str) -> Outcome:
+        """Count a fault of one try of a rollout; its outcome."""
+        outcome = outcome_of_fault(fault)
+        self.counts[outcome.value] += 1
+        self._reasons[group, rollout, attempt] = f"{outcome.value} in {task_key}, rollout {rollout}: {fault}"
+        return outcome
+
+    def add_close(self, fault: Fault) -> None:
+        """Count an environment that could not be closed, which changes no outcome."""
+        self.counts["close"] += 1
+        self._reasons.setdefault((-1, -1, self.counts["close"]), f"closing an environment: {fault}")
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What the faults said, in the order of groups, rollouts and tries; those of closing last."""
+        ordered = sorted(self._reasons.items(), key=lambda entry: (entry[0][0] < 0, entry[0]))
+        return tuple(reason for _, reason in ordered)

@@ -1,0 +1,170 @@
+"""Where a run is and what is on disk of it: checkpoints are written here, and a run that was killed goes back to one."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import outrider
+from outrider.algorithms.base import Remembering
+from outrider.algorithms.retrieval_hook import RetrievalHook
+from outrider.environments.datasets import panel_hash
+from outrider.errors import CheckpointError
+from outrider.metrics.writer import MetricsWriter
+from outrider.train.checkpoint import (
+    load_checkpoint,
+    load_memory,
+    load_reference,
+    prune_checkpoints,
+    save_checkpoint,
+    save_reference,
+)
+from outrider.train.components import Components
+from outrider.train.run_directory import RunDirectory
+from outrider.watch.traces import TraceWriter
+
+HookCounts = list[dict[str, int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """What a run has done so far. ``task_cursor`` counts the tasks taken, ``saved_step`` is -1 before the first checkpoint.
+
+    All that decides how the run goes on is here, in ``parts`` or in a random stream keyed by the step.
+    """
+
+    run: RunDirectory
+    parts: Components
+    note: Callable[[str], None]
+    step: int = 0
+    num_policy_tokens: int = 0
+    task_cursor: int = 0
+    saved_step: int = -1
+    metrics: MetricsWriter = field(init=False)
+    traces: TraceWriter = field(init=False)
+    _reference_checksum: int | None = None
+    _tasks: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
+        self.traces = TraceWriter(self.run.path / "traces")
+        self._tasks = {"train": panel_hash(self.parts.train_tasks), "held-out": panel_hash(self.parts.test_tasks)}
+
+    @property
+    def _reference_path(self) -> Path:
+        return self.run.path / "reference.safetensors"
+
+    def close(self) -> None:
+        """Release the metrics file; may be called twice."""
+        self.metrics.close()
+
+    def begin(self) -> None:
+        """Forget what a run left that was killed before its first checkpoint."""
+        self.run.cut_evaluations(0)
+        self.metrics.cut(0)
+        self.traces.resume(-1)
+
+    def freeze_reference(self) -> None:
+        """The KL term holds the policy to what it was when reinforcement learning began."""
+        if self.parts.reference is not None:
+            self.parts.reference = self.parts.policy.frozen_copy()
+            self._reference_checksum = save_reference(self._reference_path, self.parts.reference)
+
+    def save(self) -> None:
+        """Write the checkpoint of this step. Raises CheckpointError, which leaves the earlier ones as they were."""
+        buffer = self.parts.buffer
+        state: dict[str, Any] = {
+            "step": self.step,
+            "num_policy_tokens": self.num_policy_tokens,
+            "task_cursor": self.task_cursor,
+            "num_metric_records": self.metrics.num_records,
+            "num_evaluations": len(self.run.finished_evaluations()),
+            "buffer_revision": buffer.revision if buffer is not None else None,
+            "hook_counts": self.hook_counts(),
+            "reference_checksum": self._reference_checksum,
+            "tasks": self._tasks,
+            "versions": _versions(),
+        }
+        arrays = None
+        if isinstance(self.parts.algorithm, Remembering):
+            state["memory"], arrays = self.parts.algorithm.memory_state()
+        save_checkpoint(self.run.checkpoints / f"step-{self.step:06d}", self.parts.policy, state, arrays)
+        self.saved_step = self.step
+        prune_checkpoints(self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints, newest=self.step)
+
+    def save_if_new(self) -> None:
+        """The same, where a training step has been done since the last one."""
+        if self.step and self.saved_step != self.step:
+            self.save()
+
+    def load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
+        """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError if none can."""
+        for checkpoint in checkpoints:
+            try:
+                state = load_checkpoint(checkpoint, self.parts.policy)
+            except CheckpointError as error:
+                if checkpoint == checkpoints[-1]:
+                    raise
+                self.note(f"DAMAGED CHECKPOINT, going back to an older one: {error}")
+                continue
+            self.step = self.saved_step = int(state["step"])
+            self.num_policy_tokens = int(state["num_policy_tokens"])
+            self.task_cursor = int(state.get("task_cursor", self.step * self.parts.settings.train.tasks_per_step))
+            if isinstance(self.parts.algorithm, Remembering):
+                self.parts.algorithm.restore_memory(state["memory"], load_memory(checkpoint))
+            return state
+        raise CheckpointError(f"{self.run.path} has no checkpoint")
+
+    def rewind(self, state: dict[str, Any]) -> None:
+        """Take back what was written after the checkpoint: it is computed again, to the same bits.
+
+        Raises CheckpointError where that cannot be, because tasks, buffer or reference are others than then.
+        """
+        for name, began_with in state.get("tasks", {}).items():
+            if began_with != self._tasks[name]:
+                raise CheckpointError(
+                    f"the {name} tasks are not those that this run began with: put the data back, or begin a new run "
+                    f"with model.initial_checkpoint"
+                )
+        others = {name: was for name, was in state.get("versions", {}).items() if was != _versions().get(name)}
+        if others:
+            told = ", ".join(f"{name} {was} (now {_versions().get(name)})" for name, was in others.items())
+            self.note(
+                f"OTHER VERSIONS: the checkpoint was written with {told}; the run goes on, but not to the same bits for sure"
+            )
+        self._reference_checksum = state.get("reference_checksum")
+        if self.parts.reference is not None:
+            load_reference(self._reference_path, self.parts.reference, checksum=self._reference_checksum)
+        if (buffer := self.parts.buffer) is not None and buffer.revision != state["buffer_revision"]:
+            if self.parts.settings.buffer.evolve:
+                buffer.rollback(int(state["buffer_revision"]))
+            else:
+                buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
+        self.metrics.cut(int(state["num_metric_records"]))
+        self.run.cut_evaluations(int(state["num_evaluations"]))
+        self.traces.resume(self.step)
+        self.restore_hook_counts(state["hook_counts"])
+        self.parts.engine.weights_changed()
+        self.note(f"continuing from step {self.step}")
+
+    def hook_counts(self) -> HookCounts:
+        """What the retrieval hooks have counted in the whole run."""
+        return [dict(hook.counts) for hook in self._retrieval_hooks]
+
+    def restore_hook_counts(self, saved: Sequence[dict[str, int]]) -> None:
+        """Back to what :meth:`hook_counts` gave."""
+        for hook, counts in zip(self._retrieval_hooks, saved, strict=True):
+            hook.counts = Counter(counts)
+
+    @property
+    def _retrieval_hooks(self) -> list[RetrievalHook]:
+        return [hook for hook in self.parts.algorithm.hooks if isinstance(hook, RetrievalHook)]
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that decide the bits."""
+    return {"outrider": outrider.__version__, "torch": str(torch.__version__), "transformers": transformers.__version__}
