@@ -143,12 +143,12 @@ class _Recorder:
         self.display.advance(self._num_done)
 
     def judge_again(self) -> None:
-        """Ask the judge about answers that wait for it."""
+        """Ask the judge about answers that wait for it; each verdict is stored as it comes."""
         tasks = {task.key: task for task in self.panel.tasks}
         waiting = _wanted(self.store.unjudged, self.num_samples)
         with ThreadPoolExecutor(max_workers=_MAX_JUDGES) as pool:
-            judged = pool.map(lambda answer: self.grader.judge_answer(tasks[answer.task_key], answer), waiting)
-            self._add(list(judged))
+            for judged in pool.map(lambda answer: self.grader.judge_answer(tasks[answer.task_key], answer), waiting):
+                self._add([judged])
         self.grader.check()
 
     def record(self, played: Sequence[Played]) -> None:
