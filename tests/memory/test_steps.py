@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import shutil
 import threading
 from pathlib import Path
 
@@ -317,6 +318,19 @@ def test_a_reader_goes_back_to_the_revision_of_a_checkpoint_and_stays_there(tmp_
         with pytest.raises(CheckpointError, match="at revision 2, the checkpoint used 1"):
             writer.pin(1)
         reader.close()
+
+
+def test_what_a_checkpoint_counts_on_is_in_the_file_itself(tmp_path: Path) -> None:
+    """The write-ahead log is not forced to disk by a commit: after a power failure only what was moved to the file is sure."""
+    with open_writer(tmp_path) as writer:
+        writer.add_trajectories([make_trajectory("a")])
+        writer.flush()
+        writer.flush()
+        shutil.copy(writer.path, tmp_path / "after.sqlite")  # without the log beside it
+    with StepTraceBuffer(tmp_path / "after.sqlite", HashEmbedder(), mode="read") as reader:
+        assert reader.revision == 1 and len(everything(reader)) == 3
+        with pytest.raises(DataError, match="opened for reading"):
+            reader.flush()
 
 
 def test_reader_refreshes_and_pickles_by_path(tmp_path: Path) -> None:

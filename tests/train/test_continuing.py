@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from outrider.config import load_settings
 from outrider.errors import CheckpointError, ConfigError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
+from outrider.train import trainer
 from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
 from outrider.train.start import run_training
@@ -69,6 +71,27 @@ def test_a_shared_buffer_may_grow_meanwhile(recipe: Path, tmp_path: Path) -> Non
         buffer.add_trajectories([make_trajectory(f"new {i}", task=f"tasks-{i}", reward=2.0) for i in range(6)], keep_best=1)
     resume(killed)
     assert_same(run, killed)
+
+
+def test_a_stop_writes_what_is_finished_and_the_rest_has_the_same_bits(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, stopped = begin(recipe, tmp_path / "whole"), tmp_path / "stopped"
+    requests: list[Callable[[], None]] = []
+
+    def alarms_of_the_first_step(*_: object, **__: object) -> list[str]:
+        requests[0]()
+        return []
+
+    given = ["evaluation.every=0", "train.num_steps=2", "evaluation.num_tasks=1", "train.checkpoint_every=100"]
+    settings = load_settings(RunSettings, file=recipe, overrides=given)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "step_alarms", alarms_of_the_first_step)
+        run_training((RunDirectory.create(stopped, settings), settings), progress="plain", on_start=requests.append)
+    assert "stopped on request after step 1 of 2, the checkpoint of step 1 is written" in capsys.readouterr().out
+    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step-000000", "step-000001"]
+    resume(stopped)
+    assert_same(whole, stopped)
 
 
 @pytest.mark.parametrize(("change", "name"), [("other question", "train"), ("one more", "train"), ("test", "held-out")])

@@ -192,6 +192,11 @@ class StepTraceBuffer:
         """A reader pinned to an earlier revision."""
         return StepTraceBuffer(self.path, self.embedder, mode="read", revision=revision)
 
+    def flush(self) -> None:
+        """Force everything that was added to disk, so that a checkpoint may count on it after a power failure too."""
+        self._require_writer()
+        self._store.flush()
+
     def pin(self, revision: int) -> None:
         """Let this reader see the buffer as it was at the revision of a checkpoint, whatever a writer elsewhere has added since.
 

@@ -3,8 +3,8 @@
 Every committed batch raises ``revision`` by one. Trajectories carry the revision that added them and the one that removed
 them; nothing is deleted before :meth:`StepStore.compact`, so any revision since then can be read or restored. A batch is
 announced by a marker row in its own transaction and takes the marker away when it commits: a marker without a living
-writer is a batch that died. Process crashes lose at most that batch; a power failure may also lose the last commits
-(``synchronous=NORMAL``), never the file.
+writer is a batch that died. Process crashes lose at most that batch; a power failure may also lose the commits since the last
+:meth:`StepStore.flush` (``synchronous=NORMAL``), never the file.
 """
 
 import struct
@@ -141,6 +141,11 @@ class StepStore:
             self._set_meta("num_steps", self._meta("num_steps") + len(rows))
             db.execute("DELETE FROM meta WHERE key = 'open_batch'")
         return np.array(rows, ROW_DTYPE)
+
+    def flush(self) -> None:
+        """Move the write-ahead log into the file and force it to disk."""
+        with self._database.guard() as db:
+            db.execute("PRAGMA wal_checkpoint(FULL)").fetchall()
 
     def rollback(self, revision: int) -> tuple[int, int]:
         """Restore an earlier revision for good; returns the numbers of trajectories dropped and restored."""

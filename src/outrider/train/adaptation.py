@@ -21,6 +21,7 @@ from outrider.memory.embedder import load_embedder
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Leaf, Trace
+from outrider.train.alarms import fault_line, lost_reasons
 from outrider.train.components import Components, build, token_counter
 from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
@@ -29,10 +30,11 @@ from outrider.types import Task
 
 @dataclass(slots=True, kw_only=True)
 class Adaptation:
-    """One model, one panel, one memory that starts empty."""
+    """One model, one panel, one memory that starts empty. ``note`` is told why rollouts were lost."""
 
     parts: Components
     hook: TipHook | ReflexionHook
+    note: Callable[[str], None] = print
 
     def run(self, *, on_trial: Callable[[Evaluation], None]) -> list[Evaluation]:
         """The first trial has nothing to read: it is the model alone."""
@@ -64,7 +66,7 @@ class Adaptation:
             max_concurrent=settings.num_concurrent,
             max_retries=settings.train.max_retries,
         )
-        return evaluate(
+        evaluation, traces = evaluate(
             scheduler,
             tasks,
             num_samples=settings.evaluation.num_samples,
@@ -73,6 +75,9 @@ class Adaptation:
             mode=TIPS_ON,
             stream_step=-1 - trial,
         )
+        if lost := lost_reasons(traces):
+            self.note(f"{evaluation.label}: {len(lost)} rollouts were lost to faults: {fault_line(lost)}")
+        return evaluation, traces
 
 
 def adapt(opened: tuple[RunDirectory, RunSettings]) -> int:

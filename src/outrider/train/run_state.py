@@ -89,6 +89,8 @@ class RunState:
             "tasks": self._tasks,
             "versions": _versions(),
         }
+        if buffer is not None and self.parts.settings.buffer.evolve:
+            buffer.flush()
         arrays = None
         if isinstance(self.parts.algorithm, Remembering):
             state["memory"], arrays = self.parts.algorithm.memory_state()
