@@ -8,29 +8,22 @@ import string
 from pathlib import Path
 from typing import Final
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from outrider.evals.compare import Comparison
 from outrider.evals.compare_curves import SCORE, Curves
 from outrider.evals.compare_tables import MAX_SERIES, notes, tables, verdicts
 from outrider.watch.curves import Chart, Point, Series, svg_chart
+from outrider.watch.templates import page_template
 
-_TEMPLATE: Final = "compare_page.html.j2"
+_TEMPLATE: Final = Path(__file__).with_name("compare_page.html.j2")
 _LEGEND_WIDTH: Final = 400  # units of the drawing
 
 
 def html_page(comparison: Comparison) -> str:
     """The tables and the figures as one HTML file that needs nothing beside it; a pure function."""
     names = _figure_names(comparison)
-    environment = Environment(
-        autoescape=True,
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(_TEMPLATE).render(
+    return page_template(_TEMPLATE).render(
         num_styles=MAX_SERIES,
         verdicts=verdicts(comparison),
         tables=tables(comparison),

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from outrider.metrics import DECLARED, declared_metric
 from outrider.watch.curves import Chart, Point, Series, number, svg_chart
 from outrider.watch.run_directory import Evaluation, RunData, read_run
 from outrider.watch.samples import ENTROPY_EDGES, Budget, Sample, pick_samples
+from outrider.watch.templates import page_template
 from outrider.watch.trees import Tree, pick_trees
 
 MAX_BYTES: Final = 1_000_000
@@ -24,7 +24,7 @@ _BUDGETS: Final = tuple(Budget(num_tokens=n, num_chars=4 * n) for n in (600, 300
 _NUM_NOTES: Final = 20
 _MAX_SERIES: Final = 4  # as many as the page has line styles for
 _COUNTED_GROUPS: Final = ("rollout", "retrieval", "group", "ratio", "grad", "record", "sft")
-_TEMPLATE: Final = "report_template.html.j2"
+_TEMPLATE: Final = Path(__file__).with_name("report_template.html.j2")
 
 _CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
     ("Reward", "train", (("all rollouts", "reward/mean"),)),
@@ -91,18 +91,11 @@ def write_report(run_dir: Path) -> Path:
 
 def render(run: RunData, samples: Sequence[Sample], notes: Sequence[str], budget: Budget, trees: Sequence[Tree] = ()) -> bytes:
     """The page as UTF-8; pure."""
-    environment = Environment(
-        autoescape=True,
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     figures, missing = _figures(run)
     shown = list(dict.fromkeys(notes))
     if len(shown) > _NUM_NOTES:
         shown = [*shown[:_NUM_NOTES], f"and {len(shown) - _NUM_NOTES} more"]
-    page = environment.get_template(_TEMPLATE).render(
+    page = page_template(_TEMPLATE).render(
         facts=_facts(run),
         config=run.config,
         notes=shown,

@@ -1,0 +1,17 @@
+"""Templates of the HTML pages, which lie beside the code that fills them."""
+
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+
+def page_template(path: Path) -> Template:
+    """The template at ``path``: what is put in is escaped, and a name that is not given is an error."""
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(path.parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(path.name)
