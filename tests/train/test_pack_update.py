@@ -482,17 +482,19 @@ def test_the_frozen_reference_does_not_move_and_does_not_share_memory() -> None:
 def test_the_reference_survives_a_resume_and_is_checked(tmp_path: Path) -> None:
     policy = Policy(tiny_model(), OptimizerSettings())
     reference, path = policy.frozen_copy(), tmp_path / "reference.safetensors"
-    save_reference(path, reference)
+    checksum = save_reference(path, reference)
     other = Policy(tiny_model(seed=8), OptimizerSettings()).frozen_copy()
-    load_reference(path, other)
+    load_reference(path, other, checksum=checksum)
     weights = dict(reference.model.named_parameters())
     assert all(torch.equal(weights[name], value) for name, value in other.model.named_parameters())
     for broken in (tmp_path / "missing", tmp_path / "cut"):
         (tmp_path / "cut").write_bytes(path.read_bytes()[:100])
         with pytest.raises(CheckpointError, match="damaged"):
-            load_reference(broken, other)
+            load_reference(broken, other, checksum=None)
+    with pytest.raises(CheckpointError, match="not what was written"):
+        load_reference(path, other, checksum=checksum ^ 1)
     with pytest.raises(CheckpointError, match="another model"):
-        load_reference(path, Policy(tiny_model(num_layers=1), OptimizerSettings()).frozen_copy())
+        load_reference(path, Policy(tiny_model(num_layers=1), OptimizerSettings()).frozen_copy(), checksum=checksum)
 
 
 def test_lora_trains_only_adapters_and_the_same_seed_gives_the_same_ones() -> None:
