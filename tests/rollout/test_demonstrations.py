@@ -66,7 +66,7 @@ def groups(family: ToyFamily) -> list[Trace]:
 def test_a_demonstration_joins_its_group_with_the_return_that_the_environment_gives_it() -> None:
     family, algorithm = Expert(3), luffy()
     traces = groups(family)
-    replayed, metrics = mix_in(parts_of(family, algorithm), traces, step=STEP)
+    replayed, metrics = mix_in(parts_of(family, algorithm), traces, step=STEP, note=print)
     assert replayed == [] and metrics == {"luffy/num_groups_without": 1.0, "luffy/num_faults": 0.0}
     right, wrong, none = traces
     assert [leaf.episode_return for leaf, _ in right.rollouts()] == [0.25, 0.25, 2.0]
@@ -95,9 +95,9 @@ def test_experts_are_asked_once_a_task_and_faults_are_counted_and_tried_again() 
     assert metrics == {"luffy/num_groups_without": 2.0, "luffy/num_faults": 1.0}
     assert len(told) == 1 and "1 demonstrations were lost to faults: the expert of toy/0: " in told[0]
     assert family.num_asked == 4 and family.num_closes == 1
-    assert demonstrate(parts, algorithm, groups(family), step=STEP)["luffy/num_groups_without"] == 1.0
+    assert demonstrate(parts, algorithm, groups(family), step=STEP, note=print)["luffy/num_groups_without"] == 1.0
     assert family.num_asked == 5 and family.num_closes == 2
-    demonstrate(parts, algorithm, groups(family), step=STEP)
+    demonstrate(parts, algorithm, groups(family), step=STEP, note=print)
     assert family.num_asked == 5 and family.num_closes == 2
 
 
@@ -116,7 +116,7 @@ def test_a_demonstration_that_infrastructure_broke_is_masked() -> None:
 def test_none_are_played_when_none_are_wanted_and_one_at_a_time_joins() -> None:
     family = Expert(1)
     traces = groups(family)
-    assert mix_in(parts_of(family, luffy(num_demonstrations=0)), traces, step=STEP) == ([], {})
+    assert mix_in(parts_of(family, luffy(num_demonstrations=0)), traces, step=STEP, note=print) == ([], {})
     assert family.num_asked == 0
     [played] = play_experts(
         tasks=family.tasks("train"), expert=lambda task: family.expert(task, 0), factory=family.make(), tokenizer=TOKENIZER,

@@ -14,7 +14,7 @@ from outrider.types import Task
 
 
 def mix_in(
-    parts: Components, traces: Sequence[Trace], *, step: int, note: Callable[[str], None] = print
+    parts: Components, traces: Sequence[Trace], *, step: int, note: Callable[[str], None]
 ) -> tuple[list[Trace], dict[str, float]]:
     """Groups of earlier steps, with credit, to train on beside ``traces``; the metrics of what was mixed in.
 
@@ -41,7 +41,7 @@ def interleaved(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace
 
 
 def demonstrate(
-    parts: Components, algorithm: Luffy, traces: Sequence[Trace], *, step: int, note: Callable[[str], None] = print
+    parts: Components, algorithm: Luffy, traces: Sequence[Trace], *, step: int, note: Callable[[str], None]
 ) -> dict[str, float]:
     """Play the demonstrations of these groups in the states that the groups began in, and let them join. The counts.
 
