@@ -148,7 +148,8 @@ def _overrides(plan: Plan, method: Method, *, seed: int, budget: int | None) -> 
         return [*common, "train.num_steps=0"]
     start = plan.out / f"{IMITATION}-{seed}" / "checkpoints" / "step-000000"
     end = [] if budget is None else [f"train.max_policy_tokens={budget}", f"train.num_steps={_MANY}"]
-    return [*common, f"model.initial_checkpoint={start}", "cold_start.num_examples=0", *end]
+    # What a method starts from has been evaluated: it is imitation alone.
+    return [*common, f"model.initial_checkpoint={start}", "cold_start.num_examples=0", "evaluation.at_start=false", *end]
 
 
 def _shared_only(overrides: Sequence[str]) -> list[str]:

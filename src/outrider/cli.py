@@ -250,7 +250,7 @@ def _eval_recipe(parsed: argparse.Namespace) -> int:
 
     if parsed.method != "tips" and parsed.adapt is None:
         raise ConfigError("--method goes with --adapt K")
-    overrides = ["train.num_steps=0", "cold_start.num_examples=0", *_overrides(parsed)]
+    overrides = ["train.num_steps=0", "cold_start.num_examples=0", "evaluation.at_start=true", *_overrides(parsed)]
     if parsed.checkpoint:
         overrides.append(f"model.initial_checkpoint={parsed.checkpoint}")
     if parsed.adapt is not None:

@@ -52,7 +52,8 @@ class Runs:
             spent = {"tokens/policy": tokens / 5, "tokens/policy_total": float(tokens * step // 5)}
             writer.write(step, "train", spent | {"reward/mean": 0.1})
         writer.close()
-        self.evaluate(run, f"of {settings.model.initial_checkpoint}", step=0, key="sft", seed=settings.seed)
+        if settings.evaluation.at_start:
+            self.evaluate(run, f"of {settings.model.initial_checkpoint}", step=0, key="sft", seed=settings.seed)
         self.evaluate(run, f"after {key.upper()}", step=5, key=key, seed=settings.seed)
 
     def evaluate(self, run: Path, label: str, *, step: int, key: str, seed: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import load_settings
+from outrider.errors import ConfigError
 from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
 from outrider.train.start import run_training
@@ -49,6 +50,16 @@ def test_one_seed_gives_equal_bits_and_another_seed_does_not(recipe: Path) -> No
     assert not _equal(learned, _weights(first, 0)), "nothing was learned, so nothing was compared"
     assert _equal(learned, _weights(second, NUM_STEPS))
     assert not _equal(learned, _weights(other, NUM_STEPS))
+
+
+def test_the_evaluation_before_training_may_be_left_out_and_changes_no_bit(recipe: Path) -> None:
+    with_it = _train(recipe, "evaluated", "train.num_steps=2")
+    without = _train(recipe, "not-evaluated", "train.num_steps=2", "evaluation.at_start=false")
+    assert _equal(_weights(with_it, 2), _weights(without, 2)) and not _equal(_weights(without, 2), _weights(without, 0))
+    labels = [[one["label"] for one in RunDirectory(run).finished_evaluations()] for run in (with_it, without)]
+    assert len(labels[0]) == 2 and labels[1] == labels[0][1:]
+    with pytest.raises(ConfigError, match="nothing to do"):
+        load_settings(RunSettings, file=recipe, overrides=["train.num_steps=0", "evaluation.at_start=false"])
 
 
 def test_concurrency_decides_no_draw(recipe: Path) -> None:

@@ -18,9 +18,9 @@ from outrider.types import Task
 class EvaluationSettings(Settings):
     """``num_tasks`` first tasks of ``split``, ``num_samples`` rollouts each at ``temperature`` (0: greedy).
 
-    ``every`` training steps the panel is played again (0: only before, after the cold start and at the end). ``panel`` is the
-    SHA-256 of these tasks: a run on other ones is refused (None: any; ``evaluations.jsonl`` has it). ``num_trials`` of
-    ``outrider eval --adapt`` with ``memory`` (0: an evaluation without any).
+    It is played before training (``at_start``), after the cold start, after ``every`` training steps (0: never) and at the end.
+    ``panel`` is the SHA-256 of these tasks: a run on other ones is refused (None: any; ``evaluations.jsonl`` has it).
+    ``num_trials`` of ``outrider eval --adapt`` with ``memory`` (0: an evaluation without any).
     """
 
     split: str = "test"
@@ -28,6 +28,7 @@ class EvaluationSettings(Settings):
     num_samples: int = Field(1, ge=1)
     temperature: float = Field(0.0, ge=0)
     every: int = Field(0, ge=0)
+    at_start: bool = True
     panel: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     num_trials: int = Field(0, ge=0)
     memory: Literal["tips", "reflexion"] = "tips"

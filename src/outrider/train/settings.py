@@ -129,6 +129,8 @@ class RunSettings(Settings):
             raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
         if isinstance(self.algorithm, GroupSettings) and self.algorithm.overlong is not None:
             self.algorithm.overlong.bounds(self.rollout.max_response_tokens)
+        if not (self.train.num_steps or self.cold_start.num_examples or self.evaluation.at_start):
+            raise ValueError("nothing to do: no training step, no cold start, and evaluation.at_start = false")
         if self.buffer.evolve and not isinstance(self.algorithm, RapoSettings):
             raise ValueError("buffer.evolve needs algorithm.type = rapo")
         if (

@@ -109,7 +109,8 @@ class Trainer:
         self.state.begin()
         self._say(no_tips_alarm(self.parts.settings, num_tasks=len(self.parts.train_tasks)))
         given = self.parts.settings.model.initial_checkpoint
-        self._evaluate("before training" if given is None else f"of {given}")
+        if self.parts.settings.evaluation.at_start:
+            self._evaluate("before training" if given is None else f"of {given}")
         self._cold_start()
         self.state.freeze_reference()
         self.state.save()
