@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from outrider.errors import EnvironmentFault, ToolFault
 
 ResultT = TypeVar("ResultT")
+_Outcome: TypeAlias = tuple[ResultT, None] | tuple[None, BaseException]
 
 
 async def guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
@@ -18,26 +20,45 @@ async def guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: f
     can take no place from others (whose wait would then look like slowness) and cannot keep the process alive.
     """
     loop = asyncio.get_running_loop()
-    answered: asyncio.Future[tuple[ResultT, None] | tuple[None, BaseException]] = loop.create_future()
+    answered: asyncio.Future[_Outcome[ResultT]] = loop.create_future()
 
-    def deliver(outcome: tuple[ResultT, None] | tuple[None, BaseException]) -> None:
+    def deliver(outcome: _Outcome[ResultT]) -> None:
         if not answered.done():
             answered.set_result(outcome)
 
     def run() -> None:
-        outcome: tuple[ResultT, None] | tuple[None, BaseException]
-        try:
-            outcome = (call(*arguments), None)
-        except BaseException as error:  # SystemExit too: a tool that exits must not end the run
-            outcome = (None, error)
+        outcome = _called(call, *arguments)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a call that outlived the run
             loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        result, error = await asyncio.wait_for(answered, timeout_s)
+        outcome = await asyncio.wait_for(answered, timeout_s)
     except TimeoutError as late:
         raise EnvironmentFault(f"no answer within {timeout_s:g} s") from late
+    return _result_of(outcome)
+
+
+def timed(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
+    """:func:`guarded` for code outside of an event loop: it blocks, and raises the same."""
+    answered: queue.SimpleQueue[_Outcome[ResultT]] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answered.put(_called(call, *arguments)), daemon=True).start()
+    try:
+        outcome = answered.get(timeout=timeout_s)
+    except queue.Empty as late:
+        raise EnvironmentFault(f"no answer within {timeout_s:g} s") from late
+    return _result_of(outcome)
+
+
+def _called(call: Callable[..., ResultT], *arguments: object) -> _Outcome[ResultT]:
+    try:
+        return call(*arguments), None
+    except BaseException as error:  # SystemExit too: a tool that exits must not end the run
+        return None, error
+
+
+def _result_of(outcome: _Outcome[ResultT]) -> ResultT:
+    result, error = outcome
     if isinstance(error, ToolFault | EnvironmentFault):
         raise error
     if error is not None:

@@ -1,6 +1,5 @@
 """Episodes of an agent behind a chat endpoint: off-policy steps for the buffer, and evaluation; never training (no ids)."""
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +12,7 @@ from outrider.engines.endpoint import ChatEndpoint
 from outrider.engines.endpoint_wire import Refusal
 from outrider.environments.base import Environment, EnvironmentFactory, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.blocking import guarded
+from outrider.rollout.blocking import timed
 from outrider.rollout.direct import close_quietly, outcome_of, step_of
 from outrider.rollout.episode import Limits
 from outrider.seeding import stream_seed
@@ -132,14 +131,14 @@ class Collector:
 
     def _timed(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
         """A game that hangs is a fault of the environment here as in the rollout loop."""
-        return asyncio.run(guarded(call, *arguments, timeout_s=self.limits.step_timeout_s))
+        return timed(call, *arguments, timeout_s=self.limits.step_timeout_s)
 
     def _play(self, task: Task, rollout: int, *, num_retries: int) -> Collected:
         environment = self._timed(self.factory, task)
         try:
             return self._episode(environment, task, rollout, num_retries)
         finally:
-            close_quietly(environment)
+            close_quietly(environment, timeout_s=self.limits.step_timeout_s)
 
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
         prompt = tuple(self._timed(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))

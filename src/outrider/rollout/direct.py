@@ -1,15 +1,13 @@
 """Playing texts that are known beforehand straight against an environment: no model, no tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
 from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
+from outrider.rollout.blocking import timed
 from outrider.types import Message, Outcome, Step, Task
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,25 +23,29 @@ class DirectEpisode:
         return tuple(step_of(text, result) for text, result in zip(texts, self.results, strict=False))
 
 
-def play_texts(factory: EnvironmentFactory, task: Task, texts: Sequence[str], *, seed: int) -> DirectEpisode:
-    """Play until the texts or the episode end. Raises ToolFault or EnvironmentFault when infrastructure broke."""
-    environment = guarded(factory, task)
+def play_texts(factory: EnvironmentFactory, task: Task, texts: Sequence[str], *, seed: int, timeout_s: float) -> DirectEpisode:
+    """Play until the texts or the episode end, every call for at most ``timeout_s`` seconds.
+
+    Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
+    """
+    environment = timed(factory, task, timeout_s=timeout_s)
     try:
-        prompt = tuple(guarded(environment.reset, seed))
+        prompt = tuple(timed(environment.reset, seed, timeout_s=timeout_s))
         results: list[StepResult] = []
         for text in texts:
-            results.append(guarded(environment.step, Message(role="assistant", content=text)))
+            results.append(timed(environment.step, Message(role="assistant", content=text), timeout_s=timeout_s))
             if results[-1].done:
                 break
-        return DirectEpisode(prompt=prompt, results=tuple(results), record=guarded(environment.result))
+        record = timed(environment.result, timeout_s=timeout_s)
+        return DirectEpisode(prompt=prompt, results=tuple(results), record=record)
     finally:
-        close_quietly(environment)
+        close_quietly(environment, timeout_s=timeout_s)
 
 
-def close_quietly(environment: Environment) -> None:
-    """A close that fails changes nothing of what was played."""
+def close_quietly(environment: Environment, *, timeout_s: float) -> None:
+    """A close that fails or hangs changes nothing of what was played."""
     with suppress(ToolFault, EnvironmentFault):
-        guarded(environment.close)
+        timed(environment.close, timeout_s=timeout_s)
 
 
 def step_of(text: str, result: StepResult) -> Step:
@@ -56,13 +58,3 @@ def outcome_of(result: StepResult) -> Outcome:
     if result.truncated:
         return Outcome.TRUNCATED_TURNS
     return Outcome.INVALID if result.invalid else Outcome.FINISHED
-
-
-def guarded(call: Callable[..., ResultT], *arguments: object) -> ResultT:
-    """Whatever an environment raises besides its typed faults is one too, and never a reward."""
-    try:
-        return call(*arguments)
-    except (ToolFault, EnvironmentFault):
-        raise
-    except Exception as error:
-        raise EnvironmentFault(f"{type(error).__name__}: {error}") from error

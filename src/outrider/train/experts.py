@@ -9,6 +9,7 @@ from outrider.errors import DataError, EnvironmentFault, ToolFault
 from outrider.memory.records import BuildReport
 from outrider.memory.sources import import_trajectories
 from outrider.memory.steps import StepTraceBuffer
+from outrider.rollout.blocking import timed
 from outrider.rollout.direct import play_texts
 from outrider.train.alarms import fault_line
 from outrider.train.settings import RunSettings
@@ -36,16 +37,17 @@ class FillReport:
     builds: list[BuildReport] = field(default_factory=list)
 
 
-def play_expert(family: TaskFamily, factory: EnvironmentFactory, task: Task, seed: int) -> ExpertPlay | None:
+def play_expert(family: TaskFamily, factory: EnvironmentFactory, task: Task, *, seed: int, timeout_s: float) -> ExpertPlay | None:
     """Play the expert's path in a fresh environment; None where there is no expert.
 
-    Raises ToolFault or EnvironmentFault when infrastructure broke.
+    The expert has ``timeout_s`` seconds for its whole path, and the environment for a step. Raises ToolFault or
+    EnvironmentFault when infrastructure broke or hangs.
     """
-    steps = family.expert(task, seed)
+    steps = timed(family.expert, task, seed, timeout_s=timeout_s)
     if not steps:
         return None
     texts = [step.text for step in steps]
-    episode = play_texts(factory, task, texts, seed=seed)
+    episode = play_texts(factory, task, texts, seed=seed, timeout_s=timeout_s)
     trajectory = Trajectory(
         trajectory_id=_name(task),
         task_key=task.key,
@@ -118,7 +120,7 @@ def _with_retries(
 ) -> ExpertPlay | None:
     for attempt in range(settings.train.max_retries + 1):
         try:
-            play = play_expert(family, factory, task, settings.seed)
+            play = play_expert(family, factory, task, seed=settings.seed, timeout_s=settings.limits.step_timeout_s)
         except (ToolFault, EnvironmentFault) as fault:
             report.counts["retries"] += attempt < settings.train.max_retries
             last = fault

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from outrider.rollout.blocking import timed
 from outrider.rollout.expert import ExpertSource, play_experts
 from outrider.trace import Trace
 from outrider.train.alarms import fault_line, lost_reasons
@@ -48,7 +49,7 @@ def imitate_experts(
     traces = expert_rollouts(
         parts,
         tasks,
-        lambda task: parts.family.expert(task, settings.seed),
+        lambda task: timed(parts.family.expert, task, settings.seed, timeout_s=settings.limits.step_timeout_s),
         retrieve_share=settings.cold_start.retrieve_share,
     )
     parts.family.close()

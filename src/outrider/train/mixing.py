@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from outrider.algorithms.luffy import Luffy
 from outrider.algorithms.rollout_replay import RolloutReplay
 from outrider.errors import EnvironmentFault, ToolFault
+from outrider.rollout.blocking import timed
 from outrider.rollout.demonstrations import join_demonstration
 from outrider.trace import Trace
 from outrider.train.alarms import fault_line, lost_reasons
@@ -71,7 +72,9 @@ def ask_experts(parts: Components, algorithm: Luffy, tasks: Sequence[Task]) -> l
     for task in missing:
         for _ in range(parts.settings.train.max_retries + 1):
             try:
-                algorithm.paths[task.key] = parts.family.expert(task, parts.settings.seed)
+                algorithm.paths[task.key] = timed(
+                    parts.family.expert, task, parts.settings.seed, timeout_s=parts.settings.limits.step_timeout_s
+                )
                 break
             except (ToolFault, EnvironmentFault) as fault:
                 reasons[task.key] = f"the expert of {task.key}: {fault}"

@@ -122,7 +122,7 @@ def _replay(one: _Recorded, task: Task, factory: EnvironmentFactory, settings: R
     texts = [_said(row) for row in one.path if _is_played(row, settings)]
     seed = stream_seed(settings.seed, "reset", step - 1, task.key)  # the file of step n holds the rollouts before update n
     try:
-        episode = play_texts(factory, task, texts, seed=seed)
+        episode = play_texts(factory, task, texts, seed=seed, timeout_s=settings.limits.step_timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
         return Difference(what="fault", turn=None, recorded="none", replayed=str(fault))
     return compare(one.path, episode, settings=settings)

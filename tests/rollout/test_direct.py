@@ -1,0 +1,97 @@
+"""Texts played straight against an environment: what breaks or hangs is a typed fault, and the environment is closed."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from outrider.config import validate
+from outrider.environments.base import StepResult
+from outrider.errors import EnvironmentFault, ToolFault
+from outrider.rollout.blocking import timed
+from outrider.rollout.direct import play_texts
+from outrider.train.experts import play_expert
+from outrider.train.settings import RunSettings
+from outrider.types import Step, Task
+from tests.rollout.fakes import Factory, Fake, say
+from tests.toy import ToyFamily
+
+TASK = Task(key="t", question="q", answers=("a",))
+
+
+def fake(on_step: Callable[[int, str], StepResult]) -> tuple[Factory, Fake]:
+    environment = Fake(on_step=on_step)
+    return Factory(lambda task, number: environment), environment
+
+
+def test_it_plays_until_the_texts_or_the_episode_end() -> None:
+    factory, environment = fake(lambda number, text: StepResult(message=None, done=True) if text == "end" else say(text.upper()))
+    episode = play_texts(factory, TASK, ["a", "b", "end", "never"], seed=7, timeout_s=5)
+    assert [step.observation for step in episode.steps(["a", "b", "end", "never"])] == ["A", "B", ""]
+    assert (environment.seeds, environment.texts, environment.num_closed) == ([7], ["a", "b", "end"], 1)
+    assert len(play_texts(*_again(), ["a"], seed=0, timeout_s=5).results) == 1
+
+
+def _again() -> tuple[Factory, Task]:
+    return fake(lambda number, text: say(text))[0], TASK
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (ToolFault("no tool"), ToolFault, "no tool"),
+        (ZeroDivisionError("by zero"), EnvironmentFault, "ZeroDivisionError: by zero"),
+        (SystemExit(3), EnvironmentFault, "SystemExit: 3"),
+    ],
+)
+def test_what_it_raises_is_a_typed_fault(error: BaseException, kind: type[Exception], says: str) -> None:
+    def breaks(number: int, text: str) -> StepResult:
+        raise error
+
+    factory, environment = fake(breaks)
+    with pytest.raises(kind, match=says):
+        play_texts(factory, TASK, ["a"], seed=0, timeout_s=5)
+    assert environment.num_closed == 1
+
+
+def test_a_step_that_hangs_is_a_fault_in_time() -> None:
+    release = threading.Event()
+
+    def hangs(number: int, text: str) -> StepResult:
+        release.wait(60)
+        return say("late")
+
+    factory, environment = fake(hangs)
+    began = time.monotonic()
+    with pytest.raises(EnvironmentFault, match=r"no answer within 0\.2 s"):
+        play_texts(factory, TASK, ["a"], seed=0, timeout_s=0.2)
+    release.set()
+    assert time.monotonic() - began < 30 and environment.num_closed == 1
+
+
+def test_an_expert_that_hangs_is_a_fault_in_time() -> None:
+    release = threading.Event()
+
+    class Thinks(ToyFamily):
+        def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+            release.wait(60)
+            return None
+
+    family = Thinks()
+    settings = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}})
+    assert settings.limits.step_timeout_s == 60.0  # what a run gives it
+    with pytest.raises(EnvironmentFault, match=r"no answer within 0\.2 s"):
+        play_expert(family, family.make(), TASK, seed=0, timeout_s=0.2)
+    release.set()
+    assert play_expert(family, family.make(), TASK, seed=0, timeout_s=5) is None
+
+
+def test_results_and_faults_come_through() -> None:
+    assert timed(lambda one, other: one + other, 1, 2, timeout_s=5) == 3
+    with pytest.raises(ToolFault):
+        timed(_refuse, timeout_s=5)
+
+
+def _refuse() -> None:
+    raise ToolFault("no")
