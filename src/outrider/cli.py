@@ -259,7 +259,7 @@ def _eval_recipe(parsed: argparse.Namespace) -> int:
     if settings.evaluation.num_trials:
         from outrider.train.adaptation import adapt
 
-        return adapt((RunDirectory.create(parsed.run, settings), settings))
+        return adapt((RunDirectory.create(parsed.run, settings), settings), progress=parsed.progress)
     run_training((RunDirectory.create(parsed.run, settings), settings), progress=parsed.progress, on_start=lambda stop: None)
     return 0
 

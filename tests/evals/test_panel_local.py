@@ -16,7 +16,7 @@ from outrider.environments.base import StepResult
 from outrider.environments.datasets import panel_hash
 from outrider.errors import CheckpointError, EnvironmentFault
 from outrider.evals.extraction import find_variant
-from outrider.evals.panel import make_report, play_panel
+from outrider.evals.panel import make_report, play_panel, run_panel
 from outrider.evals.panel_grades import Grader
 from outrider.evals.panel_model import load_language_model, resolve, weights_hash
 from outrider.evals.panel_players import LocalPlayer
@@ -169,6 +169,26 @@ def test_a_run_and_its_checkpoints_are_models(root: Path, tmp_path: Path) -> Non
         resolve(ModelSettings(name=str(checkpoint)))
 
 
+class Shown(NullProgress):
+    """Remembers what it was asked to show."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, dict[str, object]]] = []
+
+    def advance(self, done: int, **fields: object) -> None:
+        self.reports.append((done, fields))
+
+
+def test_tokens_are_shown_while_a_batch_is_written(root: Path, tmp_path: Path) -> None:
+    display = Shown()
+    asked = ["model.name=" + str(root / "model"), f"tasks=hotpotqa={root / 'tasks.jsonl'}", "batch_size=4", "temperature=1"]
+    settings = load_settings(PanelSettings, file=None, overrides=[*asked, "rollout.max_turn_tokens=12", "num_threads=1"])
+    report, notes = run_panel(settings, tmp_path / "run", display=display)
+    tokens = [(done, int(str(fields["generated"]))) for done, fields in display.reports if "generated" in fields]
+    assert tokens[0] == (0, 4) and {done for done, _ in tokens} == {0, 4} and notes == []
+    assert tokens[-1][1] >= report.summary.num_tokens * report.num_tasks > 0  # a stop string's last tokens are cut off
+
+
 class Batches(ScriptedEngine):
     """Answers every question with its number, and remembers which tasks came together."""
 
@@ -196,8 +216,12 @@ def factory(broken: Callable[[str], bool]) -> Factory:
     return Factory(make)
 
 
-def play(path: Path, engine: Batches, environments: Factory) -> dict[str, object]:
-    settings = PanelSettings(tasks="hotpotqa", model=ModelSettings(), batch_size=2, max_retries=0, num_samples=2, temperature=1.0)
+def play(
+    path: Path, engine: Batches, environments: Factory, *, max_retries: int = 0, notes: list[str] | None = None
+) -> dict[str, object]:
+    settings = PanelSettings(
+        tasks="hotpotqa", model=ModelSettings(), batch_size=2, max_retries=max_retries, num_samples=2, temperature=1.0
+    )
     panel = PlayedPanel(
         panel=Panel(task_set=TASK_SETS["hotpotqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)), factory=environments,
         stop=(), limits=Limits(step_timeout_s=5), scorer="f1", tools=(), identity={"panel": 1},
@@ -207,6 +231,8 @@ def play(path: Path, engine: Batches, environments: Factory) -> dict[str, object
     grader = Grader(rules=find_variant("default"), kind="qa", scorer="f1")
     try:
         play_panel(panel, player, grader, store, num_samples=2, display=NullProgress())
+        if notes is not None:
+            notes += player.notes()
         return make_report(settings, panel, player, store).as_json()  # type: ignore[return-value]
     finally:
         store.close()
@@ -223,6 +249,21 @@ def test_only_what_a_fault_ended_is_played_again(tmp_path: Path) -> None:
     assert engine.batches == [["task-1"], ["task-2"]] * 2
     assert mended == play(tmp_path / "clean.jsonl", Batches(), factory(lambda key: False))
     assert (mended["num_scored"], mended["faults"]) == (10, {})
+
+
+def test_a_try_that_was_repeated_is_told(tmp_path: Path) -> None:
+    failed: set[str] = set()
+
+    def first_time(key: str) -> bool:
+        is_first = key in ("task-1", "task-4") and key not in failed
+        failed.add(key)
+        return is_first
+
+    notes: list[str] = []
+    clean = play(tmp_path / "clean.jsonl", Batches(), factory(lambda key: False), notes=notes)
+    assert notes == []
+    assert clean == play(tmp_path / "r.jsonl", Batches(), factory(first_time), max_retries=1, notes=notes)
+    assert notes == ["tries repeated after a fault of a tool or an environment: 2"]
 
 
 def test_a_batch_that_a_kill_tore_is_played_as_a_whole(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from outrider.algorithms.reflexion import NUM_SHOWN, ReflexionHook
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.tool_episode import ToolEnvironment
+from outrider.errors import EnvironmentFault
 from outrider.rollout.episode import Limits
 from outrider.trace import Trace
 from outrider.train.settings import RunSettings
@@ -55,6 +57,24 @@ def test_the_weights_do_not_move_and_one_seed_gives_one_curve(recipe: Path) -> N
         curves.append(evaluations(run))
         assert not list(run.rglob("*.safetensors"))
     assert curves[0] == curves[1]
+
+
+def test_a_trial_shows_its_tokens_and_without_any_result_it_is_an_error(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recipe.parent / "shown"
+    options = [*MEMORY, "--adapt", "2", "--progress", "plain"]
+    assert main(["eval", str(recipe), *options, "--run", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "tips, trial 1: start, 3 to do" in told and "generated" in told and "tips, trial 2 3/3" in told
+
+    def refuse(environment: ToolEnvironment, seed: int) -> None:
+        raise EnvironmentFault("no simulator today")
+
+    monkeypatch.setattr(ToolEnvironment, "reset", refuse)
+    assert main(["eval", str(recipe), *options, "--run", str(recipe.parent / "lost")]) == 1
+    assert "'tips, trial 1' has no result, every rollout was lost to a fault: " in capsys.readouterr().err
+    assert not (recipe.parent / "lost" / "evaluations.jsonl").exists()
 
 
 def test_no_trial_is_a_clear_error(recipe: Path) -> None:

@@ -1,6 +1,7 @@
 """What a run says aloud: rollouts that were lost and why, steps that were skipped, and an evaluation without any result."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def test_a_run_says_why_rollouts_were_lost_and_tried_again(
     run = train(recipe, "flaky", "train.max_retries=1")
     told = capsys.readouterr().out
     assert "the simulator hung up" in told and "tries were repeated" in told
+    [before] = [line for line in told.splitlines() if line.startswith("before training: ")]
+    assert re.search(r" faults.*, [1-9]\d* tries repeated$", before)
     record = next(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line)
     assert record["rollout/num_retries"] >= 1 and record["rollout/num_close_faults"] == 0
 

@@ -102,8 +102,26 @@ def test_each_tracker_gets_the_values_at_its_step(tmp_path: Path, monkeypatch: p
     assert ("log", ({"reward/mean": 0.5},), {"step": 3}) in calls  # trackio
     assert [name for name, _, _ in calls].count("finish") == 2
     inits = {name: kwargs for name, _, kwargs in calls if name.endswith(".init")}
-    assert inits["trackio.init"] == {"project": "outrider", "name": "run-7", "config": {"seed": 1}}
+    assert inits["trackio.init"] == {"project": "outrider", "name": "run-7", "config": {"seed": 1}, "resume": "never"}
+    assert not {"id", "resume"} & inits["wandb.init"].keys()
+    assert next(kwargs for name, _, kwargs in calls if name == "SummaryWriter").keys() == {"logdir"}
     assert sum(trackers.num_failures.values()) == 0
+
+
+def test_a_resumed_run_goes_on_in_the_trackers_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeService()
+    service.install(monkeypatch)
+    make_trackers(TRACKER_NAMES, run_dir=tmp_path, config={}, resumed_at=3)
+    for folder in ("run-20260102_000000-second", "offline-run-20260103_000000-third", "run-20260101_000000-first", "latest-run"):
+        (tmp_path / "wandb" / folder).mkdir(parents=True)
+    make_trackers(TRACKER_NAMES, run_dir=tmp_path, config={}, resumed_at=3)
+    inits = [(name, kwargs) for name, _, kwargs in service.calls if name.endswith((".init", "SummaryWriter"))]
+    purged = [kwargs["purge_step"] for name, kwargs in inits if name == "SummaryWriter"]
+    assert purged == [4, 4]  # the metrics of step 3 stay
+    assert [kwargs["resume"] for name, kwargs in inits if name == "trackio.init"] == ["allow", "allow"]
+    before, after = [kwargs for name, kwargs in inits if name == "wandb.init"]
+    assert not {"id", "resume"} & before.keys()  # W&B has written nothing here
+    assert (after["id"], after["resume"]) == ("third", "allow")
 
 
 def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

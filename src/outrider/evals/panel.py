@@ -30,6 +30,7 @@ from outrider.evals.panel_table import PanelReport
 from outrider.evals.panel_tasks import PlayedPanel, open_panel
 from outrider.evals.scores import SampleResult, summarise
 from outrider.watch.progress import Progress, make_progress
+from outrider.watch.token_meter import TokenMeter
 
 RESULTS = "results.jsonl"
 SUMMARY = "summary.json"
@@ -69,15 +70,16 @@ def run_panel(settings: PanelSettings, folder: Path, *, display: Progress) -> tu
     if settings.judge is not None and judge is not None:
         settings = settings.model_copy(update={"judge": judge.settings})
     panel = open_panel(settings)
+    meter = TokenMeter(display)
     try:
-        player = make_player(settings)
+        player = make_player(settings, on_tokens=meter)
         grader = Grader(
             rules=find_variant(settings.rules), kind=panel.kind, scorer=panel.scorer, tools=panel.tools, judge=judge,
             max_faults_in_a_row=settings.max_faults_in_a_row,
         )  # fmt: skip
         store = PanelStore.open(folder / RESULTS, identity={**panel.identity, **player.identity})
         try:
-            play_panel(panel, player, grader, store, num_samples=settings.num_samples, display=display)
+            play_panel(panel, player, grader, store, num_samples=settings.num_samples, display=display, meter=meter)
             report = make_report(settings, panel, player, store)
         except EngineFault as fault:
             raise EngineFault(f"{fault}. What was played is kept, and the same command continues") from fault
@@ -90,11 +92,20 @@ def run_panel(settings: PanelSettings, folder: Path, *, display: Progress) -> tu
 
 
 def play_panel(
-    panel: PlayedPanel, player: Player, grader: Grader, store: PanelStore, *, num_samples: int, display: Progress
+    panel: PlayedPanel,
+    player: Player,
+    grader: Grader,
+    store: PanelStore,
+    *,
+    num_samples: int,
+    display: Progress,
+    meter: TokenMeter | None = None,
 ) -> None:
-    """Judge the answers whose judge had failed, then play what is missing or faulty."""
+    """Judge the answers whose judge had failed, then play what is missing or faulty. ``meter`` shows the player's tokens."""
     recorder = _Recorder(panel=panel, grader=grader, store=store, display=display, num_samples=num_samples)
     recorder.begin()
+    if meter is not None:
+        meter.num_done = lambda: recorder.num_done
     recorder.judge_again()
     player.play(panel, store, recorder.record)
 
@@ -131,16 +142,16 @@ class _Recorder:
     store: PanelStore
     display: Progress
     num_samples: int
-    _num_done: int = 0
+    num_done: int = 0
     _num_faults: int = 0
     _lock: Lock = field(default_factory=Lock)
 
     def begin(self) -> None:
         """Show what is on file."""
         results = _wanted(self.store.results, self.num_samples)
-        self._num_done = sum(not result.outcome.is_fault for result in results)
+        self.num_done = sum(not result.outcome.is_fault for result in results)
         self.display.stage("evaluate", len(self.panel.tasks) * self.num_samples)
-        self.display.advance(self._num_done)
+        self.display.advance(self.num_done)
 
     def judge_again(self) -> None:
         """Ask the judge about answers that wait for it; each verdict is stored as it comes."""
@@ -164,10 +175,10 @@ class _Recorder:
         with self._lock:
             for result in results:
                 self.store.add(result)
-                self._num_done += not result.outcome.is_fault
+                self.num_done += not result.outcome.is_fault
                 self._num_faults += result.outcome.is_fault
             faults = {"faults": self._num_faults} if self._num_faults else {}
-            self.display.advance(self._num_done, **faults)
+            self.display.advance(self.num_done, **faults)
 
 
 def _wanted(results: Sequence[SampleResult], num_samples: int) -> list[SampleResult]:

@@ -43,12 +43,15 @@ class Player(Protocol):
         ...
 
 
-def make_player(settings: PanelSettings) -> Player:
-    """Load the model, or ask the endpoint what it serves. Raises ModelError, CheckpointError and EngineFault."""
+def make_player(settings: PanelSettings, *, on_tokens: Callable[[int], None] = lambda num_tokens: None) -> Player:
+    """Load the model, or ask the endpoint what it serves. Raises ModelError, CheckpointError and EngineFault.
+
+    ``on_tokens`` gets the number of tokens of every decoding step of a model in this process.
+    """
     if settings.endpoint is not None:
         return EndpointPlayer.found(settings.endpoint, settings)
     assert settings.model is not None  # the settings see to it
-    return LocalPlayer.loaded(settings.model, settings)
+    return LocalPlayer.loaded(settings.model, settings, on_tokens=on_tokens)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,15 +66,16 @@ class LocalPlayer:
     engine: Engine
     identity: Mapping[str, Json]
     settings: PanelSettings
+    num_retries: int = 0
 
     @classmethod
-    def loaded(cls, chosen: ModelSettings, settings: PanelSettings) -> "LocalPlayer":
+    def loaded(cls, chosen: ModelSettings, settings: PanelSettings, *, on_tokens: Callable[[int], None]) -> "LocalPlayer":
         """Load the model and hash its weights."""
         resolved = resolve(chosen)
         set_threads(settings.num_threads, device=resolved.device)
         loaded = load_language_model(resolved)
         precision = resolve_precision(resolved.precision, resolved.device)
-        engine = LocalEngine(loaded, context_length=resolved.context_length, max_rows=settings.batch_size)
+        engine = LocalEngine(loaded, context_length=resolved.context_length, max_rows=settings.batch_size, on_tokens=on_tokens)
         identity: dict[str, Json] = {
             "weights": weights_hash(loaded), "chat_template": template_hash(loaded), "precision": precision, "device": resolved.device,
             "context_length": engine.context_length, "batch_size": settings.batch_size, "num_threads": settings.num_threads,
@@ -101,12 +105,13 @@ class LocalPlayer:
                 if chosen:
                     self.engine.free_cache()  # nothing of an earlier batch: a resumed evaluation has none either
                     report = scheduler.run(chosen, modes=(_MODE,), training_step=-1 - sample)
+                    self.num_retries += report.num_retries
                     played = [from_trace(trace, sample) for trace in report.traces]
                     record([one for one in played if (one.task.key, sample) in owed])
 
     def notes(self) -> list[str]:
-        """Nothing besides."""
-        return []
+        """How many tries were repeated."""
+        return _repeated(self.num_retries)
 
 
 def _to_play(batch: Sequence[Task], sample: int, owed: set[tuple[str, int]], store: PanelStore) -> Sequence[Task]:
@@ -134,6 +139,7 @@ class EndpointPlayer:
     endpoint: ChatEndpoint
     identity: Mapping[str, Json]
     settings: PanelSettings
+    num_retries: int = 0
 
     @classmethod
     def found(cls, chosen: EndpointSettings, settings: PanelSettings) -> "EndpointPlayer":
@@ -155,12 +161,18 @@ class EndpointPlayer:
             max_retries=self.settings.max_retries,
             max_faults_in_a_row=self.settings.max_faults_in_a_row,
         )
-        collector.play(
+        played = collector.play(
             store.owed(panel.tasks, num_samples=self.settings.num_samples),
             on_played=lambda task, sample, collected: record([from_collected(task, sample, collected)]),
         )
+        self.num_retries += sum(one.num_retries for one in played)
 
     def notes(self) -> list[str]:
-        """Requests that were sent again, by their reason."""
+        """Requests that were sent again, by their reason, and how many tries were repeated."""
         retries = sorted(self.endpoint.retries.items())
-        return [f"requests sent again: {', '.join(f'{count} after {reason}' for reason, count in retries)}"] if retries else []
+        sent = [f"requests sent again: {', '.join(f'{count} after {reason}' for reason, count in retries)}"] if retries else []
+        return [*sent, *_repeated(self.num_retries)]
+
+
+def _repeated(num_retries: int) -> list[str]:
+    return [f"tries repeated after a fault of a tool or an environment: {num_retries}"] if num_retries else []

@@ -44,7 +44,8 @@ class EvaluationSettings(Settings):
 class Evaluation:
     """``score`` is the mean success over tasks with its 95 % interval; faulty rollouts are counted and left out.
 
-    ``task_scores`` and ``task_returns``: mean success and mean return of each scored task, by its key.
+    ``num_retries``: tries that were repeated after a fault. ``task_scores`` and ``task_returns``: mean success and mean return
+    of each scored task, by its key.
     """
 
     label: str
@@ -57,6 +58,7 @@ class Evaluation:
     num_faults: int
     num_tool_calls: float
     num_policy_tokens: float
+    num_retries: int
     task_scores: Mapping[str, float]
     task_returns: Mapping[str, float]
 
@@ -92,6 +94,7 @@ def evaluate(
         num_faults=sum(num_samples - len(group) for group in leaves),
         num_tool_calls=sum(node.metadata.get("num_tool_calls", 0) for path in paths for node in path) / num_rollouts,
         num_policy_tokens=sum(len(node.token_ids) for path in paths for node in path if node.trainable) / num_rollouts,
+        num_retries=report.num_retries,
         task_scores=dict(zip(keys, successes, strict=True)),
         task_returns=dict(zip(keys, returns, strict=True)),
     )

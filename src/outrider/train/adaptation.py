@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +16,7 @@ from outrider.algorithms.reflexion import ReflexionHook
 from outrider.algorithms.tip_hook import MemorySettings, TipHook
 from outrider.algorithms.tip_modes import TIPS_ON
 from outrider.environments.datasets import panel_hash
-from outrider.errors import OutriderError
+from outrider.errors import EnvironmentFault, OutriderError
 from outrider.evals.runner import Evaluation, evaluate, interval
 from outrider.memory.embedder import load_embedder
 from outrider.rollout.episode import Sampling
@@ -26,18 +27,21 @@ from outrider.train.components import Components, build, token_counter
 from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
 from outrider.types import Task
+from outrider.watch.progress import Progress, make_progress
+from outrider.watch.token_meter import TokenMeter
 
 
 @dataclass(slots=True, kw_only=True)
 class Adaptation:
-    """One model, one panel, one memory that starts empty. ``note`` is told why rollouts were lost."""
+    """One model, one panel, one memory that starts empty. ``display`` shows how far a trial is, and why rollouts were lost."""
 
     parts: Components
     hook: TipHook | ReflexionHook
-    note: Callable[[str], None] = print
+    display: Progress
+    num_done: int = 0
 
     def run(self, *, on_trial: Callable[[Evaluation], None]) -> list[Evaluation]:
-        """The first trial has nothing to read: it is the model alone."""
+        """The first trial has nothing to read: it is the model alone. Raises EnvironmentFault where no rollout has a result."""
         tasks = list(self.parts.test_tasks)
         best: dict[str, Leaf] = {}
         trials = []
@@ -47,6 +51,9 @@ class Adaptation:
                 _keep_best(best, traces)
                 evaluation = _over_all(evaluation, best)
                 tasks = [task for task in tasks if task.key not in best or not best[task.key].success]
+            if not evaluation.num_tasks:  # of Reflexion's later trials the best so far stand
+                reasons = fault_line(lost_reasons(traces))
+                raise EnvironmentFault(f"{evaluation.label!r} has no result, every rollout was lost to a fault: {reasons}")
             on_trial(evaluation)
             trials.append(evaluation)
             if not tasks:
@@ -55,6 +62,9 @@ class Adaptation:
 
     def _trial(self, tasks: Sequence[Task], trial: int) -> tuple[Evaluation, list[Trace]]:
         settings = self.parts.settings
+        label = f"{settings.evaluation.memory}, trial {trial + 1}"
+        self.num_done = 0
+        self.display.stage(label, len(tasks) * settings.evaluation.num_samples)
         scheduler = Scheduler(
             engine=self.parts.engine,
             renderer=self.parts.renderer,
@@ -65,27 +75,45 @@ class Adaptation:
             hooks=(self.hook,),
             max_concurrent=settings.num_concurrent,
             max_retries=settings.train.max_retries,
+            on_finished=self._show,
         )
         evaluation, traces = evaluate(
             scheduler,
             tasks,
             num_samples=settings.evaluation.num_samples,
-            label=f"{settings.evaluation.memory}, trial {trial + 1}",
+            label=label,
             step=0,
             mode=TIPS_ON,
             stream_step=-1 - trial,
         )
         if lost := lost_reasons(traces):
-            self.note(f"{evaluation.label}: {len(lost)} rollouts were lost to faults: {fault_line(lost)}")
+            self.display.note(f"{label}: {len(lost)} rollouts were lost to faults: {fault_line(lost)}")
         return evaluation, traces
 
+    def _show(self, done: int, total: int) -> None:
+        self.num_done = done
+        self.display.advance(done)
 
-def adapt(opened: tuple[RunDirectory, RunSettings]) -> int:
-    """Build, play, write ``evaluations.jsonl`` and print the curve."""
+
+def adapt(opened: tuple[RunDirectory, RunSettings], *, progress: Literal["auto", "rich", "plain", "none"] = "auto") -> int:
+    """Build, play, write ``evaluations.jsonl`` and print the curve. Raises what set-up raises, and EnvironmentFault where a trial
+    has no result; the trials before it are on file."""
     run, settings = opened
-    chosen = settings.evaluation
+    display = make_progress(progress)
     try:
-        parts = build(settings, buffer_path=run.path / "buffer.sqlite", resumed=False, on_tokens=lambda _: None, note=print)
+        display.stage("set-up", None)
+        table = _play(run, settings, display)
+    finally:
+        display.close()
+        run.release()
+    Console().print(table)
+    return 0
+
+
+def _play(run: RunDirectory, settings: RunSettings, display: Progress) -> Table:
+    chosen, meter = settings.evaluation, TokenMeter(display)
+    try:
+        parts = build(settings, buffer_path=run.path / "buffer.sqlite", resumed=False, on_tokens=meter, note=display.note)
         hook = make_hook(parts)
     except (OutriderError, OSError):
         run.discard()
@@ -99,13 +127,13 @@ def adapt(opened: tuple[RunDirectory, RunSettings]) -> int:
         row = (evaluation.label, f"{100 * evaluation.score:.1f}", f"[{low:.1f}, {high:.1f}]", f"{evaluation.mean_return:.3f}")
         table.add_row(*row, str(evaluation.num_tasks), str(evaluation.num_faults))
 
+    adaptation = Adaptation(parts=parts, hook=hook, display=display)
+    meter.num_done = lambda: adaptation.num_done
     try:
-        Adaptation(parts=parts, hook=hook).run(on_trial=record)
+        adaptation.run(on_trial=record)
     finally:
         parts.factory.close()
-        run.release()
-    Console().print(table)
-    return 0
+    return table
 
 
 def make_hook(parts: Components) -> TipHook | ReflexionHook:

@@ -164,6 +164,12 @@ def checkpoints_newest_first(folder: Path) -> list[Path]:
     return [path for _, path in reversed(_numbered(folder))]
 
 
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint below ``folder``, which may be damaged; None without any."""
+    found = _numbered(folder)
+    return found[-1][0] if found else None
+
+
 def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> None:
     """Remove all but the last ``keep`` checkpoints up to step ``newest``, which has just been written, and the one of step 0.
 

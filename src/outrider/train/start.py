@@ -1,39 +1,20 @@
 """From settings to a finished run: build the parts, train, write the report whatever happened."""
 
-import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from threading import Event
 from typing import Literal
 
 from outrider.errors import ConfigError, OutriderError
-from outrider.train.checkpoint import checkpoints_newest_first
+from outrider.train.checkpoint import newest_step
 from outrider.train.components import build
 from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
 from outrider.train.trainer import Trainer
 from outrider.watch.progress import Progress, make_progress
 from outrider.watch.report import write_report
+from outrider.watch.token_meter import TokenMeter
 from outrider.watch.trackers import make_trackers
-
-
-class _TokenMeter:
-    """Feeds the engine's decoding steps to the display: tokens so far, and how many a second lately."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self.trainer: Trainer | None = None
-        self.num_tokens = 0
-        self._recent: deque[tuple[float, int]] = deque(maxlen=50)
-
-    def __call__(self, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-        if self.trainer is not None:
-            self._recent.append((time.monotonic(), self.num_tokens))
-            (began, before), (now, total) = self._recent[0], self._recent[-1]
-            speed = {"tokens/s": round((total - before) / (now - began))} if now > began else {}
-            self._progress.advance(self.trainer.num_done, generated=self.num_tokens, **speed)
 
 
 def run_training(
@@ -57,12 +38,13 @@ def run_training(
         display = make_progress(progress)
         ending.callback(display.close)
         display.stage("set-up", None)
-        meter = _TokenMeter(display)
+        meter = TokenMeter(display)
+        resumed_at = newest_step(run.checkpoints)
         try:
             parts = build(
                 settings,
                 buffer_path=run.path / "buffer.sqlite",
-                resumed=bool(checkpoints_newest_first(run.checkpoints)),
+                resumed=resumed_at is not None,
                 on_tokens=meter,
                 note=display.note,
             )
@@ -70,7 +52,7 @@ def run_training(
                 ending.callback(parts.buffer.close)
             ending.callback(parts.factory.close)
             config = settings.model_dump(mode="json")
-            trackers = make_trackers(settings.trackers, run_dir=run.path, config=config, warn=display.note)
+            trackers = make_trackers(settings.trackers, run_dir=run.path, config=config, resumed_at=resumed_at, warn=display.note)
         except (OutriderError, OSError):
             run.discard()
             raise
@@ -78,7 +60,7 @@ def run_training(
         trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers, stop=stop)
         ending.callback(trainer.state.close)
         ending.callback(_tell_results, run, display)
-        meter.trainer = trainer
+        meter.num_done = lambda: trainer.num_done
         trainer.train()
 
 

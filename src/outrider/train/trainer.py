@@ -266,7 +266,8 @@ class Trainer:
             evaluation, split=settings.split, temperature=settings.temperature, panel_hash=panel_hash(self.parts.test_tasks)
         )
         self.trackers.log(step, values)
+        repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
         self.progress.note(
             f"{label}: {100 * evaluation.score:.1f} % [{100 * evaluation.ci_low:.1f}, {100 * evaluation.ci_high:.1f}] "
-            f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} faults{': ' if lost else ''}{fault_line(lost)}"
+            f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} faults{': ' if lost else ''}{fault_line(lost)}{repeated}"
         )

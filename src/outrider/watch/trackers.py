@@ -1,11 +1,13 @@
 """Trackers: optional mirrors of the metrics in TensorBoard, Weights & Biases or Trackio.
 
 ``metrics.jsonl`` is the record; a tracker that cannot start stops the run before it begins, and a tracker that fails later
-is switched off, said loudly and counted, while training goes on.
+is switched off, said loudly and counted, while training goes on. A resumed run goes on in the trackers' own runs. It plays the
+steps behind its checkpoint again, with the same values: TensorBoard forgets the first ones, the others may show them twice.
 """
 
 import importlib
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -32,9 +34,10 @@ class Tracker(Protocol):
 class TensorboardTracker:
     """Scalars in ``directory`` for TensorBoard, through tensorboardX (no torch, no TensorFlow)."""
 
-    def __init__(self, *, directory: Path) -> None:
+    def __init__(self, *, directory: Path, resumed_at: int | None) -> None:
         module = _import("tensorboardX", extra="tensorboard")
-        self._writer: Any = _start("tensorboard", lambda: module.SummaryWriter(logdir=str(directory)))
+        purged = {} if resumed_at is None else {"purge_step": resumed_at + 1}
+        self._writer: Any = _start("tensorboard", lambda: module.SummaryWriter(logdir=str(directory), **purged))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar a metric."""
@@ -50,9 +53,13 @@ class TensorboardTracker:
 class WandbTracker:
     """A Weights & Biases run. The step is an own axis, since cold start and training both count from one."""
 
-    def __init__(self, *, project: str, name: str, directory: Path, config: Mapping[str, Json]) -> None:
+    def __init__(self, *, project: str, name: str, directory: Path, config: Mapping[str, Json], resumed_at: int | None) -> None:
         module = _import("wandb", extra="wandb")
-        self._run: Any = _start("wandb", lambda: module.init(project=project, name=name, dir=str(directory), config=dict(config)))
+        known = None if resumed_at is None else _last_wandb_id(directory)
+        resumed = {} if known is None else {"id": known, "resume": "allow"}
+        self._run: Any = _start(
+            "wandb", lambda: module.init(project=project, name=name, dir=str(directory), config=dict(config), **resumed)
+        )
         self._run.define_metric("*", step_metric="outrider_step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -67,9 +74,10 @@ class WandbTracker:
 class TrackioTracker:
     """A Trackio run, local by default."""
 
-    def __init__(self, *, project: str, name: str, config: Mapping[str, Json]) -> None:
+    def __init__(self, *, project: str, name: str, config: Mapping[str, Json], resumed_at: int | None) -> None:
         module = _import("trackio", extra="trackio")
-        self._run: Any = _start("trackio", lambda: module.init(project=project, name=name, config=dict(config)))
+        resume = "never" if resumed_at is None else "allow"
+        self._run: Any = _start("trackio", lambda: module.init(project=project, name=name, config=dict(config), resume=resume))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record at the step."""
@@ -121,9 +129,10 @@ def make_trackers(
     run_dir: Path,
     project: str = "outrider",
     config: Mapping[str, Json],
+    resumed_at: int | None = None,
     warn: Callable[[str], None] = _log.warning,
 ) -> TrackerSet:
-    """Start the named trackers before the first rollout.
+    """Start the named trackers before the first rollout. ``resumed_at``: the step of the checkpoint that the run goes on from.
 
     Raises :class:`~outrider.errors.ConfigError` for an unknown or repeated name, a missing extra, or a tracker that cannot start.
     """
@@ -133,9 +142,11 @@ def make_trackers(
     if len(set(names)) != len(names):
         raise ConfigError(f"a tracker is named twice: {', '.join(names)}")
     makers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorboardTracker(directory=run_dir / "tensorboard"),
-        "wandb": lambda: WandbTracker(project=project, name=run_dir.name, directory=run_dir, config=config),
-        "trackio": lambda: TrackioTracker(project=project, name=run_dir.name, config=config),
+        "tensorboard": lambda: TensorboardTracker(directory=run_dir / "tensorboard", resumed_at=resumed_at),
+        "wandb": lambda: WandbTracker(
+            project=project, name=run_dir.name, directory=run_dir, config=config, resumed_at=resumed_at
+        ),
+        "trackio": lambda: TrackioTracker(project=project, name=run_dir.name, config=config, resumed_at=resumed_at),
     }
     return TrackerSet({name: makers[name]() for name in names}, warn=warn)
 
@@ -152,3 +163,10 @@ def _start(name: str, start: Callable[[], Any]) -> Any:
         return start()
     except Exception as error:  # no login, no network, no space: said before the run begins
         raise ConfigError(f"tracker {name!r} cannot start: {error}") from error
+
+
+def _last_wandb_id(directory: Path) -> str | None:
+    """The id of the newest run that W&B has written there (``wandb/run-DATE_TIME-ID``, offline ones too)."""
+    found = [re.fullmatch(r"(?:offline-)?run-(\d+_\d+)-(.+)", path.name) for path in (directory / "wandb").glob("*run-*")]
+    named = [(match.group(1), match.group(2)) for match in found if match is not None]
+    return max(named)[1] if named else None
