@@ -96,7 +96,7 @@ def _returns(key: str, found: Sequence[Result]) -> tuple[str, ...]:
 def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
     """Held-out scores of runs whose folders are named ``<method's key>-<seed>``, with the verdicts of ``outrider compare``."""
     header = (
-        "method", "seeds", "mean %", "interquartile mean %", "lowest, highest", "policy tokens", "executed tool calls", "steps",
+        "method", "seeds", "mean %", "interquartile mean %", "seed: score", "policy tokens", "executed tool calls", "steps",
         "chance to end above GRPO", "against GRPO",
     )  # fmt: skip
     labels = {run.name.rpartition("/")[2].rpartition("-")[0]: group.label for group in comparison.groups for run in group.runs}
@@ -110,7 +110,8 @@ def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
         if group is None or group.score is None:
             rows.append((method.name, "not run", *[""] * (len(header) - 2)))
             continue
-        scores = [100 * run.evaluations[-1].score for run in group.runs]
+        scores = {int(run.name.rpartition("-")[2]): 100 * run.evaluations[-1].score for run in group.runs}
+        by_seed = ", ".join(f"{seed}: {scores[seed]:.1f}" for seed in sorted(scores))
         costs = [
             f"{group.costs[axis]:,.0f}" if axis in group.costs else ""
             for axis in ("policy tokens", "tool calls", "training steps")
@@ -118,8 +119,8 @@ def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
         first, pair = pairs.get(frozenset((method.key, BASELINE)), ("", None))
         standing = None if pair is None else _of_pair(pair, is_first=first == method.key)
         rows.append(
-            (method.name, str(len(scores)), f"{math.fsum(scores) / len(scores):.1f}", _range(_times(group.score, 100), "{:.1f}"),
-             f"{min(scores):.1f}, {max(scores):.1f}", *costs, *_against(standing, names))
+            (method.name, str(len(scores)), f"{math.fsum(scores.values()) / len(scores):.1f}",
+             _range(_times(group.score, 100), "{:.1f}"), by_seed, *costs, *_against(standing, names))
         )  # fmt: skip
     return markdown(header, rows)
 

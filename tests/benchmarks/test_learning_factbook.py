@@ -183,6 +183,7 @@ def test_the_table_has_every_method_with_the_verdict_of_compare(plan: Plan) -> N
     assert "**RAPO** scores higher" in rows["RAPO"] and "1.00 [1.00, 1.00]" in rows["RAPO"] and "1,001" in rows["RAPO"]
     assert "**GRPO** scores higher" in rows["imitation alone"] and "0.00 [0.00, 0.00]" in rows["imitation alone"]
     assert "no winner" in rows["GiGPO"] and "not run" in rows["ARPO"] and "| 3 |" in rows["imitation alone"]
+    assert "| 0: 30.0, 1: 31.2, 2: 32.5 |" in rows["GRPO"]  # of 80 tasks 24, 25 and 26
 
 
 def test_one_seed_names_nobody_and_reasons_use_the_shown_names(plan: Plan) -> None:
