@@ -102,12 +102,15 @@ def factbook_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
     # Tips of all questions: a run is too short to see a question twice, and its own tips would never be read.
     tips: dict[str, Json] = {"scope": "all", "rank": "similarity"}
     lengths: dict[str, Json] = {"num_shown": 4, "max_tip_tokens": 24, "max_shown_tokens": 128, "max_prompt_tokens": 384}
+    empo2: dict[str, Json] = {"type": "empo2", "memory_probability": 0.5, "memory": tips | lengths}
     return (
         *methods(group_size, max_length),
         Method(key=REFERENCE, name="RAPO", algorithm={"type": "rapo", "num_hybrid": group_size // 2}),
         Method(key="arpo", name="ARPO", algorithm=fork),
         Method(key="aepo", name="AEPO", algorithm=fork | {"preset": "aepo"}),
-        Method(key="empo2", name="EMPO²", algorithm={"type": "empo2", "memory_probability": 0.5, "memory": tips | lengths}),
+        Method(key="empo2", name="EMPO²", algorithm=empo2),
+        # The z-score makes the novelty reward of a group that otherwise ties as large as a success; this does not.
+        Method(key="empo2-centered", name="EMPO², not divided by the std", algorithm=empo2 | {"advantage": "group_centered"}),
         Method(key="dapo", name="DAPO", algorithm={"type": "grpo", "preset": "dapo-paper"}, own_objective=True),
         Method(key="luffy", name="LUFFY", algorithm={"type": "luffy"}, own_objective=True),
     )

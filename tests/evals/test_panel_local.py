@@ -263,7 +263,7 @@ def test_a_try_that_was_repeated_is_told(tmp_path: Path) -> None:
     clean = play(tmp_path / "clean.jsonl", Batches(), factory(lambda key: False), notes=notes)
     assert notes == []
     assert clean == play(tmp_path / "r.jsonl", Batches(), factory(first_time), max_retries=1, notes=notes)
-    assert notes == ["tries repeated after a fault of a tool or an environment: 2"]
+    assert notes == ["tries repeated after a fault: 2"]
 
 
 def test_a_batch_that_a_kill_tore_is_played_as_a_whole(tmp_path: Path) -> None:

@@ -2,20 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from outrider.config import validate
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.direct import play_texts
-from outrider.train.experts import play_expert
-from outrider.train.settings import RunSettings
-from outrider.types import Step, Task
+from outrider.types import Task
 from tests.rollout.fakes import Factory, Fake, say
-from tests.toy import ToyFamily
 
 TASK = Task(key="t", question="q", answers=("a",))
 
@@ -68,23 +64,6 @@ def test_a_step_that_hangs_is_a_fault_in_time() -> None:
         play_texts(factory, TASK, ["a"], seed=0, timeout_s=0.2)
     release.set()
     assert time.monotonic() - began < 30 and environment.num_closed == 1
-
-
-def test_an_expert_that_hangs_is_a_fault_in_time() -> None:
-    release = threading.Event()
-
-    class Thinks(ToyFamily):
-        def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-            release.wait(60)
-            return None
-
-    family = Thinks()
-    settings = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}})
-    assert settings.limits.step_timeout_s == 60.0  # what a run gives it
-    with pytest.raises(EnvironmentFault, match=r"no answer within 0\.2 s"):
-        play_expert(family, family.make(), TASK, seed=0, timeout_s=0.2)
-    release.set()
-    assert play_expert(family, family.make(), TASK, seed=0, timeout_s=5) is None
 
 
 def test_results_and_faults_come_through() -> None:

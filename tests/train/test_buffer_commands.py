@@ -94,7 +94,7 @@ def test_a_real_expert_gets_the_real_return() -> None:
     factbook = make_family(settings.environment)
     factory = factbook.make()
     task = factbook.tasks("train")[0]
-    play = play_expert(factbook, factory, task, seed=0, timeout_s=60.0)
+    play = play_expert(factbook, factory, task, settings)
     assert play is not None and play.success and play.trajectory.reward == 1.0
     claimed = factbook.expert(task, 0)
     assert claimed is not None and play.trajectory.steps == tuple(claimed)

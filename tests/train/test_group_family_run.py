@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,27 @@ def test_fine_tuning_alone_is_a_run_with_an_evaluation_after_it(
         recipe, "after-sft", GRPO, f"model.initial_checkpoint={run / 'checkpoints' / 'step-000000'}", "train.num_steps=1"
     )
     assert all(torch.equal(value, weights(run, 0)[name]) for name, value in weights(after, 0).items())
+
+
+def test_a_cold_start_goes_on_without_the_experts_that_hang(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = threading.Event()
+
+    def hangs(self: ToolsFamily, task: Task, seed: int) -> list[Step]:
+        if task.key.endswith("-1"):
+            release.wait(60)
+        return _expert(self, task, seed)
+
+    monkeypatch.setattr(ToolsFamily, "expert", hangs)
+    options = ["train.num_steps=0", "cold_start.num_examples=6", "cold_start.batch_size=6", GRPO, "train.max_retries=0"]
+    settings = load_settings(RunSettings, file=recipe, overrides=[*options, "train.expert_timeout_s=1"])
+    run = recipe.parent / "hanging"
+    run_training((RunDirectory.create(run, settings), settings), progress="plain", on_start=lambda stop: None)
+    release.set()
+    told = "".join(capsys.readouterr())
+    assert "cold start: 1 of 6 expert rollouts were lost to faults: the expert of " in told and "no answer within 1 s" in told
+    assert "5 of 6 expert rollouts solved their task" in told and records(run, "sft")
 
 
 def test_the_measured_kl_is_that_of_two_plain_passes() -> None:

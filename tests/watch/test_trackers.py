@@ -69,8 +69,9 @@ def test_unknown_or_repeated_names_are_config_errors(names: list[str], tmp_path:
 class FakeService:
     """Stands in for the third-party modules and records the calls that their documentation promises to accept."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, run_id: str = "id", run_name: str = "name", offline: bool = False) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.run = {"id": run_id, "name": run_name, "offline": offline}
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def record(name: str) -> Any:
@@ -81,7 +82,7 @@ class FakeService:
             return call
 
         run = types.SimpleNamespace(
-            **{name: record(name) for name in ("log", "finish", "define_metric", "add_scalar", "flush", "close")}
+            **{name: record(name) for name in ("log", "finish", "define_metric", "add_scalar", "flush", "close")}, **self.run
         )
         for module in ("wandb", "trackio", "tensorboardX"):
             fake = types.ModuleType(module)
@@ -93,6 +94,7 @@ class FakeService:
 def test_each_tracker_gets_the_values_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = FakeService()
     service.install(monkeypatch)
+    (tmp_path / "run-7").mkdir()
     trackers = make_trackers(TRACKER_NAMES, run_dir=tmp_path / "run-7", config={"seed": 1})
     trackers.log(3, {"reward/mean": 0.5})
     trackers.close()
@@ -109,19 +111,29 @@ def test_each_tracker_gets_the_values_at_its_step(tmp_path: Path, monkeypatch: p
 
 
 def test_a_resumed_run_goes_on_in_the_trackers_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = FakeService()
+    service = FakeService(run_id="abc", run_name="grpo-0-brave-fox")  # Trackio's name where "grpo-0" is another experiment's
     service.install(monkeypatch)
-    make_trackers(TRACKER_NAMES, run_dir=tmp_path, config={}, resumed_at=3)
-    for folder in ("run-20260102_000000-second", "offline-run-20260103_000000-third", "run-20260101_000000-first", "latest-run"):
-        (tmp_path / "wandb" / folder).mkdir(parents=True)
-    make_trackers(TRACKER_NAMES, run_dir=tmp_path, config={}, resumed_at=3)
+    run_dir = tmp_path / "grpo-0"
+    run_dir.mkdir()
+    for newest in (None, None, 3):  # begun, killed before the first checkpoint, killed after the one of step 3
+        make_trackers(TRACKER_NAMES, run_dir=run_dir, config={}, newest_step=newest)
+        (run_dir / "tensorboard").mkdir(exist_ok=True)
     inits = [(name, kwargs) for name, _, kwargs in service.calls if name.endswith((".init", "SummaryWriter"))]
-    purged = [kwargs["purge_step"] for name, kwargs in inits if name == "SummaryWriter"]
-    assert purged == [4, 4]  # the metrics of step 3 stay
-    assert [kwargs["resume"] for name, kwargs in inits if name == "trackio.init"] == ["allow", "allow"]
-    before, after = [kwargs for name, kwargs in inits if name == "wandb.init"]
-    assert not {"id", "resume"} & before.keys()  # W&B has written nothing here
-    assert (after["id"], after["resume"]) == ("third", "allow")
+    assert [kwargs.get("purge_step") for name, kwargs in inits if name == "SummaryWriter"] == [None, 0, 4]  # step 3 stays
+    trackio = [(kwargs["name"], kwargs["resume"]) for name, kwargs in inits if name == "trackio.init"]
+    assert trackio == [("grpo-0", "never"), ("grpo-0-brave-fox", "allow"), ("grpo-0-brave-fox", "allow")]
+    wandb = [(kwargs.get("id"), kwargs.get("resume")) for name, kwargs in inits if name == "wandb.init"]
+    assert wandb == [(None, None), ("abc", "allow"), ("abc", "allow")]
+
+
+def test_a_run_that_wandb_wrote_offline_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two offline parts of one id overwrite each other when they are synchronised."""
+    service = FakeService(offline=True)
+    service.install(monkeypatch)
+    for _ in range(2):
+        make_trackers(["wandb"], run_dir=tmp_path, config={}, newest_step=3)
+    assert all("id" not in kwargs for name, _, kwargs in service.calls if name == "wandb.init")
+    assert not (tmp_path / "trackers.json").exists()
 
 
 def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,8 @@ class TaskFamily(Protocol):
         ...
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """Steps of a scripted or gold-path expert for the task, or None where there is none. Called in a thread of its own: whoever
-        asks waits for ``rollout.step_timeout_s`` seconds."""
+        """Steps of a scripted or gold-path expert for the task, or None where there is none. Called in a thread of its own,
+        which is given up after ``train.expert_timeout_s`` seconds and :meth:`close`."""
         ...
 
     def close(self) -> None:

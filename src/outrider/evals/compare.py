@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from outrider.errors import ConfigError
-from outrider.evals.compare_curves import Curves, reward_curves, score_curves
+from outrider.evals.compare_curves import SCORE, Curves, reward_curves, score_curves
 from outrider.evals.compare_groups import differing, grouped
 from outrider.evals.compare_runs import AXES, Incomparable, Panel, Run, load_run, run_names
 from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, seeds_p, verdict
@@ -98,8 +98,18 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
         notes=(
             *(f"{run.name}: {note}" for run in runs for note in run.notes),
             *(why for run in runs if run.evaluations for why in _unfinished(run)),
+            *_without_curve(runs, curves),
         ),
     )
+
+
+def _without_curve(runs: Sequence[Run], curves: Sequence[Curves]) -> list[str]:
+    """Why there is no curve of held-out scores, where single evaluations are the reason."""
+    once = [run.name for run in runs if len(run.evaluations) == 1]
+    if not once or any(one.quantity == SCORE for one in curves):
+        return []
+    others = f" and {len(once) - 1} other run{'s' if len(once) > 2 else ''}" if len(once) > 1 else ""
+    return [f"no curve of held-out scores: {once[0]}{others} had one evaluation only"]
 
 
 def _common_panel(runs: Sequence[Run]) -> Panel | None:

@@ -175,4 +175,4 @@ class EndpointPlayer:
 
 
 def _repeated(num_retries: int) -> list[str]:
-    return [f"tries repeated after a fault of a tool or an environment: {num_retries}"] if num_retries else []
+    return [f"tries repeated after a fault: {num_retries}"] if num_retries else []

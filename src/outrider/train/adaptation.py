@@ -86,6 +86,8 @@ class Adaptation:
             mode=TIPS_ON,
             stream_step=-1 - trial,
         )
+        if evaluation.num_retries:
+            self.display.note(f"{label}: {evaluation.num_retries} tries were repeated after a fault")
         if lost := lost_reasons(traces):
             self.display.note(f"{label}: {len(lost)} rollouts were lost to faults: {fault_line(lost)}")
         return evaluation, traces

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.environments.base import EnvironmentFactory, TaskFamily
-from outrider.errors import DataError, EnvironmentFault, ToolFault
+from outrider.errors import DataError, EnvironmentFault, OutriderError, ToolFault
 from outrider.memory.records import BuildReport
 from outrider.memory.sources import import_trajectories
 from outrider.memory.steps import StepTraceBuffer
@@ -37,17 +37,52 @@ class FillReport:
     builds: list[BuildReport] = field(default_factory=list)
 
 
-def play_expert(family: TaskFamily, factory: EnvironmentFactory, task: Task, *, seed: int, timeout_s: float) -> ExpertPlay | None:
+def ask_expert(family: TaskFamily, task: Task, settings: RunSettings) -> Sequence[Step] | None:
+    """The expert's path. Blocks, so it is for code outside of an event loop.
+
+    Raises ToolFault or EnvironmentFault when infrastructure broke or ``train.expert_timeout_s`` is over. A mistake in the
+    settings that only shows here (ConfigError, ToolUnavailable) stays what it is.
+    """
+    try:
+        return timed(family.expert, task, settings.seed, timeout_s=settings.train.expert_timeout_s)
+    except (ToolFault, EnvironmentFault) as fault:
+        family.close()  # the call may go on in its thread, and hold what the next one needs
+        if isinstance(fault.__cause__, OutriderError):
+            raise fault.__cause__ from fault
+        raise
+
+
+def ask_experts(
+    family: TaskFamily, tasks: Sequence[Task], settings: RunSettings
+) -> tuple[dict[str, Sequence[Step] | None], list[str]]:
+    """Task key -> steps (None: there is no expert) of every task, and why the others could not be asked, one reason a task.
+
+    A fault is tried again ``train.max_retries`` times. What the family started for its experts is closed in the end.
+    """
+    paths: dict[str, Sequence[Step] | None] = {}
+    reasons: dict[str, str] = {}
+    for task in tasks:
+        for _ in range(settings.train.max_retries + 1):
+            try:
+                paths[task.key] = ask_expert(family, task, settings)
+                break
+            except (ToolFault, EnvironmentFault) as fault:
+                reasons[task.key] = f"the expert of {task.key}: {fault}"
+    if tasks:
+        family.close()
+    return paths, [reason for key, reason in reasons.items() if key not in paths]
+
+
+def play_expert(family: TaskFamily, factory: EnvironmentFactory, task: Task, settings: RunSettings) -> ExpertPlay | None:
     """Play the expert's path in a fresh environment; None where there is no expert.
 
-    The expert has ``timeout_s`` seconds for its whole path, and the environment for a step. Raises ToolFault or
-    EnvironmentFault when infrastructure broke or hangs.
+    Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
     """
-    steps = timed(family.expert, task, seed, timeout_s=timeout_s)
+    steps = ask_expert(family, task, settings)
     if not steps:
         return None
     texts = [step.text for step in steps]
-    episode = play_texts(factory, task, texts, seed=seed, timeout_s=timeout_s)
+    episode = play_texts(factory, task, texts, seed=settings.seed, timeout_s=settings.limits.step_timeout_s)
     trajectory = Trajectory(
         trajectory_id=_name(task),
         task_key=task.key,
@@ -120,7 +155,7 @@ def _with_retries(
 ) -> ExpertPlay | None:
     for attempt in range(settings.train.max_retries + 1):
         try:
-            play = play_expert(family, factory, task, seed=settings.seed, timeout_s=settings.limits.step_timeout_s)
+            play = play_expert(family, factory, task, settings)
         except (ToolFault, EnvironmentFault) as fault:
             report.counts["retries"] += attempt < settings.train.max_retries
             last = fault

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from outrider.rollout.blocking import timed
 from outrider.rollout.expert import ExpertSource, play_experts
 from outrider.trace import Trace
 from outrider.train.alarms import fault_line, lost_reasons
 from outrider.train.components import Components
+from outrider.train.experts import ask_experts
 from outrider.train.sft import cold_start, successful_paths
 from outrider.types import Task
 
@@ -46,14 +46,14 @@ def imitate_experts(
     settings = parts.settings
     tasks = parts.train_tasks[: settings.cold_start.num_examples]
     stage("cold start: expert rollouts", len(tasks))
+    steps, reasons = ask_experts(parts.family, tasks, settings)  # before the rollouts: none waits for another one's expert
     traces = expert_rollouts(
         parts,
-        tasks,
-        lambda task: timed(parts.family.expert, task, settings.seed, timeout_s=settings.limits.step_timeout_s),
+        [task for task in tasks if steps.get(task.key)],
+        lambda task: steps[task.key],
         retrieve_share=settings.cold_start.retrieve_share,
     )
-    parts.family.close()
-    if lost := lost_reasons(traces):
+    if lost := [*reasons, *lost_reasons(traces)]:
         note(f"cold start: {len(lost)} of {len(tasks)} expert rollouts were lost to faults: {fault_line(lost)}")
     paths = successful_paths(traces)
     note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task")

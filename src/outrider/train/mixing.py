@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 
 from outrider.algorithms.luffy import Luffy
 from outrider.algorithms.rollout_replay import RolloutReplay
-from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.blocking import timed
 from outrider.rollout.demonstrations import join_demonstration
 from outrider.trace import Trace
 from outrider.train.alarms import fault_line, lost_reasons
 from outrider.train.components import Components
+from outrider.train.experts import ask_experts
 from outrider.train.imitation import expert_rollouts
-from outrider.types import Task
 
 
 def mix_in(
@@ -48,7 +46,11 @@ def demonstrate(
 
     A group whose task has no demonstration stays as it is.
     """
-    reasons = ask_experts(parts, algorithm, [trace.task for trace in traces])
+    reasons: list[str] = []
+    if algorithm.settings.asks_experts:  # a file of demonstrations was read when the run began
+        unknown = [trace.task for trace in traces if trace.task.key not in algorithm.paths]
+        steps, reasons = ask_experts(parts.family, unknown, parts.settings)
+        algorithm.paths |= steps
     shown = [trace for trace in traces if algorithm.paths.get(trace.task.key)]
     tasks = [trace.task for trace in shown]
     played = expert_rollouts(parts, tasks, lambda task: algorithm.paths.get(task.key), training_step=step)
@@ -58,26 +60,3 @@ def demonstrate(
     if reasons:
         note(f"step {step + 1}: {len(reasons)} demonstrations were lost to faults: {fault_line(reasons)}")
     return {"luffy/num_groups_without": float(len(traces) - len(shown)), "luffy/num_faults": float(len(reasons))}
-
-
-def ask_experts(parts: Components, algorithm: Luffy, tasks: Sequence[Task]) -> list[str]:
-    """Remember the expert's steps of every task that was not asked about before; why some could not be asked, one reason a task.
-
-    A file of demonstrations was read when the run began, so that nothing is left to ask.
-    """
-    if not algorithm.settings.asks_experts:
-        return []
-    reasons: dict[str, str] = {}
-    missing = [task for task in tasks if task.key not in algorithm.paths]
-    for task in missing:
-        for _ in range(parts.settings.train.max_retries + 1):
-            try:
-                algorithm.paths[task.key] = timed(
-                    parts.family.expert, task, parts.settings.seed, timeout_s=parts.settings.limits.step_timeout_s
-                )
-                break
-            except (ToolFault, EnvironmentFault) as fault:
-                reasons[task.key] = f"the expert of {task.key}: {fault}"
-    if missing:
-        parts.family.close()
-    return [reason for key, reason in reasons.items() if key not in algorithm.paths]

@@ -79,7 +79,9 @@ class BufferSettings(Settings):
 
 class TrainSettings(Settings):
     """``num_steps`` training steps of ``tasks_per_step`` groups. ``max_policy_tokens`` ends the run earlier when the
-    policy has written so many (for comparisons at equal tokens). A checkpoint every ``checkpoint_every`` steps."""
+    policy has written so many (for comparisons at equal tokens). A checkpoint every ``checkpoint_every`` steps.
+    ``expert_timeout_s``: how long an expert may take for its whole path (a simulator's planner, for a cold start, a buffer or
+    demonstrations)."""
 
     num_steps: int = Field(100, ge=0)
     tasks_per_step: int = Field(8, ge=1)
@@ -88,6 +90,7 @@ class TrainSettings(Settings):
     keep_checkpoints: int = Field(2, ge=1)
     max_concurrent: int = Field(64, ge=1)
     max_retries: int = Field(2, ge=0)
+    expert_timeout_s: float = Field(300.0, gt=0)
 
 
 class RunSettings(Settings):

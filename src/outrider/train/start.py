@@ -39,12 +39,12 @@ def run_training(
         ending.callback(display.close)
         display.stage("set-up", None)
         meter = TokenMeter(display)
-        resumed_at = newest_step(run.checkpoints)
+        newest = newest_step(run.checkpoints)
         try:
             parts = build(
                 settings,
                 buffer_path=run.path / "buffer.sqlite",
-                resumed=resumed_at is not None,
+                resumed=newest is not None,
                 on_tokens=meter,
                 note=display.note,
             )
@@ -52,7 +52,7 @@ def run_training(
                 ending.callback(parts.buffer.close)
             ending.callback(parts.factory.close)
             config = settings.model_dump(mode="json")
-            trackers = make_trackers(settings.trackers, run_dir=run.path, config=config, resumed_at=resumed_at, warn=display.note)
+            trackers = make_trackers(settings.trackers, run_dir=run.path, config=config, newest_step=newest, warn=display.note)
         except (OutriderError, OSError):
             run.discard()
             raise

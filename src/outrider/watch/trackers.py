@@ -1,28 +1,35 @@
 """Trackers: optional mirrors of the metrics in TensorBoard, Weights & Biases or Trackio.
 
 ``metrics.jsonl`` is the record; a tracker that cannot start stops the run before it begins, and a tracker that fails later
-is switched off, said loudly and counted, while training goes on. A resumed run goes on in the trackers' own runs. It plays the
-steps behind its checkpoint again, with the same values: TensorBoard forgets the first ones, the others may show them twice.
+is switched off, said loudly and counted, while training goes on.
+
+A resumed run goes on in the trackers' own runs, which ``trackers.json`` of the run directory names. It plays the steps behind its
+checkpoint again, with the same values: TensorBoard forgets the first ones, the others may show them twice. W&B cannot continue a
+run that was written offline: what follows is a run of its own.
 """
 
 import importlib
+import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Protocol
 
+from outrider.durable import replace_file
 from outrider.errors import ConfigError
 from outrider.types import Json
 
 TRACKER_NAMES: Final = ("tensorboard", "wandb", "trackio")
+IDENTITIES: Final = "trackers.json"
 
 _log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """A mirror of the metrics; may raise, :class:`TrackerSet` deals with it."""
+    """A mirror of the metrics; may raise, :class:`TrackerSet` deals with it. ``identity`` is what its run can be continued by."""
+
+    identity: str | None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step; all values are finite."""
@@ -34,9 +41,11 @@ class Tracker(Protocol):
 class TensorboardTracker:
     """Scalars in ``directory`` for TensorBoard, through tensorboardX (no torch, no TensorFlow)."""
 
-    def __init__(self, *, directory: Path, resumed_at: int | None) -> None:
+    identity = None  # it goes on in its directory
+
+    def __init__(self, *, directory: Path, newest_step: int | None) -> None:
         module = _import("tensorboardX", extra="tensorboard")
-        purged = {} if resumed_at is None else {"purge_step": resumed_at + 1}
+        purged = {"purge_step": 0 if newest_step is None else newest_step + 1} if directory.exists() else {}
         self._writer: Any = _start("tensorboard", lambda: module.SummaryWriter(logdir=str(directory), **purged))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -53,14 +62,14 @@ class TensorboardTracker:
 class WandbTracker:
     """A Weights & Biases run. The step is an own axis, since cold start and training both count from one."""
 
-    def __init__(self, *, project: str, name: str, directory: Path, config: Mapping[str, Json], resumed_at: int | None) -> None:
+    def __init__(self, *, project: str, name: str, directory: Path, config: Mapping[str, Json], known: str | None) -> None:
         module = _import("wandb", extra="wandb")
-        known = None if resumed_at is None else _last_wandb_id(directory)
         resumed = {} if known is None else {"id": known, "resume": "allow"}
         self._run: Any = _start(
             "wandb", lambda: module.init(project=project, name=name, dir=str(directory), config=dict(config), **resumed)
         )
         self._run.define_metric("*", step_metric="outrider_step")
+        self.identity = None if self._run.offline else str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record with its own step axis."""
@@ -74,10 +83,13 @@ class WandbTracker:
 class TrackioTracker:
     """A Trackio run, local by default."""
 
-    def __init__(self, *, project: str, name: str, config: Mapping[str, Json], resumed_at: int | None) -> None:
+    def __init__(self, *, project: str, name: str, config: Mapping[str, Json], known: str | None) -> None:
         module = _import("trackio", extra="trackio")
-        resume = "never" if resumed_at is None else "allow"
-        self._run: Any = _start("trackio", lambda: module.init(project=project, name=name, config=dict(config), resume=resume))
+        resume = "never" if known is None else "allow"
+        self._run: Any = _start(
+            "trackio", lambda: module.init(project=project, name=known or name, config=dict(config), resume=resume)
+        )
+        self.identity = str(self._run.name)  # another one than was asked for where that is taken
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record at the step."""
@@ -129,10 +141,10 @@ def make_trackers(
     run_dir: Path,
     project: str = "outrider",
     config: Mapping[str, Json],
-    resumed_at: int | None = None,
+    newest_step: int | None = None,
     warn: Callable[[str], None] = _log.warning,
 ) -> TrackerSet:
-    """Start the named trackers before the first rollout. ``resumed_at``: the step of the checkpoint that the run goes on from.
+    """Start the named trackers before the first rollout. ``newest_step``: that of the newest checkpoint, None without any.
 
     Raises :class:`~outrider.errors.ConfigError` for an unknown or repeated name, a missing extra, or a tracker that cannot start.
     """
@@ -141,14 +153,20 @@ def make_trackers(
             raise ConfigError(f"unknown tracker {name!r}; known: {', '.join(TRACKER_NAMES)}")
     if len(set(names)) != len(names):
         raise ConfigError(f"a tracker is named twice: {', '.join(names)}")
+    identities = run_dir / IDENTITIES
+    known: dict[str, str] = json.loads(identities.read_text(encoding="utf-8")) if identities.exists() else {}
     makers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorboardTracker(directory=run_dir / "tensorboard", resumed_at=resumed_at),
+        "tensorboard": lambda: TensorboardTracker(directory=run_dir / "tensorboard", newest_step=newest_step),
         "wandb": lambda: WandbTracker(
-            project=project, name=run_dir.name, directory=run_dir, config=config, resumed_at=resumed_at
+            project=project, name=run_dir.name, directory=run_dir, config=config, known=known.get("wandb")
         ),
-        "trackio": lambda: TrackioTracker(project=project, name=run_dir.name, config=config, resumed_at=resumed_at),
+        "trackio": lambda: TrackioTracker(project=project, name=run_dir.name, config=config, known=known.get("trackio")),
     }
-    return TrackerSet({name: makers[name]() for name in names}, warn=warn)
+    trackers = {name: makers[name]() for name in names}
+    known |= {name: tracker.identity for name, tracker in trackers.items() if tracker.identity is not None}
+    if known:
+        replace_file(identities, json.dumps(known).encode())
+    return TrackerSet(trackers, warn=warn)
 
 
 def _import(module: str, *, extra: str) -> ModuleType:
@@ -163,10 +181,3 @@ def _start(name: str, start: Callable[[], Any]) -> Any:
         return start()
     except Exception as error:  # no login, no network, no space: said before the run begins
         raise ConfigError(f"tracker {name!r} cannot start: {error}") from error
-
-
-def _last_wandb_id(directory: Path) -> str | None:
-    """The id of the newest run that W&B has written there (``wandb/run-DATE_TIME-ID``, offline ones too)."""
-    found = [re.fullmatch(r"(?:offline-)?run-(\d+_\d+)-(.+)", path.name) for path in (directory / "wandb").glob("*run-*")]
-    named = [(match.group(1), match.group(2)) for match in found if match is not None]
-    return max(named)[1] if named else None

@@ -1,0 +1,81 @@
+"""Asking experts: what hangs is given up, closed and told; a mistake of the user stays one."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.config import validate
+from outrider.errors import ConfigError, EnvironmentFault
+from outrider.train.experts import ask_experts
+from outrider.train.settings import RunSettings
+from outrider.types import Step, Task
+from tests.toy import ToyFamily
+
+
+def settings(**train: float) -> RunSettings:
+    return validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "train": train})
+
+
+class Stubborn(ToyFamily):
+    """Asked about task 0, it does not answer until it is closed, for the first ``num_hangs`` times."""
+
+    def __init__(self, num_hangs: int) -> None:
+        super().__init__()
+        self.num_hangs = num_hangs
+        self.asked: Counter[str] = Counter()
+        self.released = threading.Event()
+        self.num_family_closed = 0
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        self.asked[task.key] += 1
+        if task.key == "toy/0" and self.asked[task.key] <= self.num_hangs:
+            released = self.released
+            released.wait(60)
+        return super().expert(task, seed)
+
+    def close(self) -> None:
+        self.num_family_closed += 1
+        self.released.set()
+        self.released = threading.Event()
+
+
+@pytest.mark.parametrize(("num_hangs", "num_asked"), [(1, 2), (9, 2)])
+def test_an_expert_that_hangs_is_given_up_and_asked_again(num_hangs: int, num_asked: int) -> None:
+    family = Stubborn(num_hangs)
+    began = time.monotonic()
+    paths, reasons = ask_experts(family, family.tasks("train"), settings(expert_timeout_s=0.3, max_retries=1))
+    assert time.monotonic() - began < 30
+    assert family.asked == {"toy/0": num_asked, "toy/1": 1, "toy/2": 1}
+    assert family.num_family_closed == min(num_hangs, 2) + 1
+    assert paths["toy/1"] and paths["toy/2"] is None
+    if num_hangs == 1:
+        assert paths["toy/0"] and reasons == []
+    else:
+        assert "toy/0" not in paths and reasons == ["the expert of toy/0: no answer within 0.3 s"]
+
+
+def test_a_mistake_in_the_settings_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = ToyFamily()
+
+    def refuse(task: Task, seed: int) -> Sequence[Step]:
+        raise ConfigError("no game fits in 20 draws")
+
+    monkeypatch.setattr(family, "expert", refuse)
+    with pytest.raises(ConfigError, match="20 draws"):
+        ask_experts(family, family.tasks("train"), settings())
+
+
+def test_a_fault_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = ToyFamily()
+    asked: list[str] = []
+
+    def broken(task: Task, seed: int) -> Sequence[Step]:
+        asked.append(task.key)
+        raise EnvironmentFault("no simulator")
+
+    monkeypatch.setattr(family, "expert", broken)
+    paths, reasons = ask_experts(family, family.tasks("train")[:1], settings(max_retries=2))
+    assert (paths, asked, reasons) == ({}, ["toy/0"] * 3, ["the expert of toy/0: no simulator"])
