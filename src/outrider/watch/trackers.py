@@ -41,7 +41,7 @@ class Tracker(Protocol):
 class TensorboardTracker:
     """Scalars in ``directory`` for TensorBoard, through tensorboardX (no torch, no TensorFlow)."""
 
-    identity = None  # it goes on in its directory
+    identity: str | None = None  # it goes on in its directory
 
     def __init__(self, *, directory: Path, newest_step: int | None) -> None:
         module = _import("tensorboardX", extra="tensorboard")
@@ -69,7 +69,7 @@ class WandbTracker:
             "wandb", lambda: module.init(project=project, name=name, dir=str(directory), config=dict(config), **resumed)
         )
         self._run.define_metric("*", step_metric="outrider_step")
-        self.identity = None if self._run.offline else str(self._run.id)
+        self.identity: str | None = None if self._run.offline else str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record with its own step axis."""
@@ -89,7 +89,7 @@ class TrackioTracker:
         self._run: Any = _start(
             "trackio", lambda: module.init(project=project, name=known or name, config=dict(config), resume=resume)
         )
-        self.identity = str(self._run.name)  # another one than was asked for where that is taken
+        self.identity: str | None = str(self._run.name)  # another one than was asked for where that is taken
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record at the step."""
