@@ -186,6 +186,18 @@ def test_scores_are_exact_where_evaluated_and_straight_between(tmp_path: Path) -
     assert np.isnan(tokens.bands["grpo"].low).all()
 
 
+def test_without_a_curve_of_scores_it_is_said_why(tmp_path: Path) -> None:
+    """Runs that were not evaluated before training (``evaluation.at_start = false``) have one point each."""
+    runs = [make_run(tmp_path / f"{name}-{seed}", algorithm=name, seed=seed) for name in ("grpo", "rapo") for seed in (0, 1)]
+    said = "no curve of held-out scores: "
+    assert not any(note.startswith(said) for note in notes(compare(runs)))
+    for run in runs[:2]:
+        last = (run / "evaluations.jsonl").read_text().splitlines(keepends=True)[-1]
+        (run / "evaluations.jsonl").write_text(last)
+    [note] = [one for one in notes(compare(runs)) if one.startswith(said)]
+    assert note == f"{said}grpo-0 and 1 other run had one evaluation only"
+
+
 def test_long_curves_are_thinned_to_whole_steps_and_scores_stay_scores(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / str(seed), seed=seed, num_steps=40, last=min(0.7 + 0.3 * seed, 1.0)) for seed in range(4)]
     write_evaluation(paths[0], 7, 0.9, panel_hash="0" * 64)  # of another panel than the last: not on the curve
