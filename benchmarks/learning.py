@@ -15,11 +15,10 @@ from pathlib import Path
 
 from benchmarks.learning_factbook import Plan, compare_all, launch_outrider, train_all
 from benchmarks.learning_methods import Method
-from benchmarks.learning_tables import factbook_table, toy_table
+from benchmarks.learning_tables import factbook_notes, factbook_table, toy_table
 from benchmarks.learning_toys import ARENAS, play_all
 
 from outrider.errors import ConfigError, OutriderError
-from outrider.evals.compare_tables import notes
 from outrider.train.policy import set_threads
 
 
@@ -93,7 +92,7 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     def report() -> None:
         comparison = compare_all(plan, chosen)
         if comparison is not None:
-            said = "\n".join(f"- {note}" for note in notes(comparison))
+            said = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
             text = f"{factbook_table(chosen, comparison)}\n\n{said}".strip()
             _write(plan.out / "factbook.md", text)
             print(text, flush=True)

@@ -1,6 +1,7 @@
 """Tables of benchmarks.learning in Markdown, with the statistics and verdicts of outrider.evals."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -10,6 +11,7 @@ from benchmarks.learning_methods import BASELINE, Method
 from tests.toys import Result
 
 from outrider.evals.compare import Comparison, Pair
+from outrider.evals.compare_tables import notes
 from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, verdict
 from outrider.evals.statistics import Estimate, Sample, improvement_estimate, iqm_difference, iqm_estimate
 
@@ -99,9 +101,8 @@ def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
         "method", "seeds", "mean %", "interquartile mean %", "seed: score", "policy tokens", "executed tool calls", "steps",
         "chance to end above GRPO", "against GRPO",
     )  # fmt: skip
-    labels = {run.name.rpartition("/")[2].rpartition("-")[0]: group.label for group in comparison.groups for run in group.runs}
-    keys = {label: key for key, label in labels.items()}
-    names = {label: method.name for method in chosen for label in [labels.get(method.key)] if label}
+    keys = {label: key for key, label in _labels(comparison).items()}
+    names = _names(chosen, comparison)
     groups = {keys[group.label]: group for group in comparison.groups}
     pairs = {frozenset((keys[pair.first], keys[pair.second])): (keys[pair.first], pair) for pair in comparison.pairs}
     rows = []
@@ -123,6 +124,24 @@ def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
              _range(_times(group.score, 100), "{:.1f}"), by_seed, *costs, *_against(standing, names))
         )  # fmt: skip
     return markdown(header, rows)
+
+
+def factbook_notes(chosen: Sequence[Method], comparison: Comparison) -> list[str]:
+    """What ``outrider compare`` notes, with the methods' names in place of its labels ("grpo a3c98d")."""
+    names = _names(chosen, comparison)
+    longest_first = sorted(names, key=len, reverse=True)
+    label = re.compile("|".join(rf"(?<![\w-]){re.escape(one)}(?![\w-])" for one in longest_first))
+    return [label.sub(lambda found: names[found.group()], note) for note in notes(comparison)]
+
+
+def _labels(comparison: Comparison) -> dict[str, str]:
+    """Method's key -> label of its group."""
+    return {run.name.rpartition("/")[2].rpartition("-")[0]: group.label for group in comparison.groups for run in group.runs}
+
+
+def _names(chosen: Sequence[Method], comparison: Comparison) -> dict[str, str]:
+    labels = _labels(comparison)
+    return {labels[method.key]: method.name for method in chosen if method.key in labels}
 
 
 def _of_pair(pair: Pair, *, is_first: bool) -> Standing:

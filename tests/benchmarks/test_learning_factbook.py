@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.learning_factbook import Plan, compare_all, is_finished, policy_tokens, train_all, write_recipe
-from benchmarks.learning_tables import factbook_table
+from benchmarks.learning_tables import factbook_notes, factbook_table
 
 from benchmarks import learning
 from outrider.config import load_settings, to_toml
@@ -183,6 +183,9 @@ def test_the_table_has_every_method_with_the_verdict_of_compare(plan: Plan) -> N
     assert "**RAPO** scores higher" in rows["RAPO"] and "1.00 [1.00, 1.00]" in rows["RAPO"] and "1,001" in rows["RAPO"]
     assert "**GRPO** scores higher" in rows["imitation alone"] and "0.00 [0.00, 0.00]" in rows["imitation alone"]
     assert "no winner" in rows["GiGPO"] and "not run" in rows["ARPO"] and "| 3 |" in rows["imitation alone"]
+    said = factbook_notes(chosen, comparison)
+    assert "final scores are not at equal training steps: GiGPO took 5, imitation alone none" in said
+    assert any(note.startswith("no curve of held-out scores: gigpo-0 and ") for note in said)  # a run's name is not its group's
     assert "| 0: 30.0, 1: 31.2, 2: 32.5 |" in rows["GRPO"]  # of 80 tasks 24, 25 and 26
 
 
