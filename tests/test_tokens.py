@@ -188,6 +188,5 @@ def test_text_never_becomes_a_chat_marker(name: str) -> None:
 
 def test_a_template_that_closes_the_last_turn_differently_is_an_error() -> None:
     template = CHATML.replace("'<|im_end|>' + '\n'", "('<|im_end|>\n' if not loop.last else '<|eot_id|>')")
-    renderer = ChatRenderer(byte_tokenizer(template))
     with pytest.raises(ModelError, match="differently"):
-        renderer.bridge((), [message("user", "x")])
+        ChatRenderer(byte_tokenizer(template))

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from outrider.engines import fused, rotary, segment_attention
@@ -132,15 +133,15 @@ def test_attention_s_gradient_in_bfloat16_against_a_float64_reference(num_before
 
 @settings(deadline=None, max_examples=40)
 @given(
-    num_new=st.integers(1, 12), num_before=st.integers(0, 9), kv_heads=st.integers(1, 3), repeats=st.integers(1, 3),
+    rows=st.integers(1, 3), num_new=st.integers(1, 12), num_before=st.integers(0, 9), kv_heads=st.integers(1, 3), repeats=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1), way=st.sampled_from(["fused", "products", "lower right"]),
 )  # fmt: skip
 def test_attention_and_its_gradients_equal_a_written_out_softmax(
-    num_new: int, num_before: int, kv_heads: int, repeats: int, seed: int, way: str
+    rows: int, num_new: int, num_before: int, kv_heads: int, repeats: int, seed: int, way: str
 ) -> None:
     """Both backward passes: the fused kernel's, and that of bfloat16, here in blocks of five queries; and a GPU's mask."""
     torch.manual_seed(seed)
-    shapes = ((1, kv_heads * repeats, num_new, 4), *[(1, kv_heads, num_before + num_new, 4)] * 2)
+    shapes = ((rows, kv_heads * repeats, num_new, 4), *[(rows, kv_heads, num_before + num_new, 4)] * 2)
     ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     plain = [tensor.detach().clone().requires_grad_() for tensor in ours]
     outer = torch.randn(shapes[0], dtype=torch.float64)
@@ -162,8 +163,9 @@ def test_attention_and_its_gradients_equal_a_written_out_softmax(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("plain_linear", [True, False])
 def test_scored_tokens_equal_a_whole_softmax(bias: bool, plain_linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of four chunks of two rows; another module than nn.Linear takes the general way."""
-    monkeypatch.setattr(vocabulary, "_CHUNK", 2)
+    """Blocks of four chunks of two rows, of which one is kept; another module than nn.Linear takes the general way."""
+    for name, rows in (("_BLOCK", 8), ("_CHUNK", 2), ("_CPU_CHUNK", 2)):
+        monkeypatch.setattr(vocabulary, name, rows)
     torch.manual_seed(0)
     head = nn.Linear(6, 19, bias=bias, dtype=torch.float64)
     hidden = torch.randn(21, 6, dtype=torch.float64, requires_grad=True)
@@ -188,3 +190,22 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     hidden = torch.randn(3, 6, requires_grad=True)
     score_tokens(hidden, torch.tensor([1, 2, 3]), head)[0].sum().backward()
     assert head.weight.grad is None and hidden.grad is not None
+
+
+@pytest.mark.parametrize("rows", [9, 600])
+def test_scoring_multiplies_with_the_vocabulary_three_times(rows: int) -> None:
+    """A4: once forward and twice backward; before, the backward pass computed all logits again. It still does beyond a block."""
+    head, hidden = nn.Linear(6, 19, bias=False), torch.randn(rows, 6, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        score_tokens(hidden, torch.zeros(rows, dtype=torch.int64), head)[0].sum().backward()
+    once = 2 * 6 * 19
+    assert counter.get_total_flops() == once * (3 * rows + max(0, rows - vocabulary._BLOCK))
+
+
+def test_scores_cannot_be_differentiated_twice() -> None:
+    """The gradient takes the memory of the kept probabilities: a second pass must not read it."""
+    hidden = torch.randn(3, 6, requires_grad=True)
+    logprobs, _ = score_tokens(hidden, torch.tensor([1, 2, 3]), nn.Linear(6, 19))
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()

@@ -1,12 +1,13 @@
 """The local engine against plain transformers, and the engine contract."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from outrider.engines import onednn
 from outrider.engines.attention import SlotCache
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.few_rows import FewRows
@@ -20,15 +21,24 @@ from outrider.train.policy import OptimizerSettings, Policy
 from outrider.types import Message, Origin, Task
 from tests.tiny import tiny_model
 
+NOTHING_PACKED = ("fused, nothing packed", "fused, bfloat16, nothing packed")
 
-@pytest.fixture(scope="module", params=["plain", "fused", "fused, bfloat16"])
-def model(request: pytest.FixtureRequest) -> LanguageModel:
-    """The modules' own way, and the decoding step's own forward pass in both of its precisions."""
-    lm = tiny_model(dtype=torch.bfloat16 if "bfloat16" in request.param else torch.float32)
+
+@pytest.fixture(scope="module", params=["plain", "fused", "fused, bfloat16", *NOTHING_PACKED])
+def model(request: pytest.FixtureRequest) -> Iterator[LanguageModel]:
+    """The modules' own way, and the decoding step's own forward pass in each precision that can be packed here.
+
+    "nothing packed" is a processor that can pack none (A1), so that every machine takes that way too.
+    """
+    dtype = torch.bfloat16 if "bfloat16" in request.param else torch.float32
+    lm = tiny_model(dtype=dtype)
     if "fused" in request.param:
         fuse(lm.model)
-    assert FewRows(lm.model).is_supported == ("fused" in request.param)
-    return lm
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param in NOTHING_PACKED:
+            patch.setattr(onednn, "can_pack", lambda dtype: False)
+        assert FewRows(lm.model).is_supported == ("fused" in request.param and onednn.can_pack(dtype))
+        yield lm
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,33 @@
 """Loading: what would be computed wrongly is refused, what cannot be found is one clear line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    BloomConfig,
     FalconH1Config,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
     GraniteConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
-    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
+from outrider.engines import onednn
 from outrider.engines.attention import Segment, TreePlan
-from outrider.engines.model import Precision, load_model, resolve_precision
+from outrider.engines.model import Precision, load_model, longest_context, resolve_precision
+from outrider.engines.processor import Processor
 from outrider.errors import ModelError
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
@@ -61,15 +68,70 @@ def test_contexts_stay_within_a_sliding_window_and_are_exact_there(tmp_path: Pat
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def check_exact_over_the_context(folder: str, *, expected: int) -> None:
+    """The whole context in one row, and a short sequence beside it, against transformers' own attention."""
+    loaded = load_model(folder, precision="float32")
+    assert loaded.context_length == expected
+    long, short = (torch.arange(num) % 90 + 3 for num in (expected, 9))
+    plan = TreePlan(segments=(Segment(length=expected), Segment(length=9)))
+    positions = torch.cat([torch.arange(expected), torch.arange(9)])
+    ours = loaded.logits(torch.cat([long, short]), positions, plan)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for part, ids in zip(ours.split([expected, 9]), (long, short), strict=True):
+        torch.testing.assert_close(part, model(input_ids=ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40,
+    "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0],
+}  # fmt: skip
+
+
+def test_b7_longrope_stays_within_the_original_length(tmp_path: Path) -> None:
+    """Phi-3.5: behind it every position would turn by other factors, also those whose keys are cached."""
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"} | {
+        "max_position_embeddings": 160,
+        "pad_token_id": 0,
+    }
+    config = Phi3Config(**sizes, rope_parameters=dict(LONGROPE), original_max_position_embeddings=40)
+    check_exact_over_the_context(saved(tmp_path, config, scale=5.0), expected=40)
+
+
+def test_b7_dynamic_rotation_stays_within_the_length_where_it_is_constant(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    check_exact_over_the_context(saved(tmp_path, LlamaConfig(**SIZES, rope_parameters=rope), scale=5.0), expected=64)
+
+
+def test_b7_longrope_in_one_kind_of_layer_binds_them_all() -> None:
+    rope = {"full_attention": dict(LONGROPE), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = Gemma3TextConfig(max_position_embeddings=160, sliding_window=100, rope_parameters=rope)
+    assert longest_context(config, "tiny") == 40
+
+
+def test_lengths_of_a_nested_configuration_are_its_text_model_s() -> None:
+    text = Gemma3TextConfig(max_position_embeddings=160, sliding_window=100)
+    assert longest_context(Gemma3Config(text_config=text), "tiny") == 100
+
+
+def test_a_model_without_a_longest_context_is_one_line() -> None:
+    with pytest.raises(ModelError, match=r"^model 'bloom' declares no longest context"):
+        longest_context(BloomConfig(), "bloom")
+
+
 RECURRENT = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LAYERS = ["linear_attention", "full_attention"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
+def if_known(model_type: str, **settings: Any) -> list[PreTrainedConfig]:
+    """Nothing where transformers is older than the model: 5.0 does not have all of these."""
+    return [CONFIG_MAPPING[model_type](**settings)] if model_type in CONFIG_MAPPING else []
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        Qwen3_5TextConfig(**SIZES, **RECURRENT, layer_types=LAYERS),
+        *if_known("qwen3_5_text", **SIZES, **RECURRENT, layer_types=LAYERS),
         Qwen3NextConfig(**SIZES, **RECURRENT, **EXPERTS, shared_expert_intermediate_size=24, layer_types=LAYERS),
         Lfm2Config(**{**SIZES, "pad_token_id": 0}, layer_types=["conv", "full_attention"]),
         FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_state=8, mamba_d_head=8),  # both in every layer
@@ -113,11 +175,22 @@ def test_a_missing_model_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch)
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("tiles", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+@pytest.mark.parametrize(
+    ("flags", "packs", "expected"),
+    [
+        ({"avx2", "avx512_bf16", "amx_tile", "amx_bf16"}, True, torch.bfloat16),
+        ({"avx2", "avx512_bf16", "amx_tile", "amx_bf16"}, False, torch.float32),  # ONEDNN_MAX_CPU_ISA=AVX2
+        ({"avx2", "avx512bw", "avx512_bf16"}, True, torch.float32),
+        ({"avx2"}, False, torch.float32),
+    ],
+)
 def test_auto_precision_is_bfloat16_only_with_a_matrix_unit_for_it(
-    tiles: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: set[str], packs: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    """A1: never where it is slow, and never where it cannot be packed."""
+    processor = Processor(model="a test's", instruction_sets=frozenset(flags))
+    monkeypatch.setattr("outrider.engines.model.read_processor", lambda: processor)
+    monkeypatch.setattr(onednn, "can_pack", lambda dtype: packs)
     assert load_model(str(save_tiny_model(tmp_path)), precision="auto").dtype is expected
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from outrider.engines import onednn
 from outrider.engines.packed import PackedLinears
 
 
@@ -20,10 +21,22 @@ def test_values_are_those_of_the_plain_layers(dtype: torch.dtype, rows: int) -> 
     with torch.no_grad():
         plain = model(x)
         with packed.active():
-            assert all("forward" in vars(model[i]) for i in (0, 2))
+            assert all(("forward" in vars(model[i])) == onednn.can_pack(dtype) for i in (0, 2))
             found = model(x)
         assert not any("forward" in vars(model[i]) for i in (0, 2))
         torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_operators_the_plain_layers_run(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A1: on a processor without the operators a bfloat16 model crashed at its first decoding step."""
+    monkeypatch.setattr(onednn, "can_pack", lambda dtype: False)
+    monkeypatch.setattr(onednn, "pack", None)  # called by nobody
+    model, x = layers(dtype), torch.randn(7, 48).to(dtype)
+    with torch.no_grad(), PackedLinears(model).active():
+        assert not any("forward" in vars(model[i]) for i in (0, 2))
+        found = model(x)
+    assert torch.equal(found, model(x))
 
 
 def test_moved_weights_count_once_the_copies_are_dropped() -> None:

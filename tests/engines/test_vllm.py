@@ -4,6 +4,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -54,7 +55,13 @@ class StandIn:
             request_id=name, token_ids=tuple(prompt["prompt_token_ids"]), max_tokens=params.max_tokens, seed=params.seed,
             temperature=params.temperature, stop=tuple(params.stop),
         )  # fmt: skip
+        self.stop = request.stop
         self.waiting[name] = (LocalEngine(self.model).generate([request])[0], 0)
+
+    def stopped_by(self, whole: Generation) -> str | None:
+        """The string at which vLLM says it stopped."""
+        text = self.model.tokenizer.decode(whole.token_ids, skip_special_tokens=False)
+        return next((one for one in self.stop if text.endswith(one)), None)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting)
@@ -75,7 +82,11 @@ class StandIn:
         finished = num == len(whole.token_ids)
         if finished:
             del self.waiting[name]
-        reason = {FinishReason.LENGTH: ("length", None), FinishReason.STOP: ("stop", "x"), FinishReason.EOS: ("stop", 1)}
+        reason = {
+            FinishReason.LENGTH: ("length", None),
+            FinishReason.STOP: ("stop", self.stopped_by(whole)),
+            FinishReason.EOS: ("stop", 1),
+        }
         rows = [
             {token: SimpleNamespace(logprob=value)}
             for token, value in zip(whole.token_ids[:num], whole.logprobs[:num], strict=True)
@@ -102,8 +113,8 @@ def made(model: LanguageModel, folder: Path, *, exported: list[Path] | None = No
 
     chosen = {"device": "cpu", "settings": VllmSettings(top_k=TOP_K)} | options
     return VllmEngine(
-        folder=folder, export=export, tokenizer=model.tokenizer, eos_token_ids=model.eos_token_ids, context_length=128,
-        precision="float32", **chosen,
+        folder=folder, export=export, tokenizer=model.tokenizer, eos_token_ids=model.eos_token_ids, eos_texts=model.eos_texts,
+        context_length=128, precision="float32", **chosen,
     )  # fmt: skip
 
 
@@ -123,6 +134,24 @@ def test_ids_logprobs_and_reasons_come_back_in_the_order_asked(stand_in: StandIn
         (g.request_id, g.token_ids, g.logprobs, g.finish_reason) for g in theirs
     ]
     assert all(g.entropies_are_bounds and len(g.entropies) == len(g.token_ids) for g in ours)
+
+
+def test_b5_a_turn_that_the_template_closes_in_ordinary_tokens_ends_as_one_that_an_eos_ends(
+    stand_in: StandIn, tmp_path: Path
+) -> None:
+    """vLLM is asked to stop at the template's text too, and what it stopped at tells a closed turn from a stop string."""
+    one, other = asked(stand_in.model, "abc", "the second")
+    free = LocalEngine(replace(stand_in.model, eos_token_ids=frozenset())).generate([one, other])
+    first, second = (stand_in.model.tokenizer.decode(g.token_ids, skip_special_tokens=False) for g in free)
+    stop = next(character for character in second if character not in first[:4])
+    closing = replace(stand_in.model, eos_token_ids=frozenset(), eos_texts=(first[3],))
+    requests = [replace(request, stop=(stop,)) for request in (one, other)]
+    ours = made(closing, tmp_path).generate(requests)
+    theirs = [LocalEngine(closing).generate([request])[0] for request in requests]
+    assert [(g.token_ids, g.finish_reason) for g in ours] == [(g.token_ids, g.finish_reason) for g in theirs]
+    assert [g.finish_reason for g in ours] == [FinishReason.EOS, FinishReason.STOP]
+    closed = closing.tokenizer.decode(ours[0].token_ids, skip_special_tokens=False)
+    assert closed == first[: first.index(first[3]) + 1]
 
 
 def test_new_weights_are_read_once_before_the_next_batch_and_no_cached_block_survives(stand_in: StandIn, tmp_path: Path) -> None:
@@ -211,7 +240,7 @@ def test_the_contract_with_the_real_package_and_model(tmp_path: Path) -> None:
     policy = Policy(lm, OptimizerSettings(learning_rate=1e-3))
     engine = VllmEngine(
         folder=tmp_path / "engine", export=policy.export, tokenizer=lm.tokenizer, eos_token_ids=lm.eos_token_ids,
-        context_length=512, precision="float32", device="cpu", settings=VllmSettings(),
+        eos_texts=lm.eos_texts, context_length=512, precision="float32", device="cpu", settings=VllmSettings(),
     )  # fmt: skip
     ids = tuple(lm.tokenizer.encode("The capital of France is Paris. The capital of Italy is"))
     requests = [

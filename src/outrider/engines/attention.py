@@ -41,19 +41,44 @@ class TreePlan:
     def attend(
         self, module: nn.Module, query_1HND: torch.Tensor, key_1KND: torch.Tensor, value_1KND: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attention output [1, N, H, D]; no token sees another branch or another sequence."""
-        # split and not slices: the gradient of a slice is a whole row of zeros, once a segment and layer
-        lengths = [segment.length for segment in self.segments]
-        queries = query_1HND.split(lengths, dim=2)
-        keys = key_1KND.split(lengths, dim=2)
-        values = value_1KND.split(lengths, dim=2)
+        """Attention output [1, N, H, D]; no token sees another branch or another sequence.
+
+        Neighbours of one shape (a group's rollouts, sequences with nothing in common) are the batch of one call.
+        """
+        # tokens first, as the projections wrote them: nothing is transposed in memory
+        row = (tensor.transpose(1, 2)[0] for tensor in (query_1HND, key_1KND, value_1KND))
+        runs = self._runs()
+        lengths = [sum(self.segments[index].length for index in run) for run in runs]
+        # split and not slices: the gradient of a slice is a whole row of zeros, once a run and layer
+        queries, keys, values = (tensor.split(lengths) if len(runs) > 1 else (tensor,) for tensor in row)
+        numbers = {run[0]: number for number, run in enumerate(runs)}
         outputs = []
+        for number, run in enumerate(runs):
+            before = [numbers[index] for index in self.segments[run[0]].ancestors]
+            query, own_key, own_value = (parts[number].unflatten(0, (len(run), -1)) for parts in (queries, keys, values))
+            key = _after([keys[i] for i in before], own_key).transpose(1, 2)
+            value = _after([values[i] for i in before], own_value).transpose(1, 2)
+            output = causal_attention(query.transpose(1, 2), key, value, scale)
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
+
+    def _runs(self) -> list[list[int]]:
+        """Numbers of neighbours with one length and the same ancestors; what is an ancestor stands alone."""
+        ancestors = {index for segment in self.segments for index in segment.ancestors}
+        runs: list[list[int]] = []
         for index, segment in enumerate(self.segments):
-            seen = (*segment.ancestors, index)
-            seen_keys = torch.cat([keys[i] for i in seen], dim=2) if segment.ancestors else keys[index]
-            seen_values = torch.cat([values[i] for i in seen], dim=2) if segment.ancestors else values[index]
-            outputs.append(causal_attention(queries[index], seen_keys, seen_values, scale))
-        return torch.cat(outputs, dim=2).transpose(1, 2)
+            last = runs[-1][-1] if runs else None
+            if last is None or segment != self.segments[last] or not ancestors.isdisjoint((last, index)):
+                runs.append([])
+            runs[-1].append(index)
+        return runs
+
+
+def _after(before: Sequence[torch.Tensor], own_BNKD: torch.Tensor) -> torch.Tensor:
+    """[B, T, K, D]: a context that all B have in common, then what each has of its own."""
+    if not before:
+        return own_BNKD
+    return torch.cat([*(part.expand(len(own_BNKD), -1, -1, -1) for part in before), own_BNKD], dim=1)
 
 
 def _untouched(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

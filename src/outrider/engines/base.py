@@ -22,7 +22,7 @@ class FinishReason(StrEnum):
     """Why a generation ended."""
 
     STOP = "stop"  # a stop string was completed; it is part of the ids
-    EOS = "eos"  # an end-of-turn id was written; it is part of the ids
+    EOS = "eos"  # the turn was closed, by an EOS id or as the chat template closes one; the closing is part of the ids
     LENGTH = "length"
     CANCELLED = "cancelled"
 

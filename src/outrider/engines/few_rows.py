@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
+from outrider.engines import onednn
 from outrider.engines.attention import Plan
 from outrider.engines.fused import MLPS, NORMS
 from outrider.engines.rotary import ATTENTIONS
 
 MAX_ROWS = 256  # above, the products dominate
-_BATCH_HINT = 32
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -32,11 +32,10 @@ class _Linear:
         weight = torch.cat([one.weight.detach() for one in linears])
         biases = [one.bias.detach() for one in linears if one.bias is not None]
         self._bias = torch.cat(biases) if biases else None
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH_HINT)
+        self._packed = onednn.pack(weight)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        return output
+        return onednn.packed_linear(rows, self._packed, self._bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +135,7 @@ def _is_supported(model: PreTrainedModel) -> bool:
     """Exactly the fused modules of these families, plain linear layers (no adapters), on a CPU that has the kernels."""
     backbone: Any = model.base_model
     head = model.get_output_embeddings()
-    if not torch.backends.mkldnn.is_available() or type(backbone).__name__ not in ("LlamaModel", "Qwen2Model", "Qwen3Model"):
-        return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if type(backbone).__name__ not in ("LlamaModel", "Qwen2Model", "Qwen3Model"):
         return False
     every = [module for layer in backbone.layers for module in layer.modules()]
     norms = [backbone.norm, *(module for module in every if type(module).__name__ in NORMS)]
@@ -148,6 +145,7 @@ def _is_supported(model: PreTrainedModel) -> bool:
     linears = [head, *projections]
     return (
         all(type(one) is nn.Linear and one.weight.device.type == "cpu" and one.weight.dtype in _DTYPES for one in linears)
+        and all(onednn.can_pack(dtype) for dtype in {one.weight.dtype for one in linears})
         and all(type(layer.mlp).__name__ in MLPS and "forward" in vars(layer.mlp) for layer in backbone.layers)
         and all(type(layer.self_attn).__name__ in ATTENTIONS for layer in backbone.layers)
         and all("forward" in vars(norm) for norm in norms)

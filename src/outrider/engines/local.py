@@ -20,7 +20,7 @@ from outrider.engines.few_rows import MAX_ROWS, FewRows
 from outrider.engines.model import LanguageModel
 from outrider.engines.packed import PackedLinears
 from outrider.engines.prefixes import Prefixes
-from outrider.engines.sampling import StopStrings, sample, uniform_stream
+from outrider.engines.sampling import StopStrings, request_stream, sample
 from outrider.errors import EngineFault
 from outrider.tokens import Tokenizer
 
@@ -31,8 +31,9 @@ class _Row:
 
     index: int
     request: Request
-    uniforms: np.ndarray
-    length: int
+    stream: np.random.Generator
+    length: int  # of the context
+    room: int  # tokens that may be written
     slot: int = -1
     logits: torch.Tensor | None = None
     ids: list[int] = field(default_factory=list)
@@ -113,7 +114,7 @@ class LocalEngine:
         self._cancellations.begin(request.request_id for request in requests)
         try:
             rows = [self._row(index, request) for index, request in enumerate(requests)]
-            self._reserve(1, max(row.length + len(row.uniforms) for row in rows))
+            self._reserve(1, max(row.length + row.room for row in rows))
             self._takes_few_rows = self._few_rows.is_supported  # asked every time: adapters may have come since the last one
             with nullcontext() if self._takes_few_rows else self._packed.active():
                 self._decode(deque(rows))
@@ -129,7 +130,7 @@ class LocalEngine:
 
     def _row(self, index: int, request: Request) -> _Row:
         room = min(request.max_tokens, self.context_length - len(request.token_ids))
-        return _Row(index, request, uniform_stream(request.seed, room), len(request.token_ids))
+        return _Row(index, request, request_stream(request.seed), len(request.token_ids), room)
 
     def _admit(self, waiting: deque[_Row], num_active: int) -> list[_Row]:
         """Rows that join the batch, each in a slot behind the active ones with its context's keys and values in it.
@@ -250,8 +251,8 @@ class LocalEngine:
                 logits.append(row.logits[None])
                 row.logits = None
             active += joining
-            draws = [float(row.uniforms[len(row.ids)]) for row in active]
-            chosen, logprobs, entropies = sample(torch.cat(logits), [row.request.temperature for row in active], draws)
+            temperatures, streams = zip(*((row.request.temperature, row.stream) for row in active), strict=True)
+            chosen, logprobs, entropies = sample(torch.cat(logits), temperatures, streams)
             for row, token, logprob, entropy in zip(active, chosen, logprobs, entropies, strict=True):
                 self._accept(row, token, logprob, entropy)
             if self._on_tokens is not None:
@@ -266,11 +267,12 @@ class LocalEngine:
         row.ids.append(token)
         row.logprobs.append(logprob)
         row.entropies.append(entropy)
-        if token in self._lm.eos_token_ids:
+        ends = self._lm.eos_texts
+        if token in self._lm.eos_token_ids or (ends and self._stops.completed(row.ids, ends)):
             row.reason = FinishReason.EOS
         elif row.request.stop and self._stops.completed(row.ids, row.request.stop):
             row.reason = FinishReason.STOP
-        elif len(row.ids) == len(row.uniforms):
+        elif len(row.ids) == row.room:
             row.reason = FinishReason.LENGTH
 
     def _compact(self, active: list[_Row]) -> list[_Row]:

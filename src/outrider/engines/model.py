@@ -11,9 +11,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
+from outrider.engines import onednn
 from outrider.engines.attention import (
     IMPLEMENTATION,
     DecodePlan,
@@ -26,7 +34,9 @@ from outrider.engines.attention import (
     register,
 )
 from outrider.engines.fused import fuse
+from outrider.engines.processor import read_processor
 from outrider.errors import ModelError
+from outrider.tokens import ChatRenderer
 
 Precision = Literal["auto", "bfloat16", "float32"]
 
@@ -47,6 +57,7 @@ class LanguageModel:
     tokenizer: PreTrainedTokenizerBase
     context_length: int
     eos_token_ids: frozenset[int]
+    eos_texts: tuple[str, ...] = ()  # what ends a turn where the chat template closes it with ordinary tokens
 
     @property
     def device(self) -> torch.device:
@@ -128,13 +139,33 @@ def _convert(gguf: Path, target: Path) -> None:
 def resolve_precision(precision: Precision, device: str) -> Literal["bfloat16", "float32"]:
     """``auto`` is bfloat16 where the matrix unit has it: on a GPU that supports it, on a CPU with AMX tiles.
 
-    A CPU that has bfloat16 in its vector unit only is no faster with it than in float32 (``benchmarks/threads.py``).
+    A CPU that has bfloat16 in its vector unit only is no faster with it than in float32 (``benchmarks/threads.py``),
+    one without packed layers for it is slower.
     """
     if precision != "auto":
         return precision
     if torch.device(device).type == "cuda":
         return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
-    return "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+    fast = read_processor().multiplies_bfloat16 and onednn.can_pack(torch.bfloat16)
+    return "bfloat16" if fast else "float32"
+
+
+def longest_context(config: PreTrainedConfig, name: str) -> int:
+    """Tokens over which a position's rotation and what it attends to are the same whatever comes behind it.
+
+    Within a sliding window and a chunk of attention, and where a sequence that grows turns all of its positions anew: longrope changes
+    its factors behind the original length, ``dynamic`` its base behind ``max_position_embeddings``. A cached key would be the wrong one
+    then, and a short sequence packed beside a long one. Raises ModelError where the configuration names no length.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if not longest:
+        raise ModelError(f"model {name!r} declares no longest context (max_position_embeddings)")
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one a kind of layer
+    limits = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"]
+    windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]  # some have one
+    return min(int(limit or longest) for limit in (longest, *limits, *windows))
 
 
 def load_model(name: str, *, precision: Precision, device: str = "cpu") -> LanguageModel:
@@ -155,16 +186,21 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
     if tokenizer.chat_template is None:
         raise ModelError(f"model {name!r} has no chat template; use an instruct model")
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
-    if not ends:
+    closing = ChatRenderer(tokenizer).closing  # a base model's EOS is another one
+    ends = {tokenizer.eos_token_id, closing.token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    if not ends and not closing.stop:
         raise ModelError(f"model {name!r} declares no end-of-turn id")
-    longest = int(model.config.max_position_embeddings)
-    windows = [getattr(model.config, name, None) for name in ("sliding_window", "attention_chunk_size")]  # some have one
-    context_length = min(longest, *(int(window or longest) for window in windows))
+    context_length = longest_context(model.config, name)
     moved: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]  # its annotation hides the argument
     if moved.device.type == "cpu":
         fuse(moved)
-    loaded = LanguageModel(model=moved, tokenizer=tokenizer, context_length=context_length, eos_token_ids=frozenset(ends))
+    loaded = LanguageModel(
+        model=moved,
+        tokenizer=tokenizer,
+        context_length=context_length,
+        eos_token_ids=frozenset(ends),
+        eos_texts=closing.stop,
+    )
     _check(loaded, name)
     return loaded
 
@@ -178,7 +214,7 @@ def _check(loaded: LanguageModel, name: str) -> None:
     """
     if loaded.model.base_model is loaded.model:
         raise ModelError(f"model {name!r} has no backbone apart from its vocabulary projection, which is not supported")
-    ids, positions = torch.arange(1, 9) % loaded.model.config.vocab_size, torch.arange(8)
+    ids, positions = torch.arange(1, 9) % loaded.model.config.get_text_config().vocab_size, torch.arange(8)
     plan = TreePlan(segments=(Segment(length=8),))
     ours = loaded.logits(ids, positions, plan)
     model: Any = loaded.model

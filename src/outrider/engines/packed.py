@@ -11,16 +11,21 @@ from types import MethodType
 import torch
 from torch import nn
 
+from outrider.engines import onednn
+
 _MIN_ROWS = 2
 _MAX_ROWS = 256  # above, the product itself dominates
 
 
 class PackedLinears:
-    """Lets the plain linear layers of a CPU model use packed weights while :meth:`active`; elsewhere it does nothing."""
+    """Lets the plain linear layers of a CPU model use packed weights while :meth:`active`.
+
+    It does nothing where they cannot be had.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        packable = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        self._linears = [module for module in model.modules() if packable and isinstance(module, nn.Linear) and _is_plain(module)]
+        linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+        self._linears = [one for one in linears if _is_packable(one)]
         self._packed: list[torch.Tensor] | None = None
 
     def drop(self) -> None:
@@ -31,7 +36,7 @@ class PackedLinears:
     def active(self) -> Iterator[None]:
         """Decoding steps inside use the copies, which are made at the first one after :meth:`drop`."""
         if self._packed is None:
-            self._packed = [torch.ops.mkldnn._reorder_linear_weight(one.weight.detach(), 32) for one in self._linears]
+            self._packed = [onednn.pack(one.weight.detach()) for one in self._linears]
         for linear, packed in zip(self._linears, self._packed, strict=True):
             linear.forward = MethodType(_Forward(packed), linear)  # type: ignore[method-assign]
         try:
@@ -49,14 +54,14 @@ class _Forward:
     def __call__(self, linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
         if not _MIN_ROWS <= rows.numel() // rows.shape[-1] <= _MAX_ROWS:
             return nn.functional.linear(rows, linear.weight, linear.bias)
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, linear.bias, "none", [], "")
-        return result
+        return onednn.packed_linear(rows, self._packed, linear.bias)
 
 
-def _is_plain(module: nn.Linear) -> bool:
+def _is_packable(module: nn.Linear) -> bool:
     return (
         type(module) is nn.Linear
         and "forward" not in vars(module)
         and module.weight.device.type == "cpu"
         and module.weight.dtype in (torch.float32, torch.bfloat16)
+        and onednn.can_pack(module.weight.dtype)
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.errors import EngineFault
-from outrider.tokens import Tokenizer
+from outrider.tokens import ChatRenderer, Tokenizer, text_of
 
 
 class ScriptedEngine:
@@ -26,6 +26,7 @@ class ScriptedEngine:
         self.context_length = context_length
         self.weight_version = 0
         self._script = script
+        self._closing = ChatRenderer(tokenizer).closing
         self._entropy = entropy
         self._cancelled: set[str] = set()
 
@@ -37,17 +38,24 @@ class ScriptedEngine:
         if request.request_id in self._cancelled:
             self._cancelled.discard(request.request_id)
             return self._generation(request, [], FinishReason.CANCELLED)
-        text = self._script(request, self.tokenizer.decode(request.token_ids, skip_special_tokens=False))
+        text = self._script(request, text_of(self.tokenizer, request.token_ids, skip_special_tokens=False))
         ends = [text.index(stop) + len(stop) for stop in request.stop if stop in text]
         reason = FinishReason.STOP if ends else FinishReason.EOS
         ids = self.tokenizer.encode(text[: min(ends)] if ends else text, add_special_tokens=False)
         if reason is FinishReason.EOS:
-            if self.tokenizer.eos_token_id is None:
-                raise EngineFault("the tokenizer has no end-of-turn id")
-            ids = [*ids, self.tokenizer.eos_token_id]
+            ids = [*ids, *self._close()]
         if len(ids) > request.max_tokens:
             ids, reason = ids[: request.max_tokens], FinishReason.LENGTH
         return self._generation(request, ids, reason)
+
+    def _close(self) -> list[int]:
+        """What the template ends a turn with, where it has a marker: an expert's turns teach the policy to end its own."""
+        if self._closing.stop:
+            return self.tokenizer.encode(self._closing.text, add_special_tokens=False)
+        marker = self.tokenizer.eos_token_id if self._closing.token_id is None else self._closing.token_id
+        if marker is None:
+            raise EngineFault("the tokenizer has no end-of-turn id")
+        return [marker]
 
     def _generation(self, request: Request, ids: Sequence[int], reason: FinishReason) -> Generation:
         entropies = tuple(self._entropy(request, i) if self._entropy else 0.0 for i in range(len(ids)))

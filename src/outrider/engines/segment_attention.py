@@ -5,9 +5,10 @@ chosen for there. So the forward is fused, and the backward computes the probabi
 of queries at a time: what lies after the block is never computed. In float32 the fused backward pass is the faster one
 (benchmarks/update_profile.py prints both).
 
-Shape letters: H query heads, K key-value heads, G query heads a key-value head, N queries, T keys, D head size.
+Shape letters: B sequences, H query heads, K key-value heads, G query heads a key-value head, N queries, T keys, D head size.
 """
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from torch.nn.functional import scaled_dot_product_attention
 _BLOCK = 128  # queries: with them a block's scores over a thousand keys take about a megabyte
 
 
-def causal_attention(query_1HND: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention [1, H, N, D] in which the queries are the last N of the T keys."""
-    if query_1HND.requires_grad and query_1HND.device.type == "cpu" and query_1HND.dtype.itemsize < 4:
-        output: torch.Tensor = _CpuAttention.apply(query_1HND, key_1KTD, value_1KTD, scale)  # type: ignore[no-untyped-call]
+def causal_attention(query_BHND: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention [B, H, N, D] in which the queries are the last N of the T keys."""
+    if query_BHND.requires_grad and query_BHND.device.type == "cpu" and query_BHND.dtype.itemsize < 4:
+        output: torch.Tensor = _CpuAttention.apply(query_BHND, key_BKTD, value_BKTD, scale)  # type: ignore[no-untyped-call]
         return output
-    return _fused(query_1HND, key_1KTD, value_1KTD, scale)
+    return _fused(query_BHND, key_BKTD, value_BKTD, scale)
 
 
 def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -67,24 +68,25 @@ class _CpuAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Head by head and block by block, so that a block's scores stay in cache; sums over blocks in float32 or better."""
-        query_1HND, key_1KTD, value_1KTD = ctx.saved_tensors
-        num_new, num_seen, size = query_1HND.shape[2], key_1KTD.shape[2], query_1HND.shape[3]
-        repeats = query_1HND.shape[1] // key_1KTD.shape[1]
-        exact = torch.promote_types(query_1HND.dtype, torch.float32)
-        grad_query = torch.empty_like(query_1HND)
-        grad_key, grad_value = (torch.zeros_like(tensor, dtype=exact) for tensor in (key_1KTD, value_1KTD))
-        for head in range(key_1KTD.shape[1]):
+        query_BHND, key_BKTD, value_BKTD = ctx.saved_tensors
+        num_new, num_seen, size = query_BHND.shape[2], key_BKTD.shape[2], query_BHND.shape[3]
+        repeats = query_BHND.shape[1] // key_BKTD.shape[1]
+        exact = torch.promote_types(query_BHND.dtype, torch.float32)
+        grad_query = torch.empty_like(query_BHND)
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=exact) for tensor in (key_BKTD, value_BKTD))
+        for row, head in product(range(len(key_BKTD)), range(key_BKTD.shape[1])):
             queries = slice(head * repeats, (head + 1) * repeats)
             for start in range(0, num_new, _BLOCK):
                 block = slice(start, min(start + _BLOCK, num_new))
                 seen = num_seen - num_new + block.stop
                 # the query heads of a key-value head lie one below the other
-                query, output = (tensor[0, queries, block].reshape(-1, size) for tensor in (query_1HND, gradient))
-                found = _block_gradients(query, key_1KTD[0, head, :seen], value_1KTD[0, head, :seen], output, repeats, ctx.scale)
-                grad_query[0, queries, block] = found[0].view(repeats, -1, size)
-                grad_key[0, head, :seen] += found[1]
-                grad_value[0, head, :seen] += found[2]
-        return grad_query, grad_key.to(key_1KTD.dtype), grad_value.to(value_1KTD.dtype), None
+                query, output = (tensor[row, queries, block].reshape(-1, size) for tensor in (query_BHND, gradient))
+                key, value = key_BKTD[row, head, :seen], value_BKTD[row, head, :seen]
+                found = _block_gradients(query, key, value, output, repeats, ctx.scale)
+                grad_query[row, queries, block] = found[0].view(repeats, -1, size)
+                grad_key[row, head, :seen] += found[1]
+                grad_value[row, head, :seen] += found[2]
+        return grad_query, grad_key.to(key_BKTD.dtype), grad_value.to(value_BKTD.dtype), None
 
 
 def _block_gradients(

@@ -46,6 +46,7 @@ class VllmEngine:
         export: Callable[[Path], None],
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
+        eos_texts: tuple[str, ...],
         context_length: int,
         precision: str,
         device: str,
@@ -59,6 +60,7 @@ class VllmEngine:
         self._folder = folder
         self._export = export
         self._eos = sorted(eos_token_ids)
+        self._eos_texts = eos_texts
         self._on_tokens = on_tokens
         self._stale = False
         self._cancellations = Cancellations()
@@ -128,7 +130,7 @@ class VllmEngine:
                 temperature=request.temperature,
                 max_tokens=min(request.max_tokens, self.context_length - len(request.token_ids)),
                 seed=request.seed % 2**63,
-                stop=list(request.stop),
+                stop=[*self._eos_texts, *request.stop],
                 stop_token_ids=self._eos,
                 include_stop_str_in_output=True,
                 skip_special_tokens=False,
@@ -144,7 +146,7 @@ class VllmEngine:
                 index = numbers[output.request_id]
                 latest[index] = output.outputs[0]
                 if output.finished:
-                    ended[index] = _finish_reason(output.outputs[0])
+                    ended[index] = self._finish_reason(output.outputs[0])
                 elif requests[index].request_id in self._cancellations:
                     engine.abort_request([output.request_id])
                     ended[index] = FinishReason.CANCELLED
@@ -154,6 +156,14 @@ class VllmEngine:
         if missing:
             raise EngineFault(f"vLLM returned nothing for {', '.join(missing[:3])}")
         return [self._generation(request, latest[i], ended[i]) for i, request in enumerate(requests)]
+
+    def _finish_reason(self, output: Any) -> FinishReason:
+        if output.finish_reason == "length":
+            return FinishReason.LENGTH
+        if output.finish_reason != "stop":
+            raise EngineFault(f"vLLM ended a request with {output.finish_reason!r}")
+        is_stop = isinstance(output.stop_reason, str) and output.stop_reason not in self._eos_texts
+        return FinishReason.STOP if is_stop else FinishReason.EOS
 
     def _generation(self, request: Request, output: Any, reason: FinishReason) -> Generation:
         ids = tuple(output.token_ids)
@@ -179,14 +189,6 @@ def _repack_head(model: Any) -> None:
     method = getattr(head, "quant_method", None)
     if hasattr(head, "cpu_linear") and method is not None:
         method.process_weights_after_loading(head)
-
-
-def _finish_reason(output: Any) -> FinishReason:
-    if output.finish_reason == "length":
-        return FinishReason.LENGTH
-    if output.finish_reason != "stop":
-        raise EngineFault(f"vLLM ended a request with {output.finish_reason!r}")
-    return FinishReason.STOP if isinstance(output.stop_reason, str) else FinishReason.EOS
 
 
 def entropy_bound(logprobs: Mapping[int, float], *, top_k: int) -> float:

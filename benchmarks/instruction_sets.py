@@ -1,0 +1,81 @@
+"""Which variable makes which kernels behave as on a lesser processor: other bits than without it, or the same.
+
+    python benchmarks/instruction_sets.py
+
+Each setting runs the same operations on the same numbers in a process of its own: the libraries read it once.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from outrider.engines import onednn
+
+SETTINGS = (
+    "ATEN_CPU_CAPABILITY=default", "ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=SSE41",
+    "ONEDNN_MAX_CPU_ISA=AVX2", "MKL_ENABLE_INSTRUCTIONS=SSE4_2", "MKL_ENABLE_INSTRUCTIONS=AVX2",
+    "MKL_CBWR=COMPATIBLE", "MKL_CBWR=AVX2",
+)  # fmt: skip
+CHILD, NOTHING = "--child", "no"
+
+
+def main() -> None:
+    if CHILD in sys.argv:
+        print(" ".join(results()))
+        return
+    from outrider.train.doctor_machine import kernels, processor  # half a process's start
+
+    plain = measured({})
+    table = Table("variable", *operations(), title="bits against those without the variable")
+    for setting in SETTINGS:
+        name, _, value = setting.partition("=")
+        table.add_row(setting, *map(compared, measured({name: value}), plain))
+    Console().print(table, f"processor: {processor()}", f"layers: {kernels()}", sep="\n")
+
+
+def compared(found: str, was: str) -> str:
+    return NOTHING if NOTHING in (found, was) else "same" if found == was else "other"
+
+
+def measured(variables: dict[str, str]) -> list[str]:
+    command = [sys.executable, __file__, CHILD]
+    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+
+def operations() -> dict[str, torch.Tensor | None]:
+    """torch's own draws and kernels, plain layers (float32: BLAS), attention, oneDNN's packed layers if they run."""
+    drawn = np.random.default_rng(0)
+    shapes = (64, 576), (1536, 576), (1, 9, 128, 64)
+    rows, weight, heads = (torch.from_numpy(drawn.standard_normal(shape, dtype=np.float32)) for shape in shapes)
+    named: dict[str, torch.Tensor | None] = {
+        "normal draws": torch.randn(64, 576, generator=torch.Generator().manual_seed(0)),
+        "softmax": rows.softmax(dim=-1),
+        "attention": scaled_dot_product_attention(heads, heads, heads, is_causal=True),
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        x, w = rows.to(dtype), weight.to(dtype)
+        named[f"plain layer, {name}"] = linear(x, w)
+        packs = onednn.can_pack(dtype)
+        named[f"packed layer, {name}"] = onednn.packed_linear(x, onednn.pack(w), None) if packs else None
+    return named
+
+
+def results() -> list[str]:
+    """A digest of each operation's result, or NOTHING where it does not run."""
+    return [
+        NOTHING if result is None else hashlib.sha256(result.float().numpy().tobytes()).hexdigest()
+        for result in operations().values()
+    ]
+
+
+if __name__ == "__main__":
+    main()
