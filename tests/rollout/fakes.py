@@ -119,7 +119,7 @@ def scheduler(
         engine=engine,
         renderer=ChatRenderer(engine.tokenizer),
         factory=factory,
-        limits=limits or Limits(step_timeout_s=5),
+        limits=limits or Limits(step_timeout_s=60),
         sampling=Sampling(stop=stop),
         run_seed=seed,
         hooks=hooks,

@@ -4,8 +4,8 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +17,10 @@ from outrider.environments.base import CopyableEnvironment, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.branch import Brancher
 from outrider.rollout.episode import Limits
-from outrider.rollout.hooks import EpisodeState
+from outrider.rollout.hooks import EpisodeState, Splice
 from outrider.seeding import stream
 from outrider.trace import Trace
-from outrider.types import Message, Outcome
+from outrider.types import Message, Origin, Outcome
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
 from tests.rollout.test_scheduler import chatty, facts
 
@@ -35,6 +35,7 @@ class Forking:
     rule: Any
     first_wave: int = 3
     wave: int | None = 5
+    streak_scope: Literal["lineage", "prompt"] = "lineage"
     asked: list[tuple[str, int, int]] = field(default_factory=list)
 
     def before_turn(self, state: EpisodeState) -> Sequence[Any]:
@@ -66,7 +67,7 @@ def answers(number: int, text: str) -> StepResult:
 def play(hook: Forking, *, kind: type[Fake] = Copying, modes: Sequence[str] = MODES, num_tasks: int = 1, **options: Any) -> Any:
     factory = Factory(lambda task, number: kind(on_step=answers))
     engine = options.pop("engine", None) or chatty()
-    runs = scheduler(engine, factory, hooks=(hook,), limits=Limits(step_timeout_s=5), **options)
+    runs = scheduler(engine, factory, hooks=(hook,), limits=Limits(step_timeout_s=60), **options)
     return runs.run(tasks(num_tasks), modes=modes, training_step=0), factory
 
 
@@ -124,7 +125,7 @@ def test_the_same_seed_gives_the_same_tree_however_fast_environments_answer() ->
         return Copying(on_step=answers, delay=random.random() * 0.02)
 
     quick, _ = play(Forking(forks), num_tasks=3)
-    runs = scheduler(chatty(), Factory(slow), hooks=(Forking(forks),), limits=Limits(step_timeout_s=5))
+    runs = scheduler(chatty(), Factory(slow), hooks=(Forking(forks),), limits=Limits(step_timeout_s=60))
     assert facts(runs.run(tasks(3), modes=MODES, training_step=0)) == facts(quick)
 
 
@@ -142,6 +143,26 @@ def test_a_replay_that_is_answered_differently_is_a_fault_and_not_a_rollout() ->
     assert "replay" in report.traces[0].leaves[1].detail and report.traces[0].leaves[0].outcome is Outcome.FINISHED
 
 
+@pytest.mark.parametrize("field", ["message", "reward", "done", "num_tool_calls", "invalid"])
+def test_b12_a_replay_that_pays_ends_or_calls_otherwise_is_a_fault(field: str) -> None:
+    """The same text is not the same state; the fault names what differs. Unchanged, the same fork is a rollout."""
+    other = {"message": say(" else").message, "reward": 0.5, "done": True, "num_tool_calls": 2, "invalid": True}
+
+    def outcome(changed: dict[str, Any]) -> Any:
+        def make(task: Any, number: int) -> Fake:
+            answer = StepResult(message=say(" same").message, num_tool_calls=1)
+            first = answer if number == 0 else replace(answer, **changed)
+            return Fake(on_step=lambda n, text: first if n == 0 else END)
+
+        hook = Forking(lambda state: state.rollout == 0 and state.turn == 1, first_wave=1, wave=1)
+        runs = scheduler(chatty(), Factory(make), hooks=(hook,), max_retries=1)
+        return runs.run(tasks(1), modes=("m",) * 2, training_step=0).traces[0].leaves[1]
+
+    assert outcome({}).outcome is Outcome.FINISHED
+    broken = outcome({field: other[field]})
+    assert broken.outcome is Outcome.ENVIRONMENT_FAULT and f"answered differently ({field})" in broken.detail
+
+
 def test_the_slowest_rollout_does_not_claim_first() -> None:
     """Every rollout waits for its batch's other answers: the one that completes the batch must not act before the others."""
     trees = []
@@ -151,7 +172,7 @@ def test_the_slowest_rollout_does_not_claim_first() -> None:
             return Copying(on_step=answers, delay=0.15 if number == slow else 0.0)
 
         hook = Forking(lambda state: state.turn == 2 and state.rollout in (1, 5, 7, 0), first_wave=8)
-        runs = scheduler(chatty(), Factory(make), hooks=(hook,), limits=Limits(step_timeout_s=5))
+        runs = scheduler(chatty(), Factory(make), hooks=(hook,), limits=Limits(step_timeout_s=60))
         trees.append(facts(runs.run(tasks(1), modes=("m",) * 10, training_step=0)))
     assert trees[0] == trees[1]
 
@@ -161,6 +182,43 @@ def test_a_child_does_not_decide_again_where_it_left() -> None:
     play(hook)
     assert [point for point in hook.asked if point[2] == 1 and point[1] == 1] == []
     assert ("task 0", 1, 2) in hook.asked
+
+
+@pytest.mark.parametrize(("scope", "bound"), [("lineage", 5), ("prompt", 9)])
+@pytest.mark.parametrize("max_concurrent", [1, 2, 40])
+def test_b2_few_copies_are_kept_for_decisions_that_are_still_to_fall(scope: Any, bound: int, max_concurrent: int) -> None:
+    """At most one for every place that the group has left, and all are closed; where streaks are the group's, one for every point."""
+    opened: list[Copying] = []
+    most = 0
+
+    class Counted(Copying):
+        def copy(self) -> Copying:
+            nonlocal most
+            twin = super().copy()
+            opened.append(twin)
+            most = max(most, sum(one.num_closed == 0 for one in opened))
+            return twin
+
+    hook = Forking(lambda state: state.turn > 0, streak_scope=scope)
+    report, _ = play(hook, kind=Counted, max_concurrent=max_concurrent)
+    assert sum(node.metadata.get("num_forks", 0) for node in report.traces[0].nodes) == 5
+    assert opened and all(one.num_closed == 1 for one in opened)
+    assert most <= bound + min(5, max_concurrent)  # and those that forks play
+
+
+def test_a_streak_is_its_lineage_s_or_its_group_s_in_the_order_of_decisions() -> None:
+    seen: dict[str, list[tuple[int, int, int]]] = {}
+    for scope in ("lineage", "prompt"):
+        points: dict[tuple[int, int], int] = {}
+
+        def rule(state: EpisodeState, points: dict[tuple[int, int], int] = points) -> int:
+            points[state.turn, state.rollout] = state.branch_streak
+            return int(state.branch_streak < 2)
+
+        play(Forking(rule, first_wave=2, streak_scope=scope), modes=("m",) * 2, max_concurrent=1)  # type: ignore[arg-type]
+        seen[scope] = [(*point, points[point]) for point in sorted(points)]
+    assert [streak for turn, _, streak in seen["lineage"] if turn] == [1, 1, 2, 2, 0, 0]
+    assert [streak for *_, streak in seen["prompt"]] == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
 def test_a_first_wave_of_one_without_a_budget_is_filled_up_at_once() -> None:
@@ -193,11 +251,11 @@ def test_a_retry_does_not_fork_where_its_first_try_did() -> None:
         return Fake(on_step=step)
 
     hook = Forking(lambda state: state.rollout == 0 and state.turn == 1, first_wave=1, wave=None)
-    runs = scheduler(chatty(), Factory(make), hooks=(hook,), limits=Limits(step_timeout_s=5))
+    runs = scheduler(chatty(), Factory(make), hooks=(hook,), limits=Limits(step_timeout_s=60))
     report = runs.run(tasks(1), modes=("m",) * 4, training_step=0)
     assert report.num_retries == 1 and hook.asked.count(("task 0", 0, 1)) == 2
     forks = [node.metadata.get("num_forks", 0) for node in report.traces[0].nodes if node.metadata.get("num_forks_wanted")]
-    assert sorted(forks) == [0, 1]
+    assert forks == [1]  # and its own turn has the mark, because the rollouts share it
 
 
 def test_what_a_fork_begins_with_is_kept_until_it_has_asked() -> None:
@@ -305,3 +363,26 @@ def test_what_sharing_alone_saves(leaves: int, first_wave: int, num_calls: int, 
     if released is not None:
         assert mean == pytest.approx(released, rel=0.16)
     assert all(len(trace.leaves) == leaves for trace in traces)
+
+
+class Retrieves:
+    """Shows a step to rollouts of mode ``hybrid`` before their second turn."""
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
+        return [Splice(origin=Origin.BUFFER, text="<r>")] if state.mode == "hybrid" and state.turn == 1 else []
+
+    def after_turn(self, state: EpisodeState) -> None: ...
+
+    def after_group(self, trace: Trace) -> None: ...
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_fork_of_a_rollout_that_retrieved_is_hybrid_whatever_its_number(turn: int) -> None:
+    """B13: it carries the retrieved step on, so it is no pure on-policy rollout. Before the retrieval its number decides."""
+    forking = Forking(lambda state: state.rollout == 0 and state.turn == turn, first_wave=1, wave=1)
+    factory = Factory(lambda task, number: Copying(on_step=answers))
+    runs = scheduler(chatty(), factory, hooks=(Retrieves(), forking), limits=Limits(step_timeout_s=60))
+    [trace] = runs.run(tasks(1), modes=("hybrid", "on_policy", "on_policy"), training_step=0).traces
+    assert trace.modes == ("hybrid", "hybrid" if turn else "on_policy", "on_policy")
+    for leaf, path in trace.rollouts():
+        assert any(node.origin is Origin.BUFFER for node in path) == (trace.modes[leaf.rollout] == "hybrid")

@@ -11,11 +11,11 @@ from outrider.errors import EnvironmentFault
 from outrider.rollout.demonstrations import join_demonstration
 from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
-from outrider.seeding import stream_seed
+from outrider.rollout.whereabouts import Whereabouts
 from outrider.trace import Leaf, Trace
 from outrider.train.components import Components
 from outrider.train.mixing import demonstrate, mix_in
-from outrider.types import Origin, Outcome, Step, Task
+from outrider.types import Origin, Outcome, Task
 from tests.rollout.fakes import TOKENIZER, scheduler, scripted
 from tests.toy import ToyFamily
 
@@ -23,7 +23,7 @@ SEED, STEP = 11, 3
 
 
 class Expert(ToyFamily):
-    """The expert of task 0 knows the number of this step, that of task 1 is wrong, task 2 has none."""
+    """The expert of task 0 knows the number that its seed makes, that of task 1 is wrong, task 2 has none."""
 
     num_asked = 0
     num_refusals = 0
@@ -33,10 +33,7 @@ class Expert(ToyFamily):
         self.num_asked += 1
         if self.num_asked <= self.num_refusals:
             raise EnvironmentFault("the expert's simulator died")
-        if task.key == "toy/2":
-            return None
-        number = stream_seed(SEED, "reset", STEP, task.key) % 1000 + (task.key == "toy/1")
-        return (Step(text="<ask>?</ask>", observation="claimed"), Step(text=f"<answer>{number}</answer>", observation=""))
+        return super().expert(task, seed)
 
     def close(self) -> None:
         self.num_closes += 1
@@ -45,10 +42,10 @@ class Expert(ToyFamily):
 def parts_of(family: ToyFamily, algorithm: Any) -> Components:
     """What mixing reads of the components."""
     train = SimpleNamespace(max_retries=1, expert_timeout_s=5.0)
-    settings = SimpleNamespace(limits=Limits(step_timeout_s=5), seed=SEED, num_concurrent=4, train=train)
+    settings = SimpleNamespace(limits=Limits(step_timeout_s=60), seed=SEED, num_concurrent=4, train=train)
     parts = SimpleNamespace(
         family=family, factory=family.make(), settings=settings, algorithm=algorithm,
-        renderer=SimpleNamespace(tokenizer=TOKENIZER), engine=SimpleNamespace(context_length=4096),
+        renderer=SimpleNamespace(tokenizer=TOKENIZER), engine=SimpleNamespace(context_length=4096), whereabouts=Whereabouts(),
     )  # fmt: skip
     return cast(Components, parts)
 
@@ -87,7 +84,7 @@ def test_a_demonstration_joins_its_group_with_the_return_that_the_environment_gi
     assert not algorithm.credit(wrong).advantages.has_signal
 
 
-def test_experts_are_asked_once_a_task_and_faults_are_counted_and_tried_again() -> None:
+def test_experts_are_asked_in_every_step_and_faults_are_counted_and_tried_again() -> None:
     family, algorithm = Expert(3), luffy()
     parts = parts_of(family, algorithm)
     family.num_refusals = 2  # both tries of the first task
@@ -97,9 +94,16 @@ def test_experts_are_asked_once_a_task_and_faults_are_counted_and_tried_again() 
     assert len(told) == 1 and "1 demonstrations were lost to faults: the expert of toy/0: " in told[0]
     assert family.num_asked == 4 and family.num_closes == 2 + 1  # after every fault, and in the end
     assert demonstrate(parts, algorithm, groups(family), step=STEP, note=print)["luffy/num_groups_without"] == 1.0
-    assert family.num_asked == 5 and family.num_closes == 4
-    demonstrate(parts, algorithm, groups(family), step=STEP, note=print)
-    assert family.num_asked == 5 and family.num_closes == 4
+    assert family.num_asked == 4 + 3 and family.num_closes == 4
+
+
+def test_a_task_that_comes_back_is_demonstrated_in_its_new_initial_state() -> None:
+    """B4: each step resets it with another seed, so that what its expert did in an earlier one is of another episode."""
+    family, algorithm = Expert(1), luffy()
+    for step in (STEP, STEP + 1, STEP + 2):
+        [trace] = groups(family)
+        demonstrate(parts_of(family, algorithm), algorithm, [trace], step=step, note=print)
+        assert trace.leaves[2].is_demonstration and trace.leaves[2].success
 
 
 def test_a_demonstration_that_infrastructure_broke_is_masked() -> None:
@@ -121,7 +125,7 @@ def test_none_are_played_when_none_are_wanted_and_one_at_a_time_joins() -> None:
     assert family.num_asked == 0
     [played] = play_experts(
         tasks=family.tasks("train"), expert=lambda task: family.expert(task, 0), factory=family.make(), tokenizer=TOKENIZER,
-        limits=Limits(step_timeout_s=5), stop=family.stop, run_seed=SEED, context_length=4096, training_step=STEP,
+        limits=Limits(step_timeout_s=60), stop=family.stop, run_seed=SEED, context_length=4096, training_step=STEP,
     )  # fmt: skip
     played.finish(Leaf(node_id=0, rollout=1, outcome=Outcome.FINISHED, episode_return=0.0))
     with pytest.raises(ValueError, match="unpack"):

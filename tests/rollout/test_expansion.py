@@ -24,7 +24,7 @@ SHAPE = Expansion(num_trees=2, num_expansions=2, num_rounds=2, num_kept=5)
 
 def grow(shape: Expansion = SHAPE, *, make: Any = None, num_tasks: int = 1, **options: Any) -> Any:
     factory = Factory(make or (lambda task, number: Copying(on_step=answers)))
-    runs = scheduler(chatty(), factory, hooks=(shape,), limits=Limits(step_timeout_s=5), **options)
+    runs = scheduler(chatty(), factory, hooks=(shape,), limits=Limits(step_timeout_s=60), **options)
     modes = ("m",) * (shape.num_trees * shape.tree_size)
     return runs.run(tasks(num_tasks), modes=modes, training_step=3), factory
 

@@ -160,7 +160,7 @@ def test_a_call_that_hangs_is_a_fault_after_the_time_limit_and_blocks_neither_th
 
     began = time.perf_counter()
     runs = scheduler(
-        scripted(lambda r, c: "a."), Factory(make), limits=Limits(step_timeout_s=0.3), max_retries=0, max_concurrent=80
+        scripted(lambda r, c: "a."), Factory(make), limits=Limits(step_timeout_s=2), max_retries=0, max_concurrent=80
     )
     try:
         report = runs.run(tasks(2), modes=("m",) * 40, training_step=0)
@@ -168,9 +168,9 @@ def test_a_call_that_hangs_is_a_fault_after_the_time_limit_and_blocks_neither_th
         took = time.perf_counter() - began
         release.set()
     assert {leaf.outcome for leaf in report.traces[0].leaves.values()} == {Outcome.ENVIRONMENT_FAULT}
-    assert "no answer within 0.3 s" in report.traces[0].leaves[0].detail
+    assert "no answer within 2 s" in report.traces[0].leaves[0].detail
     assert {leaf.outcome for leaf in report.traces[1].leaves.values()} == {Outcome.FINISHED}
-    assert took < 10  # one after the other: 12 s
+    assert took < 40  # one after the other: 80 s; the limit is no tighter, or a busy machine makes the others late
 
 
 def test_slow_is_not_hanging_however_many_run_at_a_time() -> None:

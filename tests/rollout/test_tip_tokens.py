@@ -43,7 +43,7 @@ class MergingTokenizer:
             text = text[len(piece) :]
         return ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         texts = {number: piece for piece, number in self.PIECES.items()}
         return "".join(texts[i] if i in texts else chr(i - 50_000) for i in token_ids)
 
@@ -78,7 +78,7 @@ def episode(hooks: Sequence[Any]) -> list[Node]:
 
     runs = Scheduler(
         engine=engine, renderer=ChatRenderer(TOKENIZER), factory=Factory(lambda task, number: Fake(on_step=step)),
-        limits=Limits(max_turns=4, max_turn_tokens=2, step_timeout_s=5), sampling=Sampling(), run_seed=0, hooks=hooks,
+        limits=Limits(max_turns=4, max_turn_tokens=2, step_timeout_s=60), sampling=Sampling(), run_seed=0, hooks=hooks,
     )  # fmt: skip
     ((_, path),) = runs.run(tasks(1), modes=("tips_on",), training_step=0).traces[0].rollouts()
     return path

@@ -69,7 +69,7 @@ def ids(trace: Trace, *, plain: bool) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("role", ["user", "inline"])
 @pytest.mark.parametrize("max_response", [24, 60, 400])
 def test_without_its_tips_a_rollout_is_a_plain_one_token_by_token(role: Role, max_response: int) -> None:
-    limits = Limits(max_turns=6, max_turn_tokens=3, max_response_tokens=max_response, step_timeout_s=5)
+    limits = Limits(max_turns=6, max_turn_tokens=3, max_response_tokens=max_response, step_timeout_s=60)
     plain, _ = play("", role=role, limits=limits)
     tipped, _ = play("\n<tip>try\n</tip>", role=role, limits=limits)
     for one, other in zip(plain.traces, tipped.traces, strict=True):
@@ -82,7 +82,7 @@ def test_without_its_tips_a_rollout_is_a_plain_one_token_by_token(role: Role, ma
 
 
 def test_a_tip_stands_inside_the_user_message_and_the_group_shares_the_prompt() -> None:
-    limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=5)
+    limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=60)
     report, _ = play("\n<tip>try</tip>", role="user", limits=limits)
     trace = report.traces[0]
     paths = [path for _, path in trace.rollouts()]
@@ -102,7 +102,7 @@ def test_a_tip_stands_inside_the_user_message_and_the_group_shares_the_prompt() 
 @settings(max_examples=60, deadline=None)
 def test_no_episode_ends_because_of_tips(context: int, length: int, max_response: int, role: Role) -> None:
     """The same outcome and the same tokens as without tips, however little room there is."""
-    limits = Limits(max_turns=4, max_turn_tokens=3, max_response_tokens=max_response, step_timeout_s=5)
+    limits = Limits(max_turns=4, max_turn_tokens=3, max_response_tokens=max_response, step_timeout_s=60)
     plain, _ = play("", role=role, limits=limits, context=context)
     tipped, _ = play("x" * length, role=role, limits=limits, context=context)
     for one, other in zip(plain.traces, tipped.traces, strict=True):
@@ -113,7 +113,7 @@ def test_no_episode_ends_because_of_tips(context: int, length: int, max_response
 
 @pytest.mark.parametrize("role", ["user", "inline"])
 def test_a_remark_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -> None:
-    limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=5)
+    limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=60)
     report, hook = play("", role=role, limits=limits, asks=Message(role="user", content="a tip?"))
     silent, _ = play("", role=role, limits=limits)
     assert isinstance(hook, Reflector)
@@ -128,7 +128,7 @@ def test_a_remark_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -> No
 
 
 def test_a_remark_without_room_or_with_a_fault_costs_no_rollout() -> None:
-    limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=30, step_timeout_s=5)
+    limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=30, step_timeout_s=60)
     crowded, _ = play("", role="inline", limits=limits, context=60, asks=Message(role="user", content="why " * 20))
     assert all(leaf.remark == "" and leaf.num_remark_tokens == 0 for t in crowded.traces for leaf, _ in t.rollouts())
 
@@ -178,7 +178,7 @@ def ended(words: str | None, *, engine: Asked, kind: str, done: bool = True, hoo
     settings_ = MemorySettings(max_tip_tokens=6)
     tips = TipHook(settings_, embedder=HashEmbedder(), num_tokens=len, seed=0)
     hook = tips if kind == "tips" else ReflexionHook(max_plan_tokens=6)
-    limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=200, max_observation_tokens=40, step_timeout_s=5)
+    limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=200, max_observation_tokens=40, step_timeout_s=60)
     runs = scheduler(engine, Factory(lambda task, number: Lost(on_step=step)), hooks=(hook,) if hooked else (), limits=limits)
     return runs.run(tasks(1), modes=("plain",) * 2, training_step=0)
 

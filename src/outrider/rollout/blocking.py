@@ -16,8 +16,9 @@ _Outcome: TypeAlias = tuple[ResultT, None] | tuple[None, BaseException]
 async def guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
     """Run ``call`` in a thread of its own and wait for at most ``timeout_s`` seconds.
 
-    Raises ToolFault or EnvironmentFault and nothing else. The thread is a daemon and not one of a pool: a call that hangs
-    can take no place from others (whose wait would then look like slowness) and cannot keep the process alive.
+    Raises ToolFault or EnvironmentFault and nothing else; a cancellation always gets through. The thread is a
+    daemon and not one of a pool: a call that hangs can take no place from others (whose wait would then look
+    like slowness) and cannot keep the process alive.
     """
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[_Outcome[ResultT]] = loop.create_future()
@@ -33,9 +34,15 @@ async def guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: f
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        outcome = await asyncio.wait_for(answered, timeout_s)
+        # Not asyncio.wait_for: on Python 3.11 it swallows a cancellation that comes once the answer is there,
+        # and a worker that goes on after a stop waits for a batch that never forms.
+        async with asyncio.timeout(timeout_s):
+            outcome = await answered
     except TimeoutError as late:
-        raise EnvironmentFault(f"no answer within {timeout_s:g} s") from late
+        # A loop that was busy for longer than the limit sees the answer and the limit in one go: the answer counts.
+        if answered.cancelled():  # by the limit; nobody else can take this future
+            raise EnvironmentFault(f"no answer within {timeout_s:g} s") from late
+        outcome = answered.result()
     return _result_of(outcome)
 
 

@@ -3,10 +3,10 @@
 A fork shares the parent's nodes; the engine shares the keys and values of its context; nothing of it is computed again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 from outrider.environments.base import CopyableEnvironment, Environment, EnvironmentFactory, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
@@ -20,7 +20,7 @@ from outrider.types import Message, Step
 class Fork:
     """A running rollout in front of a policy turn. ``environment`` is a copy that nobody plays; None: replay ``actions``.
 
-    ``actions`` are the texts that the environment was given, with its answers in ``observations``.
+    ``actions`` are the texts that the environment was given, with its answers in ``results``.
     """
 
     tip: Node
@@ -30,7 +30,7 @@ class Fork:
     num_response_tokens: int
     steps: tuple[Step, ...]
     actions: tuple[str, ...]
-    observations: tuple[str, ...]
+    results: tuple[StepResult, ...]
     last_result: StepResult | None
     branch_streak: int
     environment: CopyableEnvironment | None
@@ -45,15 +45,17 @@ class Fork:
         messages = await guarded(environment.reset, reset_seed, timeout_s=timeout_s)
         if prompt_text(messages) != self.prompt:
             raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
-        for action, expected in zip(self.actions, self.observations, strict=True):
+        for action, expected in zip(self.actions, self.results, strict=True):
             result = await guarded(environment.step, Message(role="assistant", content=action), timeout_s=timeout_s)
-            if observation_of(result) != expected:
-                raise EnvironmentFault("a replayed prefix was answered differently: this environment cannot fork by replay")
+            if other := _differences(result, expected):
+                raise EnvironmentFault(
+                    f"a replayed prefix was answered differently ({other}): this environment cannot fork by replay"
+                )
 
     def continue_in(self, state: EpisodeState) -> None:
         """Give a new rollout's state the history up to here."""
         state.turn, state.num_response_tokens, state.last_result = self.turn, self.num_response_tokens, self.last_result
-        state.steps, state.actions, state.observations = list(self.steps), list(self.actions), list(self.observations)
+        state.steps, state.actions, state.results = list(self.steps), list(self.actions), list(self.results)
         state.branch_streak, state.is_forked = self.branch_streak, True
 
 
@@ -62,9 +64,10 @@ def prompt_text(messages: Sequence[Message]) -> str:
     return "\n".join(message.content for message in messages)
 
 
-def observation_of(result: StepResult) -> str:
-    """The text of an answer."""
-    return result.message.content if result.message else ""
+def _differences(found: StepResult, expected: StepResult) -> str:
+    """The names of the fields in which two answers differ: one with the same text may pay or end otherwise."""
+    answered = asdict(found)
+    return ", ".join(name for name, value in asdict(expected).items() if answered[name] != value)
 
 
 async def take_fork(state: EpisodeState, tip: Node, *, timeout_s: float) -> Fork:
@@ -82,7 +85,7 @@ async def take_fork(state: EpisodeState, tip: Node, *, timeout_s: float) -> Fork
         num_response_tokens=state.num_response_tokens - len(state.tip.token_ids),
         steps=tuple(state.steps),
         actions=tuple(state.actions),
-        observations=tuple(state.observations),
+        results=tuple(state.results),
         last_result=state.last_result,
         branch_streak=state.branch_streak,
         environment=copy,
@@ -96,14 +99,46 @@ async def fork_environment(fork: Fork | None, factory: EnvironmentFactory, trace
     return await guarded(factory, trace.task, timeout_s=timeout_s)
 
 
+class Copies:
+    """Environments that forks begin from. Each is closed once no rollout can begin there any more."""
+
+    def __init__(self, close: Callable[[CopyableEnvironment], object]) -> None:
+        self._close = close
+        self._open: dict[int, Fork] = {}
+
+    def keep(self, fork: Fork) -> None:
+        """A fork was taken, maybe with a copy."""
+        if fork.environment is not None:
+            self._open[id(fork)] = fork
+
+    def drop(self, fork: Fork) -> None:
+        """Nobody will begin at this fork any more."""
+        if self._open.pop(id(fork), None) is not None and fork.environment is not None:
+            self._close(fork.environment)
+
+    @property
+    def open(self) -> list[CopyableEnvironment]:
+        """Those that are still kept, for the end of a run that broke."""
+        return [fork.environment for fork in self._open.values() if fork.environment is not None]
+
+
 @runtime_checkable
 class Brancher(Protocol):
-    """A hook that forks. ``first_wave`` rollouts of a group begin at its prompt; the rest are forks, or follow at its end."""
+    """A hook that forks. ``first_wave`` rollouts of a group begin at its prompt; the rest are forks, or follow at its end.
+
+    ``streak_scope``: whether ``branch_streak`` counts the branched turns in a row of a lineage, or of the whole
+    group in the order of its decisions.
+    """
 
     first_wave: int
+    streak_scope: Literal["lineage", "prompt"]
 
-    def num_forks(self, state: EpisodeState) -> int:
-        """Called when the policy has written a turn and before the environment acts: how many rollouts should leave here."""
+    def num_forks(self, state: EpisodeState) -> int | None:
+        """Called when the policy has written a turn and before the environment acts: how many rollouts should leave here.
+
+        None: there is nothing to decide here. The number depends on the rollout's own history, on its streams and
+        on ``branch_streak``, with which it does not grow; never on other rollouts, or on when or how often it is asked.
+        """
         ...
 
     def budget(self, trace: Trace) -> int | None:
@@ -114,41 +149,28 @@ class Brancher(Protocol):
         ...
 
 
-class GroupBook:
-    """How many rollouts of every group have begun and ended. Numbers are given in the order of begin."""
+class Book(Protocol):
+    """Who begins when in the groups of one run, and from where; it is told of every turn that was written.
 
-    def __init__(self, traces: Sequence[Trace], *, size: int, brancher: Brancher | None) -> None:
-        first_wave = size if brancher is None else brancher.first_wave
-        self._budget = brancher.budget if brancher is not None and first_wave == 1 < size else None
-        self._size = size
-        self.first: Sequence[int] = range(min(first_wave, size))
-        self._begun = {trace.task.key: min(first_wave, size) for trace in traces}
-        self._ended = dict.fromkeys(self._begun, 0)
-        self._decided: set[tuple[str, int, int]] = set()
+    ``first`` rollouts of every group begin at its prompt.
+    """
 
-    def claim(self, trace: Trace, point: tuple[int, int], wanted: int) -> range:
-        """Numbers for up to ``wanted`` forks at ``point`` (rollout, turn); a retry that comes there again gets none."""
-        decision = (trace.task.key, *point)
-        if decision in self._decided:
-            return range(0)
-        self._decided.add(decision)
-        return self._take(trace, wanted)
+    first: Sequence[int]
 
-    def _take(self, trace: Trace, wanted: int) -> range:
-        begun = self._begun[trace.task.key]
-        granted = min(wanted, self._size - begun)
-        self._begun[trace.task.key] += granted
-        return range(begun, begun + granted)
+    def arrived(self, state: EpisodeState, *, is_known: bool) -> bool:
+        """The policy has written a turn; whether a fork in front of it should be taken.
 
-    def ended(self, trace: Trace, rollout: int) -> list[tuple[int, Fork | None]]:
-        """A rollout has its outcome: numbers of fresh ones, for a wave that waited for it or to fill the group up at its end."""
-        return [(number, None) for number in self._following(trace)]
+        ``is_known``: this rollout left another one here, which has come by already.
+        """
+        ...
 
-    def _following(self, trace: Trace) -> range:
-        key = trace.task.key
-        self._ended[key] += 1
-        if self._budget is not None and self._ended[key] == self._begun[key] == 1:
-            wave = self._budget(trace)
-            if wave is not None and wave > 1:
-                return self._take(trace, wave - 1)
-        return self._take(trace, self._size - self._begun[key]) if self._ended[key] == self._begun[key] else range(0)
+    def passed(self, state: EpisodeState, fork: Fork | None) -> None:
+        """The same turn, now with the fork if one was asked for; the environment acts next."""
+        ...
+
+    def ended(self, trace: Trace, rollout: int) -> None:
+        """A rollout has its outcome."""
+        ...
+
+
+Owe = Callable[[Trace, int, Fork | None], None]  # to be played: group, number, where it begins (None: the prompt)

@@ -15,6 +15,7 @@ from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.direct import close_quietly, outcome_of, step_of
 from outrider.rollout.episode import Limits
+from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream_seed
 from outrider.types import Message, Outcome, Step, Task, Trajectory
 
@@ -76,6 +77,7 @@ class Collector:
     num_concurrent: int = 8
     max_retries: int = 2
     max_faults_in_a_row: int = 8
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)  # for the one who watches
 
     def collect(self, tasks: Sequence[Task], *, num_rollouts: int, done: Collection[str] = ()) -> CollectReport:
         """Play every task ``num_rollouts`` times, except rollouts whose trajectory ids are in ``done``. Raises as :meth:`play`."""
@@ -134,11 +136,15 @@ class Collector:
         return timed(call, *arguments, timeout_s=self.limits.step_timeout_s)
 
     def _play(self, task: Task, rollout: int, *, num_retries: int) -> Collected:
+        name = f"{task.key}/{rollout}"
+        self.whereabouts.at(name, "a new environment")
         environment = self._timed(self.factory, task)
         try:
             return self._episode(environment, task, rollout, num_retries)
         finally:
+            self.whereabouts.at(name, "closing its environment")
             close_quietly(environment, timeout_s=self.limits.step_timeout_s)
+            self.whereabouts.ended(name)
 
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
         prompt = tuple(self._timed(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
@@ -151,6 +157,7 @@ class Collector:
             if len(steps) >= self.limits.max_turns or room <= 0:
                 outcome = Outcome.TRUNCATED_TURNS if room > 0 else Outcome.TRUNCATED_TOKENS
                 break
+            self.whereabouts.at(f"{task.key}/{rollout}", "the endpoint's answer")
             try:
                 reply = self.endpoint.complete(
                     conversation, max_tokens=room, temperature=self.temperature, stop=self.stop,
@@ -163,6 +170,7 @@ class Collector:
                 break
             num_tokens += reply.num_tokens
             said = Message(role="assistant", content=reply.text)
+            self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
             result: StepResult = self._timed(environment.step, said)
             steps.append(step_of(reply.text, result))
             num_tool_calls += result.num_tool_calls

@@ -1,6 +1,6 @@
 """A text that is longer than its budget loses its middle, because the end closes what the start opens. The cut is marked."""
 
-from outrider.tokens import ChatRenderer
+from outrider.tokens import ChatRenderer, text_of
 from outrider.types import Message
 
 CUT_MARK = " [...] "
@@ -22,4 +22,4 @@ def shortened(ids: tuple[int, ...], limit: int, *, renderer: ChatRenderer) -> tu
 def shortened_text(text: str, limit: int, *, renderer: ChatRenderer) -> str:
     """The text of at most ``limit`` ids; as it is where it fits."""
     kept, num_cut = shortened(renderer.bridge((), [Message(role="inline", content=text)]), limit, renderer=renderer)
-    return str(renderer.tokenizer.decode(kept, skip_special_tokens=False)) if num_cut else text
+    return text_of(renderer.tokenizer, kept, skip_special_tokens=False) if num_cut else text

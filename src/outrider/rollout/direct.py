@@ -50,7 +50,7 @@ def close_quietly(environment: Environment, *, timeout_s: float) -> None:
 
 def step_of(text: str, result: StepResult) -> Step:
     """A played text as a step of a trajectory."""
-    return Step(text=text, observation=result.message.content if result.message else "", is_terminal=result.done)
+    return Step(text=text, observation=result.text, is_terminal=result.done)
 
 
 def outcome_of(result: StepResult) -> Outcome:

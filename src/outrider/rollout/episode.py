@@ -13,12 +13,13 @@ from outrider.environments.base import Environment, EpisodeResult, StepResult
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
-from outrider.rollout.branch import Brancher, Fork, observation_of, prompt_text, take_fork
+from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
 from outrider.rollout.cut import shortened
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
 from outrider.rollout.tips import ask_for_remark, show_tip
-from outrider.seeding import stream_seed
-from outrider.tokens import ChatRenderer
+from outrider.rollout.whereabouts import Whereabouts
+from outrider.seeding import reset_seed, stream_seed
+from outrider.tokens import ChatRenderer, text_of
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step, Task
 
@@ -60,9 +61,8 @@ class EpisodeRunner:
     hooks: Sequence[Hook]
     run_seed: int
     training_step: int
-    on_fork: Callable[[Trace, tuple[int, int], int], Sequence[int]] = lambda trace, point, wanted: ()
-    spawn: Callable[[Trace, int, Fork], None] = lambda trace, rollout, fork: None
-    on_point: Callable[[EpisodeState, Fork], None] | None = None  # told of every point that a later rollout could leave from
+    whereabouts: Whereabouts
+    book: Book
 
     async def run(
         self, *, task: Task, trace: Trace, environment: Environment, rollout: int, mode: str, fork: Fork | None = None
@@ -71,12 +71,13 @@ class EpisodeRunner:
 
         Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or records it.
         """
-        reset_seed = stream_seed(self.run_seed, "reset", self.training_step, task.key)  # a group shares its initial state
+        self.whereabouts.at(f"{task.key}/{rollout}", "the start of its environment")
+        seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
-            messages = await self._guarded(environment.reset, reset_seed)
+            messages = await self._guarded(environment.reset, seed)
             tip = _root(trace, self.renderer.prompt(messages), messages)
         else:
-            await fork.restore(environment, reset_seed=reset_seed, timeout_s=self.limits.step_timeout_s)
+            await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
             tip = fork.tip
         state = EpisodeState(
             task=task,
@@ -93,6 +94,7 @@ class EpisodeRunner:
         outcome = None
         while outcome is None:
             outcome = await self._turn(state)
+        self._at(state, "the environment's result")
         result = await self._guarded(environment.result)
         if not math.isfinite(result.episode_return):
             raise EnvironmentFault(f"the environment recorded a return of {result.episode_return}")
@@ -111,6 +113,7 @@ class EpisodeRunner:
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:
             if isinstance(hook, Reflector):
+                self._at(state, "the wait for a remark")
                 remark = await ask_for_remark(
                     state,
                     hook,
@@ -138,13 +141,12 @@ class EpisodeRunner:
         finish, text = await self._generate(state, min(self.limits.max_turn_tokens, self._left(state)))
         if finish is FinishReason.CANCELLED:
             return Outcome.CANCELLED
-        if not here:
-            await self._fork(state, before)
+        await self._pass(state, before, is_known=here)
         result = await self._act(state, text)
         state.last_result = result
         state.tip.reward = result.reward
         state.tip.metadata |= {"num_tool_calls": result.num_tool_calls, "tools": list(result.tools), "invalid": result.invalid}
-        observation = result.message.content if result.message else ""
+        observation = result.text
         state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
         outcome = self._observe(state, result, finish)
         state.turn += 1
@@ -161,25 +163,21 @@ class EpisodeRunner:
                     return outcome
         return None
 
-    async def _fork(self, state: EpisodeState, before: Node) -> None:
-        """Let rollouts leave in front of the turn that was just written; its own tokens stay with this rollout."""
-        wanted = sum(hook.num_forks(state) for hook in self.hooks if isinstance(hook, Brancher))
-        granted = self.on_fork(state.trace, (state.rollout, state.turn), wanted) if wanted else ()
-        state.tip.metadata |= {"num_forks": len(granted), "num_forks_wanted": wanted} if wanted else {}
-        if granted:
+    async def _pass(self, state: EpisodeState, before: Node, *, is_known: bool) -> None:
+        """Rollouts may leave in front of the turn that was just written, now or later; its own tokens stay with this rollout."""
+        fork: Fork | None = None
+        if self.book.arrived(state, is_known=is_known):
+            self._at(state, "a copy of its environment")
             fork = await take_fork(state, before, timeout_s=self.limits.step_timeout_s)
-            state.tip.metadata["is_replayed"] = fork.environment is None
-            for rollout in granted:
-                self.spawn(state.trace, rollout, fork)
-        if self.on_point is not None and state.turn:  # in front of the first turn a fresh rollout does the same
-            self.on_point(state, await take_fork(state, before, timeout_s=self.limits.step_timeout_s))
+        self.book.passed(state, fork)
 
     async def _act(self, state: EpisodeState, action: str) -> StepResult:
+        self._at(state, "an environment's step")
         result = await self._guarded(state.environment.step, Message(role="assistant", content=action))
         if not math.isfinite(result.reward):
             raise EnvironmentFault(f"the environment gave a step reward of {result.reward}")
         state.actions.append(action)
-        state.observations.append(observation_of(result))
+        state.results.append(result)
         return result
 
     def _left(self, state: EpisodeState) -> int:
@@ -188,6 +186,7 @@ class EpisodeRunner:
         return min(self.limits.max_response_tokens - state.num_response_tokens, self.batcher.engine.context_length - used)
 
     async def _generate(self, state: EpisodeState, room: int) -> tuple[FinishReason, str]:
+        self._at(state, "the wait for a batch")
         generation = await self.batcher.generate(
             Request(
                 request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}",
@@ -199,7 +198,9 @@ class EpisodeRunner:
                 cache_key=f"{state.task.key}/{state.rollout}",
             )
         )
-        text = self.renderer.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        text = text_of(self.renderer.tokenizer, generation.token_ids, skip_special_tokens=True)
+        if generation.finish_reason is FinishReason.EOS:
+            text = self.renderer.closing.cut(text)
         state.tip = state.trace.append(
             parent=state.tip.node_id,
             origin=Origin.POLICY,
@@ -233,14 +234,17 @@ class EpisodeRunner:
 
     async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
         """Do a hook's action in the environment; the action counts also where its text finds no room."""
+        before = state.tip
         result = await self._act(state, attempt.action)
         splice = attempt.then(result)
         if splice is not None:
-            before = state.tip
             self._splice(state, splice, room=1)
-            if state.tip is not before:
-                state.tip.reward = result.reward
-            elif not result.done:
+        if state.tip is not before:
+            state.tip.reward = result.reward
+            state.tip.metadata |= {"action": attempt.action, "observation": result.text}
+        else:
+            before.metadata.setdefault("attempted", []).append(attempt.action)  # no text tells of it, so the record does
+            if splice is not None and not result.done:
                 return Outcome.TRUNCATED_TOKENS  # the state has moved on and the policy could not be told
         return _ended(result) if result.done else None
 
@@ -275,6 +279,9 @@ class EpisodeRunner:
         )
         state.num_response_tokens += len(kept)
         return True
+
+    def _at(self, state: EpisodeState, place: str) -> None:
+        self.whereabouts.at(f"{state.task.key}/{state.rollout}", place)
 
     async def _guarded(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await guarded(call, *arguments, timeout_s=self.limits.step_timeout_s)

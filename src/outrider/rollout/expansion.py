@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.rollout.branch import Fork
+from outrider.rollout.branch import Copies, Fork, Owe
 from outrider.rollout.hooks import EpisodeState, Splice
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
@@ -55,29 +55,31 @@ class _Point:
 class ExpansionBook:
     """What has begun and ended in every tree, and from where it may be expanded. Draws depend on the trees alone, not on who was fast."""
 
-    def __init__(self, expansion: Expansion, *, run_seed: int, training_step: int, forks: list[Fork]) -> None:
-        """``forks`` collects every point, because each may hold an environment that somebody has to close."""
+    def __init__(self, expansion: Expansion, *, run_seed: int, training_step: int, owe: Owe, copies: Copies) -> None:
+        """Every point of a tree is kept in ``copies`` until the tree is whole."""
         self._expansion = expansion
-        self._forks = forks
+        self._owe = owe
+        self._copies = copies
         self._key = (run_seed, training_step)
         self._points: dict[tuple[str, int], dict[int, _Point]] = {}
         self._ended: Counter[tuple[str, int]] = Counter()
         self.first: Sequence[int] = [tree * expansion.tree_size for tree in range(expansion.num_trees)]
 
-    def claim(self, trace: Trace, point: tuple[int, int], wanted: int) -> Sequence[int]:
-        """No rollout leaves while another one runs."""
-        return ()
+    def arrived(self, state: EpisodeState, *, is_known: bool) -> bool:
+        """A later round may leave anywhere but in front of the first turn, where a fresh rollout does the same."""
+        return not is_known and state.turn > 0
 
-    def passed(self, state: EpisodeState, fork: Fork) -> None:
+    def passed(self, state: EpisodeState, fork: Fork | None) -> None:
         """A rollout has written a turn, and ``fork`` is the point in front of it. A retry comes by again: its own points count."""
+        if fork is None:
+            return
         points = self._points.setdefault((state.task.key, state.rollout), {})
-        for turn in [turn for turn in points if turn >= state.turn]:
-            del points[turn]
+        self._forget(points, [turn for turn in points if turn >= state.turn])
         points[state.turn] = _Point(fork=fork, written=state.tip)
-        self._forks.append(fork)
+        self._copies.keep(fork)
 
-    def ended(self, trace: Trace, rollout: int) -> list[tuple[int, Fork | None]]:
-        """A rollout has its outcome: the expansions that begin now, from the prompt (None) or from a fork."""
+    def ended(self, trace: Trace, rollout: int) -> None:
+        """A rollout has its outcome: the expansions that are owed now begin at the prompt or at a fork."""
         shape, key = self._expansion, trace.task.key
         tree = rollout // shape.tree_size
         self._keep_own_points(trace, rollout)
@@ -85,17 +87,24 @@ class ExpansionBook:
         num_ended = self._ended[key, tree]
         if num_ended == shape.tree_size:
             trace.pruned |= self._pruned(key, tree)
-            return []
+            for number in range(tree * shape.tree_size, (tree + 1) * shape.tree_size):
+                points = self._points.pop((key, number), {})
+                self._forget(points, list(points))
+            return
         number, inside = divmod(num_ended - 1, shape.num_expansions)
-        return self._expand(key, tree, number) if inside == 0 else []
+        for expansion, fork in self._expand(key, tree, number) if inside == 0 else ():
+            self._owe(trace, expansion, fork)
+
+    def _forget(self, points: dict[int, _Point], turns: Sequence[int]) -> None:
+        for turn in turns:
+            self._copies.drop(points.pop(turn).fork)
 
     def _keep_own_points(self, trace: Trace, rollout: int) -> None:
         """Forget the points of a try that failed, which the retry need not have passed: their turns are in no rollout."""
         points = self._points.get((trace.task.key, rollout), {})
         tip = trace.leaves[rollout].node_id
         own = set() if tip is None else {node.node_id for node in trace.path(tip)}
-        for turn in [turn for turn, point in points.items() if point.written.node_id not in own]:
-            del points[turn]
+        self._forget(points, [turn for turn, point in points.items() if point.written.node_id not in own])
 
     def _expand(self, key: str, tree: int, number: int) -> list[tuple[int, Fork | None]]:
         """Round ``number``: N nodes, uniformly and with replacement, among the root and the turns that another turn follows."""

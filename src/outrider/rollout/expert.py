@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.base import EnvironmentFactory
+from outrider.environments.base import EnvironmentFactory, StepResult
+from outrider.memory.history import TokenCounter
 from outrider.rollout.episode import Limits, Sampling
-from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.hooks import Attempt, EpisodeState, Splice, joined, retrieved
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.trace import Node, Trace
@@ -21,32 +24,27 @@ ExpertSource = Callable[[Task], Sequence[Step] | None]
 class ExpertPlayer:
     """Script and hook in one: says the expert's next step, and shows some steps inside ``<retrieve>`` instead.
 
-    ``retrieve_share`` of the tasks (by their own random stream) get one middle step shown.
+    ``retrieve_share`` of the tasks (by their own random stream) get one middle step shown. It is done in the environment and shown
+    with the real observation, so that what follows it goes on from the state that the text tells of.
     """
 
     expert: ExpertSource
     run_seed: int
     retrieve_share: float = 0.0
     _steps: dict[str, Sequence[Step]] = field(default_factory=dict)
-    _position: dict[str, int] = field(default_factory=dict)
+    _states: dict[str, EpisodeState] = field(default_factory=dict)
 
-    def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
-        """Remember where the episode is; maybe show the next step instead of letting it be said."""
+    def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
+        """Remember the episode; maybe do and show the next step instead of letting it be said."""
         key = state.task.key
+        self._states[key] = state
         if state.turn == 0:
             self._steps[key] = self.expert(state.task) or ()
-        position = len(state.steps)
-        self._position[key] = position
         random = stream(self.run_seed, "expert retrieve", key)
         shown = 1 + int(random.integers(max(1, len(self._steps[key]) - 2)))
-        if random.random() >= self.retrieve_share or position != shown or shown >= len(self._steps[key]) - 1:
+        if random.random() >= self.retrieve_share or len(state.steps) != shown or shown >= len(self._steps[key]) - 1:
             return ()
-        step = self._steps[key][position]
-        self._position[key] = position + 1
-        text = f"<retrieve>{(step.text + step.observation).strip()}</retrieve>\n"
-        return [
-            Splice(origin=Origin.BUFFER, text=text, step=step, metadata={"step_ids": [], "agent": "expert", "similarity": 1.0})
-        ]
+        return [Attempt(action=self._steps[key][shown].text, then=partial(_shown, self._steps[key][shown].text))]
 
     def after_turn(self, state: EpisodeState) -> None:
         """Nothing to do."""
@@ -57,8 +55,17 @@ class ExpertPlayer:
     def say(self, request: Request, context: str) -> str:
         """The expert's next step; nothing once its path is over."""
         key = request.request_id.rsplit("/", 2)[0]
-        steps, position = self._steps[key], self._position[key]
+        steps, position = self._steps[key], len(self._states[key].steps)
         return steps[position].text if position < len(steps) else ""
+
+
+def _shown(action: str, result: StepResult) -> Splice | None:
+    """The step as it was answered; nothing where the environment did not do it: then the expert says it."""
+    if not result.carried_out:
+        return None
+    step = Step(text=action, observation=result.text, is_terminal=result.done)
+    metadata = {"step_ids": [], "agent": "expert", "similarity": 1.0}
+    return Splice(origin=Origin.BUFFER, text=retrieved(joined(action, step.observation)), step=step, metadata=metadata)
 
 
 def play_experts(
@@ -75,6 +82,7 @@ def play_experts(
     max_concurrent: int = 64,
     max_retries: int = 2,
     training_step: int = 0,
+    whereabouts: Whereabouts | None = None,
 ) -> list[Trace]:
     """One expert rollout of every task, in order; ``training_step`` chooses the initial states, as it does for a policy's rollouts."""
     player = ExpertPlayer(expert=expert, run_seed=run_seed, retrieve_share=retrieve_share)
@@ -89,26 +97,37 @@ def play_experts(
         max_retries=max_retries,
         hooks=(player,),
         max_concurrent=max_concurrent,
+        whereabouts=whereabouts or Whereabouts(),
     )
     return scheduler.run(tasks, modes=("expert",), training_step=training_step).traces
 
 
-def trajectory_of(trace: Trace, rollout: int, *, agent: str, trajectory_id: str) -> Trajectory | None:
-    """A finished rollout as a trajectory for the step-trace buffer; None after a fault.
+def trajectory_of(
+    trace: Trace, rollout: int, *, agent: str, trajectory_id: str, count_tokens: TokenCounter | None = None
+) -> Trajectory | None:
+    """A finished rollout as a trajectory for the step-trace buffer; None after a fault, and where its last action has no text.
 
-    Retrieved steps are left out: a buffer must not feed on itself.
+    Retrieved steps that were only shown are left out: a buffer must not feed on itself. Those that were done belong to the episode,
+    and are counted by ``count_tokens``; without it the length of such a trajectory is unknown.
     """
     leaf = trace.leaves[rollout]
-    if leaf.episode_return is None or leaf.node_id is None:
+    if leaf.episode_return is None or leaf.node_id is None or "attempted" in trace.nodes[leaf.node_id].metadata:
         return None
     path = trace.path(leaf.node_id)
     steps: list[Step] = []
+    done: list[str] = []  # by others
     for index, node in enumerate(path):
-        if node.trainable:
+        if node.origin is Origin.BUFFER and "action" in node.metadata:
+            done.append(node.metadata["action"])
+            steps.append(Step(text=done[-1], observation=node.metadata["observation"], is_terminal=node is path[-1]))
+        elif node.trainable:
             following: Node | None = path[index + 1] if index + 1 < len(path) else None
             observed = following is not None and following.origin is Origin.ENVIRONMENT
             observation = following.message.content if observed and following is not None else ""
             steps.append(Step(text=node.message.content, observation=observation, is_terminal=not observed and following is None))
+    num_tokens = sum(len(node.token_ids) for node in path if node.trainable)
+    if done:
+        num_tokens = num_tokens + sum(map(count_tokens, done)) if count_tokens else 0
     return Trajectory(
         trajectory_id=trajectory_id,
         task_key=trace.task.key,
@@ -116,5 +135,5 @@ def trajectory_of(trace: Trace, rollout: int, *, agent: str, trajectory_id: str)
         prompt=(Message(role="user", content=trace.task.question),),
         steps=tuple(steps),
         reward=leaf.episode_return,
-        num_tokens=sum(len(node.token_ids) for node in path if node.trainable),
+        num_tokens=num_tokens,
     )

@@ -41,7 +41,7 @@ class Attempt:
 class EpisodeState:
     """One running rollout. ``turn`` counts the policy's turns; ``tip`` is the newest node; ``steps`` the history.
 
-    ``actions`` and ``observations`` are what the environment was given and answered. ``is_forked``: the next turn begins
+    ``actions`` and ``results`` are what the environment was given and answered. ``is_forked``: the next turn begins
     where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a row at which rollouts left.
     """
 
@@ -58,7 +58,7 @@ class EpisodeState:
     num_splices_dropped: int = 0
     steps: list[Step] = field(default_factory=list)
     actions: list[str] = field(default_factory=list)
-    observations: list[str] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
     is_forked: bool = False
     branch_streak: int = 0
     last_result: StepResult | None = None
@@ -97,6 +97,17 @@ class Reflector(Protocol):
         Called again with less of it where the message turns out too long.
         """
         ...
+
+
+def retrieved(text: str) -> str:
+    """The one form in which a context shows steps that the policy did not write."""
+    return f"<retrieve>{text.strip()}</retrieve>\n"
+
+
+def joined(text: str, observation: str) -> str:
+    """Action and observation; a chat observation goes on a line of its own, an inline one brings its own spacing."""
+    separator = "" if not observation or observation[0].isspace() or text[-1:].isspace() else "\n"
+    return text + separator + observation
 
 
 def message_of(splice: Splice) -> Message:

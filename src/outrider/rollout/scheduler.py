@@ -11,14 +11,17 @@ from outrider.environments.base import Environment, EnvironmentFactory, RoundAwa
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
-from outrider.rollout.branch import Brancher, Fork, GroupBook, fork_environment
+from outrider.rollout.branch import Book, Brancher, Copies, Fork, Owe, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
 from outrider.rollout.expansion import Expansion, ExpansionBook
 from outrider.rollout.faults import FaultLog, lost
+from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
+from outrider.rollout.rejoin import rejoin
+from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
-from outrider.types import Outcome, Task
+from outrider.types import Origin, Outcome, Task
 
 Modes = Sequence[str] | Callable[[int], Sequence[str]]
 
@@ -63,6 +66,7 @@ class Scheduler:
     max_retries: int = 2
     limits_calls: bool = False  # a batch's cap on calls is for training: an evaluation must not depend on its size
     on_finished: Callable[[int, int], None] | None = None  # rollouts done and owed: live progress
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)  # for the one who watches
 
     def run(self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False) -> RolloutReport:
         """Play ``len(modes)`` rollouts of every task; rollout i of a group has mode ``modes[i]``.
@@ -85,9 +89,18 @@ class Scheduler:
 
     async def _run(self, traces: list[Trace], training_step: int, *, continued: bool) -> RolloutReport:
         size = len(traces[0].modes) if traces else 0
-        forks: list[Fork] = []
-        book = self._book(traces, size=size, training_step=training_step, forks=forks)
-        owed = [_Owed(number, rollout, trace) for number, trace in enumerate(traces) for rollout in book.first]
+        owed: list[_Owed] = []
+        numbers = {trace.task.key: number for number, trace in enumerate(traces)}
+        faults = FaultLog()
+
+        def owe(trace: Trace, rollout: int, fork: Fork | None) -> None:
+            heapq.heappush(owed, _Owed(numbers[trace.task.key], rollout, trace, fork))
+
+        copies = Copies(close=lambda environment: group.create_task(self._close(environment, faults)))
+        book = self._book(traces, size=size, training_step=training_step, owe=owe, copies=copies)
+        for trace in traces:
+            for rollout in book.first:
+                owe(trace, rollout, None)
         batcher = RoundBatcher(self.engine, admit=lambda num_running: admit(num_running))
         runner = EpisodeRunner(
             batcher=batcher,
@@ -97,19 +110,12 @@ class Scheduler:
             hooks=self.hooks,
             run_seed=self.run_seed,
             training_step=training_step,
-            on_fork=book.claim,
-            spawn=lambda trace, rollout, fork: owe(trace, rollout, fork),
-            on_point=book.passed if isinstance(book, ExpansionBook) else None,
+            whereabouts=self.whereabouts,
+            book=book,
         )
-        numbers = {trace.task.key: number for number, trace in enumerate(traces)}
         rounds = self._rounds(continued=continued)
-        faults = FaultLog()
         ended: set[str] = set()  # rollouts whose keys and values the engine still has
         needed: dict[str, int] = {}  # rollout -> number of batches when a fork of it was last waiting for its first
-
-        def owe(trace: Trace, rollout: int, fork: Fork | None = None) -> None:
-            heapq.heappush(owed, _Owed(numbers[trace.task.key], rollout, trace, fork))
-            forks.extend([fork] if fork is not None else [])
 
         def admit(num_running: int) -> None:
             """Begin what there is room for, first groups first, however early or late it came to be owed."""
@@ -127,8 +133,7 @@ class Scheduler:
         async def work(one: _Owed) -> None:
             one.trace.finish(await self._play(runner, one, faults))
             ended.add(f"{one.trace.task.key}/{one.rollout}")
-            for rollout, fork in book.ended(one.trace, one.rollout):
-                owe(one.trace, rollout, fork)
+            book.ended(one.trace, one.rollout)
             if self.on_finished is not None:
                 self.on_finished(sum(len(trace.leaves) for trace in traces), len(traces) * size)
             batcher.leave()  # not after an exception: it would start one more batch for workers that end anyway
@@ -138,8 +143,10 @@ class Scheduler:
                 admit(0)
         finally:
             self.engine.release(sorted(ended))
-            await self._close_all([fork.environment for fork in forks if fork.environment is not None], faults)
+            await self._close_all(copies.open, faults)
         for trace in traces:
+            if faults.counts["retries"]:
+                rejoin(trace)
             self._complete(trace, size)
         return _report(traces, batcher, faults)
 
@@ -150,12 +157,13 @@ class Scheduler:
             rounds.begin_batch(limited=self.limits_calls)
         return rounds
 
-    def _book(self, traces: Sequence[Trace], *, size: int, training_step: int, forks: list[Fork]) -> GroupBook | ExpansionBook:
-        """Who begins when, as the hooks want it; what is put into ``forks`` is closed at the end."""
+    def _book(self, traces: Sequence[Trace], *, size: int, training_step: int, owe: Owe, copies: Copies) -> Book:
+        """Who begins when, as the hooks want it."""
         expansion = next((hook for hook in self.hooks if isinstance(hook, Expansion)), None)
         if expansion is not None:
-            return ExpansionBook(expansion, run_seed=self.run_seed, training_step=training_step, forks=forks)
-        return GroupBook(traces, size=size, brancher=next((hook for hook in self.hooks if isinstance(hook, Brancher)), None))
+            return ExpansionBook(expansion, run_seed=self.run_seed, training_step=training_step, owe=owe, copies=copies)
+        brancher = next((hook for hook in self.hooks if isinstance(hook, Brancher)), None)
+        return GroupBook(traces, size=size, brancher=brancher, owe=owe, copies=copies)
 
     def _complete(self, trace: Trace, size: int) -> None:
         """A group has ended: all of its outcomes are there, in an order that does not depend on who was fast."""
@@ -168,10 +176,11 @@ class Scheduler:
     async def _play(self, runner: EpisodeRunner, owed: _Owed, faults: FaultLog) -> Leaf:
         """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under where it began."""
         trace, rollout, fork = owed.trace, owed.rollout, owed.fork
-        mode = trace.modes[rollout]
+        mode, name = _mode(trace, rollout, fork), f"{trace.task.key}/{rollout}"
         for attempt in range(self.max_retries + 1):
             environment: Environment | None = None
             try:
+                self.whereabouts.at(name, "a new environment")
                 environment = await fork_environment(fork, self.factory, trace, timeout_s=self.limits.step_timeout_s)
                 leaf = await runner.run(
                     task=trace.task, trace=trace, environment=environment, rollout=rollout, mode=mode, fork=fork
@@ -183,13 +192,15 @@ class Scheduler:
                     return lost(rollout, outcome, str(fault))
                 faults.counts["retries"] += 1
             finally:
+                self.whereabouts.at(name, "closing its environment")
                 if environment is not None:
                     await self._close(environment, faults)
+                self.whereabouts.ended(name)
         raise AssertionError("unreachable: the last attempt returns")
 
     async def _close_all(self, environments: Sequence[Environment], faults: FaultLog) -> None:
-        """Copies that forks were taken from; several rollouts may have used one."""
-        for environment in {id(one): one for one in environments}.values():
+        """What a run that broke has left of the copies that forks are taken from."""
+        for environment in environments:
             await self._close(environment, faults)
 
     async def _close(self, environment: Environment, faults: FaultLog) -> None:
@@ -207,6 +218,13 @@ class _NoRounds:
 
     def begin_round(self) -> None:
         """Nothing to do."""
+
+
+def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
+    """The mode of this number; a fork whose shared part holds a retrieved step has the mode that its parent could retrieve in."""
+    if fork is not None and any(node.origin is Origin.BUFFER for node in trace.path(fork.tip.node_id)):
+        trace.modes = (*trace.modes[:rollout], trace.modes[fork.parent], *trace.modes[rollout + 1 :])
+    return trace.modes[rollout]
 
 
 def _report(traces: list[Trace], batcher: RoundBatcher, faults: FaultLog) -> RolloutReport:

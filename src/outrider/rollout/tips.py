@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from outrider.engines.base import Request
+from outrider.engines.base import FinishReason, Request
 from outrider.environments.base import EpisodeResult
 from outrider.errors import EngineFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.cut import shortened_text
 from outrider.rollout.hooks import EpisodeState, Reflector, Splice
-from outrider.tokens import ChatRenderer
+from outrider.tokens import ChatRenderer, text_of
 from outrider.trace import Node
 from outrider.types import Message, Origin
 
@@ -87,8 +87,10 @@ async def ask_for_remark(
         generation = await batcher.generate(request)
     except EngineFault:
         return "", 0
-    text = renderer.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-    return str(text), len(generation.token_ids)
+    text = text_of(renderer.tokenizer, generation.token_ids, skip_special_tokens=True)
+    if generation.finish_reason is FinishReason.EOS:
+        text = renderer.closing.cut(text)
+    return text, len(generation.token_ids)
 
 
 def _asked(
