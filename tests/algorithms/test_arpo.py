@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,9 @@ def test_the_change_is_that_of_the_look_ahead_against_the_lineage_s_first_turn()
 def test_forks_only_after_an_executed_call_and_not_in_the_probing_rollout() -> None:
     always: dict[str, Any] = {"base_probability": 1.0, "num_children": 3}
     assert hook(**always).num_forks(state_with([[1.0], [1.0]])) == 3
-    assert hook(**always).num_forks(state_with([[1.0], [1.0]], num_tool_calls=0)) == 0
-    assert hook(**always).num_forks(state_with([[1.0]])) == 0
-    assert hook(**always, preset="aepo").num_forks(state_with([[1.0], [1.0]])) == 0
+    assert hook(**always).num_forks(state_with([[1.0], [1.0]], num_tool_calls=0)) is None
+    assert hook(**always).num_forks(state_with([[1.0]])) is None
+    assert hook(**always, preset="aepo").num_forks(state_with([[1.0], [1.0]])) is None
     assert hook(**always, preset="aepo").num_forks(state_with([[1.0], [1.0]], rollout=4)) == 3
 
 
@@ -191,15 +192,23 @@ def test_the_threshold_rule_of_the_paper_forks_iff_entropy_rose() -> None:
     assert hook(**rule).num_forks(state_with([[1.0], [0.9]])) == 0
 
 
-def test_a_streak_lowers_the_probability_of_its_lineage_only() -> None:
-    branching = hook(base_probability=1.0, branch_penalty=1.0)
-    one, other = state_with([[1.0], [1.0]]), state_with([[1.0], [1.0]], rollout=1)
-    assert branching.num_forks(one) == 1 and one.branch_streak == 1
-    assert branching.num_forks(other) == 1
-    assert branching.num_forks(one) == 0 and one.branch_streak == 0
-    by_prompt = hook(base_probability=1.0, branch_penalty=1.0, penalty_scope="prompt")
-    assert by_prompt.num_forks(state_with([[1.0], [1.0]])) == 1
-    assert by_prompt.num_forks(state_with([[1.0], [1.0]], rollout=1)) == 0
+@pytest.mark.parametrize("scope", ["lineage", "prompt"])
+def test_a_streak_lowers_the_probability(scope: str) -> None:
+    branching = hook(base_probability=1.0, branch_penalty=1.0, penalty_scope=scope)
+    state = state_with([[1.0], [1.0]])
+    assert branching.streak_scope == scope
+    assert branching.num_forks(state) == 1 == branching.num_forks(state)  # it remembers nothing: the loop counts streaks
+    assert branching.num_forks(replace(state, branch_streak=1)) == 0
+
+
+@given(
+    change=st.floats(-3, 3), base=st.floats(0, 1), weight=st.floats(0, 2), penalty=st.floats(0, 1), u=st.floats(0, 0.999),
+    decision=st.sampled_from(["bernoulli", "threshold", "aepo_released"]),
+)  # fmt: skip
+def test_b2_a_longer_streak_never_branches_where_a_shorter_one_does_not(decision: Any, u: float, **options: float) -> None:
+    """So a point that wants nothing without a streak needs no copy, whatever the group's streak will be."""
+    found = [branches(u, decision=decision, streak=streak, **options) for streak in range(8)]  # type: ignore[arg-type]
+    assert found == sorted(found, reverse=True)
 
 
 def tree(returns: list[float]) -> Trace:

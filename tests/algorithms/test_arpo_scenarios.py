@@ -51,7 +51,7 @@ def play(
     runs = Scheduler(
         engine=engine, renderer=ChatRenderer(engine.tokenizer), run_seed=0,
         factory=ToolEnvironmentFactory(tools=[tool], config=EpisodeConfig(max_calls=call_limit), system_prompt=""),
-        limits=Limits(step_timeout_s=5), sampling=Sampling(stop=("</search>", "</answer>")),
+        limits=Limits(step_timeout_s=60), sampling=Sampling(stop=("</search>", "</answer>")),
         hooks=(BranchHook(rule, group_size=leaves, vocabulary_size=256),), max_retries=2,
     )  # fmt: skip
     return runs.run(tasks(num_tasks), modes=("on_policy",) * leaves, training_step=0)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from outrider.algorithms.credit import leave_one_out_advantages_per_rollout
-from outrider.algorithms.losses import clipped_surrogate_per_token, token_weights, weighted_loss
+from outrider.algorithms.losses import Aggregation, clipped_surrogate_per_token, token_weights, weighted_loss
 
 
 def load_benchmark() -> ModuleType:
@@ -77,6 +77,33 @@ def test_dividing_by_the_std_bends_the_gradient() -> None:
     assert cosine == pytest.approx(0.993409, abs=2e-6)
     cosine, _, rescaled = bias.measure(binary, ROW["RAPO a=0.2, token sum"], group_size=3)
     assert (cosine, rescaled) == pytest.approx((0.995554, 0.094195), abs=2e-6)
+
+
+@pytest.mark.parametrize(("row", "cosine"), [("token mean", 0.990174), ("sequence mean", 0.927701)])
+def test_means_over_lengths_bend_unbiased_credit(row: str, cosine: float) -> None:
+    """As docs/algorithms/grpo.md quotes it (row C2): ``token_mean`` has a length bias too, which falls with the group's size."""
+    ragged = [bias.make_tree(seed=0, environment_nodes=bias.RAGGED_NODES)]
+    found = {size: bias.measure(ragged, ROW[f"leave-one-out, {row}"], group_size=size)[0] for size in (2, 3)}
+    assert found[2] == pytest.approx(cosine, abs=2e-6)
+    assert bias.measure(ragged, ROW["leave-one-out"], group_size=2)[0] == pytest.approx(1.0, abs=1e-12)
+    assert found[3] > found[2] + 0.005 if row == "token mean" else found[3] == pytest.approx(found[2], abs=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "mean"), [("token_mean", "group"), ("sequence_mean_token_mean", "rollout")])
+def test_the_benchmark_s_means_are_those_of_the_loss(kind: Aggregation, mean: str) -> None:
+    """Every ordered pair of paths, with the weights that the loss gives to its tokens, against the enumeration."""
+    tree = bias.make_tree(seed=0, environment_nodes=bias.RAGGED_NODES)
+    lengths = tree.is_trainable.sum(axis=1)
+    assert set(lengths.tolist()) == {1, 2, 3}
+    expected = np.zeros_like(tree.logits)
+    for pair in itertools.product(range(tree.returns.size), repeat=2):
+        paths = list(pair)
+        index = torch.tensor([0] * int(lengths[paths[0]]) + [1] * int(lengths[paths[1]]))
+        weights = token_weights(kind=kind, rollout_index=index, num_rollouts=2, dtype=torch.float64).numpy()
+        credit = leave_one_out_advantages_per_rollout(returns=tree.returns[paths]).values * weights[[0, -1]]
+        expected += tree.path_probabilities[paths].prod() * np.tensordot(credit, tree.scores[paths], axes=1)
+    found = bias.expected_gradient(tree, bias.leave_one_out(tree), group_size=2, mean=mean)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def test_group_multisets_agree_with_plain_enumeration() -> None:

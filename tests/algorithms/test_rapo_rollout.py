@@ -4,6 +4,7 @@ import copy
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
+from outrider.metrics.declared import declared_metric
 from outrider.rollout.episode import Limits
 from outrider.trace import Leaf, Node, Trace
+from outrider.train.step_metrics import retrieval_metrics
 from outrider.types import Message, Origin, Outcome, Step, Task, Trajectory
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, tasks
 
@@ -101,7 +104,7 @@ def test_the_form_of_a_hybrid_rollout(buffer: StepTraceBuffer, probability: floa
 
 
 def test_the_nearest_step_is_shown(buffer: StepTraceBuffer) -> None:
-    """The best hit of the buffer for the history, asked for by independent code."""
+    """B13: the best hit of the buffer for the rollout's own steps, asked for by independent code; what it was shown is not its own."""
     traces, _, _ = play(buffer, num_tasks=1, modes=("hybrid",) * 2)
     for path in paths(traces):
         history, shown = ["question 0"], set()
@@ -116,7 +119,6 @@ def test_the_nearest_step_is_shown(buffer: StepTraceBuffer) -> None:
                     r.step_id for r, near in zip(allowed, nearness, strict=True) if near > max(nearness) - 1e-5
                 }
                 shown.add(records(buffer, node)[0].step_id)
-                history += [records(buffer, node)[0].text, records(buffer, node)[0].observation]
             elif node.trainable:
                 history += [node.message.content, path[place + 1].message.content if place + 1 < len(path) else ""]
 
@@ -203,6 +205,45 @@ def test_trajectory_level_shows_the_rest_of_the_trajectory_and_nothing_twice(buf
     assert longest > 1
 
 
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepTraceBuffer]:
+    """Seven trajectories a task whose steps are the same, but for one step of the last."""
+    path: Path = tmp_path_factory.mktemp("twins") / "steps.sqlite"
+    with StepTraceBuffer(path, load_embedder("hash"), mode="write") as made:
+        every = [replace(stored(task, 0), trajectory_id=f"{task.key}/{number}") for task in tasks(2) for number in range(7)]
+        other = Step(text="do other", observation="saw other")
+        every[-1] = replace(every[-1], steps=(*every[-1].steps[:2], other, *every[-1].steps[3:]))
+        made.add_trajectories(every, keep_best=None, questions={task.key: task.question for task in tasks(2)})
+        yield made
+
+
+@pytest.mark.parametrize("chosen", [{}, {"noise": 1.0}, {"level": "trajectory"}, {"mode": "execute"}, {"scope": "same_task"}])
+def test_equal_steps_of_sibling_trajectories_are_one_step(twins: StepTraceBuffer, chosen: dict[str, Any]) -> None:
+    """B13: never the same step twice in a rollout, by what it says and not by its number; what is left is found all the same."""
+    answer = lambda n, text: StepResult(message=None, done=True) if n == 29 else say(f" o{n}")  # noqa: E731
+    limits = Limits(max_turns=14, max_response_tokens=6000, max_splice_tokens=2000)
+    traces, hook, _ = play(twins, on_step=answer, limits=limits, num_tasks=2, modes=("hybrid",) * 2, **chosen)
+    every = {r.step_id: r for t in tasks(2) for n in range(7) for r in twins.trajectory(f"{t.key}/{n}")}
+    num_different = len({(r.text, r.observation) for r in every.values() if not r.is_terminal})
+    for key, path in ((trace.task.key, path) for trace in traces for _, path in trace.rollouts()):
+        ids = [step_id for node in path if node.origin is Origin.BUFFER for step_id in node.metadata["step_ids"]]
+        shown = [(every[step_id].text, every[step_id].observation) for step_id in ids]
+        own = 5 if key == "task 1" else 4
+        assert len(shown) == len(set(shown)) == (own if chosen.get("scope") else num_different)
+    assert hook.counts["empty"] > 0
+
+
+def test_retrievals_of_a_certain_policy_are_counted(buffer: StepTraceBuffer) -> None:
+    """C7: the entropy before them is under the floor that Eq. 5 divides by."""
+    algorithm = Rapo(RapoSettings(group_size=6, num_hybrid=6), buffer=buffer, num_training_steps=10)
+    traces, hook, _ = play(buffer, num_tasks=1)
+    for certain, expected in ((False, 0), (True, hook.counts["retrievals"])):
+        for node in traces[0].nodes:
+            node.entropies, node.credit = (1e-5,) * len(node.entropies) if certain else node.entropies, None
+        metrics = retrieval_metrics(traces, [algorithm.credit(traces[0])], hook.counts)
+        assert metrics["retrieval/num_floored"] == expected and declared_metric("retrieval/num_floored").unit == "steps"
+
+
 def test_execute_does_the_action_and_shows_the_real_answer(buffer: StepTraceBuffer) -> None:
     def answer(n: int, text: str) -> StepResult:
         return StepResult(message=None, done=True) if n == 8 else say(f"real {n}")
@@ -227,10 +268,13 @@ def test_execute_can_end_the_episode(buffer: StepTraceBuffer) -> None:
             assert path[-1].reward == 1.0
 
 
-def test_a_refused_action_falls_back_to_the_policy_and_is_counted(buffer: StepTraceBuffer) -> None:
+@pytest.mark.parametrize("no", [{"invalid": True}, {"refused": True}])
+def test_a_refused_action_falls_back_to_the_policy_and_is_counted(buffer: StepTraceBuffer, no: dict[str, bool]) -> None:
+    """B1: whether the environment could not read it or did not do it."""
+
     def answer(n: int, text: str) -> StepResult:
         if text.startswith("do "):
-            return StepResult(message=Message(role="inline", content="no"), invalid=True)
+            return StepResult(message=Message(role="inline", content="no"), **no)
         return say(" o")
 
     traces, hook, _ = play(buffer, mode="execute", on_step=answer, limits=Limits(max_turns=4))

@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 def grown(algorithm: TreeGrpo, returns: list[float], *, seed: int = 0) -> Trace:
     """A group of real trees whose leaves have these returns."""
     runs = scheduler(
-        chatty(), Factory(lambda task, number: Copying(on_step=answers)), hooks=algorithm.hooks, limits=Limits(step_timeout_s=5),
+        chatty(), Factory(lambda task, number: Copying(on_step=answers)), hooks=algorithm.hooks, limits=Limits(step_timeout_s=60),
         seed=seed,
     )  # fmt: skip
     [trace] = runs.run(tasks(1), modes=algorithm.modes, training_step=0).traces

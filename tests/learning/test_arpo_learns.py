@@ -11,16 +11,17 @@ from tests.toys import TABLE_HEAD, Result, table_row
 from tests.toys_branching import branching, plain, play
 
 SEEDS = range(10)
+FEW_SEEDS = range(3)  # the others take minutes: `make test-slow`
 MAX_POLICY_TOKENS = 1500
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, list[Result]]:
+@pytest.fixture(scope="module", params=[FEW_SEEDS, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=len)
+def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
     """Three algorithms at the same number of generated tokens, learning rate, clip, aggregation and leaves."""
     set_threads(1)
     settings = {"ARPO": branching(at_random=False), "ARPO, random forks": branching(at_random=True), "GRPO": plain()}
     played = {
-        name: [play(chosen, seed=seed, max_policy_tokens=MAX_POLICY_TOKENS) for seed in SEEDS]
+        name: [play(chosen, seed=seed, max_policy_tokens=MAX_POLICY_TOKENS) for seed in request.param]
         for name, chosen in settings.items()
     }
     print("\n".join(["", TABLE_HEAD, *(table_row(name, rows) for name, rows in played.items())]))
@@ -40,7 +41,7 @@ def test_arpo_beats_grpo_at_equal_generated_tokens(results: dict[str, list[Resul
     assert mean(results["ARPO"]) > 0.7
     assert mean(results["ARPO"]) > mean(results["GRPO"]) + 0.2
     ahead = [a.expected_return > g.expected_return for a, g in zip(results["ARPO"], results["GRPO"], strict=True)]
-    assert sum(ahead) >= 9
+    assert sum(ahead) >= 0.9 * len(ahead)
 
 
 def test_forks_at_random_places_lose_the_gain(results: dict[str, list[Result]]) -> None:

@@ -16,6 +16,7 @@ from tests.toys import _SHARED, TABLE_HEAD, Result, Toy, ToyRun, grpo, play, tab
 from tests.toys_demonstrated import Demonstrated, expert_paths
 
 SEEDS = range(5)
+FEW_SEEDS = range(1)  # the others take minutes: `make test-slow`
 MAX_POLICY_TOKENS = 3000
 
 
@@ -43,15 +44,15 @@ def luffy(seed: int, **options: Any) -> Result:
             run.buffer.close()
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, list[Result]]:
+@pytest.fixture(scope="module", params=[FEW_SEEDS, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=len)
+def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
     """Equal numbers of generated tokens."""
     set_threads(1)
     official: dict[str, Any] = {"clip_own": False, "advantage": "group_centered"}
     played = {
-        "LUFFY": [luffy(seed) for seed in SEEDS],
-        "LUFFY, no clip, no std": [luffy(seed, **official) for seed in SEEDS],
-        "GRPO": [play(grpo(), seed=seed, max_policy_tokens=MAX_POLICY_TOKENS) for seed in SEEDS],
+        "LUFFY": [luffy(seed) for seed in request.param],
+        "LUFFY, no clip, no std": [luffy(seed, **official) for seed in request.param],
+        "GRPO": [play(grpo(), seed=seed, max_policy_tokens=MAX_POLICY_TOKENS) for seed in request.param],
     }
     print("\n".join(["", TABLE_HEAD, *(table_row(name, rows) for name, rows in played.items())]))
     return played

@@ -119,7 +119,7 @@ def test_batched_queries_take_a_filter_each(tmp_path: Path) -> None:
 
 
 def reference_filter(portions: list[list[Trajectory]], num_kept: int, min_reward: float) -> set[str]:
-    """The specification, written out: repeatedly take the best one left. Unknown token counts come last among equals."""
+    """The specification, written out: repeatedly take the best one left. Unknown token counts come first among equals."""
     seen: list[Trajectory] = []
     for trajectory in (trajectory for portion in portions for trajectory in portion):
         if all(other.trajectory_id != trajectory.trajectory_id for other in seen):
@@ -130,7 +130,7 @@ def reference_filter(portions: list[list[Trajectory]], num_kept: int, min_reward
         for _ in range(min(num_kept, len(left))):
             best = left[0]
             for other in left[1:]:
-                fewer = other.num_tokens > 0 and (best.num_tokens == 0 or other.num_tokens < best.num_tokens)
+                fewer = best.num_tokens > 0 and (other.num_tokens == 0 or other.num_tokens < best.num_tokens)
                 if other.reward > best.reward or (other.reward == best.reward and fewer):
                     best = other
             kept.add(best.trajectory_id)

@@ -4,7 +4,6 @@ The first ``window`` tokens of the turn after a tool result are the look-ahead: 
 forks leave in front of them. Formulas: :mod:`outrider.algorithms.branching`.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -72,7 +71,7 @@ class BranchHook:
         self.vocabulary_size = vocabulary_size
         self.every_action = every_action  # a simulator's moves are no tool calls, but they are what was executed
         self.first_wave = 1 if settings.pre_monitor else settings.first_wave
-        self._prompt_streaks: Counter[str] = Counter()
+        self.streak_scope = settings.penalty_scope
 
     def before_turn(self, state: EpisodeState) -> Sequence[Any]:
         """Nothing to do."""
@@ -82,20 +81,18 @@ class BranchHook:
         """Nothing to do: the decision falls in front of the environment's step."""
 
     def after_group(self, trace: Trace) -> None:
-        """The next group of this task starts without a streak."""
-        self._prompt_streaks.pop(trace.task.key, None)
+        """Nothing to do: the hook remembers nothing."""
 
-    def num_forks(self, state: EpisodeState) -> int:
+    def num_forks(self, state: EpisodeState) -> int | None:
         """Tries that succeed, after a turn that followed an executed call; each try draws from the turn's own stream."""
         result = state.last_result
         if state.turn == 0 or result is None or (self.settings.pre_monitor and state.rollout == 0):
-            return 0
+            return None
         if not (result.num_tool_calls or (self.every_action and not result.invalid)):
-            return 0
+            return None
         s = self.settings
         written = [node for node in state.trace.path(state.tip.node_id) if node.trainable]
         change = self._entropy(written[-1 if s.source == "after_result" else -2]) - self._entropy(written[0])
-        streak = state.branch_streak if s.penalty_scope == "lineage" else self._prompt_streaks[state.task.key]
         rule = partial(
             branches,
             change=change,
@@ -104,14 +101,11 @@ class BranchHook:
             decision=s.decision,
             threshold=s.threshold,
             penalty=s.branch_penalty,
-            streak=streak,
+            streak=state.branch_streak,
         )
         random = state.stream("branch")
-        num = sum(rule(float(random.random())) for _ in range(s.num_children))
-        state.branch_streak = state.branch_streak + 1 if num else 0
-        self._prompt_streaks[state.task.key] = self._prompt_streaks[state.task.key] + 1 if num else 0
         state.tip.metadata["entropy_change"] = change
-        return num
+        return sum(rule(float(random.random())) for _ in range(s.num_children))
 
     def budget(self, trace: Trace) -> int | None:
         """N for the rest of a group, from its first rollout (AEPO's pre-monitoring). That rollout stays in the group."""

@@ -69,7 +69,7 @@ class LuffySettings(ObjectiveSettings):
 class Luffy(OnPolicyGroup):
     """One advantage a rollout. The demonstration joins a group once the policy's rollouts are played.
 
-    ``paths`` remembers what was found for a task, None: nothing.
+    ``paths`` are the demonstrations of a file by task; without one, experts are asked in every step.
     """
 
     def __init__(self, settings: LuffySettings, *, paths: Mapping[str, Sequence[Step] | None]) -> None:

@@ -189,5 +189,6 @@ def _measure(
         "retrieval/token_share": [share for share in shares if share > 0],
         "retrieval/similarity_mean": [s for node in retrieved if not math.isnan(s := float(node.metadata["similarity"]))],
         "retrieval/num_unscored": [float(reward.num_without_after) for reward in rewards],
+        "retrieval/num_floored": [float(reward.num_floored) for reward in rewards],
         "retrieval/share_factor_negative": [float(factor < 0) for factor in factors],
     }

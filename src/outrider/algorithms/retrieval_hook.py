@@ -2,17 +2,19 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
 from outrider.environments.base import StepResult
 from outrider.memory.history import history_text
-from outrider.memory.records import Hit, StepFilter
+from outrider.memory.records import Hit, StepFilter, StepRecord
 from outrider.memory.steps import StepTraceBuffer
-from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.hooks import Attempt, EpisodeState, Splice, joined, retrieved
 from outrider.trace import Trace
 from outrider.types import Origin, Step
 
@@ -79,32 +81,51 @@ class RetrievalHook:
         return [self._execute(hit) if self.settings.mode == "execute" else self._show(state, hit)]
 
     def _find(self, state: EpisodeState, *, random_step: bool) -> Hit | None:
+        """The step whose key is nearest to the history of the rollout's own steps, or a random one, that it was not shown yet."""
+        inserted = _inserted(state)
+        seen = self._words_of(inserted)
         allowed = StepFilter(
             scope=self.settings.scope,
             task_key=state.task.key,
             include_terminal=self.settings.include_terminal,
-            exclude=_inserted(state),
+            exclude=inserted,
         )
         if random_step:
-            record = self.buffer.sample(allowed, state.stream("retrieval noise"))
-            return None if record is None else Hit(record=record, similarity=float("nan"))
-        hits = self.buffer.query(history_text(state.task.question, state.steps), allowed)
-        return hits[0] if hits else None
+            return self._draw(allowed, seen, state.stream("retrieval noise"))
+        vectors = self.buffer.embedder.embed([history_text(state.task.question, state.steps)])
+        num_asked = 1
+        while True:
+            hits = self.buffer.query_vectors(vectors, [allowed], k=num_asked)[0]
+            fresh = next((hit for hit in hits if _words(hit.record) not in seen), None)
+            if fresh is not None or len(hits) < num_asked:
+                return fresh
+            num_asked *= 4
+
+    def _draw(self, allowed: StepFilter, seen: Collection[tuple[str, str]], random: np.random.Generator) -> Hit | None:
+        while (record := self.buffer.sample(allowed, random)) is not None:
+            if _words(record) not in seen:
+                return Hit(record=record, similarity=float("nan"))
+            allowed = replace(allowed, exclude=allowed.exclude | {record.step_id})
+        return None
+
+    def _words_of(self, step_ids: Collection[int]) -> set[tuple[str, str]]:
+        return {_words(record) for record in self.buffer.steps(sorted(step_ids))}
 
     def _show(self, state: EpisodeState, hit: Hit) -> Splice:
-        """Mode ``context``: the stored observation stands in, no tool is called."""
+        """Mode ``context``: the stored observation stands in, no tool is called. It does not join the history: it did not happen."""
         records = [hit.record]
         if self.settings.level == "trajectory":
             following = self.buffer.trajectory(hit.record.trajectory_id)[hit.record.step_index + 1 :]
-            inserted = _inserted(state)
-            allowed = (record for record in following if self.settings.include_terminal or not record.is_terminal)
-            records += [record for record in allowed if record.step_id not in inserted]
-        text = "".join(_joined(record.text, record.observation) for record in records)
+            seen = self._words_of(_inserted(state)) | {_words(hit.record)}
+            for record in following:
+                if (self.settings.include_terminal or not record.is_terminal) and _words(record) not in seen:
+                    records.append(record)
+                    seen.add(_words(record))
+        text = "".join(joined(record.text, record.observation) for record in records)
         saved = sum(bool(record.observation) for record in records)
         return Splice(
             origin=Origin.BUFFER,
-            text=_wrapped(text),
-            step=Step(text=text, observation="", is_terminal=False),
+            text=retrieved(text),
             metadata=_metadata(hit, [record.step_id for record in records], num_calls_saved=saved),
         )
 
@@ -112,14 +133,14 @@ class RetrievalHook:
         """Mode ``execute``: do the retrieved action; when the environment refuses it, go on on-policy and count that."""
 
         def then(result: StepResult) -> Splice | None:
-            if result.invalid:
+            if not result.carried_out:
                 self.counts["refused"] += 1
                 return None
-            observation = result.message.content if result.message else ""
+            observation = result.text
             metadata = _metadata(hit, [hit.record.step_id], num_calls_saved=0) | {"num_tool_calls": result.num_tool_calls}
             step = Step(text=hit.record.text, observation=observation, is_terminal=result.done)
             return Splice(
-                origin=Origin.BUFFER, text=_wrapped(_joined(hit.record.text, observation)), step=step, metadata=metadata
+                origin=Origin.BUFFER, text=retrieved(joined(hit.record.text, observation)), step=step, metadata=metadata
             )
 
         return Attempt(action=hit.record.text, then=then)
@@ -137,14 +158,9 @@ def _inserted(state: EpisodeState) -> frozenset[int]:
     return frozenset(step_id for node in nodes for step_id in node.metadata["step_ids"])
 
 
-def _wrapped(text: str) -> str:
-    return f"<retrieve>{text.strip()}</retrieve>\n"
-
-
-def _joined(text: str, observation: str) -> str:
-    """Action and observation; a chat observation goes on a line of its own, an inline one brings its own spacing."""
-    separator = "" if not observation or observation[0].isspace() or text[-1:].isspace() else "\n"
-    return text + separator + observation
+def _words(record: StepRecord) -> tuple[str, str]:
+    """What makes a step the same as another one: a buffer holds equal steps of sibling trajectories."""
+    return record.text, record.observation
 
 
 def _metadata(hit: Hit, step_ids: list[int], *, num_calls_saved: int) -> dict[str, object]:

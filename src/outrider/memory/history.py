@@ -41,9 +41,10 @@ class Candidate:
 
 
 def keep_best(candidates: Sequence[Candidate], num_kept: int | None) -> set[int]:
-    """The ``order`` of the ``num_kept`` best (None: all): higher reward, then fewer tokens (unknown last), then earlier.
+    """The ``order`` of the ``num_kept`` best (None: all): higher reward, then fewer tokens, then earlier.
 
-    The ranking is a total order, so filtering in portions keeps the same trajectories as filtering everything at once.
+    Those of unknown length come first among equals: they may be short, and nothing that is known to be long displaces them. The
+    ranking is a total order, so filtering in portions keeps the same trajectories as filtering everything at once.
     """
-    ranked = sorted(candidates, key=lambda c: (-c.reward, c.num_tokens or float("inf"), c.order))
+    ranked = sorted(candidates, key=lambda c: (-c.reward, c.num_tokens, c.order))
     return {candidate.order for candidate in ranked[:num_kept]}

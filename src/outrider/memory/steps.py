@@ -183,6 +183,10 @@ class StepTraceBuffer:
         drawn = view.rows["step_id"][allowed[generator.integers(len(allowed))]]
         return self._store.records([drawn], generation=view.generation)[0]
 
+    def steps(self, step_ids: Iterable[int]) -> list[StepRecord]:
+        """The records of these steps, in the given order. Raises :class:`~outrider.errors.DataError` for one that is not there."""
+        return self._store.records(step_ids, generation=self._view.generation)
+
     def trajectory(self, trajectory_id: str) -> list[StepRecord]:
         """All steps of a trajectory that queries can see, terminal ones too, in order; empty if it is not there."""
         view = self._view

@@ -1,0 +1,92 @@
+"""Retrieval where an action changes the state: steps of experts in the text shop, through the real loop and a real buffer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.algorithms.rapo import Rapo, RapoSettings
+from outrider.algorithms.retrieval_hook import RetrievalHook, RetrievalSettings
+from outrider.environments import webshop_text
+from outrider.environments.base import played_steps
+from outrider.environments.webshop import WebShopConfig, WebShopFamily
+from outrider.memory.embedder import load_embedder
+from outrider.memory.steps import StepTraceBuffer
+from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.expert import trajectory_of
+from outrider.rollout.scheduler import Scheduler
+from outrider.tokens import ChatRenderer
+from outrider.trace import Trace
+from outrider.types import Origin, Trajectory
+from tests.rollout.fakes import TOKENIZER, scripted
+
+FAMILY = WebShopFamily(WebShopConfig(num_train=8))
+LIMITS = Limits(max_turns=5, max_response_tokens=40000, max_observation_tokens=6000, max_splice_tokens=6000)
+
+
+@pytest.fixture(scope="module")
+def buffer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepTraceBuffer]:
+    path: Path = tmp_path_factory.mktemp("buffer") / "steps.sqlite"
+    with StepTraceBuffer(path, load_embedder("hash"), mode="write") as made:
+        tasks = FAMILY.tasks("train")
+        paths = {task.key: FAMILY.expert(task, 0) for task in tasks}
+        made.add_trajectories(
+            [
+                Trajectory(trajectory_id=key, task_key=key, agent="expert", prompt=(), steps=tuple(steps), reward=1.0)
+                for key, steps in paths.items()
+                if steps
+            ],
+            questions={task.key: task.question for task in tasks},
+        )
+        yield made
+
+
+def play(buffer: StepTraceBuffer, said: str, **chosen: Any) -> tuple[list[Trace], RetrievalHook]:
+    """Hybrid rollouts of a policy that searches once and then says ``said``."""
+    settings = RetrievalSettings(mode="execute", probability=1.0, **chosen)
+    hook = RetrievalHook(settings, buffer=buffer, num_training_steps=1)
+    scheduler = Scheduler(
+        engine=scripted(lambda r, _: said if int(r.request_id[-3:]) else "<action>search[lamp]</action>", context_length=60000),
+        renderer=ChatRenderer(TOKENIZER),
+        factory=FAMILY.make(),
+        limits=LIMITS,
+        sampling=Sampling(stop=FAMILY.stop),
+        run_seed=0,
+        hooks=(hook,),
+    )
+    return scheduler.run(FAMILY.tasks("train")[:4], modes=("hybrid",) * 2, training_step=0).traces, hook
+
+
+@pytest.mark.parametrize("scope", ["all", "other_tasks"])
+def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_is_not_paid_for(buffer: StepTraceBuffer, scope: str) -> None:
+    """B1: the shop answers it in words, and the policy goes on without having been shown anything."""
+    traces, hook = play(buffer, "<action>click[back to search]</action>", scope=scope)
+    shown = [node for trace in traces for node in trace.nodes if node.origin is Origin.BUFFER]
+    refusals = (webshop_text.NO_SUCH_NAME, webshop_text.NO_SEARCH_BAR)
+    assert shown and not any(refusal in node.message.content for node in shown for refusal in refusals)
+    assert hook.counts["refused"] > 0 and hook.counts["retrievals"] == hook.counts["refused"] + len(shown)
+    credit = [Rapo(RapoSettings(group_size=2, num_hybrid=2), buffer=buffer, num_training_steps=1).credit(t) for t in traces]
+    num_paid = sum(len(one.measurements["retrieval/z_mean"]) for one in credit)
+    assert 0 < num_paid <= len(shown)
+
+
+def test_what_a_rollout_did_can_be_done_again_from_its_stored_trajectory(buffer: StepTraceBuffer) -> None:
+    """B6: a retrieved step that was done is a step of the episode, or the pages behind it would be in no order."""
+    traces, _ = play(buffer, "<action>click[buy now]</action>", scope="same_task")
+    factory, num_done = FAMILY.make(), 0
+    for trace in traces:
+        for leaf, path in trace.rollouts():
+            kept = trajectory_of(trace, leaf.rollout, agent="self", trajectory_id="x", count_tokens=len)
+            assert kept is not None and leaf.episode_return is not None
+            environment = factory(trace.task)
+            environment.reset(0)
+            assert played_steps(environment, [step.text for step in kept.steps]) == kept.steps
+            assert environment.result().episode_return == leaf.episode_return
+            done = [node.metadata["action"] for node in path if node.origin is Origin.BUFFER]
+            own = sum(len(node.token_ids) for node in path if node.origin is Origin.POLICY)
+            assert kept.num_tokens == own + sum(map(len, done))
+            unknown = trajectory_of(trace, leaf.rollout, agent="self", trajectory_id="x")
+            assert unknown is not None and unknown.num_tokens == (0 if done else own)
+            num_done += len(done)
+    assert num_done > 0
