@@ -12,9 +12,17 @@ from outrider.environments.answers import normalize_answer
 from outrider.environments.datasets import panel_hash
 from outrider.environments.factbook import SPLITS, SYSTEM_PROMPT, FactbookConfig, FactbookFamily, interleave, is_solved
 from outrider.environments.factbook_data import Factbook, clean, load_factbook, parse_factbook, read_entries
-from outrider.environments.factbook_questions import ATTRIBUTES, Attribute, Hop, Question, build_questions, split_of
+from outrider.environments.factbook_questions import (
+    ATTRIBUTES,
+    Attribute,
+    Hop,
+    Question,
+    build_questions,
+    fact_passages,
+    split_of,
+)
 from outrider.errors import DataError
-from outrider.tools.search import Passage, SearchResult
+from outrider.tools.search import Passage, SearchConfig, SearchResult
 from outrider.types import Message, Task
 
 
@@ -242,3 +250,49 @@ def _list(task: Task, field: str) -> list[object]:
     value = task.metadata[field]
     assert isinstance(value, list)
     return list(value)
+
+
+@pytest.fixture(scope="module")
+def facts() -> FactbookFamily:
+    search = SearchConfig(top_k=1, max_chars=90)
+    return FactbookFamily(FactbookConfig(hops=(1, 2, 3), passages="facts", expert_thinks=False, search=search))
+
+
+def test_lines_of_facts_solve_every_kept_question(facts: FactbookFamily, book: Factbook) -> None:
+    factory = facts.make()
+    num_played: Counter[object] = Counter()
+    for task in [*facts.tasks("valid"), *facts.tasks("train")[::9], *facts.tasks("test")[::5]]:
+        environment = factory(task)
+        environment.reset(0)
+        for step in facts.expert(task, 0):
+            assert "<think>" not in step.text
+            result = environment.step(Message(role="assistant", content=step.text))
+            assert (result.message.content if result.message else "") == step.observation
+            assert len(step.observation) < 130
+        assert environment.result().success, task.key
+        num_played[task.metadata["hops"]] += 1
+    assert min(num_played[hops] for hops in (1, 2, 3)) >= 30
+
+
+def test_a_line_holds_a_country_what_was_asked_and_its_value(book: Factbook) -> None:
+    lines = {passage.passage_id: f"{passage.title}: {passage.text}" for passage in fact_passages(book)}
+    assert lines["Chad - Internet country code"] == "Chad: internet code: .td"
+    assert lines["Algeria - Land boundaries"].startswith("Algeria: border countries: Morocco, ")
+    assert set(lines) <= {passage.passage_id for passage in book.passages}
+
+
+def test_facts_panels_are_frozen(facts: FactbookFamily) -> None:
+    measured = {split: (len(facts.tasks(split)), panel_hash(facts.tasks(split))[:16]) for split in SPLITS}
+    assert measured == FACTS_PANELS
+
+
+FACTS_PANELS = {"train": (4436, "ad7f3e88c1cb88f2"), "valid": (635, "1657c456d1785b0a"), "test": (2146, "6384e104f434ad9e")}
+
+
+def test_tuning_knows_no_country_of_valid_and_test(book: Factbook) -> None:
+    real, tuning = split_of(book), split_of(book, tuning=True)
+    assert {real[name] for name, split in tuning.items() if split} == {"train"}
+    counts = Counter(split for split in tuning.values() if split)
+    assert counts["train"] > 1.8 * counts["test"] > 50
+    questions = build_questions(book, "test", tuning=True)
+    assert questions and all(real[name] == "train" and tuning[name] == "test" for q in questions for name in q.entities)

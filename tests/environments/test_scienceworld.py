@@ -189,6 +189,33 @@ def test_the_simulators_refusal_is_invalid_and_its_question_is_not() -> None:
     assert (metrics["num_invalid"], metrics["num_ambiguous"], metrics["num_turns"]) == (1, 1, 2)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        *("The door is not open.", "It's not clear how to get there from here.", "The door is already open.\n"),
+        *("The sink is not moveable.", "The fridge isn't open, so you can't see inside.", "It's not clear how to read that."),
+        *(
+            "The table is not edible.",
+            "I'm not sure how to use the table.",
+            "The inventory the thermometer is in is not movable.",
+        ),
+        *("The sink is already activated.", "The table is not closeable.", "You can't move something into itself."),
+        *("Something can't be connected to itself.", "You can't pick up a gas directly.", "There is only one thing (glass cup)"),
+        *("That can't be moved there, because the fridge isn't open.", "The sink does not contain any liquids to dunk into."),
+    ],
+)
+def test_what_the_simulator_does_not_do_is_refused_and_nothing_else(said: str) -> None:
+    """B1: the simulator says so in words alone. A question back waits for its answer, so it is no refusal."""
+    others = (
+        "The door is now open.", "You move to the kitchen.", "A room.\nThe door is not open.", "the thermometer measures 10 degrees",
+        "Ambiguous request: Please enter the number for the action you intended", "In your inventory, you see:\n\tan orange",
+    )  # fmt: skip
+    environment = play_one(ScriptedSimulator(replies=[reply(0, text=text) for text in (said, *others)]))
+    results = [act(environment) for _ in range(1 + len(others))]
+    assert [result.refused for result in results] == [True] + [False] * len(others)
+    assert all(not result.invalid and result.reward == 0 and not result.done for result in results)
+
+
 def test_the_prompt_holds_task_rules_templates_and_first_sight() -> None:
     family = ScienceWorldFamily(ScienceWorldConfig(), start=ScriptedSimulator)
     (message,) = family.make()(family.tasks("train")[0]).reset(3)

@@ -106,6 +106,8 @@ def test_the_expert_gives_steps_with_real_observations(simulator: JavaSimulator)
 def test_a_wrong_focus_ends_the_episode_at_minus_100(family: ScienceWorldFamily, factory: ScienceWorldFactory) -> None:
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
+    refused = environment.step(Message(role="assistant", content="<action>go to kitchen</action>"))
+    assert refused.refused and refused.message is not None and refused.message.content == "The door is not open."
     assert "No known action" in act(environment, "dance wildly")
     assert "Ambiguous" in act(environment, "open door")
     act(environment, "0")

@@ -79,7 +79,7 @@ def run(starts: Starts) -> tuple[RolloutReport, ScienceWorldFactory]:
     """Two variations, three rollouts each, two at a time on two simulators."""
     family = ScienceWorldFamily(ScienceWorldConfig(num_workers=2, num_train_variations=2, borrow_limit_s=5.0), start=starts)
     factory = family.make()
-    limits = Limits(max_turns=5, max_turn_tokens=40, max_response_tokens=1000, step_timeout_s=5)
+    limits = Limits(max_turns=5, max_turn_tokens=40, max_response_tokens=1000, step_timeout_s=60)
     engine = scripted(lambda request, text: "<action>wait</action>")
     runs = scheduler(engine, factory, limits=limits, stop=(family.stop[0],), max_concurrent=2)  # type: ignore[arg-type]
     return runs.run(family.tasks("train"), modes=("plain",) * NUM_ROLLOUTS, training_step=0), factory

@@ -167,6 +167,14 @@ def test_what_the_game_cannot_read_is_invalid_and_what_it_refuses_is_not() -> No
     assert not act(environment, "take moon").invalid
 
 
+def test_what_the_game_did_not_do_is_refused() -> None:
+    """B1."""
+    environment = play(ScriptedGame(replies=[reply(0), Reply(text="You can't go that way.", score=0, refused=True)]))
+    assert act(environment).carried_out
+    closed = act(environment, "go north")
+    assert closed.refused and not closed.carried_out and not closed.invalid and not closed.done
+
+
 def test_the_prompt_holds_the_rules_the_commands_and_the_opening() -> None:
     family = TextWorldFamily(TextWorldConfig(show_admissible=True, num_shown_actions=2), open_game=lambda *_: ScriptedGame())
     (message,) = family.make()(family.tasks("test")[0]).reset(3)
@@ -429,6 +437,20 @@ def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(family: Tex
     assert last.done and not last.truncated and "You lost" in text_of(last)
     record = environment.result()
     assert (record.success, record.metrics["lost"], record.metrics["score"]) == (False, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("show", [False, True])
+def test_the_real_game_tells_what_it_did_not_do(family: TextWorldFamily, gold: tuple[str, ...], show: bool) -> None:
+    """B1: a walkthrough is carried out to its end, what is not possible is refused, and no player reads how that is known."""
+    environment = start(TextWorldFamily(family.config.model_copy(update={"show_admissible": show})))
+    for command in ("take moon", "eat me", "dance", "unlock me with me"):
+        assert act(environment, command).refused, command
+    copied = environment.copy()
+    for played in (environment, copied):
+        results = [act(played, command) for command in ("look", "inventory", "wait", *gold)]
+        assert all(result.carried_out for result in results) and results[-1].done
+        assert not any("[" in text_of(result) for result in results)
+        played.close()
 
 
 @pytest.mark.parametrize("show", [False, True])

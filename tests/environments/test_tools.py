@@ -94,6 +94,7 @@ def test_a_call_over_the_limit_is_refused_once() -> None:
     refused = say(environment, "<search>two</search>")
     assert refused.message is not None and OVER_LIMIT in refused.message.content
     assert (refused.num_tool_calls, refused.tools, refused.done, refused.invalid) == (0, (), False, False)
+    assert refused.refused and not refused.carried_out
     assert say(environment, ANSWER).reward == 1.0
     assert tools["search"].calls == ["one"]
     assert environment.result().metrics["num_refused_calls"] == 1.0
@@ -145,6 +146,25 @@ def test_malformed_turns_are_told_and_bounded() -> None:
     assert (ended.invalid, ended.done, ended.message) == (True, True, None)
     assert tools["search"].calls == []
     assert environment.result().metrics["num_invalid"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("thought", "reward"),
+    [
+        ("<think>I could use </python>", -1.0),  # nothing was opened: the format is bad, and not only the bonus is lost
+        ("<think>I could use <python></python>", 1.1),  # an empty call: told so, and nothing else
+    ],
+)
+def test_a_closing_tag_in_a_thought_costs_the_reward(thought: str, reward: float) -> None:
+    """docs/environments.md (row C3): the turn ends at the tag, and an unpaired one gives ``format_penalty``."""
+    environment, tools = start(max_invalid=2)
+    told = say(environment, thought)
+    assert (told.invalid, told.done, told.num_tool_calls) == (True, False, 0)
+    say(environment, "</think><search>tower</search>")
+    say(environment, "<python>1</python>")
+    assert say(environment, ANSWER).reward == pytest.approx(reward)
+    assert environment.result().metrics["format_ok"] == float(reward > 0)
+    assert (tools["search"].calls, tools["python"].calls) == (["tower"], ["1"])
 
 
 @pytest.mark.parametrize("text", ["", "Paris", "<search>cut off", "<answer>\\boxed{Paris}"])

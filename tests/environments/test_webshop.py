@@ -487,6 +487,7 @@ def test_unreadable_text_changes_nothing_and_is_answered_in_words(text: str) -> 
     before = environment._page
     result = say(environment, text)
     assert (result.invalid, result.reward, result.done, environment._page) == (True, -0.1, False, before)
+    assert not result.carried_out
     assert result.message is not None and "action" in result.message.content
     record = environment.result()
     assert (record.metrics["num_invalid"], record.metrics["num_turns"], record.episode_return) == (1.0, 1.0, -0.1)
@@ -512,6 +513,7 @@ def test_what_a_page_does_not_allow_is_a_counted_no_op(before: list[str], action
     page = shown(do(environment, *before)) if before else ["Search"]
     result = do(environment, action)
     assert (result.invalid, result.reward, result.done) == (False, 0.0, False)
+    assert result.refused and not result.carried_out
     assert shown(result) == page
     assert result.message is not None and "nothing was done" in result.message.content
     assert environment.result().metrics["num_inadmissible"] == 1
@@ -643,7 +645,7 @@ def test_the_oracle_fulfils_every_goal_of_the_shipped_catalogue() -> None:
         environment.reset(1)
         for step in steps:
             result = environment.step(Message(role="assistant", content=step.text))
-            assert (result.message.content if result.message else "") == step.observation and not result.invalid
+            assert (result.message.content if result.message else "") == step.observation and result.carried_out
         record = environment.result()
         assert (record.episode_return, record.success, record.metrics["num_inadmissible"]) == (1.0, True, 0.0)
     factory.close()

@@ -13,17 +13,29 @@ class StepResult:
 
     ``message`` is the observation (None when the episode ended without one). ``reward`` is the step reward.
     ``num_tool_calls`` counts calls that were really executed; ``tools`` names them. ``invalid`` marks output that the
-    environment could not read as an action; the observation then says what was wrong. ``truncated`` goes with ``done``: the
-    environment's own limit of moves cut the episode.
+    environment could not read as an action; the observation then says what was wrong. ``refused`` marks an action that was read
+    and not done (a door that is not there, a button that the page lacks, a call beyond the budget); rewards and outcomes are as
+    for any other. ``truncated`` goes with ``done``: the environment's own limit of moves cut the episode.
     """
 
     message: Message | None
     reward: float = 0.0
     done: bool = False
     invalid: bool = False
+    refused: bool = False
     truncated: bool = False
     num_tool_calls: int = 0
     tools: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The observation's text; empty where the episode ended without one."""
+        return self.message.content if self.message else ""
+
+    @property
+    def carried_out(self) -> bool:
+        """Whether the message was an action and the environment did it."""
+        return not (self.invalid or self.refused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from outrider.environments.factbook_data import Factbook, load_factbook
-from outrider.environments.factbook_questions import Question, build_questions
+from outrider.environments.factbook_questions import Question, build_questions, fact_passages
 from outrider.environments.rewards import RewardConfig
 from outrider.environments.tag_protocol import render_result, stop_strings
 from outrider.environments.tool_episode import EpisodeConfig, ToolEnvironmentFactory
@@ -40,6 +40,12 @@ class FactbookConfig(EpisodeConfig):
     """The same for ``test``."""
     seed: int = 0
     """Order of the tasks within a split; it moves nothing between splits."""
+    passages: Literal["fields", "facts"] = "fields"
+    """What a search looks through: the book's fields as they are, or one line per fact that questions ask for."""
+    tuning: bool = False
+    """Splits of the training countries alone (a third of them plays ``test``): to tune without touching the test panel."""
+    expert_thinks: bool = True
+    """Whether the expert writes a thought in front of every call; without it a turn is half as long."""
     search: SearchConfig = SearchConfig(top_k=2, max_chars=220)
     reward: RewardConfig = RewardConfig(answer="em", format_penalty=0.0, require_think=False, multi_tool_bonus=0.0)
     system_prompt: str = SYSTEM_PROMPT
@@ -77,14 +83,16 @@ class FactbookFamily:
 
     @cached_property
     def _search(self) -> SearchTool:
-        return SearchTool(self._factbook.passages, self.config.search)
+        facts = self.config.passages == "facts"
+        return SearchTool(fact_passages(self._factbook) if facts else self._factbook.passages, self.config.search)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The frozen list of a split. Raises DataError for an unknown split, missing data or when nothing is left."""
         if split not in SPLITS:
             raise DataError(f"factbook: unknown split {split!r}, expected one of {', '.join(SPLITS)}")
         if split not in self._tasks:
-            questions = [q for q in build_questions(self._factbook, split) if len(q.hops) in self.config.hops]
+            built = build_questions(self._factbook, split, tuning=self.config.tuning)
+            questions = [question for question in built if len(question.hops) in self.config.hops]
             kept = self._solvable(questions)
             if not kept:
                 raise DataError(f"factbook: no question of {split!r} with hops {self.config.hops} can be solved by its expert")
@@ -106,13 +114,16 @@ class FactbookFamily:
         thoughts = [_FIRST_THOUGHT, *(f"{found}." for found in reveals[:-1])]
         steps = [
             Step(
-                text=f"<think>{thought}</think><search>{query}</search>", observation=render_result(self._search.run(query).text)
+                text=f"{self._thought(thought)}<search>{query}</search>",
+                observation=render_result(self._search.run(query).text),
             )
             for thought, query in zip(thoughts, queries, strict=True)
         ]
-        answer = task.answers[0]
-        last = f"<think>Found it.</think><answer>\\boxed{{{answer}}}</answer>"
+        last = f"{self._thought('Found it.')}<answer>\\boxed{{{task.answers[0]}}}</answer>"
         return (*steps, Step(text=last, observation="", is_terminal=True))
+
+    def _thought(self, text: str) -> str:
+        return f"<think>{text}</think>" if self.config.expert_thinks else ""
 
     def _solvable(self, questions: Sequence[Question]) -> list[Question]:
         """Questions whose searches find their evidence and show what the next step needs, and not the answer too early."""

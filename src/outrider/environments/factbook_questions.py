@@ -7,9 +7,12 @@ from itertools import pairwise
 
 from outrider.environments.answers import normalize_answer
 from outrider.environments.factbook_data import Country, Factbook
+from outrider.tools.search import Passage
 
 # A country's split is its place in the sorted list of sovereign countries: 6 train, 1 valid, 3 test in 10.
 _PATTERN = ("train", "test", "train", "valid", "train", "test", "train", "train", "test", "train")
+# For tuning: the training countries alone, of which two in six play the part of the test.
+_TUNING_PATTERN = ("train", "", "test", "", "train", "", "train", "test", "", "train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +105,22 @@ _MEASURES: Mapping[str, Attribute] = {
     "age": Attribute(field="Median age", words="median age", question=""),
 }
 
+_ASKED: Mapping[str, Attribute] = {**ATTRIBUTES, **_MEASURES}
+_NUM_NEIGHBOURS = 3  # in a line of facts
 
-def split_of(factbook: Factbook) -> dict[str, str]:
-    """Every sovereign country's split; fixed by the sorted list alone."""
+
+def split_of(factbook: Factbook, *, tuning: bool = False) -> dict[str, str]:
+    """Every sovereign country's split; fixed by the sorted list alone. ``tuning``: of the training countries alone."""
     names = [country.name for country in factbook.countries.values() if country.is_sovereign]
-    return {name: _PATTERN[index % len(_PATTERN)] for index, name in enumerate(names)}
+    pattern = _TUNING_PATTERN if tuning else _PATTERN
+    return {name: pattern[index % len(pattern)] for index, name in enumerate(names)}
 
 
-def build_questions(factbook: Factbook, split: str) -> list[Question]:
+def build_questions(factbook: Factbook, split: str, *, tuning: bool = False) -> list[Question]:
     """All questions whose every country belongs to the split, in a fixed order, unambiguous and not answered by their
     own words.
     """
-    splits = split_of(factbook)
+    splits = split_of(factbook, tuning=tuning)
     members = [country for name, country in factbook.countries.items() if splits.get(name) == split]
     questions = list(_Builder(factbook, members).build())
     num_texts = Counter(question.text for question in questions)
@@ -122,6 +129,22 @@ def build_questions(factbook: Factbook, split: str) -> list[Question]:
         for question in questions
         if all(splits.get(name) == split for name in question.entities) and num_texts[question.text] == 1 and not _leaks(question)
     ]
+
+
+def fact_passages(factbook: Factbook) -> tuple[Passage, ...]:
+    """One line per fact that questions ask for, named like the field that it comes from; neighbours, longest border first."""
+    found: list[Passage] = []
+    for country in factbook.countries.values():
+        known = {attribute.field: (attribute.words, country.facts.get(name)) for name, attribute in _ASKED.items()}
+        if country.borders:
+            ordered = sorted(country.borders, key=lambda name: -country.borders[name])
+            known[_BORDER.field] = (_BORDER.words, ", ".join(ordered[:_NUM_NEIGHBOURS]))
+        found += [
+            Passage(passage_id=f"{country.name} - {field}", title=country.name, text=f"{words}: {value}")
+            for field, (words, value) in known.items()
+            if value is not None
+        ]
+    return tuple(found)
 
 
 def _leaks(question: Question) -> bool:

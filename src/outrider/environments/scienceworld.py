@@ -212,6 +212,7 @@ class ScienceWorldEnvironment:
             reward=reward,
             done=self._done,
             invalid=unreadable,
+            refused=scienceworld_text.is_refused(reply.observation),
             truncated=self._cut_by_moves,
         )
 

@@ -10,6 +10,19 @@ MAX_ACTION_CHARACTERS: Final = 200
 _TAGGED: Final = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
 _UNREADABLE: Final = ("No known action matches that input", "Unknown action.")
 _AMBIGUOUS: Final = "Ambiguous request"
+# What the simulator's checks of an action say (version 1.2.3); each is the whole observation, on one line.
+_REFUSED: Final = re.compile(
+    r"It'?s not clear how to .+|I'm not sure .+|You can't .+"
+    r"|That can't be moved there.*|That object (?:already appears|does not appear) to be in the inventory\."
+    r"|That is already flushing\.|Something can't be connected to itself\.|The door doesn't appear to go anywhere\."
+    r"|You must disconnect entire objects .+|Connections must specify .+|.+ is already connected, and must be disconnected .+"
+    r"|.+ is already (?:activated|deactivated|open|closed)\."
+    r"|.+ is not (?:something that can be activated|closeable|openable|edible|moveable|movable|open|a container)\."
+    r"|.+ appears broken, and can't be activated or deactivated\.|.+ isn't open, so you can't see inside\."
+    r"|.+ can't be poured out,? because .+|.+ is empty, so there's nothing to pour\."
+    r"|.+ does not contain any liquids to dunk into\.|The liquids in .+ aren't able to move\."
+    r"|That container is empty, so there are no items to mix\.|There is only one thing \(.+\)"
+)
 
 INSTRUCTIONS: Final = (
     "You are in a simulated science laboratory and solve a task by typing commands, one a turn.\n"
@@ -68,6 +81,14 @@ def render_valid_actions(actions: Sequence[str], limit: int) -> str:
 def is_unreadable(observation: str) -> bool:
     """Whether the simulator could not read the command at all."""
     return observation.startswith(_UNREADABLE)
+
+
+def is_refused(observation: str) -> bool:
+    """Whether the simulator read the command and did not do it. It costs a move all the same, and time passes.
+
+    A question back (:func:`is_ambiguous`) is no refusal: the simulator waits for its answer and takes nothing else.
+    """
+    return _REFUSED.fullmatch(observation.strip()) is not None
 
 
 def is_ambiguous(observation: str) -> bool:

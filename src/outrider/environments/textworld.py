@@ -226,6 +226,7 @@ class TextWorldEnvironment:
             reward=record.value - before,
             done=record.done,
             invalid=unreadable,
+            refused=reply.refused,
             truncated=record.cut_by_moves,
         )
 

@@ -15,16 +15,23 @@ from outrider.errors import EnvironmentFault
 # what they were applied to: a game that lists commands adds to that whenever it starts, moves or is copied, and the copy of any
 # game walks through it ("dictionary changed size during iteration"). So all of these take turns.
 _RULES: Final = threading.Lock()
+# A traced game reports its actions so, between the lines that a player reads. Those with a parenthesis are parts of others.
+_TRACED: Final = re.compile(r"\[[^]]+\]\n?")
+_DONE: Final = re.compile(r"\[[^]()]+ - succeeded\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a game answered: its text, the points so far, and whether the game has ended."""
+    """What a game answered: its text, the points so far, and whether the game has ended.
+
+    ``refused``: the command was not done, whether the game did not understand it or did not allow it.
+    """
 
     text: str
     score: int
     won: bool = False
     lost: bool = False
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +87,21 @@ class StoryGame:
             infos = textworld.EnvInfos(admissible_commands=with_commands)
             with _RULES:
                 environment = textworld.start(str(story), infos)
-                return cls(environment, environment.reset(), with_commands=with_commands)
+                state = environment.reset()
+                environment.unwrapped._send("tw-trace-actions")  # as the package does itself where it follows the game's logic
+                return cls(environment, state, with_commands=with_commands)
 
     def act(self, command: str) -> Reply:
         with _faults("the game broke"), _RULES if self._with_commands else nullcontext():
             self._state, _, _ = self._environment.step(command)
             state = self._state
+            won, lost = bool(state["won"]), bool(state["lost"])
             return Reply(
-                text=clean(state["feedback"]), score=int(state["score"]), won=bool(state["won"]), lost=bool(state["lost"])
+                text=clean(_TRACED.sub("", state["feedback"])),
+                score=int(state["score"]),
+                won=won,
+                lost=lost,
+                refused=not (won or lost or _DONE.search(state["raw"])),
             )
 
     def commands(self) -> tuple[str, ...]:

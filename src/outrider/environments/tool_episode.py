@@ -120,7 +120,7 @@ class ToolEnvironment:
     def _call(self, text: str, call: Call) -> StepResult:
         if self._num_calls.total() >= self._config.max_calls or not self._budget.is_open:
             self._num_refused += 1
-            return self._end(text, invalid=True) if self._num_refused > 1 else self._answer(text, OVER_LIMIT)
+            return self._end(text, invalid=True) if self._num_refused > 1 else self._answer(text, OVER_LIMIT, refused=True)
         key = (call.tool, " ".join(call.argument.split()) if call.tool == "search" else call.argument)
         if self._calls[key] and self._config.repeated == "refuse":
             self._calls[key] += 1
@@ -133,12 +133,14 @@ class ToolEnvironment:
         self._num_failed += output.failed
         return self._answer(text, output.text, executed=call.tool)
 
-    def _answer(self, text: str, output: str, *, executed: str | None = None, invalid: bool = False) -> StepResult:
+    def _answer(
+        self, text: str, output: str, *, executed: str | None = None, invalid: bool = False, refused: bool = False
+    ) -> StepResult:
         content = render_result(output)
         self._turns.append(Turn(text=text, executed_tool=executed, result=content))
         tools = () if executed is None else (executed,)
         observation = Message(role="inline", content=content)
-        return StepResult(message=observation, invalid=invalid, num_tool_calls=len(tools), tools=tools)
+        return StepResult(message=observation, invalid=invalid, refused=refused, num_tool_calls=len(tools), tools=tools)
 
     def _complain(self, text: str, reason: str) -> StepResult:
         """An observation that says what was wrong, or the end when there were too many."""

@@ -89,7 +89,7 @@ class WebShopEnvironment:
 
     def step(self, message: Message) -> StepResult:
         """Do the one action of the message. What cannot be read, and what the page does not allow, changes nothing and is
-        answered in words; only the former is ``invalid``. Raises RuntimeError after the end of the episode.
+        answered in words; the former is ``invalid``, the latter ``refused``. Raises RuntimeError after the end of the episode.
         """
         if self._done:
             raise RuntimeError("the WebShop episode has ended")
@@ -154,7 +154,7 @@ class WebShopEnvironment:
 
     def _refuse(self, reason: str) -> StepResult:
         self._counts["num_inadmissible"] += 1
-        return StepResult(message=Message(role="user", content=f"{reason}\n{self._look()}"))
+        return StepResult(message=Message(role="user", content=f"{reason}\n{self._look()}"), refused=True)
 
     def _buy(self) -> StepResult:
         page, goal = self._page, self._goal
