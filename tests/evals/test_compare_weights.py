@@ -52,16 +52,16 @@ def test_checkpoints_that_are_only_evaluated_are_told_apart(tmp_path: Path) -> N
     assert len(result.groups) == 2 and result.pairs[0].verdict.winner is None
 
 
-def test_tips_are_policy_tokens(tmp_path: Path) -> None:
+def test_b11_tips_and_what_a_fault_discarded_are_policy_tokens(tmp_path: Path) -> None:
     runs = []
     for seed in range(2):
         run = tmp_path / str(seed)
         write_config(run, algorithm="empo2", seed=seed)
         writer = MetricsWriter(run / "metrics.jsonl")
         for step in (1, 2):
-            writer.write(step, "train", step_values(step, tokens=100.0) | {"tokens/remarks": 30.0})
+            writer.write(step, "train", step_values(step, tokens=100.0) | {"tokens/remarks": 30.0, "tokens/discarded": 7.0})
         writer.close()
         write_evaluation(run, 2, 0.5)
         runs.append(run)
     [members] = compare(runs).groups
-    assert members.costs["policy tokens"] == 260.0
+    assert members.costs["policy tokens"] == 274.0

@@ -1,10 +1,11 @@
-"""Models and task sets from a hub, with the real client libraries against a server on 127.0.0.1, each in a process of its own."""
+"""Models and task sets from a hub, with the real client libraries in a process of their own against a server on 127.0.0.1."""
 
 import io
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow
@@ -45,27 +46,68 @@ def tiny_repository(folder: Path) -> Repository:
     return Repository(files={path.name: path.read_bytes() for path in folder.iterdir()})
 
 
-def outrider(url: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line as a user of that hub runs it: the libraries read its address when they are imported."""
-    hub = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-m", "outrider", "eval", "--progress", "none", *arguments]
-    return subprocess.run(command, env=os.environ | hub, capture_output=True, text=True, check=False, timeout=300)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What one command gave."""
+
+    returncode: int
+    stderr: str
 
 
-def test_a_hub_model_answers_a_hub_task_set(tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The commands by name, what the hub was asked, and the folder of the run that worked."""
+
+    done: dict[str, Done]
+    asked: list[str]
+    run: Path
+
+
+COMMANDS = """
+import contextlib, io, json, sys
+from outrider.cli import main
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        status = main(["eval", "--progress", "none", *arguments])
+    print(json.dumps({"returncode": status, "stderr": told.getvalue()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """Every command in one process, as a user of that hub runs it: the libraries read its address when they are imported."""
     pytest.importorskip("datasets")
-    repositories = {"models/acme/tiny": tiny_repository(tmp_path / "tiny"), "datasets/openai/gsm8k": GSM8K}
-    run = tmp_path / "run"
-    with hub_server(repositories) as hub:
-        arguments = ["--tasks", "gsm8k", "--model", "acme/tiny", "--run", str(run), "rollout.max_turn_tokens=8", "num_threads=1"]
-        done = outrider(hub.url, tmp_path / "home", *arguments)
-        assert done.returncode == 0, done.stderr
-        assert any(one.startswith("GET /acme/tiny/resolve/") and one.endswith("/model.safetensors") for one in hub.asked)
-    results = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()][1:]
+    folder = tmp_path_factory.mktemp("hub")
+    repositories = {
+        "models/acme/tiny": tiny_repository(folder / "tiny"), "datasets/openai/gsm8k": GSM8K,
+        "datasets/gaia-benchmark/GAIA": Repository(files={"README.md": b""}, gated=True),
+    }  # fmt: skip
+    commands = {
+        "played": ["--tasks", "gsm8k", "--model", "acme/tiny", "rollout.max_turn_tokens=8", "num_threads=1"],
+        "no model": ["--tasks", str(as_file(folder)), "--model", "acme/none"],
+        "gaia": ["--tasks", "gaia", "--model", "acme/tiny"],
+        "math500": ["--tasks", "math500", "--model", "acme/tiny"],
+    }
+    given = [[*arguments, "--run", str(folder / name)] for name, arguments in commands.items()]
+    with hub_server(repositories) as server:
+        address = {"HF_ENDPOINT": server.url, "HF_HOME": str(folder / "home")}
+        environment = os.environ | address | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        process = subprocess.run(
+            [sys.executable, "-c", COMMANDS, json.dumps(given)], env=environment, capture_output=True, text=True, timeout=300
+        )
+    assert process.returncode == 0, process.stderr
+    answers = [Done(**json.loads(line)) for line in process.stdout.splitlines() if line.startswith('{"returncode"')]
+    return Asked(done=dict(zip(commands, answers, strict=True)), asked=server.asked, run=folder / "played")
+
+
+def test_a_hub_model_answers_a_hub_task_set(hub: Asked, tmp_path: Path) -> None:
+    assert hub.done["played"].returncode == 0, hub.done["played"].stderr
+    assert any(one.startswith("GET /acme/tiny/resolve/") and one.endswith("/model.safetensors") for one in hub.asked)
+    results = [json.loads(line) for line in (hub.run / "results.jsonl").read_text().splitlines()][1:]
     panel = load_task_set(f"gsm8k={as_file(tmp_path)}")
     assert [one["task_key"] for one in results] == [task.key for task in panel.tasks] == ["gsm8k-0", "gsm8k-1"]
     assert [one["num_tokens"] for one in results] == [8, 8]
-    assert json.loads((run / "summary.json").read_text())["panel_hash"] == panel.panel_hash
+    assert json.loads((hub.run / "summary.json").read_text())["panel_hash"] == panel.panel_hash
 
 
 def as_file(folder: Path) -> Path:
@@ -75,19 +117,14 @@ def as_file(folder: Path) -> Path:
     return path
 
 
-def test_a_model_that_the_hub_lacks_is_said_in_a_line(tmp_path: Path) -> None:
-    with hub_server({}) as hub:
-        done = outrider(
-            hub.url, tmp_path / "home", "--tasks", str(as_file(tmp_path)), "--model", "acme/none", "--run", str(tmp_path / "run")
-        )
+def test_a_model_that_the_hub_lacks_is_said_in_a_line(hub: Asked) -> None:
+    done = hub.done["no model"]
     assert done.returncode == 1
     assert "acme/none" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("name", "advice"), [("gaia", "GAIA is gated"), ("math500", "math500=FILE")])
-def test_a_set_that_the_hub_does_not_give_says_what_to_do(tmp_path: Path, name: str, advice: str) -> None:
-    pytest.importorskip("datasets")
-    with hub_server({"datasets/gaia-benchmark/GAIA": Repository(files={"README.md": b""}, gated=True)}) as hub:
-        done = outrider(hub.url, tmp_path / "home", "--tasks", name, "--model", "acme/tiny", "--run", str(tmp_path / "run"))
+def test_a_set_that_the_hub_does_not_give_says_what_to_do(hub: Asked, name: str, advice: str) -> None:
+    done = hub.done[name]
     assert done.returncode == 1
     assert advice in done.stderr and ".." not in done.stderr and "Traceback" not in done.stderr

@@ -48,7 +48,7 @@ def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> No
     panel = PlayedPanel(
         panel=Panel(task_set=TASK_SETS["simpleqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)),
         factory=Factory(lambda task, number: Fake(on_step=lambda step, text: None)),  # type: ignore[arg-type, return-value]
-        stop=(), limits=Limits(step_timeout_s=5), scorer="judge", tools=(), identity={},
+        stop=(), limits=Limits(step_timeout_s=60), scorer="judge", tools=(), identity={},
     )  # fmt: skip
     grader = Interrupted(rules=find_variant("default"), kind="qa", scorer="judge")
     with pytest.raises(KeyboardInterrupt):

@@ -224,7 +224,7 @@ def play(
     )
     panel = PlayedPanel(
         panel=Panel(task_set=TASK_SETS["hotpotqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)), factory=environments,
-        stop=(), limits=Limits(step_timeout_s=5), scorer="f1", tools=(), identity={"panel": 1},
+        stop=(), limits=Limits(step_timeout_s=60), scorer="f1", tools=(), identity={"panel": 1},
     )  # fmt: skip
     player = LocalPlayer(engine=engine, identity={"model": "fake"}, settings=settings)
     store = PanelStore.open(path, identity={"panel": 1})

@@ -9,7 +9,7 @@ from outrider.evals.compare_runs import Incomparable, Run, short_ends
 
 _SAME_TRAINING: Final = frozenset((
     "seed", "num_threads", "trackers", "train.checkpoint_every", "train.keep_checkpoints", "train.max_concurrent", "train.max_retries",
-    "train.expert_timeout_s",
+    "train.expert_timeout_s", "train.watchdog_s",
 ))  # fmt: skip
 _STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))  # each seed has its own: whether there is one counts
 _BUDGET: Final = "train.max_policy_tokens"  # it follows what another run spent: whether there is one counts

@@ -10,11 +10,12 @@ import numpy as np
 
 from outrider.errors import DataError, OutriderError
 from outrider.evals.statistics import Scores
+from outrider.metrics import WRITTEN_TOKENS
 from outrider.watch.run_directory import RunData, read_run
 
 AXES: Final[Mapping[str, tuple[str, ...]]] = {  # what a curve is drawn over, and the metrics of a step that add up to it
     "training steps": ("step",),
-    "policy tokens": ("tokens/policy", "tokens/remarks"),  # the second only where tips are written
+    "policy tokens": WRITTEN_TOKENS,
     "tool calls": ("rollout/num_tool_calls",),
     "seconds": ("time/step",),
 }

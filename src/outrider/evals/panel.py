@@ -25,15 +25,15 @@ from outrider.evals.judge import Judge, JudgeSettings
 from outrider.evals.panel_grades import Grader, Played
 from outrider.evals.panel_players import Player, make_player
 from outrider.evals.panel_settings import PanelSettings
-from outrider.evals.panel_store import PanelStore
+from outrider.evals.panel_store import RESULTS, SUMMARY, PanelStore
 from outrider.evals.panel_table import PanelReport
 from outrider.evals.panel_tasks import PlayedPanel, open_panel
 from outrider.evals.scores import SampleResult, summarise
+from outrider.rollout.whereabouts import Whereabouts
 from outrider.watch.progress import Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
+from outrider.watch.watchdog import WatchedProgress
 
-RESULTS = "results.jsonl"
-SUMMARY = "summary.json"
 _MAX_JUDGES = 8  # that are asked at a time, for one batch of a model's answers
 _SHOWN_FAULTS = 3
 
@@ -49,10 +49,11 @@ def evaluate_tasks(settings: PanelSettings, folder: Path, *, progress: Literal["
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / RESULTS).exists())):
         raise ConfigError(f"{folder} is not empty and holds no evaluation of tasks")
     began = time.monotonic()
-    display = make_progress(progress)
+    whereabouts = Whereabouts()
+    display = WatchedProgress(make_progress(progress), whereabouts=whereabouts, after_s=settings.watchdog_s)
     try:
         display.stage("set-up", None)
-        report, notes = run_panel(settings, folder, display=display)
+        report, notes = run_panel(settings, folder, display=display, whereabouts=whereabouts)
     finally:
         display.close()
     Console().print(report.table())
@@ -64,8 +65,14 @@ def evaluate_tasks(settings: PanelSettings, folder: Path, *, progress: Literal["
     return 0
 
 
-def run_panel(settings: PanelSettings, folder: Path, *, display: Progress) -> tuple[PanelReport, list[str]]:
-    """The evaluation itself: its report, and notes about the play that are none of its results. Raises as above."""
+def run_panel(
+    settings: PanelSettings, folder: Path, *, display: Progress, whereabouts: Whereabouts | None = None
+) -> tuple[PanelReport, list[str]]:
+    """The evaluation itself: its report, and notes about the play that are none of its results. Raises as
+    above.
+
+    ``whereabouts`` is told where the rollouts are.
+    """
     judge = None if settings.judge is None else _found_judge(settings.judge)
     if settings.judge is not None and judge is not None:
         settings = settings.model_copy(update={"judge": judge.settings})
@@ -73,13 +80,17 @@ def run_panel(settings: PanelSettings, folder: Path, *, display: Progress) -> tu
     meter = TokenMeter(display)
     try:
         player = make_player(settings, on_tokens=meter)
+        player.whereabouts = whereabouts or player.whereabouts
         grader = Grader(
             rules=find_variant(settings.rules), kind=panel.kind, scorer=panel.scorer, tools=panel.tools, judge=judge,
             max_faults_in_a_row=settings.max_faults_in_a_row,
         )  # fmt: skip
         store = PanelStore.open(folder / RESULTS, identity={**panel.identity, **player.identity})
         try:
-            play_panel(panel, player, grader, store, num_samples=settings.num_samples, display=display, meter=meter)
+            play_panel(
+                panel, player, grader, store, num_samples=settings.num_samples, display=display, meter=meter,
+                num_parallel=settings.num_concurrent,
+            )  # fmt: skip
             report = make_report(settings, panel, player, store)
         except EngineFault as fault:
             raise EngineFault(f"{fault}. What was played is kept, and the same command continues") from fault
@@ -100,9 +111,16 @@ def play_panel(
     num_samples: int,
     display: Progress,
     meter: TokenMeter | None = None,
+    num_parallel: int = 1,
 ) -> None:
-    """Judge the answers whose judge had failed, then play what is missing or faulty. ``meter`` shows the player's tokens."""
-    recorder = _Recorder(panel=panel, grader=grader, store=store, display=display, num_samples=num_samples)
+    """Judge the answers whose judge had failed, then play what is missing or faulty, ``num_parallel`` at a
+    time.
+
+    ``meter`` shows the player's tokens.
+    """
+    recorder = _Recorder(
+        panel=panel, grader=grader, store=store, display=display, num_samples=num_samples, num_parallel=num_parallel
+    )
     recorder.begin()
     if meter is not None:
         meter.num_done = lambda: recorder.num_done
@@ -142,6 +160,7 @@ class _Recorder:
     store: PanelStore
     display: Progress
     num_samples: int
+    num_parallel: int
     num_done: int = 0
     _num_faults: int = 0
     _lock: Lock = field(default_factory=Lock)
@@ -150,7 +169,8 @@ class _Recorder:
         """Show what is on file."""
         results = _wanted(self.store.results, self.num_samples)
         self.num_done = sum(not result.outcome.is_fault for result in results)
-        self.display.stage("evaluate", len(self.panel.tasks) * self.num_samples)
+        num_owed = len(self.panel.tasks) * self.num_samples
+        self.display.stage("evaluate", num_owed, done=self.num_done, num_parallel=self.num_parallel)
         self.display.advance(self.num_done)
 
     def judge_again(self) -> None:

@@ -41,7 +41,9 @@ def load_language_model(chosen: ModelSettings) -> LanguageModel:
     """Load what :func:`resolve` gave. Raises ModelError and CheckpointError."""
     loaded = load_model(chosen.name, precision=chosen.precision, device=chosen.device)
     if chosen.initial_checkpoint is not None:
-        policy = Policy(loaded, OptimizerSettings(), lora=chosen.lora)  # it knows masters and adapters
+        policy = Policy(
+            loaded, OptimizerSettings(), lora=chosen.lora, trained_layers=chosen.trained_layers
+        )  # it knows masters and adapters
         load_weights(policy, Path(chosen.initial_checkpoint))
     loaded.model.requires_grad_(False)
     return loaded

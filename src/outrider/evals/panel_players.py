@@ -4,14 +4,13 @@ Both play what the store says is owed and hand over rollouts as they end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.engines.base import Engine
 from outrider.engines.endpoint import ChatEndpoint, EndpointSettings
 from outrider.engines.local import LocalEngine
 from outrider.engines.model import resolve_precision
-from outrider.errors import ModelError
 from outrider.evals.panel_grades import Played, from_collected, from_trace
 from outrider.evals.panel_model import load_language_model, resolve, template_hash, weights_hash
 from outrider.evals.panel_settings import PanelSettings
@@ -20,6 +19,7 @@ from outrider.evals.panel_tasks import PlayedPanel
 from outrider.rollout.collect import Collector
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
 from outrider.train.policy import set_threads
 from outrider.train.settings import ModelSettings
@@ -30,9 +30,10 @@ _MODE = "evaluation"
 
 
 class Player(Protocol):
-    """``identity``: what results depend on."""
+    """``identity``: what results depend on; ``whereabouts`` of its rollouts are for the one who watches."""
 
     identity: Mapping[str, Json]
+    whereabouts: Whereabouts
 
     def play(self, panel: PlayedPanel, store: PanelStore, record: Record) -> None:
         """Play what is owed; ``record`` may be called from several threads and must have stored when it returns."""
@@ -67,6 +68,7 @@ class LocalPlayer:
     identity: Mapping[str, Json]
     settings: PanelSettings
     num_retries: int = 0
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)
 
     @classmethod
     def loaded(cls, chosen: ModelSettings, settings: PanelSettings, *, on_tokens: Callable[[int], None]) -> "LocalPlayer":
@@ -85,7 +87,6 @@ class LocalPlayer:
     def play(self, panel: PlayedPanel, store: PanelStore, record: Record) -> None:
         """One batch after the other; its results are recorded when it is over."""
         renderer = ChatRenderer(self.engine.tokenizer)
-        _check_template(renderer, panel)
         scheduler = Scheduler(
             engine=self.engine,
             renderer=renderer,
@@ -95,6 +96,7 @@ class LocalPlayer:
             run_seed=self.settings.seed,
             max_concurrent=self.settings.num_concurrent,
             max_retries=self.settings.max_retries,
+            whereabouts=self.whereabouts,
         )
         owed = {(task.key, sample) for task, sample in store.owed(panel.tasks, num_samples=self.settings.num_samples)}
         size = self.settings.batch_size
@@ -121,17 +123,6 @@ def _to_play(batch: Sequence[Task], sample: int, owed: set[tuple[str, int]], sto
     return batch
 
 
-def _check_template(renderer: ChatRenderer, panel: PlayedPanel) -> None:
-    """Raises ModelError when the chat template refuses the prompts of questions: some know no system message."""
-    if panel.scorer is None:
-        return
-    prompt = panel.factory(panel.tasks[0]).reset(0)
-    try:
-        renderer.prompt(prompt)
-    except Exception as error:  # templates raise what they like
-        raise ModelError(f"the chat template refuses the prompt ({error}); without tools try instruction=user") from error
-
-
 @dataclass(slots=True, kw_only=True)
 class EndpointPlayer:
     """An agent behind a chat endpoint. Every rollout is recorded as soon as it has ended."""
@@ -140,6 +131,7 @@ class EndpointPlayer:
     identity: Mapping[str, Json]
     settings: PanelSettings
     num_retries: int = 0
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)
 
     @classmethod
     def found(cls, chosen: EndpointSettings, settings: PanelSettings) -> "EndpointPlayer":
@@ -160,6 +152,7 @@ class EndpointPlayer:
             num_concurrent=self.settings.num_concurrent,
             max_retries=self.settings.max_retries,
             max_faults_in_a_row=self.settings.max_faults_in_a_row,
+            whereabouts=self.whereabouts,
         )
         played = collector.play(
             store.owed(panel.tasks, num_samples=self.settings.num_samples),

@@ -6,12 +6,13 @@ from pydantic import Field, model_validator
 
 from outrider.config import Settings
 from outrider.engines.endpoint import EndpointSettings
+from outrider.environments.families import EnvironmentConfig
 from outrider.environments.scienceworld import ScienceWorldConfig
 from outrider.environments.tools import ToolsConfig
 from outrider.evals.extraction import Scorer
 from outrider.evals.judge import JudgeSettings
 from outrider.rollout.episode import Limits
-from outrider.train.settings import EnvironmentConfig, ModelSettings
+from outrider.train.settings import ModelSettings
 
 ENVIRONMENTS: Final = ("factbook", "scienceworld", "webshop", "textworld")
 """Environments with tasks of their own, by the names that ``tasks`` takes."""
@@ -48,7 +49,8 @@ class PanelSettings(Settings):
     """k of pass@k and avg@k."""
     temperature: float = Field(0.0, ge=0)
     instruction: Literal["system", "user"] = "system"
-    """Without tools: the message that tells how to answer. ``user`` is for chat templates that know no system message."""
+    """Without tools: the message that tells how to answer; a chat template without system messages has it in
+    the user's anyway."""
     rollout: PanelLimits = PanelLimits()
     rules: Literal["default", "arpo-train", "arpo-eval", "squad"] = "default"
     """Extraction and normalisation of answers (``evals.extraction``)."""
@@ -63,6 +65,8 @@ class PanelSettings(Settings):
     max_faults_in_a_row: int = Field(8, ge=1)
     """Of the endpoint or of the judge, after which the evaluation stops: a dead server must not cost every sample's back-off."""
     num_threads: int = Field(2, ge=1)
+    watchdog_s: float = Field(300.0, ge=0)
+    """After so many seconds without progress a line says where the evaluation waits (0: never)."""
     seed: int = 0
 
     @property

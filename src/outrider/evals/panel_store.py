@@ -18,6 +18,8 @@ from outrider.errors import ConfigError, DataError
 from outrider.evals.scores import SampleResult
 from outrider.types import Json, Outcome, Task
 
+RESULTS: Final = "results.jsonl"  # of an evaluation's folder, and what it comes to:
+SUMMARY: Final = "summary.json"
 FORMAT: Final = "outrider panel 1"
 _BEGINNING: Final = f'{{"format": "{FORMAT}"'.encode()  # of the first line, keys being sorted
 
@@ -119,6 +121,26 @@ class PanelStore:
             os.ftruncate(self._descriptor, self._size)
             raise
         self._size += len(line)
+
+
+def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
+    """What a closed file is of, and its results by task key and sample number. Raises DataError naming the line."""
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    lines = whole.split(b"\n")
+    found = _parsed(path, 1, lines[0]).get("identity")
+    identity = found if isinstance(found, dict) else {}
+    results = _read(path, lines, identity)
+    return identity, [results[key] for key in sorted(results)]
+
+
+def write_results(path: Path, identity: Mapping[str, Json], results: Sequence[SampleResult]) -> None:
+    """The same as a new file that :meth:`PanelStore.open` continues."""
+    store = PanelStore.open(path, identity=identity)
+    try:
+        for result in results:
+            store.add(result)
+    finally:
+        store.close()
 
 
 def _read(path: Path, lines: Sequence[bytes], identity: Mapping[str, Json]) -> dict[tuple[str, int], SampleResult]:

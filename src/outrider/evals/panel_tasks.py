@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.environments.base import EnvironmentFactory, TaskFamily
 from outrider.environments.datasets import panel_hash
+from outrider.environments.families import EnvironmentConfig, make_family
 from outrider.environments.questions import QuestionFactory
 from outrider.environments.tools import ToolsConfig
 from outrider.errors import ConfigError
@@ -18,8 +19,6 @@ from outrider.evals.judge import JudgeSettings
 from outrider.evals.panel_settings import ENVIRONMENTS, PanelSettings
 from outrider.evals.task_sets import Panel, TaskSet, load_task_set, prompt_messages
 from outrider.rollout.episode import Limits
-from outrider.train.components import make_family
-from outrider.train.settings import EnvironmentConfig
 from outrider.types import Json, Message, Task
 
 
