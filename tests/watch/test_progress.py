@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import ConfigError
-from outrider.watch.progress import NullProgress, PlainProgress, RichProgress, StageClock, make_progress, one_line
+from outrider.watch.progress import NullProgress, PlainProgress, RichProgress, make_progress, one_line
 
 
 class Clock:
@@ -22,65 +22,12 @@ def plain(clock: Clock) -> tuple[PlainProgress, io.StringIO]:
     return PlainProgress(stream=stream, clock=clock), stream
 
 
-def test_time_left_of_an_even_pace() -> None:
-    clock = Clock()
-    stage = StageClock(name="train", total=10, clock=clock)
-    assert stage.left is None
-    for done in range(1, 5):
-        clock.now += 3.0
-        stage.advance(done, {})
-    assert stage.left == pytest.approx(6 * 3.0)
-    clock.now += 1.0  # the estimate runs down between reports
-    assert stage.left == pytest.approx(6 * 3.0 - 1.0)
-    clock.now += 1000.0
-    assert stage.left == 0.0
-
-
-def test_time_left_of_a_resumed_stage_uses_only_its_own_pace() -> None:
-    clock = Clock()
-    stage = StageClock(name="train", total=100, clock=clock)
-    clock.now += 25.0
-    stage.advance(91, {})  # 90 steps or so were done by the run before
-    assert stage.left is None
-    clock.now += 10.0
-    stage.advance(92, {})
-    assert stage.left == pytest.approx(8 * 10.0)
-
-
-def test_time_left_follows_a_change_of_pace() -> None:
-    clock = Clock()
-    stage = StageClock(name="train", total=200, clock=clock)
-    for done in range(1, 101):
-        clock.now += 1.0 if done <= 60 else 5.0
-        stage.advance(done, {})
-    assert stage.left == pytest.approx(100 * 5.0)
-
-
-def test_reports_within_a_step_do_not_wash_out_the_pace_of_steps() -> None:
-    clock = Clock()
-    stage = StageClock(name="train", total=10, clock=clock)
-    for done in range(1, 4):
-        for _ in range(50):  # rollouts of the step come in
-            clock.now += 0.1
-            stage.advance(done - 1, {"generated": 5})
-        stage.advance(done, {})
-    assert stage.left == pytest.approx(7 * 5.0)
-
-
 def test_plain_thins_out_reports_that_carry_nothing_new() -> None:
     progress, stream = plain(Clock())
     progress.stage("train", 10)
     for _ in range(100):
         progress.advance(0)
     assert len(stream.getvalue().splitlines()) == 2
-
-
-def test_reward_is_a_mean_of_the_last_twenty() -> None:
-    stage = StageClock(name="train", total=None, clock=Clock())
-    for done in range(1, 31):
-        stage.advance(done, {"reward": float(done)})
-    assert stage.fields["reward"] == pytest.approx(sum(range(11, 31)) / 20)
-    assert stage.left is None
 
 
 def test_plain_prints_every_slow_event_on_one_line() -> None:

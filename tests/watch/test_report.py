@@ -261,11 +261,11 @@ def test_an_evaluation_with_an_infinite_count_is_left_out_and_said(tmp_path: Pat
     assert "an evaluation was left out (OverflowError" in page.text and "No evaluation was recorded." in page.text
 
 
-def test_tips_are_policy_tokens(tmp_path: Path) -> None:
+def test_b11_tips_and_what_a_fault_discarded_are_policy_tokens(tmp_path: Path) -> None:
     """As in ``outrider compare`` and in the token budget of a run."""
     write_config(tmp_path)
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for step in (1, 2):
-        writer.write(step, "train", {"tokens/policy": 100.0, "tokens/remarks": 11.0})
+        writer.write(step, "train", {"tokens/policy": 100.0, "tokens/remarks": 11.0, "tokens/discarded": 3.0})
     writer.close()
-    assert re.search(r"policy tokens\s*222\s", report(tmp_path).text)
+    assert re.search(r"policy tokens\s*228\s", report(tmp_path).text)

@@ -3,9 +3,8 @@
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Final, Literal, Protocol, TextIO, TypeAlias
+from typing import Literal, Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,19 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import ConfigError
+from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, duration, shown
 
-Field: TypeAlias = float | int | str
-Clock: TypeAlias = Callable[[], float]
-
-_WINDOW: Final = 20  # advances that the moving reward and the time left look back on
 _log = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
     """What stages of a run report to. Display only: nothing here changes a run, and no method raises."""
 
-    def stage(self, name: str, total: int | None) -> None:
-        """Begin a stage (set-up, buffer, cold start, evaluate, train); ``total`` units, None where unknown."""
+    def stage(self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1) -> None:
+        """Begin a stage (set-up, buffer, cold start, evaluate, train), or take one up again; ``total`` units,
+        None where unknown.
+
+        ``done`` of them are done already; ``num_parallel`` are under way at a time.
+        """
 
     def advance(self, done: int, **fields: Field) -> None:
         """``done`` units of the stage are complete; a field named ``reward`` is shown as a moving mean."""
@@ -38,64 +38,10 @@ class Progress(Protocol):
         """End the display; may be called twice."""
 
 
-class StageClock:
-    """Arithmetic of one stage: elapsed time, time left, moving reward. A resumed stage may begin above zero."""
-
-    def __init__(self, *, name: str, total: int | None, clock: Clock) -> None:
-        self.name = name
-        self.total = total
-        self.done = 0
-        self.num_reports = 0
-        self.fields: dict[str, Field] = {}
-        self._clock = clock
-        self._started = clock()
-        self._marks: deque[tuple[float, int]] = deque(maxlen=_WINDOW + 1)
-        self._rewards: deque[float] = deque(maxlen=_WINDOW)
-
-    def advance(self, done: int, fields: dict[str, Field]) -> None:
-        """Take a report; a mean over the last rewards replaces the field ``reward``."""
-        if not self._marks and done <= 1:  # a resumed stage has no pace yet: what was done before took no time here
-            self._marks.append((self._started, 0))
-        if not self._marks or done != self._marks[-1][1]:  # reports within a unit say nothing about the pace of units
-            self._marks.append((self._clock(), done))
-        self.done = done
-        self.num_reports += 1
-        self.fields.update(fields)
-        reward = fields.get("reward")
-        if isinstance(reward, int | float):
-            self._rewards.append(float(reward))
-            self.fields["reward"] = sum(self._rewards) / len(self._rewards)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the stage began."""
-        return self._clock() - self._started
-
-    @property
-    def left(self) -> float | None:
-        """Estimated seconds to the end from the pace of the last reports; None where there is no basis."""
-        if self.total is None or not self._marks:
-            return None
-        (start, first), (end, last) = self._marks[0], self._marks[-1]
-        if last <= first:
-            return None
-        estimate = (end - start) / (last - first) * (self.total - last)
-        return max(0.0, estimate - (self._clock() - end))
-
-    def summary(self) -> str:
-        """One line without control characters: ``train 3/40  reward 0.41  …  elapsed 0:12  left 2:28``."""
-        count = f"{self.done}/{self.total}" if self.total is not None else str(self.done)
-        parts = [f"{self.name} {count}", *(f"{name} {_shown(value)}" for name, value in self.fields.items())]
-        parts.append(f"elapsed {_duration(self.elapsed)}")
-        if self.left is not None and self.done != self.total:
-            parts.append(f"left {_duration(self.left)}")
-        return one_line("  ".join(parts))
-
-
 class NullProgress:
     """Shows nothing."""
 
-    def stage(self, name: str, total: int | None) -> None:
+    def stage(self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1) -> None:
         """Ignored."""
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -120,16 +66,18 @@ class PlainProgress:
         self._stream = stream if stream is not None else sys.stdout
         self._interval = interval
         self._clock = clock
+        self._clocks = StageClocks(clock)
         self._stage: StageClock | None = None
         self._last_print = clock()
         self._has_unprinted = False
         self._is_broken = False
 
-    def stage(self, name: str, total: int | None) -> None:
+    def stage(self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1) -> None:
         """Print the end of the stage before, if it was thinned out, and the beginning of this one."""
         self._flush()
-        self._stage = StageClock(name=name, total=total, clock=self._clock)
-        self._print(f"{name}: start" if total is None else f"{name}: start, {total} to do")
+        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
+        to_do = "start" if total is None else f"{done} of {total} done" if done else f"start, {total} to do"
+        self._print(f"{name}: {to_do}")
 
     def advance(self, done: int, **fields: Field) -> None:
         """Print the state of the stage, unless the last line is younger than the interval."""
@@ -153,7 +101,7 @@ class PlainProgress:
     def _flush(self) -> None:
         if self._has_unprinted and self._stage is not None:
             self._has_unprinted = False
-            self._print(self._stage.summary())
+            self._print(one_line(self._stage.summary()))
 
     def _print(self, line: str) -> None:
         self._last_print = self._clock()
@@ -172,17 +120,17 @@ class RichProgress:
 
     def __init__(self, *, console: Console | None = None, clock: Clock = time.monotonic) -> None:
         self._console = console if console is not None else Console()
-        self._clock = clock
+        self._clocks = StageClocks(clock)
         self._stage: StageClock | None = None
         self._message = ""
         self._is_broken = False
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
 
-    def stage(self, name: str, total: int | None) -> None:
+    def stage(self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1) -> None:
         """Leave one line for the finished stage and begin the next."""
         self._leave_summary()
-        self._stage = StageClock(name=name, total=total, clock=self._clock)
+        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
         self._message = ""
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -205,7 +153,7 @@ class RichProgress:
 
     def _leave_summary(self) -> None:
         if self._stage is not None:
-            self._print(self._stage.summary())
+            self._print(one_line(self._stage.summary()))
 
     def _print(self, line: str) -> None:
         self._guarded(lambda: self._console.print(Text(line)))
@@ -226,12 +174,11 @@ class RichProgress:
             return Group(Text("starting"))
         grid = Table.grid(padding=(0, 2))
         count = f"{stage.done}/{stage.total}" if stage.total is not None else str(stage.done)
-        left = "estimating" if stage.left is None else _duration(stage.left)
         bar = ProgressBar(total=stage.total, completed=stage.done, width=30, pulse=stage.total is None)
-        times = Text(f"elapsed {_duration(stage.elapsed)}  left {left}")
+        times = Text(f"elapsed {duration(stage.elapsed)}  left {stage.shown_left or 'estimating'}")
         grid.add_row(Text(stage.name, style="bold"), bar, Text(count), times)
-        shown = list(stage.fields.items())  # at once: the run's thread adds to them while this one draws
-        fields = "  ".join(f"{name} {_shown(value)}" for name, value in shown)
+        entries = list(stage.fields.items())  # at once: the run's thread adds to them while this one draws
+        fields = "  ".join(f"{name} {shown(value)}" for name, value in entries)
         return Group(grid, Text(one_line(fields)), Text(self._message, style="dim", overflow="ellipsis", no_wrap=True))
 
 
@@ -254,13 +201,3 @@ def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Pr
 def one_line(text: str) -> str:
     """The text with every control character, line breaks and terminal escapes included, replaced by a space."""
     return "".join(char if char.isprintable() else " " for char in text)
-
-
-def _shown(value: Field) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -12,7 +12,8 @@ from typing import Final
 
 from markupsafe import Markup
 
-from outrider.metrics import DECLARED, declared_metric
+from outrider.metrics import DECLARED, WRITTEN_TOKENS, declared_metric
+from outrider.watch.before_after import pick_before_after
 from outrider.watch.curves import Chart, Point, Series, number, svg_chart
 from outrider.watch.run_directory import Evaluation, RunData, read_run
 from outrider.watch.samples import ENTROPY_EDGES, Budget, Sample, pick_samples
@@ -78,7 +79,9 @@ def write_report(run_dir: Path) -> Path:
     notes = list(run.notes)
     samples = pick_samples(run_dir / "traces", notes)
     trees = pick_trees(run_dir / "traces", notes)
-    page = next((page for budget in _BUDGETS if len(page := render(run, samples, notes, budget, trees)) <= MAX_BYTES), None)
+    pair = pick_before_after(run_dir / "traces", run.evaluations, notes)
+    pages = (render(run, samples, notes, budget, trees, pair) for budget in _BUDGETS)
+    page = next((page for page in pages if len(page) <= MAX_BYTES), None)
     if page is None:
         notes.append("the sample rollouts were left out to keep this page small")
         page = render(run, (), notes, _BUDGETS[-1])
@@ -89,7 +92,14 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(run: RunData, samples: Sequence[Sample], notes: Sequence[str], budget: Budget, trees: Sequence[Tree] = ()) -> bytes:
+def render(
+    run: RunData,
+    samples: Sequence[Sample],
+    notes: Sequence[str],
+    budget: Budget,
+    trees: Sequence[Tree] = (),
+    before_after: Sequence[Sample] = (),
+) -> bytes:
     """The page as UTF-8; pure."""
     figures, missing = _figures(run)
     shown = list(dict.fromkeys(notes))
@@ -105,6 +115,7 @@ def render(run: RunData, samples: Sequence[Sample], notes: Sequence[str], budget
         counts=_counts(run),
         samples=[(sample, sample.nodes(budget)) for sample in samples],
         trees=trees,
+        before_after=[(sample, sample.nodes(budget)) for sample in before_after],
         edges=ENTROPY_EDGES,
         number=number,
     )
@@ -114,7 +125,7 @@ def render(run: RunData, samples: Sequence[Sample], notes: Sequence[str], budget
 def _facts(run: RunData) -> dict[str, str]:
     steps = [record["step"] for record in run.records if record["kind"] == "train"]
     seconds = run.total("train", "time/step")
-    tokens = run.total("train", "tokens/policy") + run.total("train", "tokens/remarks")  # tips are written by the policy too
+    tokens = sum(run.total("train", name) for name in WRITTEN_TOKENS)
     return {
         "algorithm": _first(run.config, "algorithm.type", "algorithm.name", "algorithm"),
         "model": _first(run.config, "model.name", "model.path", "model"),

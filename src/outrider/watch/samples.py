@@ -87,7 +87,7 @@ def pick_samples(directory: Path, notes: list[str]) -> tuple[Sample, ...]:
     """
     by_step: list[list[Sample]] = []
     for rows in _readable_steps(TraceReader(directory), notes):
-        by_step.append(_ranked(_rollouts(rows, notes)))
+        by_step.append(_ranked(rollouts_of(rows, notes)))
     rounds = chain.from_iterable(zip_longest(*by_step))
     chosen = [sample for sample in rounds if sample is not None][:NUM_SAMPLES]
     if not chosen:
@@ -111,7 +111,8 @@ def _readable_steps(reader: TraceReader, notes: list[str]) -> Iterator[tuple[Tra
         yield rows
 
 
-def _rollouts(rows: Sequence[TraceRow], notes: list[str]) -> list[Sample]:
+def rollouts_of(rows: Sequence[TraceRow], notes: list[str]) -> list[Sample]:
+    """Every finished rollout with its path; a leaf without a path to a root is left out and noted."""
     nodes = {(row.task_key, row.trace_id, row.node_id): row for row in rows}
     samples: list[Sample] = []
     for leaf in rows:

@@ -72,7 +72,10 @@ class TraceRow:
 
 
 class TraceWriter:
-    """Writes ``step-000012.parquet`` files; a file is either absent or whole."""
+    """Writes ``step-000012.parquet`` files, one per training step, and ``evaluation-002.parquet``, one per evaluation.
+
+    A file is either absent or whole.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -82,7 +85,13 @@ class TraceWriter:
         """Write the nodes of one step under a temporary name, then rename. Raises ``ValueError`` for rows of another step."""
         if any(row.step != step for row in rows):
             raise ValueError(f"a row belongs to another step than {step}")
-        path = self.directory / f"step-{step:06d}.parquet"
+        return self._write(self.directory / f"step-{step:06d}.parquet", rows)
+
+    def write_evaluation(self, number: int, rows: Sequence[TraceRow]) -> Path:
+        """Write the rollouts of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
+        return self._write(self.directory / evaluation_file(number), rows)
+
+    def _write(self, path: Path, rows: Sequence[TraceRow]) -> Path:
         temporary = path.with_suffix(".parquet.tmp")
         with temporary.open("wb") as stream:
             pq.write_table(_table(rows), stream, compression="zstd")
@@ -94,7 +103,7 @@ class TraceWriter:
     def resume(self, step: int) -> int:
         """Remove the files of steps after the checkpoint step, and what a kill left half written; return how many."""
         later = [path for number, path in _step_files(self.directory) if number > step]
-        doomed = [*later, *sorted(self.directory.glob("step-*.parquet.tmp"))]
+        doomed = [*later, *sorted(self.directory.glob("*.parquet.tmp"))]
         for path in doomed:
             path.unlink()
         return len(doomed)
@@ -112,7 +121,17 @@ class TraceReader:
 
     def read(self, step: int) -> tuple[TraceRow, ...]:
         """The nodes of a step in the order written. Raises :class:`~outrider.errors.DataError` for a missing or damaged file."""
-        path = self.directory / f"step-{step:06d}.parquet"
+        return self._read(self.directory / f"step-{step:06d}.parquet")
+
+    def read_evaluation(self, number: int) -> tuple[TraceRow, ...]:
+        """The rollouts of the evaluation in line ``number`` of ``evaluations.jsonl``. Raises as :meth:`read` does."""
+        return self._read(self.directory / evaluation_file(number))
+
+    def has_evaluation(self, number: int) -> bool:
+        """Whether the rollouts of this evaluation are on file."""
+        return (self.directory / evaluation_file(number)).exists()
+
+    def _read(self, path: Path) -> tuple[TraceRow, ...]:
         try:
             with path.open("rb") as stream:  # a stream, because messages about a path name the folders of this machine
                 table = pq.read_table(stream).select(SCHEMA.names).cast(SCHEMA)
@@ -120,6 +139,11 @@ class TraceReader:
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
             reason = "the file is missing" if isinstance(error, FileNotFoundError) else str(error).partition("\n")[0]
             raise DataError(f"{path.name} cannot be read: {reason}") from error
+
+
+def evaluation_file(number: int) -> str:
+    """Name of the file with the rollouts of an evaluation, by its line in ``evaluations.jsonl``."""
+    return f"evaluation-{number:03d}.parquet"
 
 
 def _step_files(directory: Path) -> list[tuple[int, Path]]:

@@ -1,0 +1,130 @@
+"""Arithmetic of a run's stages: elapsed time, and how much is left by the pace that was measured, or
+nothing."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+Field: TypeAlias = float | int | str
+Clock: TypeAlias = Callable[[], float]
+
+_WINDOW: Final = 20  # rewards that the moving mean looks back on
+
+
+class StageClock:
+    """One stage of ``total`` units (None: unknown), of which ``done`` were done before it began.
+
+    ``num_parallel`` units are under way at a time and end in bursts: no pace is told from the first of them.
+    """
+
+    def __init__(
+        self, *, name: str, total: int | None, done: int = 0, num_parallel: int = 1, clock: Clock = time.monotonic
+    ) -> None:
+        self.name = name
+        self.total = total
+        self.done = done
+        self.num_reports = 0
+        self.fields: dict[str, Field] = {}
+        self._num_before = done
+        self._num_parallel = num_parallel
+        self._clock = clock
+        self._started = clock()
+        self._marks: deque[tuple[float, int]] = deque([(self._started, done)])  # when so many units were done
+        self._rewards: deque[float] = deque(maxlen=_WINDOW)
+
+    def advance(self, done: int, fields: dict[str, Field]) -> None:
+        """Take a report; a mean over the last rewards replaces the field ``reward``."""
+        if done != self._marks[-1][1]:  # reports within a unit say nothing about the pace of units
+            self._mark(self._clock(), done)
+        self.done = done
+        self.num_reports += 1
+        self.fields.update(fields)
+        reward = fields.get("reward")
+        if isinstance(reward, int | float):
+            self._rewards.append(float(reward))
+            self.fields["reward"] = sum(self._rewards) / len(self._rewards)
+
+    def _mark(self, now: float, done: int) -> None:
+        """Keep what covers the later half of the time: long enough for a burst and the wait before it, and it
+        follows a change."""
+        if done < self._marks[-1][1]:
+            self._marks.clear()
+        self._marks.append((now, done))
+        while len(self._marks) > 2 and self._marks[1][0] <= (self._started + now) / 2:
+            self._marks.popleft()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the stage began."""
+        return self._clock() - self._started
+
+    @property
+    def left(self) -> float | None:
+        """Estimated seconds to the end: the units that are to do, at the measured pace. None where there is
+        no basis.
+
+        It runs down between reports. Once the next unit is later than the pace had it, the silence counts as
+        pace, and the estimate grows: it is never down to nothing while something is to do.
+        """
+        (start, first), (end, last) = self._marks[0], self._marks[-1]
+        if self.total is None or last <= first:
+            return None
+        num_ended, num_left = last - self._num_before, self.total - last
+        if num_left <= 0:
+            return 0.0
+        if num_ended < min(self._num_parallel, (num_ended + num_left) / 2):
+            return None
+        now = self._clock()
+        pace, silence = (end - start) / (last - first), now - end
+        if silence <= pace:
+            return pace * num_left - silence
+        return (now - start) / (last - first + 1) * (num_left - 1) if num_left > 1 else None
+
+    @property
+    def shown_left(self) -> str | None:
+        """The estimate for a person; while something is to do it is at least a second."""
+        left = self.left
+        return None if left is None else duration(left if self.done == self.total else max(1.0, left))
+
+    def summary(self) -> str:
+        """``train 3/40  reward 0.41  …  elapsed 0:12  left 2:28``; the caller makes one line of it."""
+        count = f"{self.done}/{self.total}" if self.total is not None else str(self.done)
+        parts = [f"{self.name} {count}", *(f"{name} {shown(value)}" for name, value in self.fields.items())]
+        parts.append(f"elapsed {duration(self.elapsed)}")
+        if self.shown_left is not None and self.done != self.total:
+            parts.append(f"left {self.shown_left}")
+        return "  ".join(parts)
+
+
+class StageClocks:
+    """The stages of a run. One that is taken up again where it was, as training after an evaluation, goes on
+    with its clock.
+
+    So its pace has in it what came between, and the time left counts the coming evaluations at the measured
+    cost of the past.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known: dict[str, StageClock] = {}
+
+    def begin(self, name: str, total: int | None, *, done: int, num_parallel: int) -> StageClock:
+        """The clock of a stage that begins or goes on."""
+        known = self._known.get(name)
+        if known is None or not done or (known.total, known.done) != (total, done):
+            known = StageClock(name=name, total=total, done=done, num_parallel=num_parallel, clock=self._clock)
+            self._known[name] = known
+        return known
+
+
+def shown(value: Field) -> str:
+    """A field's value with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """``2:28`` or ``1:02:28``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
