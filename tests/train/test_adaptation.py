@@ -101,7 +101,7 @@ def test_plans_come_from_failures_and_only_the_last_are_shown() -> None:
             lambda task, number, q=question: Fails(on_step=lambda n, t: StepResult(message=None, done=True), question=q)
         )  # type: ignore[misc]
         engine = scripted(lambda request, text, t=trial: f"plan {t}." if request.request_id.endswith("remark") else "a.")  # type: ignore[misc]
-        runs = scheduler(engine, factory, hooks=(hook,), limits=Limits(step_timeout_s=5))
+        runs = scheduler(engine, factory, hooks=(hook,), limits=Limits(step_timeout_s=60))
         traces += runs.run(tasks(1), modes=("m",) * 2, training_step=-1 - trial).traces
     shown = [[n.message.content for _, path in trace.rollouts() for n in path if n.origin is Origin.MEMORY] for trace in traces]
     assert shown[0] == [] and len(shown[1]) == 2

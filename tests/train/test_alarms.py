@@ -1,5 +1,6 @@
 """What a run says aloud: rollouts that were lost and why, steps that were skipped, and an evaluation without any result."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.config import load_settings
+from outrider.environments.base import EpisodeResult
 from outrider.environments.tool_episode import ToolEnvironment
 from outrider.errors import EnvironmentFault
 from outrider.metrics import declared_metric
@@ -22,6 +24,7 @@ from tests.train.tool_run import write_tool_run
 
 HYBRID = 'type = "rapo"\ngroup_size = 4\nnum_hybrid = 2'
 Reset = Callable[[ToolEnvironment, int], Sequence[Message]]
+Record = Callable[[ToolEnvironment], EpisodeResult]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,24 @@ def test_a_run_says_why_rollouts_were_lost_and_tried_again(
     assert re.search(r" faults.*, [1-9]\d* tries repeated$", before)
     record = next(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line)
     assert record["rollout/num_retries"] >= 1 and record["rollout/num_close_faults"] == 0
+
+
+def test_b11_a_run_s_budget_of_policy_tokens_counts_the_tries_that_a_fault_broke(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_of: Record = ToolEnvironment.result
+    calls = itertools.count()
+
+    def flaky(environment: ToolEnvironment) -> EpisodeResult:
+        if next(calls) % 3 == 0:
+            raise EnvironmentFault("the episode is over and its record is gone")
+        return record_of(environment)
+
+    monkeypatch.setattr(ToolEnvironment, "result", flaky)
+    run = train(recipe, "discarded", "evaluation.at_start=false", "train.max_retries=9")
+    [record] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line]
+    assert record["rollout/num_masked"] == 0 and record["tokens/discarded"] > 0
+    assert record["tokens/policy_total"] == record["tokens/policy"] + record["tokens/discarded"]
 
 
 def test_an_evaluation_in_which_every_rollout_was_lost_is_no_result(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +144,7 @@ def test_observations_that_were_cut_are_counted() -> None:
 @pytest.mark.parametrize(("agent", "name"), [("", "unnamed"), ("lab/model-{x}", "lab_model-_x_"), ("expert", "expert")])
 def test_a_buffer_may_call_its_agents_anything(agent: str, name: str) -> None:
     """The name of the metric has to be a declared one, or the run would end after its update and before its record."""
-    values = retrieval_metrics([played(agent=agent)], [], ("hybrid",), {})
+    values = retrieval_metrics([played(agent=agent)], [], {})
     assert values[f"retrieval/num_hits/{name}"] == 1.0
     for metric in values:
         declared_metric(metric)

@@ -8,6 +8,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import validate
+from outrider.environments.families import make_family
 from outrider.errors import ConfigError, DataError, EngineFault
 from outrider.memory.embedder import HashEmbedder
 from outrider.memory.history import history_text
@@ -15,7 +16,6 @@ from outrider.memory.records import BuildReport
 from outrider.memory.steps import StepTraceBuffer
 from outrider.train import buffer_commands
 from outrider.train.buffer_commands import build_buffer, import_trajectories, print_hits, print_stats
-from outrider.train.components import make_family
 from outrider.train.experts import play_expert
 from outrider.train.settings import RunSettings
 from outrider.types import Step

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from outrider.cli import main
 from outrider.config import load_settings
+from outrider.engines.processor import Processor
 from outrider.errors import CheckpointError, ConfigError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
@@ -168,6 +169,24 @@ def test_other_versions_are_told(recipe: Path, tmp_path: Path, capsys: pytest.Ca
     path.write_text(json.dumps(state))
     run_training(RunDirectory.open(killed), progress="plain", on_start=lambda stop: None)
     assert "OTHER VERSIONS: the checkpoint was written with torch 0.4.1 (now " in capsys.readouterr().out
+
+
+def test_another_processor_is_told_and_the_same_one_is_not(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A3, E3: it went on to other bits without a word."""
+    begun = begin(recipe, tmp_path / "run")
+    here = interrupted(begun)
+    elsewhere = shutil.copytree(here, tmp_path / "elsewhere")
+    run_training(RunDirectory.open(here), progress="plain", on_start=lambda stop: None)
+    assert "OTHER" not in capsys.readouterr().out
+    other = Processor(model="another", instruction_sets=frozenset({"avx512bw"}))
+    monkeypatch.setattr("outrider.train.versions.read_processor", lambda: other)
+    monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX2")
+    run_training(RunDirectory.open(elsewhere), progress="plain", on_start=lambda stop: None)
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "OTHER" in line]
+    assert "OTHER PROCESSOR: the checkpoint was written with processor " in told and "(now another)" in told
+    assert "(now avx512bw)" in told and "NPY_DISABLE_CPU_FEATURES=AVX2)" in told
 
 
 def test_a_dry_run_of_a_resumed_run_prints_its_settings_and_trains_nothing(

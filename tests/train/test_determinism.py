@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import load_settings
+from outrider.engines import onednn
 from outrider.errors import ConfigError
 from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
@@ -60,6 +61,13 @@ def test_the_evaluation_before_training_may_be_left_out_and_changes_no_bit(recip
     assert len(labels[0]) == 2 and labels[1] == labels[0][1:]
     with pytest.raises(ConfigError, match="nothing to do"):
         load_settings(RunSettings, file=recipe, overrides=["train.num_steps=0", "evaluation.at_start=false"])
+
+
+def test_bfloat16_trains_without_packed_layers_for_it(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A1: it crashed in the first rollout. From the rollout over the gate of log-probs to the update."""
+    monkeypatch.setattr(onednn, "can_pack", lambda dtype: False)
+    run = _train(recipe, "bfloat16", "train.num_steps=1", "model.precision=bfloat16")
+    assert not _equal(_weights(run, 1), _weights(run, 0))
 
 
 def test_concurrency_decides_no_draw(recipe: Path) -> None:

@@ -124,8 +124,8 @@ def test_a_run_that_can_show_no_tip_says_so_at_its_start(recipe: Path, capsys: p
             assert "6 groups" in told[0] and "6 tasks" in told[0] and "algorithm.memory.scope" in told[0]
 
 
-def group(lm: Any, *, off: bool) -> Trace:
-    """Two rollouts of two turns with tips of their own, with the log-probs of another policy."""
+def group(lm: Any, *, off: bool, num_with_tips: int = 2) -> Trace:
+    """Two rollouts of two turns, the first of them with tips of their own, with the log-probs of another policy."""
     trace = Trace(task=Task(key="t", question=""), modes=("tips_off" if off else "tips_on",) * 2)
     text = Message(role="user", content="x")
     draw = torch.Generator().manual_seed(7)
@@ -137,8 +137,9 @@ def group(lm: Any, *, off: bool) -> Trace:
     for rollout, advantage in enumerate((1.0, -0.7)):
         parent = root.node_id
         for _ in range(2):
-            tip = trace.append(parent=parent, origin=Origin.MEMORY, token_ids=ids(4), message=text)
-            rest = trace.append(parent=tip.node_id, origin=Origin.ENVIRONMENT, token_ids=ids(2), message=text)
+            if rollout < num_with_tips:
+                parent = trace.append(parent=parent, origin=Origin.MEMORY, token_ids=ids(4), message=text).node_id
+            rest = trace.append(parent=parent, origin=Origin.ENVIRONMENT, token_ids=ids(2), message=text)
             said = ids(3)
             node = trace.append(
                 parent=rest.node_id,
@@ -173,7 +174,9 @@ def reference(lm: Any, trace: Trace, objective: OffPolicyObjective) -> tuple[dic
         if advantage < 0 and objective.dual_clip:
             loss = torch.minimum(loss, -advantage * objective.dual_clip)
         threshold = math.log(objective.min_probability)
-        if objective.student_mask == "token":
+        if all(node.origin is not Origin.MEMORY for node in path):
+            pass  # acted and trained in one rendering
+        elif objective.student_mask == "token":
             loss = loss * (student.detach() >= threshold)
         elif objective.student_mask == "turn":
             loss = loss * (acting.view(2, 3).amin(dim=1, keepdim=True) >= threshold).expand(2, 3).reshape(-1)
@@ -201,6 +204,44 @@ def _owners(path: list[Any]) -> list[Any]:
     return [node for node in path for _ in node.token_ids]
 
 
+@pytest.mark.parametrize("mask", ["token", "turn"])
+@pytest.mark.parametrize("num_with_tips", [0, 1])
+def test_the_mask_leaves_rollouts_alone_that_saw_no_tip(mask: Any, num_with_tips: int) -> None:
+    """B8: in a group that is trained without its tips. They cost no second pass either. The mask here takes every token it may."""
+    lm = tiny_model(dtype=torch.float64)
+    objective = OffPolicyObjective(student_mask=mask, min_probability=0.999, sampler_correction=None)
+    trace = group(lm, off=True, num_with_tips=num_with_tips)
+    wanted, _ = reference(lm, trace, objective)
+    policy = Policy(lm, OptimizerSettings(learning_rate=1e-9, max_grad_norm=1e9))
+    found, report, num_passes = updated(policy, trace, objective, max_tokens=1000)
+    assert num_passes == 1 + num_with_tips
+    assert report.metrics.get("tips/num_off_tokens", 0.0) == 6 * num_with_tips
+    assert report.metrics.get("tips/masked_fraction", 1.0) == 1.0
+    assert any(gradient.abs().max() > 1e-4 for gradient in found.values())
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient.to(found[name].dtype), rtol=1e-4, atol=1e-6)
+
+
+def updated(policy: Policy, trace: Trace, objective: OffPolicyObjective, *, max_tokens: int) -> Any:
+    """Gradients of one update, its report, and how often the policy scored."""
+    found: dict[str, torch.Tensor] = {}
+    passes: list[int] = []
+    step, score = policy.step, policy.score
+
+    def keep(**options: Any) -> float:
+        found.update({name: master.grad.clone() for name, master in policy.masters.items() if master.grad is not None})
+        return step(**options)
+
+    def count(batch: Any) -> Any:
+        passes.append(batch.num_tokens)
+        return score(batch)
+
+    policy.step, policy.score = keep, count  # type: ignore[method-assign]
+    settings = UpdateSettings(max_tokens=max_tokens, max_logprob_gap=99.0)
+    report = update(policy, [trace], objective=objective, settings=settings, reference=None, first=True)
+    return found, report, len(passes)
+
+
 @pytest.mark.parametrize("old_context", ["acting", "student"])
 @pytest.mark.parametrize("mask", ["token", "turn", "none"])
 @pytest.mark.parametrize("max_tokens", [17, 1000])
@@ -213,16 +254,7 @@ def test_the_off_policy_gradient_is_that_of_two_plain_passes(old_context: Any, m
     wanted, ratios = reference(lm, trace, objective)
     assert (max(ratios) > 1.3) == (old_context == "acting")  # the clip is at work
     policy = Policy(lm, OptimizerSettings(learning_rate=1e-9, max_grad_norm=1e9))
-    found: dict[str, torch.Tensor] = {}
-    step = policy.step
-
-    def keep(**options: Any) -> float:
-        found.update({name: master.grad.clone() for name, master in policy.masters.items() if master.grad is not None})
-        return step(**options)
-
-    policy.step = keep  # type: ignore[method-assign]
-    settings = UpdateSettings(max_tokens=max_tokens, max_logprob_gap=99.0)
-    report = update(policy, [trace], objective=objective, settings=settings, reference=None, first=True)
+    found, report, _ = updated(policy, trace, objective, max_tokens=max_tokens)
     assert report.metrics["tips/num_off_tokens"] == 12
     for name, gradient in wanted.items():
         torch.testing.assert_close(

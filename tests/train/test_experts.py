@@ -9,9 +9,12 @@ import pytest
 
 from outrider.config import validate
 from outrider.errors import ConfigError, EnvironmentFault
-from outrider.train.experts import ask_experts
+from outrider.rollout.episode import Limits
+from outrider.rollout.expert import play_experts
+from outrider.train.experts import ask_experts, play_expert
 from outrider.train.settings import RunSettings
 from outrider.types import Step, Task
+from tests.rollout.fakes import TOKENIZER
 from tests.toy import ToyFamily
 
 
@@ -46,7 +49,7 @@ class Stubborn(ToyFamily):
 def test_an_expert_that_hangs_is_given_up_and_asked_again(num_hangs: int, num_asked: int) -> None:
     family = Stubborn(num_hangs)
     began = time.monotonic()
-    paths, reasons = ask_experts(family, family.tasks("train"), settings(expert_timeout_s=0.3, max_retries=1))
+    paths, reasons = ask_experts(family, family.tasks("train"), settings(expert_timeout_s=0.3, max_retries=1), training_step=0)
     assert time.monotonic() - began < 30
     assert family.asked == {"toy/0": num_asked, "toy/1": 1, "toy/2": 1}
     assert family.num_family_closed == min(num_hangs, 2) + 1
@@ -65,7 +68,7 @@ def test_a_mistake_in_the_settings_is_no_fault(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(family, "expert", refuse)
     with pytest.raises(ConfigError, match="20 draws"):
-        ask_experts(family, family.tasks("train"), settings())
+        ask_experts(family, family.tasks("train"), settings(), training_step=0)
 
 
 def test_a_fault_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,5 +80,20 @@ def test_a_fault_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> Non
         raise EnvironmentFault("no simulator")
 
     monkeypatch.setattr(family, "expert", broken)
-    paths, reasons = ask_experts(family, family.tasks("train")[:1], settings(max_retries=2))
+    paths, reasons = ask_experts(family, family.tasks("train")[:1], settings(max_retries=2), training_step=0)
     assert (paths, asked, reasons) == ({}, ["toy/0"] * 3, ["the expert of toy/0: no simulator"])
+
+
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_experts_are_asked_about_the_episode_that_is_played(step: int) -> None:
+    """B4: the toy's hidden number comes from the seed of the reset, and so does what its expert answers."""
+    family, chosen = ToyFamily(1), settings()
+    [task] = family.tasks("train")
+    paths, _ = ask_experts(family, [task], chosen, training_step=step)
+    [trace] = play_experts(
+        tasks=[task], expert=lambda task: paths[task.key], factory=family.make(), tokenizer=TOKENIZER, limits=Limits(),
+        stop=family.stop, run_seed=chosen.seed, context_length=4096, training_step=step,
+    )  # fmt: skip
+    assert trace.leaves[0].success and trace.leaves[0].episode_return == 2.0
+    played = play_expert(family, family.make(), task, chosen)
+    assert played is not None and played.success

@@ -73,7 +73,7 @@ RUNS: dict[str, list[str]] = {
     "cispo": [GRPO, "algorithm.preset=cispo-official", "algorithm.group_size=4", "update.num_mini_batches=2"],
     "rloo": [GRPO, "algorithm.preset=rloo-trl", "algorithm.group_size=4"],
     "dr-grpo": [GRPO, "algorithm.preset=dr-grpo", "algorithm.group_size=4", "algorithm.max_length=300"],
-    "rejection": ["algorithm.type=rejection", "algorithm.group_size=4", "algorithm.threshold=0.5"],
+    "rejection": ["algorithm.type=rejection", "algorithm.group_size=12", "algorithm.threshold=0.5"],  # one rollout in 15 passes
     "engine masks": [GRPO, "algorithm.group_size=4", "algorithm.sampler_rejection={upper = 2.0}"],
 }  # fmt: skip
 

@@ -1,13 +1,19 @@
-"""Ctrl-C: the first asks for a checkpoint, the second ends at once, and nothing stays installed in the process."""
+"""Stops: the first signal asks for a checkpoint, a second one ends at once, and nothing stays installed in
+the process (E1)."""
 
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
 from outrider import cli
 from outrider.cli import _stoppable
+from outrider.stopping import second_signal_ends
 
 Install = Callable[[Callable[[], None]], None]
 
@@ -25,21 +31,22 @@ def test_the_first_asks_for_a_stop_and_the_exit_status_tells(capfd: pytest.Captu
         asked.append("went on to the end of the step")
 
     assert _stoppable(run) == 130
-    assert asked == ["stop", "went on to the end of the step"] and "Ctrl-C again ends at once" in capfd.readouterr().err
+    assert asked == ["stop", "went on to the end of the step"] and "A second signal ends at once" in capfd.readouterr().err
 
 
-def test_the_second_one_ends_at_once() -> None:
+def test_a_wrapper_may_send_one_request_twice(capfd: pytest.CaptureFixture[str]) -> None:
+    """``timeout`` signals its child and the child's process group."""
     asked: list[str] = []
 
     def run(install: Install) -> None:
         install(lambda: asked.append("stop"))
-        press()
-        press()
-        asked.append("never")
+        with second_signal_ends(""):
+            press()
+            press()
+        asked.append("went on to the end of the step")
 
-    with pytest.raises(KeyboardInterrupt):
-        _stoppable(run)
-    assert asked == ["stop"]
+    assert _stoppable(run) == 130
+    assert asked == ["stop", "went on to the end of the step"] and capfd.readouterr().err.count("outrider:") == 1
 
 
 def test_sigterm_alone_is_a_clean_exit() -> None:
@@ -56,6 +63,82 @@ def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     _stoppable(lambda install: install(lambda: None))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    with second_signal_ends(""):
+        listening = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(listening)
+    assert listening != -1 and signal.set_wakeup_fd(-1) == -1
+
+
+def test_outside_of_the_main_thread_nothing_is_installed() -> None:
+    ran: list[str] = []
+
+    def command() -> None:
+        with second_signal_ends(""):
+            ran.append("without an error")
+
+    thread = threading.Thread(target=command)
+    thread.start()
+    thread.join(10)
+    assert ran == ["without an error"]
+
+
+INT, TERM = signal.SIGINT, signal.SIGTERM
+SWALLOWS = """
+    while True:
+        try:
+            print("stuck", flush=True)
+            time.sleep(60)
+        except BaseException:
+            pass
+"""
+IN_C = """
+    print("stuck", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # without an eye on signals
+"""
+WAITS = """
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        print("stuck", flush=True)
+        pool.submit(time.sleep, 60).result()
+"""
+COMMAND = """
+import concurrent.futures, hashlib, signal, time
+from outrider import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+
+def stuck(install):
+    install(lambda: None)
+{stuck}
+cli._train = lambda parsed: cli._stoppable(stuck) if {asks} else stuck(lambda stop: None)
+cli.main(["train", "x.toml", "--run", "r"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("stuck", "signals", "asks"),
+    [
+        (SWALLOWS, (INT, TERM), True),
+        (IN_C, (TERM, INT), True),
+        (WAITS, (TERM, TERM), True),
+        (SWALLOWS, (INT, INT), False),  # of a command that asks for no checkpoint: it met a KeyboardInterrupt
+    ],
+    ids=["swallows", "in C", "waits", "no checkpoints"],
+)
+def test_a_second_signal_of_any_kind_ends_whatever_the_run_is_doing(
+    stuck: str, signals: tuple[signal.Signals, signal.Signals], asks: bool
+) -> None:
+    code = COMMAND.format(stuck=stuck, asks=asks)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "stuck\n"
+    try:
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.3)
+        _, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signals[1], stderr
+    last = stderr.splitlines()[-1]
+    assert last == "outrider: ended at once by a second signal; continue with: outrider train --resume RUN"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.grpo import GrpoSettings
+from outrider.algorithms.rapo import RapoSettings
 from outrider.config import load_settings
 from outrider.errors import ConfigError, DataError
 from outrider.train.replay import replay_step
@@ -91,6 +94,21 @@ def test_without_demonstrations_luffy_is_dr_grpo_bit_for_bit(recipe: Path) -> No
     assert same_weights(grpo, none)
 
 
+def test_rapo_without_hybrid_rollouts_is_grpo_with_its_clip_and_aggregation(recipe: Path) -> None:
+    """What README and the recipes say about GRPO (row C4): three settings apart it is the same run, and with them the same bits."""
+    rapo, grpo = RapoSettings(num_hybrid=0).model_dump(), GrpoSettings().model_dump()
+    apart = {name: rapo[name] for name in ObjectiveSettings.model_fields if rapo[name] != grpo[name]}
+    assert apart == {"clip_low": 0.28, "clip_high": 0.28, "aggregation": "sequence_mean_token_mean"}
+    rest = ("algorithm.group_size=4", "update.num_mini_batches=2", "optimizer.learning_rate=3e-3")
+    off = train(recipe, "rapo-off", "algorithm.num_hybrid=0", *rest, num_steps=2)
+    equal = train(
+        recipe, "grpo-as-rapo", "algorithm.type=grpo", *(f"algorithm.{name}={value}" for name, value in apart.items()), *rest,
+        num_steps=2,
+    )  # fmt: skip
+    plain = train(recipe, "grpo-plain", "algorithm.type=grpo", *rest, num_steps=2)
+    assert same_weights(off, equal, step=2) and not same_weights(off, plain, step=2)
+
+
 def test_demonstrations_must_be_there_before_the_first_rollout(recipe: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations"):
         load_settings(RunSettings, file=recipe, overrides=["algorithm.type=luffy"])
@@ -116,12 +134,13 @@ def test_with_fresh_groups_alone_replay_is_grpo_bit_for_bit(recipe: Path) -> Non
 def test_replay_trains_on_stored_groups_and_plays_fewer(recipe: Path, selection: str) -> None:
     run = train(
         recipe, selection, "algorithm.type=rollout_replay", f"algorithm.selection={selection}", "train.tasks_per_step=4",
-        "algorithm.num_fresh_steps=2", "update.num_mini_batches=2", "optimizer.learning_rate=3e-3", num_steps=6,
+        "algorithm.num_fresh_steps=2", "algorithm.group_size=8", "update.num_mini_batches=2", "optimizer.learning_rate=3e-3",
+        num_steps=6,
     )  # fmt: skip
     records = steps(run)
-    assert [record["rollout/num"] for record in records] == [16, 16, 8, 8, 8, 8]
+    assert [record["rollout/num"] for record in records] == [32, 32, 16, 16, 16, 16]
     assert records[0]["replay/num_groups"] == 0 and sum(record["replay/num_groups"] for record in records) >= 4
-    assert all(record["group/num"] == record["rollout/num"] / 4 for record in records)
+    assert all(record["group/num"] == record["rollout/num"] / 8 for record in records)
     for record in records:
         assert record["replay/num_groups"] <= min(4 - record["group/num"], record["replay/num_eligible"])
         if record["replay/num_groups"]:

@@ -8,8 +8,9 @@ import pytest
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.environments.datasets import panel_hash
+from outrider.environments.families import make_family
 from outrider.errors import DataError
-from outrider.train.components import held_out_panel, make_family
+from outrider.train.components import held_out_panel
 from outrider.train.settings import RunSettings
 from tests.train.tool_run import write_tool_run
 

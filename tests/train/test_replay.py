@@ -11,6 +11,7 @@ from outrider.cli import main
 from outrider.config import to_toml, validate
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
+from outrider.environments.base import StepResult
 from outrider.errors import DataError
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice
@@ -21,10 +22,10 @@ from outrider.train import replay
 from outrider.train.replay import replay_step
 from outrider.train.settings import RunSettings
 from outrider.train.trace_rows import rows_of
-from outrider.types import Origin, Outcome
+from outrider.types import Message, Origin, Outcome
 from outrider.watch.traces import TraceReader, TraceRow, TraceWriter
 from tests.tiny import tiny_tokenizer
-from tests.toy import ToyFamily
+from tests.toy import ToyEnvironment, ToyFamily
 
 TOKENIZER = tiny_tokenizer()
 STEP = 3
@@ -83,7 +84,7 @@ def settings_of(mode: str | None) -> RunSettings:
     return validate(RunSettings, {"environment": environment, "algorithm": algorithm, "rollout": limits, "seed": 9})
 
 
-def record(run: Path, family: ToyFamily, mode: str | None = None) -> list[Trace]:
+def record(run: Path, family: ToyFamily, mode: str | None = None, *, hook: type[Shows] = Shows) -> list[Trace]:
     """Rollouts of the real loop, written as the trainer writes them."""
     settings = settings_of(mode)
     scheduler = Scheduler(
@@ -93,7 +94,7 @@ def record(run: Path, family: ToyFamily, mode: str | None = None) -> list[Trace]
         limits=settings.rollout,
         sampling=Sampling(stop=family.stop),
         run_seed=settings.seed,
-        hooks=() if mode is None else (Shows(mode == "execute"),),
+        hooks=() if mode is None else (hook(mode == "execute"),),
         max_retries=0,
     )
     report = scheduler.run(family.tasks("train"), modes=("x",) * 7, training_step=STEP - 1)
@@ -129,6 +130,33 @@ def test_the_same_environment_gives_the_same(family: ToyFamily, tmp_path: Path, 
         ["replayed", "12"], ["same", "12"], ["different", "0"], ["not on file (faults)", "2"],
     ]  # fmt: skip
     assert family.num_factories_open == 0
+
+
+def test_what_was_tried_without_a_word_of_it_is_tried_again(
+    family: ToyFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B1: a refused action is in no text, but it may have cost a move, so the environment hears it in its place."""
+
+    class Refused(Shows):
+        def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
+            shown = super().before_turn(state)
+            return [Attempt(action="<ask>refused</ask>", then=lambda result: None), *shown] if shown else ()
+
+    record(tmp_path / "run", family, "execute", hook=Refused)
+    heard: list[list[str]] = []
+    step = ToyEnvironment.step
+
+    def listen(environment: ToyEnvironment, message: Message) -> StepResult:
+        heard[-1].append(message.content)
+        return step(environment, message)
+
+    reset = ToyEnvironment.reset
+    monkeypatch.setattr(ToyEnvironment, "reset", lambda self, seed: (heard.append([]), reset(self, seed))[1])
+    monkeypatch.setattr(ToyEnvironment, "step", listen)
+    assert replay_step(tmp_path / "run", STEP) == 0
+    assert (
+        sum(texts[:2] == ["<ask>?</ask>", "<ask>refused</ask>"] and texts[2].startswith("<ask>a</ask>") for texts in heard) == 4
+    )
 
 
 def test_another_observation_is_named_where_it_begins(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:

@@ -1,6 +1,8 @@
-"""A run can be killed at any instant and continued to the same bits, through the real command line.
+"""A run can be killed at any instant and continued to the same bits, through the command line.
 
-The reference is the same run, never interrupted. What may differ is only what the clock or the machine decides.
+The reference is the same run, never interrupted. What may differ is only what the clock or the machine decides. The killed run of
+"rapo" and its repetition have real processes, each with a seed of its own for hashes; the others are children of one that has done the
+imports.
 """
 
 import json
@@ -21,6 +23,7 @@ import pytest
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
 from outrider.watch.traces import TraceReader
+from tests.train.forked import ForkedOutrider, forked_outrider
 from tests.train.tool_run import outrider, start_outrider, write_demonstrations, write_tool_run
 
 NUM_STEPS = 10
@@ -71,11 +74,15 @@ def whole(root: Path) -> Callable[[str], Path]:
     def make(case: str) -> Path:
         if case not in made:
             made[case] = root / f"whole-{case}"
-            finished = outrider(*_command(root, made[case], case))
+            finished = _program(case)(*_command(root, made[case], case))
             assert finished.returncode == 0, finished.stderr
         return made[case]
 
     return make
+
+
+def _program(case: str) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    return outrider if case == "rapo" else forked_outrider
 
 
 def _command(root: Path, run: Path, case: str) -> list[str | Path]:
@@ -108,7 +115,7 @@ def _assert_same(one: Path, other: Path) -> None:
     assert not list(other.rglob("*.partial")) and not list(other.rglob("*.tmp"))
 
 
-def _kill_after(process: "subprocess.Popen[str]", run: Path, delay: float) -> None:
+def _kill_after(process: "subprocess.Popen[str] | ForkedOutrider", run: Path, delay: float) -> None:
     """SIGKILL ``delay`` seconds after training has begun to write metrics; a negative delay: inside a checkpoint."""
     size = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
     patience = time.monotonic() + 240
@@ -130,11 +137,12 @@ def _kill_after(process: "subprocess.Popen[str]", run: Path, delay: float) -> No
         ("rapo", (0.5, -1.0, 0.3)),
         ("evolve", (-1.0, 0.6)),
         ("grpo", (0.4, -1.0)),
-        ("dapo", (0.4, -1.0, 0.3)),
         ("empo2", (-1.0, 0.5, 0.3)),
-        ("luffy", (0.4, -1.0)),
-        ("tree_grpo", (-1.0, 0.4)),
         ("rollout_replay", (0.4, -1.0, 0.3)),
+        # No state of their own beside what the cases above have.
+        pytest.param("dapo", (0.4, -1.0, 0.3), marks=pytest.mark.slow),
+        pytest.param("luffy", (0.4, -1.0), marks=pytest.mark.slow),
+        pytest.param("tree_grpo", (-1.0, 0.4), marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_ends_in_the_same_bits(
@@ -147,13 +155,13 @@ def test_a_killed_run_ends_in_the_same_bits(
         num_killed = 0
         for number, delay in enumerate(delays):
             command = ["train", "--resume", run, "--progress", "plain"] if number else _command(root, run, case)
-            process = start_outrider(*command)
+            process = start_outrider(*command) if case == "rapo" else ForkedOutrider(*command)
             _kill_after(process, run, delay * draws.uniform(0.5, 1.5) / 2**attempt)
             num_killed += process.returncode == -signal.SIGKILL
         if num_killed >= 2:
             break
     assert num_killed >= 2, "the kills came too late to test anything"
-    finished = outrider("train", "--resume", run, "--progress", "plain")
+    finished = _program(case)("train", "--resume", run, "--progress", "plain")
     assert finished.returncode == 0, finished.stderr
     _assert_same(whole(case), run)
 
@@ -202,7 +210,7 @@ def test_two_unbroken_runs_of_one_seed_are_equal_and_another_seed_is_not(root: P
     again, other = root / "again", root / "other-seed"
     assert outrider(*_command(root, again, "rapo")).returncode == 0
     _assert_same(whole("rapo"), again)
-    assert outrider(*_command(root, other, "rapo"), "seed=4", "train.num_steps=1", "evaluation.every=0").returncode == 0
+    assert forked_outrider(*_command(root, other, "rapo"), "seed=4", "train.num_steps=1", "evaluation.every=0").returncode == 0
     weights = "checkpoints/step-{:06d}/masters.safetensors"
     assert (other / weights.format(0)).read_bytes() == (again / weights.format(0)).read_bytes()  # the same pretrained model
     assert TraceReader(other / "traces").read(1) != TraceReader(again / "traces").read(1)
@@ -210,7 +218,7 @@ def test_two_unbroken_runs_of_one_seed_are_equal_and_another_seed_is_not(root: P
 
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(root: Path, whole: Callable[[str], Path]) -> None:
     run = root / "terminated"
-    process = start_outrider(*_command(root, run, "rapo"), "train.checkpoint_every=100")
+    process = ForkedOutrider(*_command(root, run, "rapo"), "train.checkpoint_every=100")
     patience = time.monotonic() + 240
     while not (run / "traces" / "step-000002.parquet").exists() and time.monotonic() < patience:
         time.sleep(0.002)
@@ -221,34 +229,33 @@ def test_sigterm_writes_a_checkpoint_and_exits_cleanly(root: Path, whole: Callab
     assert len(told) == 1 and f"--resume {run}" in told[0]
     newest = max(int(path.name.split("-")[1]) for path in (run / "checkpoints").iterdir())
     assert 2 <= newest < NUM_STEPS  # not a multiple of checkpoint_every: the signal wrote it
-    assert outrider("train", "--resume", run).returncode == 0
+    assert forked_outrider("train", "--resume", run).returncode == 0
     _assert_same(whole("rapo"), run)
 
 
 def test_sigterm_in_the_first_evaluation_gives_it_up_and_the_run_starts_again(root: Path, whole: Callable[[str], Path]) -> None:
     run = root / "terminated-early"
-    process = start_outrider(*_command(root, run, "rapo"))
-    assert process.stdout is not None and process.stderr is not None
-    for line in process.stdout:
-        if "evaluate before training" in line:
-            break
+    process = ForkedOutrider(*_command(root, run, "rapo"))
+    patience = time.monotonic() + 240
+    while "evaluate before training" not in process.stdout_so_far() and time.monotonic() < patience:
+        time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     assert "nothing was trained yet" in stdout + stderr or "the checkpoint of step" in stdout + stderr
-    assert outrider("train", "--resume", run).returncode == 0
+    assert forked_outrider("train", "--resume", run).returncode == 0
     _assert_same(whole("rapo"), run)
 
 
 def test_a_stop_loses_no_evaluation_between_steps(root: Path) -> None:
     run = root / "terminated-evaluations"
-    process = start_outrider(*_command(root, run, "rapo"), "evaluation.every=1", "train.num_steps=4")
+    process = ForkedOutrider(*_command(root, run, "rapo"), "evaluation.every=1", "train.num_steps=4")
     patience = time.monotonic() + 240
     while not (run / "traces" / "step-000002.parquet").exists() and time.monotonic() < patience:
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)  # in the second step's record, its evaluation or the third step
     process.communicate(timeout=240)
-    assert outrider("train", "--resume", run).returncode == 0
+    assert forked_outrider("train", "--resume", run).returncode == 0
     labels = [json.loads(line)["label"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert labels == ["before training", "step 1", "step 2", "step 3", "after RAPO"]
 
@@ -257,7 +264,7 @@ def test_a_finished_run_says_so_and_changes_nothing(root: Path, whole: Callable[
     run = root / "finished"
     shutil.copytree(whole("rapo"), run)
     before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != "report.html"}
-    finished = outrider("train", "--resume", run, "--progress", "plain")
+    finished = forked_outrider("train", "--resume", run, "--progress", "plain")
     assert finished.returncode == 0, finished.stderr
     assert f"this run is finished: {NUM_STEPS} of {NUM_STEPS} steps" in finished.stdout + finished.stderr
     assert before == {path: path.read_bytes() for path in before}
@@ -288,7 +295,7 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one_loudly(
     run = root / f"damaged{damage.__name__}"
     shutil.copytree(whole("rapo"), run)
     damage(run / "checkpoints" / f"step-{NUM_STEPS:06d}")
-    finished = outrider("train", "--resume", run, "--progress", "plain")
+    finished = forked_outrider("train", "--resume", run, "--progress", "plain")
     assert finished.returncode == 0, finished.stderr
     told = finished.stdout + finished.stderr
     assert "DAMAGED CHECKPOINT" in told and f"continuing from step {NUM_STEPS - 1}" in told
@@ -301,7 +308,7 @@ def test_only_damaged_checkpoints_are_one_clear_line(root: Path, whole: Callable
     for checkpoint in (run / "checkpoints").iterdir():
         _truncate_weights(checkpoint)
     before = (run / "metrics.jsonl").read_bytes()
-    failed = outrider("train", "--resume", run, "--progress", "none")
+    failed = forked_outrider("train", "--resume", run, "--progress", "none")
     assert failed.returncode == 1
     assert len(failed.stderr.splitlines()) == 1 and "is damaged" in failed.stderr
     assert (run / "metrics.jsonl").read_bytes() == before  # and nothing started over
@@ -322,5 +329,5 @@ def test_a_full_disk_leaves_the_last_checkpoint_readable(root: Path, whole: Call
     assert failed.returncode == 1
     assert len(failed.stderr.splitlines()) == 1 and "cannot write checkpoint" in failed.stderr
     assert weights.read_bytes() == before and not list((run / "checkpoints").glob(".*"))
-    assert outrider("train", "--resume", run).returncode == 0
+    assert forked_outrider("train", "--resume", run).returncode == 0
     _assert_same(whole("rapo"), run)

@@ -4,10 +4,13 @@ The model is the tiny random one, fine-tuned for a second so that it searches an
 ever close a tag, and nothing of what these tests are about would happen.
 """
 
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from tests.tiny import save_tiny_model
 PLACES = ("hill", "lake", "wood", "port")
 THINGS = ("lamp", "ship", "ring", "coin", "bell", "drum")
 TAGS = ("<search>", "</search>", "<answer>", "</answer>", "<result>", "</result>")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 RECIPE = """
 seed = 3
@@ -75,7 +79,7 @@ temperature = 1.0
 def write_tool_run(root: Path) -> Path:
     """Everything that a run needs, below ``root``; returns the recipe."""
     root.mkdir(parents=True, exist_ok=True)
-    _save_model(root / "model")
+    shutil.copytree(_model_folder().name, root / "model")
     facts = [(thing, PLACES[number % len(PLACES)]) for number, thing in enumerate(THINGS)]
     _write_lines(root / "tasks.jsonl", [{"question": f"Where is the {thing}?", "answer": place} for thing, place in facts])
     _write_lines(root / "corpus.jsonl", [{"id": thing, "title": thing, "text": f"{thing}: {place}"} for thing, place in facts])
@@ -114,7 +118,7 @@ def start_outrider(*arguments: str | Path, environment: dict[str, str] | None = 
     """The command line in a process of its own, running."""
     return subprocess.Popen(
         [sys.executable, "-m", "outrider", *map(str, arguments)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})},
+        env={**os.environ, **ENVIRONMENT, **(environment or {})},
     )  # fmt: skip
 
 
@@ -122,6 +126,14 @@ def start_outrider(*arguments: str | Path, environment: dict[str, str] | None = 
 class _Example:
     prompt: str
     reply: str
+
+
+@functools.cache
+def _model_folder() -> "tempfile.TemporaryDirectory[str]":
+    """Made once in a test process: the fine-tuning takes longer than most of what is tested with its result."""
+    kept = tempfile.TemporaryDirectory()
+    _save_model(Path(kept.name))
+    return kept
 
 
 def _save_model(folder: Path) -> None:

@@ -21,6 +21,7 @@ from outrider.evals.runner import Evaluation, evaluate, interval
 from outrider.memory.embedder import load_embedder
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.whereabouts import Whereabouts
 from outrider.trace import Leaf, Trace
 from outrider.train.alarms import fault_line, lost_reasons
 from outrider.train.components import Components, build, token_counter
@@ -29,6 +30,7 @@ from outrider.train.settings import RunSettings
 from outrider.types import Task
 from outrider.watch.progress import Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
+from outrider.watch.watchdog import WatchedProgress
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Adaptation:
         settings = self.parts.settings
         label = f"{settings.evaluation.memory}, trial {trial + 1}"
         self.num_done = 0
-        self.display.stage(label, len(tasks) * settings.evaluation.num_samples)
+        self.display.stage(label, len(tasks) * settings.evaluation.num_samples, num_parallel=settings.num_concurrent)
         scheduler = Scheduler(
             engine=self.parts.engine,
             renderer=self.parts.renderer,
@@ -76,6 +78,7 @@ class Adaptation:
             max_concurrent=settings.num_concurrent,
             max_retries=settings.train.max_retries,
             on_finished=self._show,
+            whereabouts=self.parts.whereabouts,
         )
         evaluation, traces = evaluate(
             scheduler,
@@ -101,10 +104,11 @@ def adapt(opened: tuple[RunDirectory, RunSettings], *, progress: Literal["auto",
     """Build, play, write ``evaluations.jsonl`` and print the curve. Raises what set-up raises, and EnvironmentFault where a trial
     has no result; the trials before it are on file."""
     run, settings = opened
-    display = make_progress(progress)
+    whereabouts = Whereabouts()
+    display = WatchedProgress(make_progress(progress), whereabouts=whereabouts, after_s=settings.train.watchdog_s)
     try:
         display.stage("set-up", None)
-        table = _play(run, settings, display)
+        table = _play(run, settings, display, whereabouts)
     finally:
         display.close()
         run.release()
@@ -112,10 +116,11 @@ def adapt(opened: tuple[RunDirectory, RunSettings], *, progress: Literal["auto",
     return 0
 
 
-def _play(run: RunDirectory, settings: RunSettings, display: Progress) -> Table:
+def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabouts: Whereabouts) -> Table:
     chosen, meter = settings.evaluation, TokenMeter(display)
     try:
         parts = build(settings, buffer_path=run.path / "buffer.sqlite", resumed=False, on_tokens=meter, note=display.note)
+        parts.whereabouts = whereabouts
         hook = make_hook(parts)
     except (OutriderError, OSError):
         run.discard()

@@ -13,6 +13,7 @@ from rich.text import Text
 from outrider.config import validate
 from outrider.engines.endpoint import ChatEndpoint, EndpointSettings
 from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.environments.families import make_family
 from outrider.errors import ConfigError, DataError
 from outrider.memory import sources
 from outrider.memory.embedder import load_embedder
@@ -20,7 +21,6 @@ from outrider.memory.records import BuildReport
 from outrider.memory.steps import StepTraceBuffer
 from outrider.rollout.collect import Collector
 from outrider.train.collection_log import CollectionLog
-from outrider.train.components import make_family
 from outrider.train.experts import fill_buffer
 from outrider.train.settings import RunSettings
 from outrider.types import Task, Trajectory

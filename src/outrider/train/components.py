@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -25,21 +25,19 @@ from outrider.engines.model import load_model, resolve_precision
 from outrider.engines.vllm import VllmEngine, VllmSettings
 from outrider.environments.base import EnvironmentFactory, TaskFamily
 from outrider.environments.datasets import panel_hash
-from outrider.environments.factbook import FactbookConfig, FactbookFamily
-from outrider.environments.scienceworld import ScienceWorldConfig, ScienceWorldFamily
-from outrider.environments.textworld import TextWorldConfig, TextWorldFamily
-from outrider.environments.tools import ToolsFamily
-from outrider.environments.webshop import WebShopConfig, WebShopFamily
+from outrider.environments.families import make_family
 from outrider.errors import CheckpointError, DataError
 from outrider.evals.runner import EvaluationSettings
 from outrider.memory.database import copy_database
 from outrider.memory.embedder import load_embedder
+from outrider.memory.history import TokenCounter
 from outrider.memory.steps import StepTraceBuffer
+from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
 from outrider.train.checkpoint import require_intact
 from outrider.train.experts import demonstrations_of, fill_buffer
 from outrider.train.policy import Policy, Scorer, set_threads
-from outrider.train.settings import EnvironmentConfig, RunSettings
+from outrider.train.settings import RunSettings
 from outrider.types import Message, Task
 
 
@@ -58,17 +56,7 @@ class Components:
     test_tasks: Sequence[Task]
     buffer: StepTraceBuffer | None
     algorithm: Algorithm
-
-
-def make_family(config: EnvironmentConfig) -> TaskFamily:
-    """The task family of an environment's settings."""
-    if isinstance(config, FactbookConfig):
-        return FactbookFamily(config)
-    if isinstance(config, WebShopConfig):
-        return WebShopFamily(config)
-    if isinstance(config, TextWorldConfig):
-        return TextWorldFamily(config)
-    return ScienceWorldFamily(config) if isinstance(config, ScienceWorldConfig) else ToolsFamily(config)
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)  # of all rollouts: for the one who watches
 
 
 def build(
@@ -90,17 +78,27 @@ def build(
         factory = family.make()
         made.callback(factory.close)
         policy = make_policy(settings, initial=not resumed)
+        renderer = ChatRenderer(policy.language_model.tokenizer)
+        if not renderer.takes_system:
+            note("the chat template has no system message: a prompt's goes in front of its first user message")
         engine = make_engine(settings, policy, folder=buffer_path.parent / "engine", on_tokens=on_tokens)
+        renderer = ChatRenderer(policy.language_model.tokenizer)
         buffer = open_buffer(
-            settings, path=buffer_path, family=family, factory=factory, train_tasks=train_tasks, resumed=resumed, note=note
+            settings,
+            path=buffer_path,
+            family=family,
+            factory=factory,
+            train_tasks=train_tasks,
+            resumed=resumed,
+            note=note,
+            count_tokens=token_counter(renderer),
         )
         if buffer is not None:
             made.callback(buffer.close)
-        renderer = ChatRenderer(policy.language_model.tokenizer)
         algorithm = make_algorithm(
             settings,
             buffer,
-            vocabulary_size=int(policy.model.config.vocab_size),
+            vocabulary_size=int(policy.model.config.get_text_config().vocab_size),
             stateful=family.stateful,
             num_tokens=token_counter(renderer),
             train_tasks=train_tasks,
@@ -146,6 +144,7 @@ def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
         model,
         settings.optimizer,
         lora=settings.model.lora,
+        trained_layers=settings.model.trained_layers,
         seed=settings.seed,
         checkpoint_activations=settings.update.checkpoint_activations,
     )
@@ -166,6 +165,7 @@ def make_engine(settings: RunSettings, policy: Policy, *, folder: Path, on_token
         export=policy.export,
         tokenizer=lm.tokenizer,
         eos_token_ids=lm.eos_token_ids,
+        eos_texts=lm.eos_texts,
         context_length=min(settings.model.context_length or lm.context_length, lm.context_length),
         precision=resolve_precision(settings.model.precision, settings.model.device),
         device=settings.model.device,
@@ -249,6 +249,7 @@ def open_buffer(
     train_tasks: Sequence[Task],
     resumed: bool,
     note: Callable[[str], None],
+    count_tokens: TokenCounter,
 ) -> StepTraceBuffer | None:
     """RAPO's buffer: the one that is named, or one filled by the family's experts. None where nothing retrieves.
 
@@ -267,7 +268,8 @@ def open_buffer(
         if buffer.report.lost_batch:
             note("the buffer's last writer was killed inside a batch: that batch is added again")
         if named is None and not resumed:
-            fill_buffer(buffer, family, factory, train_tasks[: settings.buffer.num_tasks], settings, note)
+            tasks = train_tasks[: settings.buffer.num_tasks]
+            fill_buffer(buffer, family, factory, tasks, settings, note, count_tokens=count_tokens)
             family.close()
         if len(buffer) == 0:
             raise DataError("the step-trace buffer is empty: no expert solved a training task")

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from outrider.engines.processor import read_processor
 from outrider.errors import ConfigError, OutriderError, ToolUnavailable
 from outrider.train.starting_recipe import RECIPE
 
 _TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-_FAST_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # the last is ARM's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,10 @@ def _checks() -> list[Check]:
             required=True,
         ),
         Check(name="processors", look=_processors),
+        Check(name="processor", look=_processor),
+        Check(name="linear layers", look=_linear_layers),
         Check(name="fast bfloat16", look=_fast_bfloat16),
+        Check(name="matrix rate", look=_matrix_rate),
         Check(name="CUDA", look=_cuda),
         Check(name="packaged models", look=_packaged_models),
         Check(name="embedder minilm", look=_minilm, advice='or set buffer.embedder = "hash"'),
@@ -132,22 +135,32 @@ def _processors() -> str:
     return f"{usable} usable of {os.cpu_count()}; OMP_WAIT_POLICY {policy}; set num_threads to at most {usable}"
 
 
+def _processor() -> str:
+    from outrider.train.doctor_machine import processor
+
+    return processor()
+
+
+def _linear_layers() -> str:
+    from outrider.train.doctor_machine import kernels
+
+    return kernels()
+
+
 def _fast_bfloat16() -> str:
-    """What ``model.precision = "auto"`` means here; vector instructions for bfloat16 alone are no faster than float32."""
-    flags = _processor_flags(Path("/proc/cpuinfo"))
-    found = [flag for flag in _FAST_BF16 if flag in flags]
-    if "amx_bf16" not in found:
-        known = ", ".join(found) or ("none" if flags else "unknown on this system")
+    """Vector instructions for bfloat16 alone are no faster than float32."""
+    sets = read_processor().instruction_sets
+    found = ", ".join(sorted(name for name in sets if "bf16" in name))
+    known = found or ("none" if sets else "unknown on this system")
+    if not read_processor().multiplies_bfloat16:
         raise _Missing(f"no AMX (bfloat16 instructions: {known})", 'nothing: model.precision = "auto" takes float32')
-    return ", ".join(found)
+    return known
 
 
-def _processor_flags(file: Path) -> frozenset[str]:
-    if not file.exists():
-        return frozenset()
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    named = (line.partition(":") for line in lines)
-    return frozenset(flag for key, _, value in named if key.strip() in ("flags", "Features") for flag in value.split())
+def _matrix_rate() -> str:
+    from outrider.train.doctor_machine import matrix_rate
+
+    return matrix_rate()
 
 
 def _cuda() -> str:

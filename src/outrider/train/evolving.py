@@ -2,18 +2,27 @@
 
 from collections.abc import Sequence
 
+from outrider.memory.history import TokenCounter
 from outrider.memory.steps import StepTraceBuffer
 from outrider.rollout.expert import trajectory_of
 from outrider.trace import Trace
 from outrider.train.settings import BufferSettings
 
 
-def evolve_buffer(buffer: StepTraceBuffer, traces: Sequence[Trace], *, settings: BufferSettings, step: int) -> dict[str, float]:
+def evolve_buffer(
+    buffer: StepTraceBuffer, traces: Sequence[Trace], *, settings: BufferSettings, step: int, count_tokens: TokenCounter
+) -> dict[str, float]:
     """Offer this step's successful rollouts where ``settings.evolve`` says so; the buffer's metrics either way."""
     if not settings.evolve:
         return {"buffer/num_steps": float(len(buffer))}
     found = [
-        trajectory_of(trace, leaf.rollout, agent="self", trajectory_id=f"self/{step}/{trace.task.key}/{leaf.rollout}")
+        trajectory_of(
+            trace,
+            leaf.rollout,
+            agent="self",
+            trajectory_id=f"self/{step}/{trace.task.key}/{leaf.rollout}",
+            count_tokens=count_tokens,
+        )
         for trace in traces
         for leaf, _ in trace.rollouts()
         if leaf.success
@@ -22,6 +31,7 @@ def evolve_buffer(buffer: StepTraceBuffer, traces: Sequence[Trace], *, settings:
         [one for one in found if one is not None],
         keep_best=settings.keep_best,
         min_reward=settings.min_reward,
+        count_tokens=count_tokens,
         questions={trace.task.key: trace.task.question for trace in traces},
     )
     return {

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 from outrider.environments.base import EnvironmentFactory, TaskFamily
 from outrider.errors import DataError, EnvironmentFault, OutriderError, ToolFault
+from outrider.memory.history import TokenCounter
 from outrider.memory.records import BuildReport
 from outrider.memory.sources import import_trajectories
 from outrider.memory.steps import StepTraceBuffer
 from outrider.rollout.blocking import timed
 from outrider.rollout.direct import play_texts
+from outrider.seeding import reset_seed
 from outrider.train.alarms import fault_line
 from outrider.train.settings import RunSettings
 from outrider.types import Step, Task, Trajectory
@@ -37,14 +39,14 @@ class FillReport:
     builds: list[BuildReport] = field(default_factory=list)
 
 
-def ask_expert(family: TaskFamily, task: Task, settings: RunSettings) -> Sequence[Step] | None:
-    """The expert's path. Blocks, so it is for code outside of an event loop.
+def ask_expert(family: TaskFamily, task: Task, settings: RunSettings, *, seed: int) -> Sequence[Step] | None:
+    """The expert's path through the episode that ``reset(seed)`` starts. Blocks, so it is for code outside of an event loop.
 
     Raises ToolFault or EnvironmentFault when infrastructure broke or ``train.expert_timeout_s`` is over. A mistake in the
     settings that only shows here (ConfigError, ToolUnavailable) stays what it is.
     """
     try:
-        return timed(family.expert, task, settings.seed, timeout_s=settings.train.expert_timeout_s)
+        return timed(family.expert, task, seed, timeout_s=settings.train.expert_timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
         family.close()  # the call may go on in its thread, and hold what the next one needs
         if isinstance(fault.__cause__, OutriderError):
@@ -53,10 +55,11 @@ def ask_expert(family: TaskFamily, task: Task, settings: RunSettings) -> Sequenc
 
 
 def ask_experts(
-    family: TaskFamily, tasks: Sequence[Task], settings: RunSettings
+    family: TaskFamily, tasks: Sequence[Task], settings: RunSettings, *, training_step: int
 ) -> tuple[dict[str, Sequence[Step] | None], list[str]]:
     """Task key -> steps (None: there is no expert) of every task, and why the others could not be asked, one reason a task.
 
+    Each is asked for the episode that the task's rollouts play in ``training_step``: their reset has the same seed.
     A fault is tried again ``train.max_retries`` times. What the family started for its experts is closed in the end.
     """
     paths: dict[str, Sequence[Step] | None] = {}
@@ -64,7 +67,8 @@ def ask_experts(
     for task in tasks:
         for _ in range(settings.train.max_retries + 1):
             try:
-                paths[task.key] = ask_expert(family, task, settings)
+                seed = reset_seed(settings.seed, training_step, task.key)
+                paths[task.key] = ask_expert(family, task, settings, seed=seed)
                 break
             except (ToolFault, EnvironmentFault) as fault:
                 reasons[task.key] = f"the expert of {task.key}: {fault}"
@@ -74,11 +78,13 @@ def ask_experts(
 
 
 def play_expert(family: TaskFamily, factory: EnvironmentFactory, task: Task, settings: RunSettings) -> ExpertPlay | None:
-    """Play the expert's path in a fresh environment; None where there is no expert.
+    """Play the expert's path in a fresh environment, both with the run's seed: the buffer is of no training step.
+
+    None where there is no expert.
 
     Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
     """
-    steps = ask_expert(family, task, settings)
+    steps = ask_expert(family, task, settings, seed=settings.seed)
     if not steps:
         return None
     texts = [step.text for step in steps]
@@ -101,10 +107,12 @@ def fill_buffer(
     tasks: Sequence[Task],
     settings: RunSettings,
     note: Callable[[str], None],
+    *,
+    count_tokens: TokenCounter | None = None,
 ) -> FillReport:
     """Add the expert's trajectory of every task that lacks it, a portion of tasks at a time.
 
-    A fault is tried again ``train.max_retries`` times, then counted and left out.
+    Without ``count_tokens`` their lengths stay unknown. A fault is tried again ``train.max_retries`` times, then counted and left out.
     """
     report = FillReport()
     questions = {task.key: task.question for task in tasks}
@@ -122,6 +130,7 @@ def fill_buffer(
                     keep_best=settings.buffer.keep_best,
                     min_reward=settings.buffer.min_reward,
                     questions=questions,
+                    count_tokens=count_tokens,
                 )
             )
         note(f"buffer: experts of {start + len(portion)} of {len(tasks)} tasks asked, {len(buffer)} steps")

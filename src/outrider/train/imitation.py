@@ -1,6 +1,7 @@
 """The cold start of a run: experts play training tasks through the rollout loop, and the policy imitates those who solved."""
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from outrider.rollout.expert import ExpertSource, play_experts
 from outrider.trace import Trace
@@ -10,9 +11,11 @@ from outrider.train.experts import ask_experts
 from outrider.train.sft import cold_start, successful_paths
 from outrider.types import Task
 
+_STEP: Final = 0  # whose initial states the cold start is played in
+
 
 def expert_rollouts(
-    parts: Components, tasks: Sequence[Task], expert: ExpertSource, *, retrieve_share: float = 0.0, training_step: int = 0
+    parts: Components, tasks: Sequence[Task], expert: ExpertSource, *, training_step: int, retrieve_share: float = 0.0
 ) -> list[Trace]:
     """One rollout of ``expert`` on every task, in order, in the environment and within the limits that the policy has."""
     settings = parts.settings
@@ -29,6 +32,7 @@ def expert_rollouts(
         max_concurrent=settings.num_concurrent,
         max_retries=settings.train.max_retries,
         training_step=training_step,
+        whereabouts=parts.whereabouts,
     )
 
 
@@ -46,12 +50,13 @@ def imitate_experts(
     settings = parts.settings
     tasks = parts.train_tasks[: settings.cold_start.num_examples]
     stage("cold start: expert rollouts", len(tasks))
-    steps, reasons = ask_experts(parts.family, tasks, settings)  # before the rollouts: none waits for another one's expert
+    steps, reasons = ask_experts(parts.family, tasks, settings, training_step=_STEP)  # before all rollouts
     traces = expert_rollouts(
         parts,
         [task for task in tasks if steps.get(task.key)],
         lambda task: steps[task.key],
         retrieve_share=settings.cold_start.retrieve_share,
+        training_step=_STEP,
     )
     if lost := [*reasons, *lost_reasons(traces)]:
         note(f"cold start: {len(lost)} of {len(tasks)} expert rollouts were lost to faults: {fault_line(lost)}")

@@ -1,6 +1,6 @@
 """What joins a step's rollouts before the update: demonstrations inside their groups (LUFFY), stored groups beside them (RolloutReplay)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from outrider.algorithms.luffy import Luffy
 from outrider.algorithms.rollout_replay import RolloutReplay
@@ -10,6 +10,7 @@ from outrider.train.alarms import fault_line, lost_reasons
 from outrider.train.components import Components
 from outrider.train.experts import ask_experts
 from outrider.train.imitation import expert_rollouts
+from outrider.types import Step
 
 
 def mix_in(
@@ -47,13 +48,11 @@ def demonstrate(
     A group whose task has no demonstration stays as it is.
     """
     reasons: list[str] = []
-    if algorithm.settings.asks_experts:  # a file of demonstrations was read when the run began
-        unknown = [trace.task for trace in traces if trace.task.key not in algorithm.paths]
-        steps, reasons = ask_experts(parts.family, unknown, parts.settings)
-        algorithm.paths |= steps
-    shown = [trace for trace in traces if algorithm.paths.get(trace.task.key)]
-    tasks = [trace.task for trace in shown]
-    played = expert_rollouts(parts, tasks, lambda task: algorithm.paths.get(task.key), training_step=step)
+    paths: Mapping[str, Sequence[Step] | None] = algorithm.paths  # of a file, read when the run began
+    if algorithm.settings.asks_experts:  # in every step anew: a task that comes back is reset with another seed
+        paths, reasons = ask_experts(parts.family, [trace.task for trace in traces], parts.settings, training_step=step)
+    shown = [trace for trace in traces if paths.get(trace.task.key)]
+    played = expert_rollouts(parts, [trace.task for trace in shown], lambda task: paths[task.key], training_step=step)
     for trace, one in zip(shown, played, strict=True):
         join_demonstration(trace, one)
     reasons += lost_reasons(played)

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.config import Settings
 from outrider.engines.model import LanguageModel
+from outrider.errors import ModelError
 from outrider.train.pack import PackedBatch
 from outrider.train.vocabulary import score_tokens
 
@@ -73,7 +74,11 @@ class Scorer:
 
 
 class Policy(Scorer):
-    """A language model with its optimiser. ``checkpoint_activations``: layers are computed again in the backward pass."""
+    """A language model with its optimiser. ``checkpoint_activations``: layers are computed again in the backward pass.
+
+    ``trained_layers``: only the last so many layers (and the norm behind them) train. Nothing below has a gradient, and
+    no backward pass runs through it. Raises ModelError where the model has fewer layers.
+    """
 
     def __init__(
         self,
@@ -81,11 +86,14 @@ class Policy(Scorer):
         settings: OptimizerSettings,
         *,
         lora: LoraSettings | None = None,
+        trained_layers: int | None = None,
         seed: int = 0,
         checkpoint_activations: bool = False,
     ) -> None:
         super().__init__(language_model)
         self.settings = settings
+        if trained_layers is not None:
+            _freeze_below(self.model, trained_layers)
         if checkpoint_activations:
             for module in self.model.modules():
                 if isinstance(module, GradientCheckpointingLayer):
@@ -179,6 +187,16 @@ def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
 def _master(parameter: nn.Parameter) -> Tensor:
     """The weights in float32 or better: the parameter's own memory where it is that precise, else a copy."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _freeze_below(model: Any, trained_layers: int) -> None:
+    """Embeddings, vocabulary projection and all layers but the last ``trained_layers`` keep their weights."""
+    layers = model.base_model.layers
+    if trained_layers > len(layers):
+        raise ModelError(f"model.trained_layers = {trained_layers}, but the model has {len(layers)} layers")
+    model.requires_grad_(False)
+    for trained in (*layers[len(layers) - trained_layers :], model.base_model.norm):
+        trained.requires_grad_(True)
 
 
 def _inject_lora(model: nn.Module, settings: LoraSettings, seed: int) -> None:

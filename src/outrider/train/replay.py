@@ -16,11 +16,11 @@ from rich.text import Text
 from outrider.algorithms.rapo import RapoSettings
 from outrider.config import load_settings
 from outrider.environments.base import EnvironmentFactory, StepResult
+from outrider.environments.families import make_family
 from outrider.environments.tool_episode import EpisodeConfig
 from outrider.errors import DataError, EnvironmentFault, ToolFault
 from outrider.rollout.direct import DirectEpisode, outcome_of, play_texts
-from outrider.seeding import stream_seed
-from outrider.train.components import make_family
+from outrider.seeding import reset_seed
 from outrider.train.settings import RunSettings
 from outrider.types import Origin, Outcome, Task
 from outrider.watch.traces import TraceReader, TraceRow
@@ -106,21 +106,24 @@ def compare(recorded: Sequence[TraceRow], episode: DirectEpisode, *, settings: R
         return Difference(what="prompt", turn=None, recorded=recorded[0].text, replayed=prompt)
     results = iter(episode.results)
     last: StepResult | None = None
-    played = [row for row in recorded if _is_played(row, settings)]
-    following = {id(row): after for row, after in zip(recorded, [*recorded[1:], None], strict=True)}
-    for turn, row in enumerate(played):
-        last = next(results, None)
-        if last is None:
-            return Difference(what="end", turn=turn, recorded="the episode went on", replayed="the episode had ended")
-        difference = _compare_observation(row, following[id(row)], last, turn)
-        if difference is not None:
-            return difference
+    turn = 0
+    for row, after in zip(recorded, [*recorded[1:], None], strict=True):
+        if _is_played(row, settings):
+            last = next(results, None)
+            if last is None:
+                return Difference(what="end", turn=turn, recorded="the episode went on", replayed="the episode had ended")
+            difference = _compare_observation(row, after, last, turn)
+            if difference is not None:
+                return difference
+            turn += 1
+        for _ in _attempted(row):
+            last = next(results, last)
     return _compare_end(recorded, last, episode, settings)
 
 
 def _replay(one: _Recorded, task: Task, factory: EnvironmentFactory, settings: RunSettings, step: int) -> Difference | None:
-    texts = [_said(row) for row in one.path if _is_played(row, settings)]
-    seed = stream_seed(settings.seed, "reset", step - 1, task.key)  # the file of step n holds the rollouts before update n
+    texts = [text for row in one.path for text in (*([_said(row)] if _is_played(row, settings) else []), *_attempted(row))]
+    seed = reset_seed(settings.seed, step - 1, task.key)  # the file of step n holds the rollouts before update n
     try:
         episode = play_texts(factory, task, texts, seed=seed, timeout_s=settings.limits.step_timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
@@ -136,11 +139,14 @@ def _is_played(row: TraceRow, settings: RunSettings) -> bool:
 
 
 def _said(row: TraceRow) -> str:
-    """What the environment read. Behind an executed action stands its observation, which holds no action of its own.
+    """What the environment read. Earlier records of executed actions have no action apart from what was shown."""
+    return row.text if row.origin in _SAID else str(_metadata(row).get("action", _inside(row)))
 
-    Executed actions that were refused, or whose text found no room, are not on file, so they are not repeated.
-    """
-    return row.text if row.origin in _SAID else _inside(row)
+
+def _attempted(row: TraceRow) -> Sequence[str]:
+    """Retrieved actions behind a node of which no text tells: they were refused, or found no room."""
+    found = _metadata(row).get("attempted", [])
+    return [str(action) for action in found] if isinstance(found, list) else []
 
 
 def _inside(row: TraceRow) -> str:

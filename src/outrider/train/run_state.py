@@ -6,10 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import outrider
 from outrider.algorithms.base import Remembering
 from outrider.algorithms.retrieval_hook import RetrievalHook
 from outrider.environments.datasets import panel_hash
@@ -25,6 +21,7 @@ from outrider.train.checkpoint import (
 )
 from outrider.train.components import Components
 from outrider.train.run_directory import RunDirectory
+from outrider.train.versions import differences, versions
 from outrider.watch.traces import TraceWriter
 
 HookCounts = list[dict[str, int]]
@@ -87,7 +84,7 @@ class RunState:
             "hook_counts": self.hook_counts(),
             "reference_checksum": self._reference_checksum,
             "tasks": self._tasks,
-            "versions": _versions(),
+            "versions": versions(),
         }
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
@@ -132,12 +129,8 @@ class RunState:
                     f"the {name} tasks are not those that this run began with: put the data back, or begin a new run "
                     f"with model.initial_checkpoint"
                 )
-        others = {name: was for name, was in state.get("versions", {}).items() if was != _versions().get(name)}
-        if others:
-            told = ", ".join(f"{name} {was} (now {_versions().get(name)})" for name, was in others.items())
-            self.note(
-                f"OTHER VERSIONS: the checkpoint was written with {told}; the run goes on, but not to the same bits for sure"
-            )
+        for difference in differences(state.get("versions", {})):
+            self.note(difference)
         self._reference_checksum = state.get("reference_checksum")
         if self.parts.reference is not None:
             load_reference(self._reference_path, self.parts.reference, checksum=self._reference_checksum)
@@ -165,8 +158,3 @@ class RunState:
     @property
     def _retrieval_hooks(self) -> list[RetrievalHook]:
         return [hook for hook in self.parts.algorithm.hooks if isinstance(hook, RetrievalHook)]
-
-
-def _versions() -> dict[str, str]:
-    """Of the packages that decide the bits."""
-    return {"outrider": outrider.__version__, "torch": str(torch.__version__), "transformers": transformers.__version__}

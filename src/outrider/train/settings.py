@@ -19,21 +19,16 @@ from outrider.algorithms.tree_grpo import TreeGrpoSettings
 from outrider.config import Settings
 from outrider.engines.base import LocalSettings
 from outrider.engines.vllm import VllmSettings
-from outrider.environments.factbook import FactbookConfig
+from outrider.environments.families import EnvironmentConfig
 from outrider.environments.scienceworld import ScienceWorldConfig
 from outrider.environments.scienceworld_tasks import replays_exactly
-from outrider.environments.textworld import TextWorldConfig
 from outrider.environments.tools import ToolsConfig
-from outrider.environments.webshop import WebShopConfig
 from outrider.evals.runner import EvaluationSettings
 from outrider.rollout.episode import Limits
 from outrider.train.policy import LoraSettings, OptimizerSettings
 from outrider.train.sft import ColdStartSettings
 from outrider.train.update import UpdateSettings
 
-EnvironmentConfig = Annotated[
-    FactbookConfig | ToolsConfig | ScienceWorldConfig | WebShopConfig | TextWorldConfig, Field(discriminator="type")
-]
 EngineSettings = Annotated[LocalSettings | VllmSettings, Field(discriminator="type")]
 MixedSettings = LuffySettings | RolloutReplaySettings | TreeGrpoSettings
 AlgorithmSettings = Annotated[
@@ -51,13 +46,15 @@ AlgorithmSettings = Annotated[
 
 class ModelSettings(Settings):
     """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a run writes
-    down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it."""
+    down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it. ``trained_layers``: only the
+    last so many layers train (None: all)."""
 
     name: str = "smollm2-135m-instruct"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "cpu"
     context_length: int | None = Field(None, ge=8)
     lora: LoraSettings | None = None
+    trained_layers: int | None = Field(None, ge=1)
     initial_checkpoint: str | None = None
 
 
@@ -79,9 +76,10 @@ class BufferSettings(Settings):
 
 class TrainSettings(Settings):
     """``num_steps`` training steps of ``tasks_per_step`` groups. ``max_policy_tokens`` ends the run earlier when the
-    policy has written so many (for comparisons at equal tokens). A checkpoint every ``checkpoint_every`` steps.
-    ``expert_timeout_s``: how long an expert may take for its whole path (a simulator's planner, for a cold start, a buffer or
-    demonstrations)."""
+    policy has written so many (for comparisons at equal tokens; those of tries that a fault broke count too). A
+    checkpoint every ``checkpoint_every`` steps. ``expert_timeout_s``: how long an expert may take for its whole path (a
+    simulator's planner, for a cold start, a buffer or demonstrations). ``watchdog_s``: after so many seconds without
+    progress a line says where the run waits (0: never)."""
 
     num_steps: int = Field(100, ge=0)
     tasks_per_step: int = Field(8, ge=1)
@@ -91,6 +89,7 @@ class TrainSettings(Settings):
     max_concurrent: int = Field(64, ge=1)
     max_retries: int = Field(2, ge=0)
     expert_timeout_s: float = Field(300.0, gt=0)
+    watchdog_s: float = Field(300.0, ge=0)
 
 
 class RunSettings(Settings):
@@ -136,12 +135,16 @@ class RunSettings(Settings):
             raise ValueError("nothing to do: no training step, no cold start, and evaluation.at_start = false")
         if self.buffer.evolve and not isinstance(self.algorithm, RapoSettings):
             raise ValueError("buffer.evolve needs algorithm.type = rapo")
+        if self.buffer.evolve and isinstance(self.algorithm, RapoSettings) and not self.algorithm.num_hybrid:
+            raise ValueError("buffer.evolve needs algorithm.num_hybrid of at least 1: nothing else opens the buffer")
         if (
             isinstance(self.algorithm, RapoSettings)
             and self.algorithm.retrieval.mode == "execute"
             and self.environment.type not in ("scienceworld", "webshop", "textworld")
         ):
             raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld)")
+        if self.model.lora is not None and self.model.trained_layers is not None:
+            raise ValueError("model.lora and model.trained_layers exclude each other: adapters have target_modules")
         if self.engine.type == "vllm" and self.model.lora is not None:
             raise ValueError("engine.type = vllm needs full fine-tuning: adapters are not merged for it (model.lora)")
         branches = isinstance(self.algorithm, ArpoSettings | TreeGrpoSettings)

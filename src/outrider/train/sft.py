@@ -18,8 +18,8 @@ from outrider.train.policy import Policy
 class ColdStartSettings(Settings):
     """``num_examples`` expert rollouts of the training split, ``num_epochs`` passes, ``batch_size`` an optimiser step.
 
-    ``retrieve_share`` of the examples show one middle step inside ``<retrieve>`` (not trained on), so that the policy
-    has met the form before hybrid rollouts use it. 0 examples: no cold start.
+    ``retrieve_share`` of the examples show one middle step inside ``<retrieve>`` (done in the environment, not trained on), so that
+    the policy has met the form before hybrid rollouts use it. 0 examples: no cold start.
     """
 
     num_examples: int = Field(0, ge=0)

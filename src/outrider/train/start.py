@@ -6,6 +6,8 @@ from threading import Event
 from typing import Literal
 
 from outrider.errors import ConfigError, OutriderError
+from outrider.evals.paired import gain_over_start
+from outrider.rollout.whereabouts import Whereabouts
 from outrider.train.checkpoint import newest_step
 from outrider.train.components import build
 from outrider.train.run_directory import RunDirectory
@@ -15,6 +17,7 @@ from outrider.watch.progress import Progress, make_progress
 from outrider.watch.report import write_report
 from outrider.watch.token_meter import TokenMeter
 from outrider.watch.trackers import make_trackers
+from outrider.watch.watchdog import WatchedProgress
 
 
 def run_training(
@@ -35,7 +38,8 @@ def run_training(
         if settings.evaluation.num_trials:
             run.discard()
             raise ConfigError("evaluation.num_trials is for `outrider eval --adapt K`: training has no trials")
-        display = make_progress(progress)
+        whereabouts = Whereabouts()
+        display = WatchedProgress(make_progress(progress), whereabouts=whereabouts, after_s=settings.train.watchdog_s)
         ending.callback(display.close)
         display.stage("set-up", None)
         meter = TokenMeter(display)
@@ -48,6 +52,7 @@ def run_training(
                 on_tokens=meter,
                 note=display.note,
             )
+            parts.whereabouts = whereabouts
             if parts.buffer is not None:
                 ending.callback(parts.buffer.close)
             ending.callback(parts.factory.close)
@@ -73,6 +78,8 @@ def _tell_results(run: RunDirectory, display: Progress) -> None:
                 f"{one['label']:>20}: {100 * score['value']:5.1f} %  [{100 * score['ci_low']:.1f}, {100 * score['ci_high']:.1f}]"
                 f"  {one['num_tasks']} held-out tasks, temperature {one['temperature']:g}, no retrieval"
             )
+        if (gain := gain_over_start(run.finished_evaluations())) is not None:
+            display.note(str(gain))
         display.note(f"report: {write_report(run.path)}")
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

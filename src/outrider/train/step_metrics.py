@@ -24,6 +24,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         "rollout/num": float(len(every)),
         "rollout/num_masked": float(len(every) - len(kept)),
         "group/num": float(len(traces)),
+        "tokens/discarded": float(_num_discarded(traces)),
     }
     if not kept:
         return metrics
@@ -75,6 +76,13 @@ _ORIGINS: Mapping[str, Origin] = {
 }
 
 
+def _num_discarded(traces: Sequence[Trace]) -> int:
+    """Policy tokens that are on the path of no rollout with a return: of tries that a fault broke, made good or not."""
+    written = sum(len(node.token_ids) for trace in traces for node in trace.nodes if node.trainable)
+    paths = {id(node): node for trace in traces for _, path in trace.scored_rollouts() for node in path if node.trainable}
+    return written - sum(len(node.token_ids) for node in paths.values())
+
+
 def timing_metrics(*, rollout_s: float, update_s: float, num_policy_tokens: float, num_computed_tokens: int) -> dict[str, float]:
     """Seconds, tokens a second, and the largest resident memory so far."""
     return {
@@ -123,12 +131,10 @@ def branch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     }
 
 
-def retrieval_metrics(
-    traces: Sequence[Trace], credits_: Sequence[GroupCredit], modes: Sequence[str], counts: Mapping[str, int]
-) -> dict[str, float]:
+def retrieval_metrics(traces: Sequence[Trace], credits_: Sequence[GroupCredit], counts: Mapping[str, int]) -> dict[str, float]:
     """RAPO's metrics (spec section 12). ``counts`` are the hook's counts of this step; values without data are left out."""
     rollouts = [
-        (leaf, path, modes[leaf.rollout])
+        (leaf, path, trace.modes[leaf.rollout])
         for trace in traces
         for leaf, path in trace.rollouts()
         if leaf.episode_return is not None
@@ -144,8 +150,9 @@ def retrieval_metrics(
         "retrieval/num_refused": float(counts.get("refused", 0)),
         "retrieval/num_dropped": float(sum(node.metadata.get("num_splices_dropped", 0) for node in nodes)),
         "retrieval/num_cut": float(sum(node.metadata["num_tokens_cut"] > 0 for node in inserted)),
-        "retrieval/num_unscored": float(sum(sum(c.measurements.get("retrieval/num_unscored", ())) for c in credits_)),
     }
+    for name in ("retrieval/num_unscored", "retrieval/num_floored"):
+        metrics[name] = float(sum(sum(credit.measurements.get(name, ())) for credit in credits_))
     if counts.get("opportunities"):
         metrics["retrieval/rate"] = counts.get("retrievals", 0) / counts["opportunities"]
     if num_hybrid:

@@ -34,7 +34,7 @@ def step_record(
     values |= {**mixed, **updated}
     if hook_counts:
         counts = {name: number - hook_counts_before[0].get(name, 0) for name, number in hook_counts[0].items()}
-        values |= retrieval_metrics(traces, credits_, algorithm.modes, counts)
+        values |= retrieval_metrics(traces, credits_, counts)
     values["rollout/num_retries"] = float(report.faults["retries"])
     values["rollout/num_close_faults"] = float(report.faults["close"])
     if report.rule is not None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from outrider.tokens import Tokenizer
+from outrider.tokens import Tokenizer, text_of
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Origin
 from outrider.watch.traces import TraceRow
@@ -53,4 +53,4 @@ def _of_leaf(leaf: Leaf, trace: Trace) -> dict[str, object]:
 
 
 def _pieces(node: Node, tokenizer: Tokenizer) -> tuple[str, ...]:
-    return tuple(tokenizer.decode([token], skip_special_tokens=False) for token in node.token_ids) if node.trainable else ()
+    return tuple(text_of(tokenizer, [token], skip_special_tokens=False) for token in node.token_ids) if node.trainable else ()

@@ -9,12 +9,14 @@ from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlusSettings
 from outrider.environments.datasets import panel_hash
 from outrider.errors import EnvironmentFault
+from outrider.evals.paired import gain_over_start
 from outrider.evals.runner import evaluate
+from outrider.metrics import WRITTEN_TOKENS
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.train.alarms import fault_line, lost_reasons, no_tips_alarm, skipped_alarms, step_alarms
 from outrider.train.checkpoint import checkpoints_newest_first
-from outrider.train.components import Components
+from outrider.train.components import Components, token_counter
 from outrider.train.credit_stage import credit_step
 from outrider.train.evolving import evolve_buffer
 from outrider.train.imitation import imitate_experts
@@ -134,9 +136,9 @@ class Trainer:
     def _is_evaluated(self, label: str) -> bool:
         return not self.parts.test_tasks or any(one["label"] == label for one in self.run.finished_evaluations())
 
-    def _stage(self, name: str, total: int, *, done: int = 0) -> None:
+    def _stage(self, name: str, total: int, *, done: int = 0, num_parallel: int = 1) -> None:
         self.num_done = done
-        self.progress.stage(name, total)
+        self.progress.stage(name, total, done=done, num_parallel=num_parallel)
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:
@@ -183,6 +185,7 @@ class Trainer:
             max_retries=settings.train.max_retries,
             limits_calls=training,
             on_finished=on_finished,
+            whereabouts=parts.whereabouts,
         )
 
     def _train_step(self) -> None:
@@ -223,14 +226,20 @@ class Trainer:
             hook_counts_before=counts,
         )
         if parts.buffer is not None:
-            values |= evolve_buffer(parts.buffer, report.traces, settings=parts.settings.buffer, step=state.step)
+            values |= evolve_buffer(
+                parts.buffer,
+                report.traces,
+                settings=parts.settings.buffer,
+                step=state.step,
+                count_tokens=token_counter(parts.renderer),
+            )
         values |= timing_metrics(
             rollout_s=rolled - began,
             update_s=ended - rolled,
             num_policy_tokens=values.get("tokens/policy", 0.0),
             num_computed_tokens=updated.num_computed_tokens,
         )
-        state.num_policy_tokens += int(values.get("tokens/policy", 0.0) + values.get("tokens/remarks", 0.0))
+        state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
         values["tokens/policy_total"] = float(state.num_policy_tokens)
         values["grad/learning_rate"] = parts.policy.learning_rate
         state.traces.write(state.step, rows_of(report.traces, step=state.step, tokenizer=parts.renderer.tokenizer))
@@ -245,7 +254,8 @@ class Trainer:
         settings, step = self.parts.settings.evaluation, self.state.step
         if self._is_evaluated(label):
             return
-        self._stage(f"evaluate {label}", len(self.parts.test_tasks) * settings.num_samples)
+        num_rollouts = len(self.parts.test_tasks) * settings.num_samples
+        self._stage(f"evaluate {label}", num_rollouts, num_parallel=self.parts.settings.num_concurrent)
         scheduler = self.scheduler(training=False)
         evaluation, traces = evaluate(scheduler, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step)
         lost = lost_reasons(traces)
@@ -261,6 +271,8 @@ class Trainer:
             "eval/num_faults": float(evaluation.num_faults),
         }
         self.state.metrics.write(step, "eval", values)
+        number = len(self.run.finished_evaluations())
+        self.state.traces.write_evaluation(number, rows_of(traces, step=step, tokenizer=self.parts.renderer.tokenizer))
         # Last, because it marks the evaluation as done.
         self.run.add_evaluation(
             evaluation, split=settings.split, temperature=settings.temperature, panel_hash=panel_hash(self.parts.test_tasks)
@@ -271,3 +283,5 @@ class Trainer:
             f"{label}: {100 * evaluation.score:.1f} % [{100 * evaluation.ci_low:.1f}, {100 * evaluation.ci_high:.1f}] "
             f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} faults{': ' if lost else ''}{fault_line(lost)}{repeated}"
         )
+        if (gain := gain_over_start(self.run.finished_evaluations())) is not None:
+            self.progress.note(f"{label}: {gain}")

@@ -25,6 +25,7 @@ from outrider.train.pack import PackedBatch, RolloutPath, credits_by_rollout, pa
 from outrider.train.policy import Policy, Scorer, TokenScores
 from outrider.train.success_term import success_nll, success_weights
 from outrider.train.tally import Tally
+from outrider.types import Origin
 
 
 class UpdateSettings(Settings):
@@ -60,8 +61,9 @@ def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
 
 
 def _rendered(path: Sequence[Node], index: int, leaf: Leaf, trace: Trace) -> RolloutPath:
-    nodes = without_memory(path) if trace.without_memory else path
-    acted = path if trace.without_memory else None
+    saw_tips = any(node.origin is Origin.MEMORY for node in path)  # a rollout without any has one rendering: it is on-policy
+    nodes = without_memory(path) if trace.without_memory and saw_tips else path
+    acted = path if trace.without_memory and saw_tips else None
     return RolloutPath(
         nodes=nodes,
         rollout_index=index,

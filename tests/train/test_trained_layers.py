@@ -1,0 +1,71 @@
+"""Training the last layers alone: their gradients are those of full training, and nothing below them moves."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.config import validate
+from outrider.engines.attention import Segment, TreePlan
+from outrider.errors import ConfigError, ModelError
+from outrider.train.checkpoint import load_checkpoint, save_checkpoint
+from outrider.train.policy import OptimizerSettings, Policy
+from outrider.train.settings import RunSettings
+from tests.tiny import tiny_model
+
+
+def _policy(trained_layers: int | None) -> Policy:
+    model = tiny_model(dtype=torch.float64, num_layers=3)
+    return Policy(model, OptimizerSettings(learning_rate=1e-2, max_grad_norm=1e9), trained_layers=trained_layers)
+
+
+def _backward(policy: Policy) -> None:
+    ids = torch.arange(3, 15)
+    lm = policy.language_model
+    hidden = lm.hidden(ids[None], torch.arange(12)[None], TreePlan(segments=(Segment(length=12),)))[0]
+    lm.head(hidden).log_softmax(-1)[:, 7].sum().backward()
+
+
+@pytest.mark.parametrize("trained_layers", [1, 2])
+def test_gradients_are_those_of_full_training(trained_layers: int) -> None:
+    whole, part = _policy(None), _policy(trained_layers)
+    _backward(whole)
+    _backward(part)
+    first = 3 - trained_layers
+    expected = {n for n in whole.masters if n.startswith("model.norm") or (".layers." in n and int(n.split(".")[2]) >= first)}
+    assert set(part.masters) == expected and expected < set(whole.masters)
+    for name, master in part.masters.items():
+        assert master.grad is not None and whole.masters[name].grad is not None
+        torch.testing.assert_close(master.grad, whole.masters[name].grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_step_moves_the_last_layers_and_nothing_else() -> None:
+    policy = _policy(1)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    _backward(policy)
+    policy.step()
+    moved = {name for name, p in policy.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == set(policy.masters)
+
+
+def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
+    policy, other = _policy(2), _policy(2)
+    _backward(policy)
+    policy.step()
+    save_checkpoint(tmp_path / "step-000001", policy, {"step": 1})
+    load_checkpoint(tmp_path / "step-000001", other)
+    assert all(torch.equal(policy.masters[name], other.masters[name]) for name in policy.masters)
+
+
+def test_more_layers_than_there_are_is_an_error() -> None:
+    with pytest.raises(ModelError, match=r"model\.trained_layers = 4, but the model has 3 layers"):
+        _policy(4)
+
+
+def test_adapters_and_trained_layers_exclude_each_other() -> None:
+    tree = {
+        "environment": {"type": "factbook"}, "algorithm": {"type": "grpo"},
+        "model": {"lora": {"rank": 2}, "trained_layers": 2},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="exclude each other"):
+        validate(RunSettings, tree)
