@@ -87,7 +87,7 @@ def trl_seconds(folder: str, precision: str, repeats: int) -> float:
 def ours(name: str, precision: str) -> Callable[[], None]:
     language_model = load_model(name, precision=precision)
     policy = Policy(language_model, OptimizerSettings(learning_rate=1e-6))
-    engine = LocalEngine(replace(language_model, eos_token_ids=frozenset()))
+    engine = LocalEngine(replace(language_model, eos_token_ids=frozenset(), eos_texts=()))
     algorithm = Grpo(GrpoSettings(group_size=GROUP))
     ids = tuple(language_model.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 40)[:PROMPT])
     message = Message(role="user", content="")

@@ -2,10 +2,12 @@
 
     python -m benchmarks.learning toys --out DIR [--seeds 10] [--toys lock corridor hidden] [--methods grpo rapo ...]
     python -m benchmarks.learning factbook --out DIR [--seeds 3] [--policy-tokens N] [--methods ...] [section.field=value ...]
+    ... --processes 2       as many trainings at a time, one thread each, unattended; --status shows what is done and what is left
 
-Both can be stopped at any time: the same command goes on with what is not finished, --only-report shows what is. Two processes with
-different --first-seed may share a folder; a last call with all seeds shows them together. Tables are printed and written to DIR/toys.md
-and DIR/factbook.md. Toys need minutes, the Factbook a quarter of an hour a method and seed on two cores.
+All can be stopped at any time: the same command goes on with what is not finished, --only-report shows what is. With --processes a
+training that fails is told at the end and stops no other, and one that was killed is continued. Two calls may share a folder, also
+with different --first-seed; a last call with all seeds shows them together. Tables are printed and written to DIR/toys.md and
+DIR/factbook.md. Toys need minutes, the Factbook a quarter of an hour a method and seed on two cores.
 """
 
 import argparse
@@ -13,17 +15,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.learning_factbook import Plan, compare_all, launch_outrider, train_all
-from benchmarks.learning_methods import Method
-from benchmarks.learning_tables import factbook_notes, factbook_table, toy_table
-from benchmarks.learning_toys import ARENAS, play_all
+from rich.console import Console
 
+from benchmarks.learning_factbook import Plan, compare_all, factbook_jobs, launch_outrider, train_all
+from benchmarks.learning_jobs import Job, Runner, log_file
+from benchmarks.learning_methods import Method
+from benchmarks.learning_status import progress, status_table
+from benchmarks.learning_tables import factbook_notes, factbook_table, toy_table
+from benchmarks.learning_toys import ARENAS, play_all, toy_jobs
 from outrider.errors import ConfigError, OutriderError
 from outrider.train.policy import set_threads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 a run failed or was stopped, 2 bad configuration."""
+    """Exit status: 0 done, 1 a run failed or was stopped, 2 bad configuration, 130 interrupted."""
     parser = make_parser()
     parsed, rest = parser.parse_known_args(arguments)
     if parsed.methods:  # --methods takes all words that follow it
@@ -32,10 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and (parsed.task != "factbook" or not all("=" in one and not one.startswith("-") for one in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if parsed.processes is not None and parsed.processes < 1:
+            raise ConfigError("--processes must be at least 1")
         return toys(parsed) if parsed.task == "toys" else factbook(parsed, rest)
     except OutriderError as error:
         print(f"benchmarks.learning: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("benchmarks.learning: interrupted; the same command goes on", file=sys.stderr)
+        return 130
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -48,6 +58,9 @@ def make_parser() -> argparse.ArgumentParser:
         task.add_argument("--seeds", type=int, default=num_seeds)
         task.add_argument("--first-seed", type=int, default=0)
         task.add_argument("--methods", nargs="+", metavar="METHOD", help="only these")
+        task.add_argument("--processes", type=int, metavar="N", help="N trainings at a time, each in a process of one thread")
+        task.add_argument("--status", action="store_true", help="run nothing, show what is done and how long the rest takes")
+        task.add_argument("--no-report", action="store_true", help=argparse.SUPPRESS)  # what --processes tells its processes
         task.add_argument("--only-report", action="store_true", help="run nothing, show what is finished")
         if name == "toys":
             task.add_argument("--toys", nargs="+", choices=[arena.name for arena in ARENAS])
@@ -63,19 +76,33 @@ def make_parser() -> argparse.ArgumentParser:
 def toys(parsed: argparse.Namespace) -> int:
     """Play and show the toy suite."""
     set_threads(1)
+    plans = [
+        (arena, _chosen(arena.methods(), parsed.methods), parsed.policy_tokens or arena.max_policy_tokens)
+        for arena in ARENAS if not parsed.toys or arena.name in parsed.toys
+    ]  # fmt: skip
+    failed = False
+    if parsed.processes or parsed.status:
+        jobs = [
+            job for arena, chosen, tokens in plans
+            for job in toy_jobs(parsed.out, arena, chosen, seeds=_seeds(parsed), max_policy_tokens=tokens)
+        ]  # fmt: skip
+        failed = _run_jobs(parsed, jobs)
+        if parsed.status:
+            return 0
+        parsed.only_report = True
     parts = []
-    for arena in [one for one in ARENAS if not parsed.toys or one.name in parsed.toys]:
-        chosen = _chosen(arena.methods(), parsed.methods)
-        tokens = parsed.policy_tokens or arena.max_policy_tokens
+    for arena, chosen, tokens in plans:
         results = play_all(
             parsed.out, arena, chosen, seeds=_seeds(parsed), max_policy_tokens=tokens, only_load=parsed.only_report, note=_note
         )  # fmt: skip
+        if parsed.no_report:
+            continue
         table = toy_table(chosen, results, toy=arena.name, num_seeds=parsed.seeds)
         played = f"About {tokens:,} policy tokens a run, seeds {_seeds(parsed)[0]} to {_seeds(parsed)[-1]}."
         parts.append(f"### {arena.title}\n\n{played}\n\n{table}")
         _write(parsed.out / "toys.md", "\n\n".join(parts))
     print("\n\n".join(parts))
-    return 0
+    return int(failed)
 
 
 def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -85,7 +112,7 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
         out=parsed.out.resolve(),
         seeds=_seeds(parsed),
         policy_tokens=parsed.policy_tokens,
-        overrides=tuple(overrides),
+        overrides=_with_one_thread(overrides) if parsed.processes else tuple(overrides),
     )
     chosen = _chosen(plan.methods(), parsed.methods)
 
@@ -97,11 +124,34 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
             _write(plan.out / "factbook.md", text)
             print(text, flush=True)
 
+    if parsed.status or parsed.processes:
+        failed = _run_jobs(parsed, factbook_jobs(plan, chosen))
+        if not parsed.status:
+            report()
+        return int(failed)
     if parsed.only_report:
         report()
     else:
         train_all(plan, chosen, launch=launch_outrider, after_seed=report)
     return 0
+
+
+def _run_jobs(parsed: argparse.Namespace, jobs: Sequence[Job]) -> bool:
+    """Run them, or only show them; whether one failed."""
+    out, num_processes = parsed.out.resolve(), parsed.processes or 1
+    failed: dict[str, str] = {}
+    if not parsed.status:
+        out.mkdir(parents=True, exist_ok=True)
+        failed = Runner(jobs=jobs, folder=out, num_processes=num_processes, note=_note).run()
+    Console().print(status_table(progress(jobs, out), num_processes=num_processes))
+    for name, reason in failed.items():
+        _note(f"FAILED {name}: {reason} ({log_file(out, name)})")
+    return bool(failed)
+
+
+def _with_one_thread(overrides: Sequence[str]) -> tuple[str, ...]:
+    given = any(one.startswith("num_threads=") for one in overrides)
+    return tuple(overrides) if given else (*overrides, "num_threads=1")
 
 
 def _seeds(parsed: argparse.Namespace) -> range:

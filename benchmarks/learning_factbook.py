@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.comparison import require_same
+from benchmarks.learning_jobs import Job
 from benchmarks.learning_methods import IMITATION, REFERENCE, Method, factbook_methods
-
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
 from outrider.evals.compare import Comparison, compare
@@ -59,11 +59,8 @@ class Plan:
 
 def train_all(plan: Plan, chosen: Sequence[Method], *, launch: Launch, after_seed: Callable[[], None]) -> None:
     """Run what is not finished, seed by seed. Raises ConfigError before the first run where one of them is not possible."""
+    require_possible(plan, chosen)
     by_key = {method.key: method for method in plan.methods()}
-    if plan.policy_tokens is None and REFERENCE not in [method.key for method in chosen]:
-        raise ConfigError(f"the budget is what {REFERENCE} spends: choose it too, or give --policy-tokens")
-    for method in chosen:
-        load_settings(RunSettings, file=write_recipe(plan, method), overrides=_overrides(plan, method, seed=0, budget=1))
     rest = [method for method in chosen if method.key not in (IMITATION, REFERENCE)]
     for seed in plan.seeds:
         complete(plan, by_key[IMITATION], seed, budget=None, launch=launch)
@@ -76,6 +73,14 @@ def train_all(plan: Plan, chosen: Sequence[Method], *, launch: Launch, after_see
         after_seed()
 
 
+def require_possible(plan: Plan, chosen: Sequence[Method]) -> None:
+    """Raises ConfigError where the budget is not known or a method's settings are not possible."""
+    if plan.policy_tokens is None and REFERENCE not in [method.key for method in chosen]:
+        raise ConfigError(f"the budget is what {REFERENCE} spends: choose it too, or give --policy-tokens")
+    for method in chosen:
+        load_settings(RunSettings, file=write_recipe(plan, method), overrides=_overrides(plan, method, seed=0, budget=1))
+
+
 def compare_all(plan: Plan, chosen: Sequence[Method]) -> Comparison | None:
     """The finished runs, compared; None while there are fewer than two."""
     runs = [plan.folder(method, seed) for seed in plan.seeds for method in chosen]
@@ -85,16 +90,61 @@ def compare_all(plan: Plan, chosen: Sequence[Method]) -> Comparison | None:
 
 def complete(plan: Plan, method: Method, seed: int, *, budget: int | None, launch: Launch) -> None:
     """Start, continue or skip one run. Raises ConfigError where it was begun with other settings, OutriderError where it stopped."""
+    arguments = owed_arguments(plan, method, seed, budget=budget)
+    if arguments is None:
+        return
+    launch(arguments)
+    run = plan.folder(method, seed)
+    if not is_finished(run):
+        raise OutriderError(f"{run} was stopped before its end: the same command continues it")
+
+
+def owed_arguments(plan: Plan, method: Method, seed: int, *, budget: int | None) -> list[str] | None:
+    """What ``outrider train`` needs to start or continue a run; None for a finished one.
+
+    Raises ConfigError where it was begun with other settings.
+    """
     run = plan.folder(method, seed)
     recipe, overrides = write_recipe(plan, method), _overrides(plan, method, seed=seed, budget=budget)
     begun = (run / "config.toml").exists()
     if begun:
         require_same(run, load_settings(RunSettings, file=recipe, overrides=overrides))
     if is_finished(run):
-        return
-    launch(["--resume", str(run)] if begun else [str(recipe), *overrides, "--run", str(run)])
-    if not is_finished(run):
-        raise OutriderError(f"{run} was stopped before its end: the same command continues it")
+        return None
+    return ["--resume", str(run)] if begun else [str(recipe), *overrides, "--run", str(run)]
+
+
+def factbook_jobs(plan: Plan, chosen: Sequence[Method]) -> list[Job]:
+    """The same runs as jobs: of a seed the cold start first, then, without a given budget, the reference.
+
+    Raises ConfigError where one of them is not possible.
+    """
+    require_possible(plan, chosen)
+    by_key = {method.key: method for method in plan.methods()}
+    asked = [method.key for method in chosen]
+    keys = dict.fromkeys([IMITATION, *(key for key in asked if key == REFERENCE), *asked])
+    return [_job(plan, by_key[key], seed) for seed in plan.seeds for key in keys]
+
+
+def _job(plan: Plan, method: Method, seed: int) -> Job:
+    run = plan.folder(method, seed)
+    needs = () if method.key == IMITATION else (IMITATION,)
+    if plan.policy_tokens is None and method.key not in (IMITATION, REFERENCE):
+        needs = (*needs, REFERENCE)
+
+    def owed() -> list[str] | None:
+        budget = plan.policy_tokens
+        if REFERENCE in needs:
+            budget = policy_tokens(plan.out / f"{REFERENCE}-{seed}")
+        return owed_arguments(plan, method, seed, budget=budget)
+
+    return Job(
+        name=f"factbook/{run.name}",
+        kind=f"factbook/{method.key}",
+        command=lambda: [sys.executable, "-m", "outrider", "train", *(owed() or ()), "--progress", "plain"],
+        is_done=lambda: (run / "config.toml").exists() and owed() is None,
+        after=tuple(f"factbook/{key}-{seed}" for key in needs),
+    )
 
 
 def launch_outrider(arguments: Sequence[str]) -> None:

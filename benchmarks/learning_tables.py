@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from benchmarks.learning_methods import BASELINE, Method
 from tests.toys import Result
 
+from benchmarks.learning_methods import BASELINE, Method
+from benchmarks.markdown_table import markdown
 from outrider.evals.compare import Comparison, Pair
 from outrider.evals.compare_tables import notes
 from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, verdict
@@ -164,12 +165,6 @@ def _against(standing: Standing | None, names: Mapping[str, str]) -> tuple[str, 
 def _named(reason: str, names: Mapping[str, str]) -> str:
     label = max((one for one in names if reason.startswith(f"{one} has ")), key=len, default=None)
     return reason if label is None else names[label] + reason.removeprefix(label)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
 def _range(estimate: Estimate, form: str) -> str:

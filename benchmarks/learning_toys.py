@@ -5,13 +5,13 @@ One result file a (toy, method, seed). A file is written whole or not at all, an
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from benchmarks.learning_methods import IMITATION, Method, rapo_ablations, toy_methods
 from tests.toys import LEARNING_RATE, Result, Toy, ToyRun, expert_trajectory
 from tests.toys_branching import DEPTH as CORRIDOR_DEPTH
 from tests.toys_branching import CorridorRun, CorridorToy
@@ -19,6 +19,8 @@ from tests.toys_demonstrated import Demonstrated, expert_paths
 from tests.toys_memory import DEPTH as HIDDEN_DEPTH
 from tests.toys_memory import HiddenRun, HiddenToy
 
+from benchmarks.learning_jobs import Job
+from benchmarks.learning_methods import IMITATION, Method, rapo_ablations, toy_methods
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import Settings, validate
@@ -219,6 +221,25 @@ def play_all(
             if result is not None:
                 results[method.key][seed] = result
     return results
+
+
+def toy_jobs(out: Path, arena: Arena, chosen: Sequence[Method], *, seeds: Sequence[int], max_policy_tokens: int) -> list[Job]:
+    """The trainings of :func:`play_all` as jobs: a method's seeds are one process, which takes longer to begin than a seed to play."""
+    defined = [method for method in chosen if arena.name not in method.undefined]
+    return [_job(out, arena, method, seeds, max_policy_tokens) for method in defined]
+
+
+def _job(out: Path, arena: Arena, method: Method, seeds: Sequence[int], max_policy_tokens: int) -> Job:
+    asked = ["--out", out, "--toys", arena.name, "--methods", method.key, "--first-seed", seeds[0], "--seeds", len(seeds)]
+    tokens = ["--policy-tokens", max_policy_tokens, "--no-report"]
+    name = f"toys/{arena.name}/{method.key}"
+
+    def is_done() -> bool:
+        found = [load_result(out, arena, method, seed, max_policy_tokens=max_policy_tokens) for seed in seeds]
+        return all(one is not None for one in found)
+
+    command = [sys.executable, "-m", "benchmarks.learning", "toys", *map(str, asked + tokens)]
+    return Job(name=name, kind=name, command=lambda: command, is_done=is_done)
 
 
 def _identity(arena: Arena, method: Method, seed: int, max_policy_tokens: int) -> dict[str, Any]:

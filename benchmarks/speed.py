@@ -1,6 +1,7 @@
 """Generation and update speed beside what a user would take instead: same model, prompts and machine, in one run.
 
-    python benchmarks/speed.py [--model NAME] [--repeats 5] [--precision auto] [--device cpu] [--vllm .venv-vllm/bin/python [--compiled]]
+    python benchmarks/speed.py [--model NAME] [--repeats 5] [--precision auto] [--device cpu]
+        [--vllm .venv-vllm/bin/python [--compiled]]
 
 The sides take turns, so that a slow minute of the machine hits all of them. Prints medians of new tokens a second with their
 ratio to plain ``generate``, of trained tokens a second with their ratio to the padded computation, and the log-prob gaps.
@@ -13,13 +14,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from speed_gap import batch_gap, trainer_gap
+from speed_gap import compared, drawing, trainer_gap, written_alone, written_elsewhere, written_together
 from speed_sides import WORKLOADS, Outrider, Plain, Vllm, play
 from speed_update import UPDATES, packed, padded
 from transformers import AutoModelForCausalLM
@@ -38,7 +40,13 @@ def main() -> None:
     parser.add_argument("--vllm", help="the Python of an environment with vLLM (make test-vllm builds one)")
     parser.add_argument("--compiled", action="store_true", help="vLLM with its compiler too, whose start takes minutes")
     parser.add_argument("--workloads", type=int, nargs="+", help="numbers of the generation workloads, from 1")
+    parser.add_argument("--updates", type=int, nargs="+", help="numbers of the update workloads, from 1")
+    parser.add_argument("--layers", type=int, help="updates with the first layers only: cheaper, the head weighs more")
+    parser.add_argument(
+        "--clock", choices=("wall", "processor"), default="wall", help="of updates; processor time where others compute too"
+    )
     parser.add_argument("--gap-tokens", type=int, default=48, help="sampled tokens of a request in the gap")
+    parser.add_argument("--inverse-cdf", action="store_true", help="the gap of the sampling rule before (benchmarks/sampling.py)")
     parser.add_argument("--only", choices=("generation", "update", "gap"), nargs="+", default=["generation", "update", "gap"])
     arguments = parser.parse_args()
     set_threads(arguments.threads, device=arguments.device)
@@ -51,18 +59,28 @@ def main() -> None:
     if "update" in arguments.only:
         updates(title, ours, folder, precision, arguments)
     if "gap" in arguments.only:
-        values = trainer_gap(ours, arguments.gap_tokens)
-        print(f"log-prob gap engine - trainer, {precision}: mean {values.mean():.1e}, max {values.max():.1e} nats")
-        for questions in (False, True):
-            largest, num_different, num = batch_gap(ours, arguments.gap_tokens, questions=questions)
-            kind = "questions" if questions else "random tokens"
-            print(
-                f"log-prob gap alone - in a batch of {num}, {kind}, {precision}: max {largest:.1e} nats up to the first different token; "
-                f"{num_different} of {num} sequences of {arguments.gap_tokens} tokens differ"
-            )
+        with drawing(inverse_cdf=arguments.inverse_cdf):
+            gaps(ours, precision, arguments)
     print(
         f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB (of the process that holds all sides)"
     )
+
+
+def gaps(ours: LanguageModel, precision: str, arguments: argparse.Namespace) -> None:
+    """What a log-prob and a sequence depend on beside the request: the trainer, the batch, the processor."""
+    new = arguments.gap_tokens
+    values = trainer_gap(ours, new)
+    print(f"log-prob gap engine - trainer, {precision}: mean {values.mean():.1e}, max {values.max():.1e} nats", flush=True)
+    here = written_together(ours, new)
+    others = {"alone": partial(written_alone, ours, new)}
+    if arguments.device == "cpu":
+        others["on a lesser processor"] = partial(
+            written_elsewhere, arguments.model, precision, arguments.threads, new, inverse_cdf=arguments.inverse_cdf
+        )
+    for other, write in others.items():
+        there = write()
+        for kind, sequences in here.items():
+            print(f"in a batch - {other}, {kind}, {new} tokens, {precision}: {compared(there[kind], sequences)}", flush=True)
 
 
 def plain_model(folder: str, dtype: torch.dtype, device: str) -> AutoModelForCausalLM:
@@ -74,7 +92,7 @@ def generation(title: str, ours: LanguageModel, folder: str, precision: str, arg
     sides = {
         "generate, dynamic": Plain(plain, static=False),
         "generate, static": Plain(plain, static=True),
-        "outrider": Outrider(replace(ours, eos_token_ids=frozenset())),
+        "outrider": Outrider(replace(ours, eos_token_ids=frozenset(), eos_texts=())),
     }
     if arguments.vllm:
         for eager in (True, False) if arguments.compiled else (True,):
@@ -95,26 +113,32 @@ def generation(title: str, ours: LanguageModel, folder: str, precision: str, arg
 def updates(title: str, ours: LanguageModel, folder: str, precision: str, arguments: argparse.Namespace) -> None:
     """The plain side has float32 weights, with autocast where the working precision is lower."""
     plain = plain_model(folder, torch.float32, arguments.device)
+    for model in (plain, ours.model):
+        model.model.layers = model.model.layers[: arguments.layers]
     policy = Policy(ours, OptimizerSettings(learning_rate=1e-9))
     table = Table("trained row", "plain, padded", "outrider", title=f"{title}: padded tokens/s")
-    for name, shape in UPDATES.items():
+    chosen = arguments.updates or range(1, len(UPDATES) + 1)
+    for name, shape in (list(UPDATES.items())[number - 1] for number in chosen):
         sides = {"plain, padded": padded(plain, shape, lower=precision == "bfloat16"), "outrider": packed(policy, shape)}
-        rates = alternate(sides, arguments.repeats, device=arguments.device)
+        clock = time.process_time if arguments.clock == "processor" else time.perf_counter
+        rates = alternate(sides, arguments.repeats, device=arguments.device, clock=clock)
         table.add_row(name, *against(rates, "plain, padded"))
         print(name, rates, flush=True)
     Console().print(table)
 
 
-def alternate(sides: dict[str, Callable[[], int]], repeats: int, *, device: str) -> dict[str, float]:
+def alternate(
+    sides: dict[str, Callable[[], int]], repeats: int, *, device: str, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Median rate of every side; the first round warms up. A GPU is waited for: what one side queued is not the other's time."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for name, run in sides.items():
             synchronise(device)
-            began = time.perf_counter()
+            began = clock()
             count = run()
             synchronise(device)
-            rates[name].append(count / (time.perf_counter() - began))
+            rates[name].append(count / (clock() - began))
     return {name: statistics.median(values[1:]) for name, values in rates.items()}
 
 

@@ -1,20 +1,40 @@
-"""How far the engine's log-probs are from the trainer's, and from themselves in another batch, for ``speed.py``."""
+"""How far the engine's log-probs are from the trainer's, and from its own in another batch or on another processor.
 
-from dataclasses import replace
+python benchmarks/speed_gap.py MODEL PRECISION THREADS NEW RULE   (what speed.py starts as its lesser processor)
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import cast
+from unittest.mock import patch
 
+import sampling
 import torch
 
-from outrider.engines.base import Request
+from outrider.engines import local
+from outrider.engines.base import Generation, Request
 from outrider.engines.local import LocalEngine
-from outrider.engines.model import LanguageModel
+from outrider.engines.model import LanguageModel, Precision, load_model
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
 from outrider.train.pack import RolloutPath, pack
-from outrider.train.policy import OptimizerSettings, Policy
+from outrider.train.policy import OptimizerSettings, Policy, set_threads
 from outrider.types import Message, Origin, Task
 
 _BATCH = 32
+LESSER = {
+    "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "MKL_CBWR": "COMPATIBLE",  # MKL heeds the other variable on Intel's processors only
+}  # fmt: skip
+"""What torch, oneDNN and MKL read when they choose their instructions."""
+Written = tuple[list[int], list[float]]
+"""Ids and log-probs of one sequence."""
 
 
 def _random_prompts(num: int) -> list[list[int]]:
@@ -58,19 +78,65 @@ def trainer_gap(lm: LanguageModel, new: int) -> torch.Tensor:
     return torch.cat(gaps)
 
 
-def batch_gap(lm: LanguageModel, new: int, *, questions: bool) -> tuple[float, int, int]:
-    """Every request (random tokens, or questions) alone and with all the others.
+def drawing(*, inverse_cdf: bool) -> AbstractContextManager[object]:
+    """The engine's own rule of sampling, or the one that it had before."""
+    return patch.object(local, "sample", sampling.inverse_cdf) if inverse_cdf else nullcontext()
 
-    The largest difference of a log-prob in nats over the tokens before the first different one, the number of sequences that differ,
-    and their number.
-    """
-    engine = LocalEngine(replace(lm, eos_token_ids=frozenset()))
-    requests = _requests(_questions(lm, _BATCH) if questions else _random_prompts(_BATCH), new)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """The largest difference of a log-prob in nats over the tokens before the first different one, and the sequences that differ."""
+
+    largest: float
+    num_different: int
+    num_sequences: int
+
+    def __str__(self) -> str:
+        return f"max {self.largest:.1e} nats up to the first different token; {self.num_different} of {self.num_sequences} sequences differ"
+
+
+def compared(ours: Sequence[Written], theirs: Sequence[Written]) -> Gap:
     largest, num_different = 0.0, 0
-    for request, together in zip(requests, engine.generate(requests), strict=True):
-        (alone,) = engine.generate([request])  # a request without a cache key leaves nothing behind: it is computed anew
-        pairs = zip(alone.token_ids, together.token_ids, strict=True)
-        num = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        num_different += num < new
-        largest = max([largest, *(abs(a - b) for a, b in zip(alone.logprobs[:num], together.logprobs[:num], strict=True))])
-    return largest, num_different, len(requests)
+    for (ids, logprobs), (other_ids, other_logprobs) in zip(ours, theirs, strict=True):
+        num = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=True))))
+        num_different += num < len(ids)
+        largest = max([largest, *(abs(a - b) for a, b in zip(logprobs[:num], other_logprobs[:num], strict=True))])
+    return Gap(largest=largest, num_different=num_different, num_sequences=len(ours))
+
+
+def written_together(lm: LanguageModel, new: int) -> dict[str, list[Written]]:
+    """What every request (random tokens, questions) writes beside all others of its kind; no sequence ends early."""
+    engine = LocalEngine(replace(lm, eos_token_ids=frozenset(), eos_texts=()))
+    return {kind: [_written(one) for one in engine.generate(requests)] for kind, requests in _both_kinds(lm, new).items()}
+
+
+def written_alone(lm: LanguageModel, new: int) -> dict[str, list[Written]]:
+    """The same requests one by one; one without a cache key leaves nothing behind, so each is computed anew."""
+    engine = LocalEngine(replace(lm, eos_token_ids=frozenset(), eos_texts=()))
+    return {
+        kind: [_written(engine.generate([request])[0]) for request in requests] for kind, requests in _both_kinds(lm, new).items()
+    }
+
+
+def written_elsewhere(model: str, precision: str, threads: int, new: int, *, inverse_cdf: bool) -> dict[str, list[Written]]:
+    """What :func:`written_together` gives on a lesser processor: another process whose libraries keep to older instructions."""
+    command = [sys.executable, __file__, model, precision, str(threads), str(new), "inverse" if inverse_cdf else "race"]
+    done = subprocess.run(command, env=os.environ | LESSER, stdout=subprocess.PIPE, text=True, check=True)
+    told: dict[str, list[Written]] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def _both_kinds(lm: LanguageModel, new: int) -> dict[str, list[Request]]:
+    prompts = {"random tokens": _random_prompts(_BATCH), "questions": _questions(lm, _BATCH)}
+    return {kind: _requests(rows, new) for kind, rows in prompts.items()}
+
+
+def _written(generation: Generation) -> Written:
+    return list(generation.token_ids), list(generation.logprobs)
+
+
+if __name__ == "__main__":
+    name, precision, threads, new, rule = sys.argv[1:]
+    set_threads(int(threads), device="cpu")
+    with drawing(inverse_cdf=rule == "inverse"):
+        print(json.dumps(written_together(load_model(name, precision=cast(Precision, precision)), int(new))))

@@ -29,6 +29,7 @@ class Shape:
 UPDATES = {
     "group of 16, 512 common + 128 new": Shape(rollouts=16, shared=512, own=0, new=128),
     "4 rows of 512, nothing common": Shape(rollouts=4, shared=0, own=384, new=128),
+    "group of 8, 150 common + 60 + 60 new (the demo's rows)": Shape(rollouts=8, shared=150, own=60, new=60),
 }
 
 

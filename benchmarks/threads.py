@@ -22,6 +22,7 @@ from rich.table import Table
 from outrider.engines.base import Request
 from outrider.engines.local import LocalEngine
 from outrider.engines.model import load_model
+from outrider.engines.processor import read_processor
 from outrider.trace import Trace
 from outrider.train.pack import RolloutPath, pack
 from outrider.train.policy import OptimizerSettings, Policy
@@ -45,7 +46,7 @@ def main() -> None:
             torch.set_num_threads(count)
             rates[precision, count].append((*generated(LocalEngine(policy.language_model)), updated(policy)))
     columns = ("precision", "threads", "prefill tokens/s", "decode tokens/s", "update tokens/s")
-    amx = "with" if torch.cpu._is_amx_tile_supported() else "without"
+    amx = "with" if read_processor().multiplies_bfloat16 else "without"
     table = Table(*columns, title=f"{arguments.model}, processor {amx} AMX, medians of {arguments.repeats}")
     for (precision, count), measured in rates.items():
         medians = [statistics.median(column) for column in zip(*measured[1:], strict=True)]  # the first round warms up

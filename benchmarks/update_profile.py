@@ -16,13 +16,13 @@ from collections.abc import Callable
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
-from machine import product_rate
 from rich.console import Console
 from rich.table import Table
 from speed_update import UPDATES, packed, padded
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from outrider.engines.machine_rate import product_rate
 from outrider.engines.model import load_model, resolve_model, resolve_precision
 from outrider.engines.segment_attention import _CpuAttention, _fused
 from outrider.train.policy import OptimizerSettings, Policy
@@ -53,7 +53,7 @@ def main() -> None:
         table.add_row(name, *(f"{medians[kind]:.2f} ({medians[kind] / medians['whole']:.0%})" for kind in (*KINDS, "whole")))
     Console().print(table)
     flops = 6 * SHAPE.rollouts * (SHAPE.own + SHAPE.new) * block_parameters(plain)
-    flops += 8 * SHAPE.rollouts * SHAPE.new * plain.lm_head.weight.numel()  # logits are computed again in the backward pass
+    flops += 6 * SHAPE.rollouts * SHAPE.new * plain.lm_head.weight.numel()
     rate = product_rate(2048, getattr(torch, precision))
     print(f"linear layers: {flops / 1e12:.2f} TFLOP, {flops / rate / 1e12:.2f} s at the machine's {rate:.3f} TFLOP/s")
     attention(precision)

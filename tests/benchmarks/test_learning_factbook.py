@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from benchmarks.learning_factbook import Plan, compare_all, is_finished, policy_tokens, train_all, write_recipe
+from benchmarks.learning_factbook import Plan, compare_all, factbook_jobs, is_finished, policy_tokens, train_all, write_recipe
 from benchmarks.learning_tables import factbook_notes, factbook_table
 
 from benchmarks import learning
@@ -223,3 +223,26 @@ def test_a_recipe_is_whole_at_every_moment(tmp_path: Path) -> None:
             assert path.read_text() == text
         writing.result()
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_as_jobs_the_same_runs_come_in_the_same_order(plan: Plan) -> None:
+    """A method's job knows its budget when the reference is done; played one after another they are train_all's runs."""
+    chosen = [method for method in plan.methods() if method.key in ("grpo", "rapo")]
+    jobs = {job.name: job for job in factbook_jobs(plan, chosen)}
+    assert jobs["factbook/sft-0"].after == () and jobs["factbook/rapo-0"].after == ("factbook/sft-0",)
+    assert jobs["factbook/grpo-0"].after == ("factbook/sft-0", "factbook/rapo-0")
+    runs, done = Runs(), set[str]()
+    for job in jobs.values():
+        assert not job.is_done() and set(job.after) <= done
+        runs.launch([one for one in job.command()[4:] if one not in ("--progress", "plain")])
+        assert job.is_done()
+        done.add(job.name)
+    started = list(runs.started)
+    train(plan, runs, "grpo", "rapo")
+    assert runs.started == started
+    spent = policy_tokens(plan.out / "rapo-1")
+    assert runs.settings_of(plan.out, "grpo-1").train.max_policy_tokens == spent
+    given = {job.name: job.after for job in factbook_jobs(replace(plan, policy_tokens=9), chosen)}
+    assert given["factbook/grpo-0"] == ("factbook/sft-0",)
+    with pytest.raises(ConfigError, match="begun with other settings"):
+        factbook_jobs(replace(plan, overrides=("num_threads=1", "optimizer.learning_rate=1e-3")), chosen)[0].is_done()

@@ -1,0 +1,230 @@
+"""Records of figures: what is in ``records/*.json``, and the Markdown that follows from it.
+
+A record says where its figures come from (``source``) and by which command. Its kind decides what it can render, by view:
+
+- ``cells``: a table that was printed once ("" the table, ``notes`` the list below it);
+- ``values``: single figures, by name, text or a score of so many tasks, whose interval is computed;
+- ``scores``: a score a seed and a name, in the record or in a pack, in the tables that its ``views`` describe;
+- ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack (views "" and, of the Factbook, ``notes``).
+
+Packs are in ``records/packs``, and are verified before anything is read from them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from benchmarks.markdown_table import markdown
+from outrider.errors import DataError
+from outrider.evals.pack_exact import read_exact
+from outrider.evals.pack_format import EXACT
+from outrider.evals.pack_verify import verified_tables
+from outrider.evals.runner import interval
+
+PACKS: Final = "packs"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Record(_Part):
+    source: str
+    command: str
+
+
+class Cells(_Record):
+    """A table as it was printed."""
+
+    kind: Literal["cells"]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+class Score(_Part):
+    """A share of ``num_tasks`` tasks in percent."""
+
+    percent: float = Field(ge=0, le=100)
+    num_tasks: int = Field(ge=1)
+
+    @property
+    def text(self) -> str:
+        """With Wilson's 95 % interval."""
+        num_solved = round(self.percent * self.num_tasks / 100)
+        low, high = interval([1.0] * num_solved + [0.0] * (self.num_tasks - num_solved), binary=True)
+        return f"{self.percent:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+class Values(_Record):
+    """Single figures by name."""
+
+    kind: Literal["values"]
+    values: dict[str, str | Score]
+
+
+class View(_Part):
+    """``names`` are the scores to show, by what the table calls them; ``corner`` heads the first column.
+
+    ``seeds`` has a row a seed and their mean, ``intervals`` the same with intervals over tasks and policy tokens, ``summary`` a row a
+    name with mean, lowest and highest.
+    """
+
+    form: Literal["seeds", "intervals", "summary"]
+    corner: str
+    names: dict[str, str]
+
+
+class SeedScores(_Part):
+    """One seed: scores in percent and policy tokens, by name."""
+
+    label: str
+    percent: dict[str, float]
+    policy_tokens: dict[str, int] = {}
+
+
+class Scores(_Record):
+    """``seeds`` are written down, or come from ``pack``: there, ``evaluations`` maps a name to a run, in which ``{seed}`` stands for
+    the seed, and the label of one of its evaluations.
+    """
+
+    kind: Literal["scores"]
+    num_tasks: int = Field(ge=1)
+    views: dict[str, View]
+    seeds: tuple[SeedScores, ...] = ()
+    pack: str | None = None
+    pack_seeds: tuple[int, ...] = ()
+    evaluations: dict[str, tuple[str, str]] = {}
+
+
+class Toys(_Record):
+    """One toy of ``benchmarks.learning`` in a pack; ``methods`` in the order of the table."""
+
+    kind: Literal["toys"]
+    pack: str
+    toy: str
+    methods: tuple[str, ...]
+    num_seeds: int = Field(ge=1)
+
+
+class FactbookRuns(_Record):
+    """The Factbook task of ``benchmarks.learning`` in a pack, whose runs are called ``METHOD-SEED``."""
+
+    kind: Literal["factbook"]
+    pack: str
+    methods: tuple[str, ...]
+
+
+Record = Annotated[Cells | Values | Scores | Toys | FactbookRuns, Field(discriminator="kind")]
+_RECORD: TypeAdapter[Any] = TypeAdapter(Record)
+
+
+def render_all(records: Path) -> dict[str, str]:
+    """Every figure of every record by name: ``RECORD`` or ``RECORD/VIEW``. Raises DataError naming the file, and PackError."""
+    figures: dict[str, str] = {}
+    for file in sorted(records.glob("*.json")):
+        try:
+            record = _RECORD.validate_json(file.read_bytes())
+            rendered = _RENDER[record.kind](record, records / PACKS)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise DataError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        except KeyError as error:
+            raise DataError(f"{file}: there is no {error}") from error
+        figures |= {f"{file.stem}/{view}" if view else file.stem: text for view, text in rendered.items()}
+    return figures
+
+
+def _cells(record: Cells, packs: Path) -> dict[str, str]:
+    return {"": markdown(record.columns, record.rows), "notes": "\n".join(f"- {note}" for note in record.notes)}
+
+
+def _values(record: Values, packs: Path) -> dict[str, str]:
+    return {name: value if isinstance(value, str) else value.text for name, value in record.values.items()}
+
+
+def _scores(record: Scores, packs: Path) -> dict[str, str]:
+    seeds = record.seeds if record.pack is None else _packed_seeds(record, packs / record.pack)
+    return {name: _FORMS[view.form](record, seeds, view) for name, view in record.views.items()}
+
+
+def _packed_seeds(record: Scores, pack: Path) -> list[SeedScores]:
+    _, tables = verified_tables(pack)
+    rows = {(row["run"], row["label"]): row for row in tables["evaluations"]}
+    tokens = {row["run"]: int(row.get("policy tokens", 0)) for row in tables["costs"]}
+    seeds = []
+    for seed in record.pack_seeds:
+        found = {name: rows[run.format(seed=seed), label] for name, (run, label) in record.evaluations.items()}
+        if other := [row["run"] for row in found.values() if row["num_tasks"] != record.num_tasks]:
+            raise DataError(f"{pack}: {other[0]} was not scored on {record.num_tasks} tasks")
+        trained = {name: tokens[row["run"]] for name, row in found.items() if row["step"] > 0}
+        percent = {name: 100 * row["score"] for name, row in found.items()}
+        seeds.append(SeedScores(label=str(seed), percent=percent, policy_tokens=trained))
+    return seeds
+
+
+def _by_seed(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
+    rows = [(one.label, *(f"{one.percent[name]:.1f}" for name in view.names)) for one in seeds]
+    return markdown((view.corner, *view.names.values()), [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))])
+
+
+def _with_intervals(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
+    def cell(one: SeedScores, name: str) -> str:
+        score = Score(percent=one.percent[name], num_tasks=record.num_tasks).text.replace(" %", "")
+        return f"{score} ({one.policy_tokens[name]:,})" if name in one.policy_tokens else score
+
+    rows = [(one.label, *(cell(one, name) for name in view.names)) for one in seeds]
+    return markdown((view.corner, *view.names.values()), [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))])
+
+
+def _summary(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
+    def cell(name: str) -> str:
+        values = [one.percent[name] for one in seeds]
+        span = f" ({min(values):.1f}, {max(values):.1f})" if min(values) < max(values) else ""
+        return f"{_mean(seeds, name):.1f} %{span}"
+
+    return markdown((view.corner, "score"), [(shown, cell(name)) for name, shown in view.names.items()])
+
+
+def _mean(seeds: Sequence[SeedScores], name: str) -> float:
+    return math.fsum(one.percent[name] for one in seeds) / len(seeds)
+
+
+def _toys(record: Toys, packs: Path) -> dict[str, str]:
+    from tests.toys import Result
+
+    from benchmarks.learning_tables import toy_table
+    from benchmarks.learning_toys import ARENAS
+
+    verified_tables(packs / record.pack)
+    methods = {method.key: method for arena in ARENAS if arena.name == record.toy for method in arena.methods()}
+    results: dict[str, dict[int, Any]] = {key: {} for key in record.methods}
+    for row in read_exact(packs / record.pack / EXACT).values():
+        if row.toy == record.toy and row.method in results:
+            results[row.method][row.seed] = Result(**row.result)
+    chosen = [methods[key] for key in record.methods]
+    return {"": toy_table(chosen, results, toy=record.toy, num_seeds=record.num_seeds)}
+
+
+def _factbook(record: FactbookRuns, packs: Path) -> dict[str, str]:
+    from benchmarks.learning_methods import factbook_methods
+    from benchmarks.learning_tables import factbook_notes, factbook_table
+    from outrider.evals.compare import compare
+
+    manifest, _ = verified_tables(packs / record.pack)
+    methods = {method.key: method for method in factbook_methods(2, 1)}  # their names are wanted, not their settings
+    runs = [packs / record.pack / "runs" / name for name in manifest.runs if name.rpartition("-")[0] in record.methods]
+    chosen, comparison = [methods[key] for key in record.methods], compare(runs)
+    notes = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
+    return {"": factbook_table(chosen, comparison), "notes": notes}
+
+
+_FORMS: Final[Mapping[str, Callable[[Scores, Sequence[SeedScores], View], str]]] = {
+    "seeds": _by_seed, "intervals": _with_intervals, "summary": _summary
+}  # fmt: skip
+_RENDER: Final[Mapping[str, Callable[[Any, Path], dict[str, str]]]] = {
+    "cells": _cells, "values": _values, "scores": _scores, "toys": _toys, "factbook": _factbook
+}  # fmt: skip

@@ -1,0 +1,189 @@
+"""Figures in documents: written from their records, and named where they differ."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.figure_records import Score, render_all
+from benchmarks.figures import differences, main, rewritten
+
+from outrider.errors import DataError, PackError
+from outrider.evals.pack_make import make_pack
+from outrider.types import Json
+from tests.evals.pack_runs import write_exact, write_questions, write_run
+
+ROOT = Path(__file__).parents[2]
+ORIGIN: dict[str, Json] = {"source": "a test", "command": "none"}
+TABLE: dict[str, Json] = {"kind": "cells", "columns": ["method", "a|b"], "rows": [["GRPO", "0.5"], ["RAPO", "0.9"]]}
+DOCUMENT = """# Title
+
+The score is <!-- figure: demo/end -->28.0 % [21.4,
+35.7]<!-- /figure --> here.
+
+<!-- figures: lock -->
+
+| method | a\\|b |
+| --- | --- |
+| GRPO | 0.5 |
+| RAPO | 0.9 |
+
+<!-- /figures -->
+
+More text.
+"""
+
+
+def write_record(root: Path, name: str, record: dict[str, Json]) -> None:
+    (root / "records").mkdir(exist_ok=True)
+    (root / "records" / f"{name}.json").write_text(json.dumps(ORIGIN | record))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("# Nothing here\n")
+    (tmp_path / "docs" / "page.md").write_text(DOCUMENT)
+    write_record(tmp_path, "lock", TABLE)
+    write_record(tmp_path, "demo", {"kind": "values", "values": {"end": {"percent": 28.0, "num_tasks": 150}, "steps": "5"}})
+    return tmp_path
+
+
+def test_the_documents_of_this_project_are_what_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", "--root", str(ROOT)]) == 0, capsys.readouterr()
+
+
+def test_every_record_is_shown_somewhere() -> None:
+    marks = re.findall(
+        r"<!-- figures?: (\S+) -->", "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+    )
+    assert {name.partition("/")[0] for name in marks} == {file.stem for file in (ROOT / "records").glob("*.json")}
+
+
+def test_line_breaks_are_the_editor_s_business(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", "--root", str(root)]) == 0
+    assert main(["--root", str(root)]) == 0 and (root / "docs" / "page.md").read_text() == DOCUMENT
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line", "said"),
+    [("28.0 %", "29.0 %", 3, "demo/end: recorded '28.0 % [21.4, 35.7]', written '29.0 % [21.4, 35.7]'"),
+     ("35.7", "35.8", 4, "recorded '% [21.4, 35.7]', written '% [21.4, 35.8]'"),
+     ("| RAPO | 0.9 |", "| RAPO | 0.8 |", 11, "written 'RAPO | 0.8 |'"),
+     ("| RAPO | 0.9 |\n", "", 10, "recorded '0.5 | | RAPO | 0.9 |', written '0.5 |'"),
+     ("| RAPO | 0.9 |", "| RAPO | 0.9 |\n| GIGPO | 1 |", 12, "written '0.9 | | GIGPO | 1 |'")],
+)  # fmt: skip
+def test_what_differs_is_named_by_document_and_line_and_written_anew(
+    root: Path, before: str, after: str, line: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = root / "docs" / "page.md"
+    page.write_text(DOCUMENT.replace(before, after))
+    assert main(["--check", "--root", str(root)]) == 1
+    [told] = capsys.readouterr().out.splitlines()
+    assert told.startswith(f"docs/page.md:{line}: ") and said in told
+    assert page.read_text() == DOCUMENT.replace(before, after)
+    assert main(["--root", str(root)]) == 0
+    assert page.read_text() == DOCUMENT or "28.0 % [21.4, 35.7]<!--" in page.read_text()
+    assert main(["--check", "--root", str(root)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("x\n<!-- figures: lock -->\n| a |\n", "page.md:2: <!-- figures: lock --> has no other half"),
+     ("<!-- figure: demo/end -->1<!-- /figures -->", "has no other half"),
+     ("<!-- /figure -->", "has no other half"),
+     ("<!-- figure: demo/end -->1 <!-- figure: demo/steps -->2<!-- /figure -->", "has no other half"),
+     ("a\nb <!-- figure: demo/start -->1<!-- /figure -->", "page.md:2: no record has the figure demo/start")],
+)  # fmt: skip
+def test_marks_that_do_not_pair_are_refused(root: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "docs" / "page.md").write_text(text)
+    assert main(["--root", str(root)]) == 1
+    assert said in capsys.readouterr().err and (root / "docs" / "page.md").read_text() == text
+
+
+def test_malformed_records_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for record in ({"kind": "magic"}, {"kind": "cells"}, {"kind": "values", "values": {"a": {"percent": 101, "num_tasks": 1}}}):
+        write_record(root, "other", record)  # type: ignore[arg-type]
+        assert main(["--check", "--root", str(root)]) == 1
+        assert "other.json" in capsys.readouterr().err
+
+
+def test_intervals_are_wilson_s() -> None:
+    assert Score(percent=28.0, num_tasks=150).text == "28.0 % [21.4, 35.7]"
+    assert Score(percent=0.0, num_tasks=200).text == "0.0 % [0.0, 1.9]"
+
+
+@pytest.fixture
+def packed(root: Path) -> Path:
+    """Records of packs: seeds of two algorithms, and a toy."""
+    data = write_questions(root / "data")
+    runs = []
+    for seed, solved in enumerate((3, 4)):
+        runs.append(
+            write_run(root / f"rapo-{seed}", data, scores=[1.0] * solved + [0.0] * (6 - solved), algorithm="rapo", seed=seed)
+        )
+        runs.append(write_run(root / f"grpo-{seed}", data, scores=[1.0] + [0.0] * 5, seed=seed))
+    toys = [write_exact(root / "lock", "grpo", [0.0] * 10), write_exact(root / "lock", "rapo", [0.95] * 10)][:1]
+    (root / "records" / "packs").mkdir()
+    make_pack([*runs, *toys], root / "records" / "packs" / "first")
+    names = {"before": "before", "RAPO": "after RAPO", "GRPO": "after GRPO"}
+    views = {form: {"form": form, "corner": "seed", "names": names} for form in ("seeds", "intervals", "summary")}
+    evaluations = {
+        "before": ["rapo-{seed}", "before training"],
+        "RAPO": ["rapo-{seed}", "after RAPO"],
+        "GRPO": ["grpo-{seed}", "after GRPO"],
+    }
+    write_record(root, "seeds", {"kind": "scores", "num_tasks": 6, "pack": "first", "pack_seeds": [0, 1], "views": views,
+                                 "evaluations": evaluations})  # type: ignore[dict-item]  # fmt: skip
+    write_record(root, "toy", {"kind": "toys", "pack": "first", "toy": "lock", "methods": ["grpo", "rapo"], "num_seeds": 10})
+    write_record(root, "runs", {"kind": "factbook", "pack": "first", "methods": ["grpo", "rapo"]})
+    return root
+
+
+def test_tables_follow_from_a_pack(packed: Path) -> None:
+    figures = render_all(packed / "records")
+    assert figures["seeds/seeds"].splitlines()[2:] == [
+        "| 0 | 0.0 | 50.0 | 16.7 |",
+        "| 1 | 0.0 | 66.7 | 16.7 |",
+        "| mean | 0.0 | 58.3 | 16.7 |",
+    ]
+    assert "| 0 | 0.0 [0.0, 39.0] | 50.0 [18.8, 81.2] (200) | 16.7 [3.0, 56.4] (200) |" in figures["seeds/intervals"]
+    assert "| after RAPO | 58.3 % (50.0, 66.7) |" in figures["seeds/summary"] and "| before | 0.0 % |" in figures["seeds/summary"]
+    assert "| RAPO | 10 | 0.950 |" in figures["toy"] and "**RAPO** scores higher" in figures["toy"]
+    assert "| RAPO | 2 | 58.3 |" in figures["runs"] and figures["runs/notes"].startswith("- ")
+
+
+def test_a_changed_byte_of_a_pack_stops_the_figures(packed: Path) -> None:
+    file = packed / "records/packs/first/exact.jsonl"
+    file.write_bytes(file.read_bytes().replace(b"0.95", b"0.96", 1))
+    with pytest.raises(PackError, match=r"exact.jsonl was changed"):
+        render_all(packed / "records")
+
+
+def test_a_pack_without_the_run_is_named(packed: Path) -> None:
+    file = packed / "records" / "seeds.json"
+    file.write_text(file.read_text().replace('"pack_seeds": [0, 1]', '"pack_seeds": [0, 1, 2]'))
+    with pytest.raises(DataError, match=r"seeds.json: there is no .*rapo-2"):
+        render_all(packed / "records")
+
+
+def test_the_check_alone_needs_no_torch() -> None:
+    code = "import sys; from benchmarks.figures import main; assert main(['--check']) == 0; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
+def test_pure_functions_leave_other_text_alone() -> None:
+    text = "a <!-- a comment --> b\n"
+    assert rewritten(text, {}, document="x") == text and differences(text, {}, document="x") == []
+
+
+def test_marks_in_a_block_of_code_are_examples() -> None:
+    text = (
+        "```markdown\n<!-- figure: gone -->1<!-- /figure -->\n<!-- figures: gone -->\n```\n<!-- figure: a -->1<!-- /figure -->\n"
+    )
+    assert rewritten(text, {"a": "2"}, document="x") == text.replace("a -->1", "a -->2")
+    [one] = differences(text, {"a": "2"}, document="x")
+    assert (one.line, one.recorded, one.written) == (5, "2", "1")
