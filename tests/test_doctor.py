@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.cli import main
 from outrider.config import load_settings
+from outrider.engines import onednn
 from outrider.errors import ConfigError, ToolUnavailable
-from outrider.train import doctor
+from outrider.train import doctor_machine
 from outrider.train.doctor import Check, examine, find, write_recipe
 from outrider.train.settings import RunSettings
 
@@ -43,7 +45,10 @@ def test_a_full_examination(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     }
     assert lines["python"] == lines["torch"] == lines["transformers"] == "ok"
     parts = (
+        "processor",
+        "linear layers",
         "fast bfloat16",
+        "matrix rate",
         "CUDA",
         "packaged models",
         "embedder minilm",
@@ -52,6 +57,7 @@ def test_a_full_examination(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         "Factbook data",
     )
     assert {lines[name] for name in (*parts, "tracker tensorboard", "tracker wandb", "tracker trackio")} <= {"ok", "missing"}
+    assert lines["processor"] == lines["linear layers"] == lines["matrix rate"] == "ok"
     expected = "ok" if importlib.util.find_spec("tensorboardX") else "missing"
     assert lines["tracker tensorboard"] == expected
 
@@ -71,11 +77,23 @@ def test_a_machine_that_lacks_everything(capsys: Any, monkeypatch: pytest.Monkey
     assert text.count("missing") + text.count("MISSING") >= 9
 
 
-def test_processor_flags(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text("processor : 0\nflags\t\t: fpu amx_bf16 sse\n\nmodel name: flags\nFeatures : bf16\n")
-    assert doctor._processor_flags(file) == {"fpu", "amx_bf16", "sse", "bf16"}
-    assert doctor._processor_flags(tmp_path / "none") == frozenset()
+def test_the_rate_says_how_long_the_demo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two machines that it was measured on: 12 min 14 s and 24 min 23 s."""
+    threads = torch.get_num_threads()
+    for rate, minutes in ((0.254, 12), (0.13, 24)):
+        monkeypatch.setattr(doctor_machine, "product_rate", lambda *_, rate=rate, **__: rate)
+        told = doctor_machine.matrix_rate()
+        assert told.startswith(f"{rate:.3f} TFLOP/s") and f"about {minutes} minutes" in told
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_ways_of_the_linear_layers_are_named(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "can_pack", lambda dtype: packs)
+    way = "packed" if packs else "plain"
+    assert f"float32 {way}" in doctor_machine.kernels() and f"bfloat16 {way}" in doctor_machine.kernels()
+    if not packs:
+        assert 'model.precision = "auto" takes float32' in doctor_machine.kernels()
 
 
 def test_the_recipe_loads_and_every_commented_setting_exists(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from outrider.algorithms.retrieval_hook import RetrievalSettings
 from outrider.engines.attention import TreePlan
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.model import LanguageModel
-from outrider.engines.sampling import sample, uniform_stream
+from outrider.engines.sampling import request_stream, sample
 from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
@@ -178,8 +178,8 @@ class TabularEngine:
         """See :class:`outrider.engines.base.Engine`."""
         rooms = [next(room for i in reversed(r.token_ids) if (room := self._model.room_of[i]) >= 0) for r in requests]
         logits = self._model(self._model.table(torch.tensor(rooms)))
-        draws = [float(uniform_stream(request.seed, 1)[0]) for request in requests]
-        chosen, logprobs, entropies = sample(logits, [request.temperature for request in requests], draws)
+        streams = [request_stream(request.seed) for request in requests]
+        chosen, logprobs, entropies = sample(logits, [request.temperature for request in requests], streams)
         return [
             Generation(
                 request_id=request.request_id, token_ids=(token,), logprobs=(logprob,), entropies=(entropy,),
@@ -190,8 +190,8 @@ class TabularEngine:
 
     def drawn(self, request: Request, logits_1A: Tensor) -> Generation:
         """One action from these logits."""
-        draws = [float(uniform_stream(request.seed, 1)[0])]
-        [token], [logprob], [entropy] = sample(self._model(logits_1A), [request.temperature], draws)
+        stream_ = [request_stream(request.seed)]
+        [token], [logprob], [entropy] = sample(self._model(logits_1A), [request.temperature], stream_)
         return Generation(
             request_id=request.request_id, token_ids=(token,), logprobs=(logprob,), entropies=(entropy,),
             finish_reason=FinishReason.LENGTH, weight_version=self.weight_version,

@@ -2,23 +2,25 @@
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event
-from types import FrameType
 from typing import Final
 
 from outrider import __version__
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
+from outrider.stopping import first_signal_asks, second_signal_ends
 
 Command = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 the run failed for a named reason, 2 bad configuration, 130 interrupted."""
+    """Exit status: 0 done, 1 the run failed for a named reason, 2 bad configuration, 130 interrupted, 143
+    ended by a second signal that was SIGTERM."""
     # Before torch loads OpenMP. Spinning without end starves a tool, an embedder or a simulator beside torch; not spinning
     # at all halves the speed of generation (docs/benchmarks.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -32,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.overrides = [*parsed.overrides, *rest]
     command: Command = parsed.command
     try:
-        return command(parsed)
+        with second_signal_ends(parsed.interrupted):
+            return command(parsed)
     except ConfigError as error:
         print(f"outrider: {error}", file=sys.stderr)
         return 2
@@ -86,12 +89,31 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--markdown", type=Path, metavar="FILE", help="the tables, verdicts and notes as Markdown too")
     compare.add_argument("--html", type=Path, metavar="FILE", help="the same as one page, with the figures of the curves")
     compare.set_defaults(command=_compare)
+    _add_packs(commands)
     doctor = commands.add_parser("doctor", help="what works on this machine")
     doctor.set_defaults(command=_doctor)
     init = commands.add_parser("init", help="write a commented recipe to start from")
     init.add_argument("file", type=Path)
     init.set_defaults(command=_init)
     return parser
+
+
+def _add_packs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    pack = commands.add_parser("pack", help="runs as a folder that anybody can verify (docs/packs.md)")
+    pack.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, or files or folders of exact results")
+    pack.add_argument("--out", type=Path, required=True, metavar="PACK", help="new folder")
+    pack.add_argument("--command", action="append", default=[], dest="commands", metavar="TEXT", help="what made the runs")
+    pack.add_argument("--weights", action="store_true", help="with the weights at the end of each training")
+    pack.set_defaults(command=_pack)
+    verify = commands.add_parser("verify", help="check a pack: its files, its tables, its panels, and one row played again")
+    verify.add_argument("pack", type=Path)
+    verify.add_argument("overrides", nargs="*", metavar="key=PATH", help="files that its recipes name and it does not hold")
+    which = verify.add_mutually_exclusive_group()
+    which.add_argument("--replay", metavar="ROW", help="the row to play again (default: the cheapest)")
+    which.add_argument("--no-replay", action="store_true", help="play nothing again; needs neither torch nor a model")
+    verify.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder that keeps what is played")
+    verify.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    verify.set_defaults(command=_verify)
 
 
 def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -156,6 +178,34 @@ def _compare(parsed: argparse.Namespace) -> int:
     return compare_runs(parsed.runs, markdown=parsed.markdown, html=parsed.html, console=Console())
 
 
+def _pack(parsed: argparse.Namespace) -> int:
+    from outrider.evals.pack_make import make_pack
+
+    manifest = make_pack(parsed.runs, parsed.out, commands=parsed.commands, weights=parsed.weights)
+    print(f"{parsed.out}: {len(manifest.files)} files; check it with: outrider verify {parsed.out}")
+    return 0
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from outrider.evals.pack_verify import show, verify
+
+    if wrong := [item for item in parsed.overrides if not all(item.partition("="))]:
+        raise ConfigError(f"{wrong[0]!r} is not of the form section.key=PATH")
+    given = {key: Path(path) for key, _, path in (item.partition("=") for item in parsed.overrides)}
+    verified = verify(parsed.pack, given=given)
+    show(parsed.pack, verified, Console())
+    if parsed.no_replay:
+        return 0
+    from outrider.evals.pack_replay import replay_row
+
+    with TemporaryDirectory() as folder:
+        chosen = {"folder": parsed.run or Path(folder), "given": given, "progress": parsed.progress}
+        print(replay_row(parsed.pack, verified, parsed.replay, **chosen))
+    return 0
+
+
 def _overrides(parsed: argparse.Namespace) -> list[str]:
     return [*parsed.overrides, *([f"model.name={parsed.model}"] if parsed.model else [])]
 
@@ -186,27 +236,12 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _stoppable(run: Callable[[Callable[[Callable[[], None]], None]], None]) -> int:
-    """SIGTERM and the first Ctrl-C ask the trainer to write a checkpoint of what is finished and leave; a second one ends it at once."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    interrupted = Event()
-
-    def install(request_stop: Callable[[], None]) -> None:
-        def handler(number: int, frame: FrameType | None) -> None:
-            request_stop()
-            if number == signal.SIGINT:
-                interrupted.set()
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                os.write(2, b"\noutrider: stopping; what is finished goes into a checkpoint. Ctrl-C again ends at once.\n")
-
-        signal.signal(signal.SIGTERM, handler)
-        signal.signal(signal.SIGINT, handler)
-
-    try:
-        run(install)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 130 if interrupted.is_set() else 0
+    """The first SIGTERM or Ctrl-C asks the trainer to write a checkpoint of what is finished and leave. Exit
+    status as of ``main``."""
+    with ExitStack() as installed:
+        interruptions: list[Event] = []
+        run(lambda request_stop: interruptions.append(installed.enter_context(first_signal_asks(request_stop))))
+    return 130 if any(one.is_set() for one in interruptions) else 0
 
 
 _TASK_FLAGS: Final = {  # of `eval`: what each is short for

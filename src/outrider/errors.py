@@ -39,3 +39,7 @@ class EnvironmentFault(OutriderError):
 
 class EngineFault(OutriderError):
     """An inference engine failed to answer. Retried, then masked; never a reward."""
+
+
+class PackError(OutriderError):
+    """A pack that is malformed, or whose files or tables are not what its manifest and its results say."""

@@ -17,6 +17,11 @@ def stream_seed(run_seed: int, *key: str | int) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
+def reset_seed(run_seed: int, training_step: int, task_key: str) -> int:
+    """The seed with which every rollout of a task is reset in a training step: a group shares its initial state."""
+    return stream_seed(run_seed, "reset", training_step, task_key)
+
+
 def stream(run_seed: int, *key: str | int) -> np.random.Generator:
     """A fresh numpy generator at the start of the named stream."""
     return np.random.Generator(np.random.PCG64(stream_seed(run_seed, *key)))

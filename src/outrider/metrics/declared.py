@@ -1,9 +1,7 @@
-"""The declarations: name, unit, meaning, healthy range and what to look at when a value leaves it.
-
-Retrieval metrics follow RAPO (arXiv 2603.03078), equations 3 to 8; entropies are natural-log, over the whole vocabulary.
-"""
+"""Name, unit, meaning, healthy range and what to look at when a value leaves it (RAPO: arXiv 2603.03078; entropies in nats)."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.errors import OutriderError
 from outrider.types import Outcome
@@ -50,6 +48,8 @@ def _outcome_row(outcome: Outcome) -> tuple[str, str, str, str, str]:
     )
     return (f"num_{outcome.value}", "rollouts", f"rollouts of this step that ended as `{outcome.value}`", healthy, look_at)
 
+
+WRITTEN_TOKENS: Final = ("tokens/policy", "tokens/remarks", "tokens/discarded")  # all that the policy wrote in a step
 
 # fmt: off
 DECLARED: tuple[Metric, ...] = (
@@ -128,6 +128,8 @@ DECLARED: tuple[Metric, ...] = (
          "the token limits of a rollout and of a retrieved step"),
         ("num_unscored", "steps", "retrievals without a policy turn after them, left out of Z", "rare",
          "rollout/truncated_fraction"),
+        ("num_floored", "steps", "scored retrievals whose entropy before was under the floor that Eq. 5 divides by", "rare",
+         "entropy_before_mean: the policy is certain of nearly every token"),
         ("share_hybrid_retrieved", "1", "share of hybrid rollouts that retrieved at least once", "above 0.5",
          "short episodes or a low probability"),
         ("z_mean", "nats", "mean retrieval reward Z = g times the entropy before (Eq. 7), over rollouts that retrieved",
@@ -239,7 +241,10 @@ DECLARED: tuple[Metric, ...] = (
     *_group(
         "tokens",
         ("policy", "tokens", "tokens that the policy wrote in this step", "stable", "rollout/policy_tokens_mean"),
-        ("policy_total", "tokens", "tokens that the policy wrote since step 0", "grows", "the fair x axis between algorithms"),
+        ("policy_total", "tokens", "tokens that the policy wrote since step 0, remarks and discarded ones included", "grows",
+         "the fair x axis between algorithms"),
+        ("discarded", "tokens", "tokens that the policy wrote in tries that a fault broke, in no rollout with a return; in "
+         "tokens/policy_total and not in tokens/policy", "0 or few", "rollout/num_retries, rollout/num_masked"),
         ("retrieved", "tokens", "tokens of retrieved steps in this step", "below tokens/policy", "retrieval/token_share"),
         ("observation", "tokens", "tokens that environment and tools wrote in this step", "stable", "observation limits"),
         ("memory", "tokens", "tokens of tips in this step", "below tokens/policy", "tip limits"),
@@ -379,7 +384,6 @@ DECLARED: tuple[Metric, ...] = (
 # fmt: on
 
 _BY_NAME = {metric.name: metric for metric in DECLARED}
-_OPEN = {metric.name.rpartition("/")[0]: metric for metric in DECLARED if metric.name.endswith("}")}
 _OPEN = {metric.name.rpartition("/")[0]: metric for metric in DECLARED if metric.name.endswith("}")}
 
 
