@@ -47,15 +47,19 @@ ROOMS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # the newest of these letters in a context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toy:
-    """``num_locks`` locks of ``depth`` rooms; one of twenty actions opens a room's door, the others do nothing.
+    """``num_locks`` locks of ``depth`` rooms; one of twenty actions opens a room's door.
 
-    The return is 1 for opening every door within ``num_turns`` policy turns and else 0, so the optimum is 1.
+    The others do nothing, or end the episode (``is_strict``). ``chance`` is that of the untrained policy to take the right one
+    in each room, None one in twenty. The return is 1 for opening every door within ``num_turns`` policy turns and else 0, so
+    the optimum is 1.
     """
 
     seed: int
     num_locks: int = 1
     depth: int = 4
     num_turns: int = 6
+    is_strict: bool = False
+    chance: float | None = None
 
     def tasks(self) -> list[Task]:
         """One task a lock; the combination is metadata, which the policy never sees."""
@@ -64,7 +68,7 @@ class Toy:
             Task(
                 key=f"lock-{lock}", question=f"lock {lock} room {ROOMS[lock * self.depth]}",
                 metadata={"combination": "".join(ACTIONS[i] for i in draws[lock]),
-                          "rooms": ROOMS[lock * self.depth : (lock + 1) * self.depth]},
+                          "rooms": ROOMS[lock * self.depth : (lock + 1) * self.depth], "is_strict": self.is_strict},
             )
             for lock in range(self.num_locks)
         ]  # fmt: skip
@@ -76,6 +80,7 @@ class LockEnvironment:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._combination, self._rooms = str(task.metadata["combination"]), str(task.metadata["rooms"])
+        self._is_strict = bool(task.metadata.get("is_strict"))
         self._room = 0
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -89,6 +94,8 @@ class LockEnvironment:
         self._room += opened
         if self._room == len(self._combination):
             return StepResult(message=None, reward=1.0, done=True)
+        if self._is_strict and not opened:
+            return StepResult(message=None, done=True)
         return StepResult(message=Message(role="inline", content=f" {'now' if opened else 'still'} {self._rooms[self._room]}\n"))
 
     def result(self) -> EpisodeResult:
@@ -161,6 +168,15 @@ class TabularModel(nn.Module):
             start += segment.length
             last_of.append(int(rooms[start - 1]))
         return SimpleNamespace(last_hidden_state=self.table(torch.from_numpy(rooms))[None])
+
+
+def set_chance(model: TabularModel, tasks: Sequence[Task], chance: float) -> None:
+    """Give the right action of every room this probability, and all others the same share of the rest."""
+    odds = chance / (1 - chance) * (len(ACTIONS) - 1)
+    with torch.no_grad():
+        for task in tasks:
+            for room, action in zip(str(task.metadata["rooms"]), str(task.metadata["combination"]), strict=True):
+                model.table.weight[ROOMS.index(room), ACTIONS.index(action)] = float(np.log(odds))
 
 
 class TabularEngine:
@@ -240,6 +256,8 @@ class ToyRun:
         self.tasks = toy.tasks()
         tokenizer = tiny_tokenizer()
         self.model = self.model_type(tokenizer, len(tokenizer))
+        if toy.chance is not None:
+            set_chance(self.model, self.tasks, toy.chance)
         language_model = LanguageModel(
             model=cast(Any, self.model), tokenizer=tokenizer, context_length=4096, eos_token_ids=frozenset({1})
         )
@@ -299,10 +317,10 @@ class ToyRun:
         for task in self.tasks:
             rooms, combination = str(task.metadata["rooms"]), str(task.metadata["combination"])
             right = np.array([probabilities[ROOMS.index(r), ACTIONS.index(a)] for r, a in zip(rooms, combination, strict=True)])
-            at = np.eye(len(right) + 1)[0]  # distribution over the number of open doors
+            stays = 0.0 if self.toy.is_strict else 1.0 - right
+            at = np.eye(len(right) + 1)[0]  # distribution over the number of open doors; an ended episode is in none
             for _ in range(self.toy.num_turns):
-                moved = at[:-1] * right
-                at = at - np.append(moved, 0.0) + np.insert(moved, 0, 0.0)
+                at = np.append(at[:-1] * stays, at[-1]) + np.insert(at[:-1] * right, 0, 0.0)
             chances.append(float(at[-1]))
         return float(np.mean(chances))
 
@@ -325,10 +343,12 @@ def rapo(*, num_hybrid: int = 9, advantage_weight: float = 0.2, ratio_weight: fl
     )
 
 
-def play(settings: GrpoSettings | RapoSettings, *, seed: int, max_policy_tokens: int = MAX_POLICY_TOKENS) -> Result:
-    """One run in a folder of its own."""
+def play(
+    settings: GrpoSettings | RapoSettings, *, seed: int, max_policy_tokens: int = MAX_POLICY_TOKENS, toy: Toy | None = None
+) -> Result:
+    """One run in a folder of its own, on ``toy`` or else on the lock of four doors with this seed."""
     with TemporaryDirectory() as folder:
-        run = ToyRun(Toy(seed=seed), settings, folder=Path(folder))
+        run = ToyRun(toy or Toy(seed=seed), settings, folder=Path(folder))
         try:
             return run.train(max_policy_tokens=max_policy_tokens)
         finally:

@@ -1,0 +1,127 @@
+"""RAPO's gain against the number of decisions that the policy must learn, on locks (tests/toys.py, docs/algorithms/rapo.md).
+
+    python -m benchmarks.toy_decisions --out runs/decisions [--records records]
+
+Series ``equal`` holds the chance of an untrained rollout to be rewarded at 1 in 10,000 and varies the decisions that share it,
+``twenty`` gives every decision one chance in twenty. A wrong turn does nothing, or ends the episode (``strict``); there is one
+turn a decision. Every method has as many policy tokens as 1,500 rollouts of the untrained policy. The expected return is exact, at
+temperature 1 and without retrieval. What is in ``--out`` is not played again; ``--records`` writes the tables for ``make figures``.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from tests.toys import ACTIONS, Result, Toy
+
+from benchmarks.decisions import Lock, rewarded
+from benchmarks.learning_methods import Method
+from benchmarks.learning_toys import ARENAS, Arena, play_all
+from benchmarks.markdown_table import markdown
+from outrider.train.policy import set_threads
+
+NUM_ROLLOUTS: Final = 1500
+METHODS: Final = {"grpo": "GRPO", "rapo": "RAPO", "luffy": "LUFFY"}
+HEADER: Final = (
+    "decisions", "chance of each", "rewarded untrained, on-policy", "hybrid", "hybrid, own step of each decision", "GRPO", "RAPO", "LUFFY",
+    "rewarded of RAPO's, on-policy", "hybrid",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Locks that differ in their number of doors; ``product`` of the chances, None for one in twenty a door."""
+
+    name: str
+    is_strict: bool
+    depths: tuple[int, ...]
+    product: float | None = None
+
+    def chance(self, depth: int) -> float:
+        """Of the untrained policy to open one door."""
+        return 1 / len(ACTIONS) if self.product is None else self.product ** (1 / depth)
+
+    def lock(self, depth: int) -> Lock:
+        """For the exact chances of a hybrid rollout."""
+        return Lock(chances=(self.chance(depth),) * depth, num_turns=depth, is_strict=self.is_strict)
+
+    def max_policy_tokens(self, depth: int) -> int:
+        """The turns of NUM_ROLLOUTS untrained rollouts; a strict lock ends most of them early."""
+        turns = sum(self.chance(depth) ** k for k in range(depth)) if self.is_strict else depth
+        return round(NUM_ROLLOUTS * turns)
+
+    def arena(self, depth: int) -> Arena:
+        """RAPO's toy with this many doors and turns."""
+
+        def toy(seed: int) -> Toy:
+            return Toy(seed=seed, depth=depth, num_turns=depth, is_strict=self.is_strict, chance=self.chance(depth))
+
+        return replace(ARENAS[0], name=f"{self.name}-{depth}", toy=toy)
+
+
+SERIES: Final = (
+    Series(name="decisions-equal-strict", is_strict=True, depths=(1, 2, 3, 4, 6, 8), product=1e-4),
+    Series(name="decisions-equal", is_strict=False, depths=(1, 2, 3, 4, 8), product=1e-4),
+    Series(name="decisions-twenty", is_strict=False, depths=(1, 2, 3, 4, 6)),
+)
+
+
+def row(series: Series, depth: int, results: Mapping[str, Sequence[Result]]) -> tuple[str, ...]:
+    """One lock: exact chances before training, returns after it, and RAPO's rewarded rollouts."""
+    lock = series.lock(depth)
+    own = ", ".join(f"{rewarded(lock, own=door):.1e}" for door in range(1, depth + 1))
+    before = f"{rewarded(replace(lock, probability=0.0)):.1e}", f"{rewarded(lock):.1e}", own
+    found = results.get("rapo", ())
+    num_rollouts = sum(result.num_rollouts for result in found) or 1
+    counts = sum(result.num_on_policy_rewards for result in found), sum(result.num_hybrid_rewards for result in found)
+    shares = tuple(f"{100 * count / num_rollouts:.1f} %" for count in counts)
+    returns = tuple(_returns(results.get(key, ())) for key in METHODS)
+    return str(depth), f"{series.chance(depth):.4f}", *before, *returns, *shares
+
+
+def _returns(results: Sequence[Result]) -> str:
+    if not results:
+        return "not played"
+    values = [result.expected_return for result in results]
+    return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def main() -> None:
+    """Play what is missing, print a table a series."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.toy_decisions", description="Gain against decisions.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--series", nargs="+", default=[series.name for series in SERIES])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--source", default="", help="what the records say about where they were made")
+    parser.add_argument("--records", type=Path)
+    arguments = parser.parse_args()
+    set_threads(1)
+    for series in SERIES:
+        if series.name not in arguments.series:
+            continue
+        rows = [row(series, depth, _played(series, depth, arguments)) for depth in series.depths]
+        print(f"\n{series.name}\n\n{markdown(HEADER, rows)}", flush=True)
+        if arguments.records:
+            command = "python -m benchmarks.toy_decisions --out runs/decisions --records records"
+            record = {"kind": "cells", "source": arguments.source, "command": command, "columns": HEADER, "rows": rows}
+            text = json.dumps(record, indent=1) + "\n"
+            (arguments.records / f"toy-{series.name}.json").write_text(text, encoding="utf-8")
+
+
+def _played(series: Series, depth: int, arguments: argparse.Namespace) -> dict[str, list[Result]]:
+    arena = series.arena(depth)
+    chosen: list[Method] = [method for method in arena.methods() if method.key in arguments.methods]
+    found = play_all(
+        arguments.out, arena, chosen, seeds=range(arguments.seeds), max_policy_tokens=series.max_policy_tokens(depth),
+        note=lambda text: print(text, flush=True),
+    )  # fmt: skip
+    return {key: list(by_seed.values()) for key, by_seed in found.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""How often RAPO is rewarded by the number of decisions: the recursion against every course of a rollout, and against the real hook."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.decisions import Lock, rewarded
+from benchmarks.toy_decisions import SERIES, Series, row
+
+from outrider.train.policy import set_threads
+from outrider.types import Origin
+from tests.toys import ACTIONS, ROOMS, Result, Toy, ToyRun, rapo
+
+NUM_ROLLOUTS = 1200
+LOCKS = [
+    pytest.param(Lock(chances=chances, num_turns=turns, is_strict=strict), id=f"{len(chances)} of {turns}, {strict=}")
+    for strict in (False, True)
+    for chances, turns in (((0.3,), 1), ((0.3, 0.6), 2), ((0.3, 0.5, 0.7), 3), ((0.2, 0.3, 0.5, 0.8), 4), ((0.4, 0.6, 0.3), 5))
+]
+
+
+def every_course(lock: Lock) -> dict[frozenset[int], float]:
+    """Probability of a rewarded rollout by the doors that the policy opened, from all outcomes of all its draws."""
+    found: dict[frozenset[int], float] = {}
+    for right in product((False, True), repeat=lock.num_turns):
+        for retrieves in product((False, True), repeat=lock.num_turns - 1):
+            own, chance = one_course(lock, right, (False, *retrieves))
+            if own is not None:
+                found[own] = found.get(own, 0.0) + chance
+    return found
+
+
+def one_course(lock: Lock, right: tuple[bool, ...], retrieves: tuple[bool, ...]) -> tuple[frozenset[int] | None, float]:
+    """The doors that the policy opened (None without a reward), and the probability of these draws; draws not needed halve it."""
+    door, chance, own, is_over = 0, 1.0, set(), False
+    last = len(lock.chances) - 1
+    for turn, (is_right, is_retrieved) in enumerate(zip(right, retrieves, strict=True)):
+        if is_over or door > last:
+            chance *= 0.5 if turn == 0 else 0.25  # what is drawn after the end is summed over
+            continue
+        if turn:
+            chance *= lock.probability if is_retrieved else 1 - lock.probability
+        if is_retrieved and door < last:
+            door += 1
+        elif is_retrieved and lock.is_strict:
+            is_over = True
+            chance *= 0.5
+            continue
+        chance *= lock.chances[door] if is_right else 1 - lock.chances[door]
+        own |= {door + 1} if is_right else set()
+        is_over = lock.is_strict and not is_right
+        door += is_right
+    return (frozenset(own), chance) if door > last else (None, chance)
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_recursion_is_the_sum_over_every_course(lock: Lock) -> None:
+    courses = every_course(lock)
+    assert rewarded(lock) == pytest.approx(sum(courses.values()), rel=1e-12)
+    for own in range(1, len(lock.chances) + 1):
+        expected = sum(chance for doors, chance in courses.items() if own in doors)
+        assert rewarded(lock, own=own) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_real_hook_is_rewarded_as_often(strict: bool, tmp_path: Path) -> None:
+    """Untrained hybrid rollouts of the real loop, four standard errors."""
+    set_threads(1)
+    toy = Toy(seed=0, depth=4, num_turns=4, is_strict=strict, chance=0.6)
+    run = ToyRun(toy, rapo(), folder=tmp_path)
+    [trace] = run.scheduler(training=True).run(run.tasks, modes=("hybrid",) * NUM_ROLLOUTS, training_step=0).traces
+    run.buffer.close()
+    combination = str(run.tasks[0].metadata["combination"])
+    counts = np.zeros(toy.depth + 1)
+    for leaf, path in trace.rollouts():
+        door, own = 0, np.zeros(toy.depth)
+        for node in path:
+            tried = node.metadata["action"] if node.origin is Origin.BUFFER else node.message.content if node.message else ""
+            if node.origin in (Origin.POLICY, Origin.BUFFER) and tried == combination[door]:
+                own[door] += node.origin is Origin.POLICY
+                door += 1
+        assert leaf.success == (door == toy.depth)
+        counts += leaf.success * np.append(1.0, own)
+    lock = Lock(chances=(0.6,) * 4, num_turns=4, is_strict=strict)
+    expected = np.array([rewarded(lock), *(rewarded(lock, own=own) for own in range(1, 5))])
+    errors = np.sqrt(expected * (1 - expected) / NUM_ROLLOUTS)
+    np.testing.assert_array_less(np.abs(counts / NUM_ROLLOUTS - expected), 4 * errors)
+
+
+def test_one_hard_decision_gains_nothing_and_others_gain_by_each_other() -> None:
+    """The page's statements: the policy knows all decisions but those with chance p."""
+    p, q = 0.01, 0.5
+    one = Lock(chances=(1.0, p, 1.0), num_turns=3, is_strict=True)
+    on_policy = rewarded(replace(one, probability=0.0))
+    # A retrieved step in front of the last decision is a wrong one: the third factor.
+    assert on_policy == pytest.approx(p) and rewarded(one, own=2) == pytest.approx((1 - q) * p * (1 - q))
+    assert rewarded(one) > 40 * on_policy  # yet nothing of it is the policy's own
+    two = Lock(chances=(1.0, p, 1.0, p, 1.0), num_turns=5, is_strict=True)
+    assert rewarded(two, own=2) > 10 * rewarded(replace(two, probability=0.0))
+    assert rewarded(replace(one, probability=1.0), own=2) == 0.0
+
+
+def test_two_strict_decisions_leave_nothing_to_retrieve() -> None:
+    lock = Lock(chances=(0.1, 0.1), num_turns=2, is_strict=True)
+    assert rewarded(lock) == pytest.approx(0.5 * rewarded(replace(lock, probability=0.0)))
+    lenient = replace(lock, is_strict=False)
+    assert rewarded(lenient) == pytest.approx((0.1 + 0.9 * 0.5) * 0.1)
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda series: series.name)
+def test_the_locks_are_what_the_table_says(series: Series, tmp_path: Path) -> None:
+    """Chance of a reward before training, by the exact return of the toy; the optimum is 1."""
+    for depth in series.depths:
+        run = ToyRun(series.arena(depth).toy(3), rapo(), folder=tmp_path / str(depth))
+        run.buffer.close()
+        before = run.expected_return()
+        assert before == pytest.approx(series.chance(depth) ** depth, rel=1e-4)
+        assert series.product is None or before == pytest.approx(series.product, rel=1e-4)
+        assert before == pytest.approx(rewarded(replace(series.lock(depth), probability=0.0)), rel=1e-4)
+        task = run.tasks[0]
+        with torch.no_grad():
+            for room, action in zip(str(task.metadata["rooms"]), str(task.metadata["combination"]), strict=True):
+                run.model.table.weight[ROOMS.index(room), ACTIONS.index(action)] = 30.0
+        assert run.expected_return() == pytest.approx(1.0, abs=1e-9)
+
+
+def test_a_row_has_a_cell_for_what_was_not_played() -> None:
+    result = Result(
+        expected_return=0.25, sampled_return=0.2, num_policy_tokens=10, num_rollouts=50, num_steps=1, num_on_policy_rewards=1,
+        num_hybrid_rewards=5,
+    )  # fmt: skip
+    found = row(SERIES[0], 2, {"rapo": [result, replace(result, expected_return=0.75)]})
+    assert found[0] == "2" and found[5:] == ("not played", "0.500 (0.250 to 0.750)", "not played", "2.0 %", "10.0 %")
