@@ -25,10 +25,10 @@ from benchmarks.markdown_table import markdown
 from outrider.train.policy import set_threads
 
 NUM_ROLLOUTS: Final = 1500
-METHODS: Final = {"grpo": "GRPO", "rapo": "RAPO", "luffy": "LUFFY"}
+METHODS: Final = {"grpo": "GRPO", "rapo": "RAPO"}
 HEADER: Final = (
-    "decisions", "chance of each", "rewarded untrained, on-policy", "hybrid", "hybrid, own step of each decision", "GRPO", "RAPO", "LUFFY",
-    "rewarded of RAPO's, on-policy", "hybrid",
+    "decisions", "chance of each", "untrained, of 10,000: on-policy", "hybrid", "hybrid, with the policy's own step at decision 1, 2, ...",
+    *METHODS.values(), "rewarded of GRPO's rollouts", "of RAPO's, on-policy / hybrid",
 )  # fmt: skip
 
 
@@ -64,30 +64,35 @@ class Series:
 
 
 SERIES: Final = (
-    Series(name="decisions-equal-strict", is_strict=True, depths=(1, 2, 3, 4, 6, 8), product=1e-4),
     Series(name="decisions-equal", is_strict=False, depths=(1, 2, 3, 4, 8), product=1e-4),
-    Series(name="decisions-twenty", is_strict=False, depths=(1, 2, 3, 4, 6)),
+    Series(name="decisions-equal-strict", is_strict=True, depths=(1, 2, 3, 4, 6, 8), product=1e-4),
+    Series(name="decisions-twenty", is_strict=False, depths=(1, 2, 3, 4)),
 )
 
 
 def row(series: Series, depth: int, results: Mapping[str, Sequence[Result]]) -> tuple[str, ...]:
-    """One lock: exact chances before training, returns after it, and RAPO's rewarded rollouts."""
+    """One lock: exact chances of a reward before training, returns after it, and how many training rollouts were rewarded."""
     lock = series.lock(depth)
-    own = ", ".join(f"{rewarded(lock, own=door):.1e}" for door in range(1, depth + 1))
-    before = f"{rewarded(replace(lock, probability=0.0)):.1e}", f"{rewarded(lock):.1e}", own
-    found = results.get("rapo", ())
-    num_rollouts = sum(result.num_rollouts for result in found) or 1
-    counts = sum(result.num_on_policy_rewards for result in found), sum(result.num_hybrid_rewards for result in found)
-    shares = tuple(f"{100 * count / num_rollouts:.1f} %" for count in counts)
-    returns = tuple(_returns(results.get(key, ())) for key in METHODS)
-    return str(depth), f"{series.chance(depth):.4f}", *before, *returns, *shares
+    before = rewarded(replace(lock, probability=0.0)), rewarded(lock)
+    own = ", ".join(f"{10_000 * rewarded(lock, own=door):.1f}" for door in range(1, depth + 1))
+    returns = (_returns(results[key]) for key in METHODS)
+    on_policy, _ = _shares(results["grpo"])
+    return (
+        str(depth), f"{series.chance(depth):.4f}", *(f"{10_000 * chance:.2g}" for chance in before), own, *returns, on_policy,
+        " / ".join(_shares(results["rapo"])),
+    )  # fmt: skip
 
 
 def _returns(results: Sequence[Result]) -> str:
-    if not results:
-        return "not played"
     values = [result.expected_return for result in results]
     return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _shares(results: Sequence[Result]) -> tuple[str, str]:
+    num_rollouts = sum(result.num_rollouts for result in results)
+    counts = sum(result.num_on_policy_rewards for result in results), sum(result.num_hybrid_rewards for result in results)
+    on_policy, hybrid = (f"{100 * count / num_rollouts:.2f} %" for count in counts)
+    return on_policy, hybrid
 
 
 def main() -> None:
@@ -96,7 +101,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--series", nargs="+", default=[series.name for series in SERIES])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--source", default="", help="what the records say about where they were made")
     parser.add_argument("--records", type=Path)
     arguments = parser.parse_args()
@@ -115,7 +119,7 @@ def main() -> None:
 
 def _played(series: Series, depth: int, arguments: argparse.Namespace) -> dict[str, list[Result]]:
     arena = series.arena(depth)
-    chosen: list[Method] = [method for method in arena.methods() if method.key in arguments.methods]
+    chosen: list[Method] = [method for method in arena.methods() if method.key in METHODS]
     found = play_all(
         arguments.out, arena, chosen, seeds=range(arguments.seeds), max_policy_tokens=series.max_policy_tokens(depth),
         note=lambda text: print(text, flush=True),

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.decisions import Lock, rewarded
-from benchmarks.toy_decisions import SERIES, Series, row
+from benchmarks.toy_decisions import HEADER, SERIES, Series, row
 
 from outrider.train.policy import set_threads
 from outrider.types import Origin
-from tests.toys import ACTIONS, ROOMS, Result, Toy, ToyRun, rapo
+from tests.toys import ACTIONS, ROOMS, Result, Toy, ToyRun, grpo, play, rapo
 
 NUM_ROLLOUTS = 1200
 LOCKS = [
@@ -127,10 +127,70 @@ def test_the_locks_are_what_the_table_says(series: Series, tmp_path: Path) -> No
         assert run.expected_return() == pytest.approx(1.0, abs=1e-9)
 
 
-def test_a_row_has_a_cell_for_what_was_not_played() -> None:
-    result = Result(
+def test_a_row_says_what_was_found() -> None:
+    few = Result(
         expected_return=0.25, sampled_return=0.2, num_policy_tokens=10, num_rollouts=50, num_steps=1, num_on_policy_rewards=1,
         num_hybrid_rewards=5,
     )  # fmt: skip
-    found = row(SERIES[0], 2, {"rapo": [result, replace(result, expected_return=0.75)]})
-    assert found[0] == "2" and found[5:] == ("not played", "0.500 (0.250 to 0.750)", "not played", "2.0 %", "10.0 %")
+    series = SERIES[1]
+    assert series.is_strict
+    found = row(series, 2, {"grpo": [few], "rapo": [few, replace(few, expected_return=0.75)]})
+    assert found[:5] == ("2", "0.0100", "1", "0.5", "0.5, 0.5")
+    assert found[5:] == ("0.250 (0.250 to 0.250)", "0.500 (0.250 to 0.750)", "2.00 %", "2.00 % / 10.00 %")
+    assert len(found) == len(HEADER)
+
+
+@pytest.mark.parametrize("chances", [(0.3, 0.6), (0.3, 0.5, 0.7), (0.2, 0.3, 0.5, 0.8), (0.9, 0.2, 0.5, 0.8, 0.4, 0.7)])
+def test_the_page_s_formula(chances: tuple[float, ...]) -> None:
+    """f_D = s p_D with s = 1 - q, as where the wrong step is done and ends the episode; H_d without the second term of f_d."""
+    lock = Lock(chances=chances, num_turns=len(chances), is_strict=True, probability=0.4)
+    q, last = lock.probability, len(chances)
+
+    def hybrid(own: int | None) -> float:
+        f = {last + 1: 1.0, last: (1 - q) * chances[-1]}
+        for d in range(last - 1, 1, -1):
+            f[d] = (1 - q) * chances[d - 1] * f[d + 1] + (q * chances[d] * f[d + 2] if d != own else 0.0)
+        return chances[0] * f[2]
+
+    assert rewarded(lock) == pytest.approx(hybrid(None), rel=1e-12)
+    for own in range(1, last + 1):
+        assert rewarded(lock, own=own) == pytest.approx(hybrid(own), rel=1e-12)
+    assert hybrid(1) == hybrid(last) == hybrid(None)
+
+
+def test_with_every_turn_retrieved_even_decisions_are_never_its_own() -> None:
+    lock = Lock(chances=(0.3,) * 5, num_turns=5, is_strict=True, probability=1.0)
+    assert rewarded(lock) == pytest.approx(0.3**3)
+    assert [rewarded(lock, own=own) > 0 for own in range(1, 6)] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("depth", range(2, 9))
+def test_a_wrong_step_that_is_ignored_leaves_one_decision_to_chance(depth: int) -> None:
+    """Strict: the power of p is that of the decisions that cannot be retrieved. Lenient: the last one alone."""
+
+    def power(strict: bool) -> float:
+        low, high = (rewarded(Lock(chances=(p,) * depth, num_turns=depth, is_strict=strict)) for p in (1e-6, 1e-5))
+        return float(np.log10(high / low))
+
+    assert power(strict=True) == pytest.approx((depth + 2) // 2, abs=1e-3)
+    assert power(strict=False) == pytest.approx(1, abs=1e-3)
+    p = 1e-3
+    assert rewarded(Lock(chances=(p,) * depth, num_turns=depth)) >= 0.5 ** (depth - 1) * p
+
+
+@pytest.mark.slow
+def test_four_decisions_gain_more_than_two_of_the_same_rarity() -> None:
+    """As recorded (docs/algorithms/rapo.md): a wrong turn does nothing, one rollout in 10,000 is rewarded at the start."""
+    set_threads(1)
+    [equal] = [series for series in SERIES if series.name == "decisions-equal"]
+
+    def gain(depth: int) -> float:
+        tokens = equal.max_policy_tokens(depth)
+        toys = [equal.arena(depth).toy(seed) for seed in range(5)]
+        returns = [
+            [play(settings, seed=toy.seed, toy=toy, max_policy_tokens=tokens).expected_return for toy in toys]
+            for settings in (rapo(), grpo())
+        ]
+        return float(np.mean(returns[0]) - np.mean(returns[1]))
+
+    assert gain(4) > gain(2) + 0.3
