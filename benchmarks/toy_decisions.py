@@ -64,7 +64,7 @@ class Series:
 
 
 SERIES: Final = (
-    Series(name="decisions-equal", is_strict=False, depths=(1, 2, 3, 4, 8), product=1e-4),
+    Series(name="decisions-equal", is_strict=False, depths=(1, 2, 3, 4), product=1e-4),
     Series(name="decisions-equal-strict", is_strict=True, depths=(1, 2, 3, 4, 6, 8), product=1e-4),
     Series(name="decisions-twenty", is_strict=False, depths=(1, 2, 3, 4)),
 )
@@ -78,7 +78,7 @@ def row(series: Series, depth: int, results: Mapping[str, Sequence[Result]]) -> 
     returns = (_returns(results[key]) for key in METHODS)
     on_policy, _ = _shares(results["grpo"])
     return (
-        str(depth), f"{series.chance(depth):.4f}", *(f"{10_000 * chance:.2g}" for chance in before), own, *returns, on_policy,
+        str(depth), f"{series.chance(depth):.4f}", *(f"{10_000 * chance:.1f}" for chance in before), own, *returns, on_policy,
         " / ".join(_shares(results["rapo"])),
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def main() -> None:
     """Play what is missing, print a table a series."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.toy_decisions", description="Gain against decisions.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--series", nargs="+", default=[series.name for series in SERIES])
     parser.add_argument("--source", default="", help="what the records say about where they were made")
     parser.add_argument("--records", type=Path)
@@ -111,7 +111,7 @@ def main() -> None:
         rows = [row(series, depth, _played(series, depth, arguments)) for depth in series.depths]
         print(f"\n{series.name}\n\n{markdown(HEADER, rows)}", flush=True)
         if arguments.records:
-            command = "python -m benchmarks.toy_decisions --out runs/decisions --records records"
+            command = f"python -m benchmarks.toy_decisions --out runs/decisions --series {series.name}"
             record = {"kind": "cells", "source": arguments.source, "command": command, "columns": HEADER, "rows": rows}
             text = json.dumps(record, indent=1) + "\n"
             (arguments.records / f"toy-{series.name}.json").write_text(text, encoding="utf-8")

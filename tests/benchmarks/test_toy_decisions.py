@@ -135,7 +135,7 @@ def test_a_row_says_what_was_found() -> None:
     series = SERIES[1]
     assert series.is_strict
     found = row(series, 2, {"grpo": [few], "rapo": [few, replace(few, expected_return=0.75)]})
-    assert found[:5] == ("2", "0.0100", "1", "0.5", "0.5, 0.5")
+    assert found[:5] == ("2", "0.0100", "1.0", "0.5", "0.5, 0.5")
     assert found[5:] == ("0.250 (0.250 to 0.250)", "0.500 (0.250 to 0.750)", "2.00 %", "2.00 % / 10.00 %")
     assert len(found) == len(HEADER)
 
@@ -178,6 +178,14 @@ def test_a_wrong_step_that_is_ignored_leaves_one_decision_to_chance(depth: int) 
     assert rewarded(Lock(chances=(p,) * depth, num_turns=depth)) >= 0.5 ** (depth - 1) * p
 
 
+def test_with_one_decision_rapo_is_grpo() -> None:
+    """Nothing is retrieved before the only turn, so both play and learn the same."""
+    set_threads(1)
+    toy = Toy(seed=1, depth=1, num_turns=1, chance=0.3)
+    with_retrieval, without = (play(settings, seed=1, toy=toy, max_policy_tokens=60) for settings in (rapo(), grpo()))
+    assert with_retrieval == without and without.num_on_policy_rewards > 0
+
+
 @pytest.mark.slow
 def test_four_decisions_gain_more_than_two_of_the_same_rarity() -> None:
     """As recorded (docs/algorithms/rapo.md): a wrong turn does nothing, one rollout in 10,000 is rewarded at the start."""
@@ -193,4 +201,4 @@ def test_four_decisions_gain_more_than_two_of_the_same_rarity() -> None:
         ]
         return float(np.mean(returns[0]) - np.mean(returns[1]))
 
-    assert gain(4) > gain(2) + 0.3
+    assert gain(4) > gain(2) > 0.0
