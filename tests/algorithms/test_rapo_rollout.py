@@ -123,6 +123,27 @@ def test_the_nearest_step_is_shown(buffer: StepTraceBuffer) -> None:
                 history += [node.message.content, path[place + 1].message.content if place + 1 < len(path) else ""]
 
 
+def test_in_the_form_of_a_turn_nothing_marks_the_step(buffer: StepTraceBuffer) -> None:
+    shown = [n for path in paths(play(buffer, form="turn")[0]) for n in path if n.origin is Origin.BUFFER]
+    for node in shown:
+        [record] = records(buffer, node)
+        assert node.message.content == f"{record.text}\n{record.observation}" and not node.trainable
+    assert shown
+
+
+def test_nothing_below_the_least_similarity_is_shown(buffer: StepTraceBuffer) -> None:
+    def similarities(**chosen: Any) -> list[float]:
+        return [n.metadata["similarity"] for p in paths(play(buffer, **chosen)[0]) for n in p if n.origin is Origin.BUFFER]
+
+    without = similarities()
+    middle = float(np.median(without))
+    above = similarities(min_similarity=middle)
+    assert min(without) < middle and above and min(above) >= middle
+    _, hook, _ = play(buffer, min_similarity=middle)
+    assert hook.counts["retrievals"] == len(above)  # what was too far counts as an opportunity without a candidate
+    assert hook.counts["empty"] == hook.counts["opportunities"] - len(above) > 0
+
+
 def test_on_policy_rollouts_and_evaluation_never_retrieve(buffer: StepTraceBuffer) -> None:
     for modes in (("on_policy",) * 3, ("evaluate",) * 2):
         traces, hook, _ = play(buffer, modes=modes)

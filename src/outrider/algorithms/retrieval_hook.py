@@ -25,7 +25,11 @@ class RetrievalSettings(Settings):
     ``probability`` before every turn but the first, moving to ``final_probability`` by ``schedule`` over the run.
     ``scope``: the whole buffer, the same task's trajectories, or all others. ``noise``: the share of retrievals that take
     a random step instead of the nearest. ``mode`` "execute" replays the step's action in the live environment and shows
-    the real observation. ``level`` "trajectory" inserts the retrieved step with all non-terminal steps that followed it.
+    the real observation. ``level`` "trajectory" inserts the retrieved step with all non-terminal steps that followed it,
+    "segment" with a random number of them (none to all, equally likely).
+    ``form`` "tags" shows it inside ``<retrieve>`` (the paper); "turn" as the policy's own turns look, for the tag protocol alone
+    (docs/algorithms/rapo.md). ``min_similarity`` (None: the nearest step however far) is the least cosine of the history and a
+    step's key: near 1, a step is only shown to a rollout that stands where the step was taken.
     """
 
     probability: float = Field(0.5, ge=0, le=1)
@@ -35,12 +39,14 @@ class RetrievalSettings(Settings):
     include_terminal: bool = False
     noise: float = Field(0.0, ge=0, le=1)
     mode: Literal["context", "execute"] = "context"
-    level: Literal["step", "trajectory"] = "step"
+    level: Literal["step", "segment", "trajectory"] = "step"
+    form: Literal["tags", "turn"] = "tags"
+    min_similarity: float | None = Field(None, ge=-1, le=1)
 
     @model_validator(mode="after")
     def _possible(self) -> "RetrievalSettings":
-        if self.mode == "execute" and self.level == "trajectory":
-            raise ValueError("mode = execute replays one action: level = trajectory has no meaning there")
+        if self.mode == "execute" and self.level != "step":
+            raise ValueError(f"mode = execute replays one action: level = {self.level} has no meaning there")
         if (self.schedule == "constant") != (self.final_probability is None):
             raise ValueError("final_probability belongs to schedule = linear or cosine and to no other")
         return self
@@ -93,11 +99,12 @@ class RetrievalHook:
         if random_step:
             return self._draw(allowed, seen, state.stream("retrieval noise"))
         vectors = self.buffer.embedder.embed([history_text(state.task.question, state.steps)])
-        num_asked = 1
+        num_asked, least = 1, self.settings.min_similarity
         while True:
             hits = self.buffer.query_vectors(vectors, [allowed], k=num_asked)[0]
-            fresh = next((hit for hit in hits if _words(hit.record) not in seen), None)
-            if fresh is not None or len(hits) < num_asked:
+            near = [hit for hit in hits if hit.similarity >= (-math.inf if least is None else least)]
+            fresh = next((hit for hit in near if _words(hit.record) not in seen), None)
+            if fresh is not None or len(near) < num_asked:
                 return fresh
             num_asked *= 4
 
@@ -113,21 +120,28 @@ class RetrievalHook:
 
     def _show(self, state: EpisodeState, hit: Hit) -> Splice:
         """Mode ``context``: the stored observation stands in, no tool is called. It does not join the history: it did not happen."""
-        records = [hit.record]
-        if self.settings.level == "trajectory":
-            following = self.buffer.trajectory(hit.record.trajectory_id)[hit.record.step_index + 1 :]
-            seen = self._words_of(_inserted(state)) | {_words(hit.record)}
-            for record in following:
-                if (self.settings.include_terminal or not record.is_terminal) and _words(record) not in seen:
-                    records.append(record)
-                    seen.add(_words(record))
+        records = [hit.record, *self._following(state, hit.record)]
         text = "".join(joined(record.text, record.observation) for record in records)
         saved = sum(bool(record.observation) for record in records)
         return Splice(
             origin=Origin.BUFFER,
-            text=retrieved(text),
+            text=self._formed(text),
             metadata=_metadata(hit, [record.step_id for record in records], num_calls_saved=saved),
         )
+
+    def _following(self, state: EpisodeState, first: StepRecord) -> list[StepRecord]:
+        """The steps of its trajectory that are shown with ``first``, as ``level`` has it."""
+        if self.settings.level == "step":
+            return []
+        records: list[StepRecord] = []
+        seen = self._words_of(_inserted(state)) | {_words(first)}
+        for record in self.buffer.trajectory(first.trajectory_id)[first.step_index + 1 :]:
+            if (self.settings.include_terminal or not record.is_terminal) and _words(record) not in seen:
+                records.append(record)
+                seen.add(_words(record))
+        if self.settings.level == "segment":
+            del records[int(state.stream("retrieval length").integers(len(records) + 1)) :]
+        return records
 
     def _execute(self, hit: Hit) -> Attempt:
         """Mode ``execute``: do the retrieved action; when the environment refuses it, go on on-policy and count that."""
@@ -139,11 +153,13 @@ class RetrievalHook:
             observation = result.text
             metadata = _metadata(hit, [hit.record.step_id], num_calls_saved=0) | {"num_tool_calls": result.num_tool_calls}
             step = Step(text=hit.record.text, observation=observation, is_terminal=result.done)
-            return Splice(
-                origin=Origin.BUFFER, text=retrieved(joined(hit.record.text, observation)), step=step, metadata=metadata
-            )
+            text = self._formed(joined(hit.record.text, observation))
+            return Splice(origin=Origin.BUFFER, text=text, step=step, metadata=metadata)
 
         return Attempt(action=hit.record.text, then=then)
+
+    def _formed(self, text: str) -> str:
+        return retrieved(text) if self.settings.form == "tags" else text
 
     def after_turn(self, state: EpisodeState) -> None:
         """Nothing to do."""
