@@ -2,11 +2,13 @@
 
     python -m benchmarks.tips_counterfactual --out DIR [--seeds 5] [--first-seed 0] [--rounds 2] [section.field=value ...]
 
-A seed: the recipe's cold start, then ``--rounds`` rounds of the panel without tips in which only the memory learns, then the panel three
-times with that memory as it is: tips shown, tips of another world shown (of another task where the memory is one a task), none
-shown. Nothing is written meanwhile, so that the three differ in what is read alone. A gain that survives with the tips of other worlds does not come from what tips say.
+A seed: the recipe's cold start, then ``--rounds`` rounds of the panel without tips, in which only the memory learns, then the panel
+three times with that memory as it is: tips shown, tips of another world shown (of another task where the memory is one a task), none
+shown. Nothing is written meanwhile, so that the three differ in what is read alone. A gain that survives with the tips of other
+worlds does not come from what tips say.
 
-Results are kept in DIR by seed, and a second call plays what is missing. Prints Markdown: scores, paired differences with 95 % intervals.
+Results are kept in DIR by seed, and a second call plays what is missing. Prints Markdown: scores, and paired differences with 95 %
+intervals over tasks.
 """
 
 import argparse
@@ -100,7 +102,9 @@ class Play:
         writer = TipHook(self.memory, **others)
         exchanged = shifted([writer.task_key(task) for task in self.parts.test_tasks])
         scores: dict[str, dict[str, float]] = {}
-        imitate_experts(self.parts, stage=lambda name, size: _note(f"{name}: {size}"), note=_note, on_step=lambda done, metrics: None)
+        imitate_experts(
+            self.parts, stage=lambda name, size: _note(f"{name}: {size}"), note=_note, on_step=lambda done, metrics: None
+        )
         for number in range(self.num_rounds):
             found, _ = self._panel((writer,), PLAIN, stream_step=-2 - number)
             _note(f"round {number + 1}: {100 * fmean(found.values()):.1f} %, {len(writer.memory)} tips")

@@ -26,7 +26,13 @@ LIMITS = Limits(max_turns=6, max_response_tokens=2000, max_observation_tokens=40
 
 
 def make_hook(**changes: Any) -> TipHook:
-    given_ = {"writer": "environment", "scope": "world", "rank": "similarity", "min_similarity": 0.0, "max_tip_tokens": 80} | changes
+    given_ = {
+        "writer": "environment",
+        "scope": "world",
+        "rank": "similarity",
+        "min_similarity": 0.0,
+        "max_tip_tokens": 80,
+    } | changes
     given_ |= {"max_shown_tokens": 2000, "max_prompt_tokens": 2000}
     return TipHook(MemorySettings.model_validate(given_), embedder=HashEmbedder(), num_tokens=len, seed=0)
 
@@ -67,7 +73,9 @@ def test_an_episode_that_the_loop_cuts_tells_its_last_answer_too() -> None:
     texts = [tip.text for tip in hook.memory.tips(str(TASKS[0].metadata["world"]))]
     assert texts == ["go sauna: No door leads from the hall to the sauna.", "open sauna: There is no sauna in the hall."]
     behind = played([0.0], [["start"]])
-    answer = behind.append(parent=1, origin=Origin.ENVIRONMENT, token_ids=(1,), message=Message(role="user", content="It is dark."))
+    answer = behind.append(
+        parent=1, origin=Origin.ENVIRONMENT, token_ids=(1,), message=Message(role="user", content="It is dark.")
+    )
     behind.leaves[0].node_id = answer.node_id
     hook.after_group(behind)
     assert [tip.text for tip in hook.memory.tips("t")] == ["act 0: It is dark."]
@@ -84,6 +92,24 @@ def test_a_house_s_tasks_read_each_other_s_tips_and_other_houses_do_not() -> Non
     play(apart, [here[0]], [render_action("go sauna")] * 6)
     assert memory_text(play(apart, [here[1]], [render_action("go sauna")] * 6, mode=TIPS_ON).traces[0]) == ""
     assert make_hook().task_key(Task(key="alone", question="q")) == "alone"
+
+
+def test_what_the_task_asks_finds_the_tip_that_speaks_of_it_among_those_about_rooms() -> None:
+    """An observation names every room, so by it the tips about rooms come first."""
+    task = TASKS[0]
+    plan = make_house(FAMILY.config.house, 0, "train", 0)
+    goal = str(task.metadata["thing"])
+    room = plan.room_of(goal)
+    fact = f"open {plan.furniture[room]}: In the {plan.furniture[room]} in the {room} is the {goal}."
+    found = {}
+    for state_key in ("observation", "question"):
+        hook = make_hook(state_key=state_key, num_shown=2)
+        for other in plan.parent:
+            said = [f"go {other}", f"open {plan.furniture[other]}", "go hall", f"go {other}", "take nothing", "go hall"]
+            play(hook, [task], list(map(render_action, said)))
+        first = next(n for n in play(hook, [task], ["x"] * 9, mode=TIPS_ON).traces[0].nodes if n.origin is Origin.MEMORY)
+        found[state_key] = fact in first.message.content
+    assert found == {"observation": False, "question": True}
 
 
 def memory_text(trace: Trace) -> str:

@@ -6,19 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks.tips_counterfactual import KEPT, REMOVED, SHUFFLED, Play, gain_table, main, score_table, shifted
 
 from benchmarks import tips_counterfactual as counterfactual
-from benchmarks.tips_counterfactual import KEPT, REMOVED, SHUFFLED, Play, gain_table, main, score_table, shifted
 from outrider.config import load_settings
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.scienceworld_text import render_action
 from outrider.errors import ConfigError
 from outrider.memory.embedder import HashEmbedder
+from outrider.trace import Trace
 from outrider.train.components import Components, build
 from outrider.train.imitation import expert_rollouts, with_tips
 from outrider.train.settings import RunSettings
-from outrider.trace import Trace
 from outrider.types import Origin
 from tests.tiny import tiny_model
 
@@ -66,9 +66,7 @@ def searcher(*, reads: bool) -> ScriptedEngine:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_who_reads_gains_by_true_tips_alone(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
-) -> None:
+def test_who_reads_gains_by_true_tips_alone(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
     parts = parts_of(model, tmp_path)
     parts.engine = searcher(reads=reads)
     monkeypatch.setattr(counterfactual, "imitate_experts", lambda parts, **display: None)

@@ -1,6 +1,7 @@
 """Houses: fixed by their seed, solvable by the expert, honest about what was refused, and told as they are."""
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -96,14 +97,16 @@ def test_houses_are_well_formed(config: HouseConfig, split: str) -> None:
         assert plan.room_of(key) not in plan.locks and room not in plan.parent.values()
     for room in plan.parent:
         assert 1 <= len(plan.way(HALL, room)) <= house.depth
-        assert all(after in plan.doors(before) for before, after in zip((HALL, *plan.way(HALL, room)), plan.way(HALL, room)))
+        walk = (HALL, *plan.way(HALL, room))
+        assert all(after in plan.doors(before) for before, after in pairwise(walk))
 
 
 def test_a_house_is_the_same_on_every_machine_and_more_houses_leave_the_first() -> None:
     plan = make_house(HouseSettings(num_rooms=4, num_things=2, depth=2, num_locked=1), 0, "train", 0)
     assert plan.parent == {"library": HALL, "kitchen": "library", "studio": HALL, "stable": HALL}
     assert plan.furniture == {"library": "cabinet", "kitchen": "drawer", "studio": "crate", "stable": "barrel"}
-    assert plan.contents == {"studio": "silver key", "stable": "mirror", "kitchen": "book"} and plan.locks == {"stable": "silver key"}
+    assert plan.contents == {"studio": "silver key", "stable": "mirror", "kitchen": "book"}
+    assert plan.locks == {"stable": "silver key"}
     first = HouseFamily(HouseConfig(num_train=2)).tasks("train")
     assert {task.key for task in first} < {task.key for task in HouseFamily(HouseConfig(num_train=5)).tasks("train")}
     others = HouseFamily(HouseConfig(num_train=2, house_seed=1)).tasks("train")

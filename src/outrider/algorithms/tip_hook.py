@@ -28,11 +28,12 @@ _TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)
 class MemorySettings(Settings):
     """What is stored and shown.
 
-    ``writer``: the policy is asked for a tip after every episode (the paper), or what the environment answered to each action is the
-    tip, in its own words and without a model; such a tip is found by what it says itself. ``scope``: a buffer a task, one a ``world`` (what a
-    task's metadata name so; a task without one has its own), or one for all. ``state_key``: a tip of the policy is found by the
-    observation at which it acted, by the whole chat (released), or by the task's question. Up to ``num_shown`` tips above ``min_similarity``, ranked by
-    ``rank``; ``max_shown_tokens`` bounds those of a turn, ``max_prompt_tokens`` those of an episode's context. ``max_tip_tokens`` bounds a tip. A buffer holds ``capacity``.
+    ``writer``: the policy is asked for a tip after every episode (the paper), or what the environment answered to each action is
+    the tip, in its own words and without a model; such a tip is found by what it says itself. ``scope``: a buffer a task, one a
+    ``world`` (which a task's metadata may name; a task without one has its own), or one for all. ``state_key``: the policy's tip is
+    found by the observation at which it acted, by the whole chat (released), or by the task's question; for the environment's it
+    says what is looked up. Up to ``num_shown`` tips above ``min_similarity``, ranked by ``rank``; ``max_shown_tokens`` bounds those
+    of a turn, ``max_prompt_tokens`` those of an episode's context. ``max_tip_tokens`` bounds a tip. A buffer holds ``capacity``.
     """
 
     embedder: str = "minilm"

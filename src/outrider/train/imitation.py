@@ -68,9 +68,7 @@ def with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertSource) 
     tasks = [trace.task for trace in traces]
     expert_rollouts(parts, tasks, expert, training_step=_STEP, hooks=(hook,), mode=PLAIN)  # writes, and reads nothing
     drawn = stream(parts.settings.seed, "cold start tips").permutation(len(tasks))[: round(share * len(tasks))]
-    told = expert_rollouts(
-        parts, [tasks[i] for i in sorted(drawn)], expert, training_step=_STEP, hooks=(hook,), mode=TIPS_ON
-    )
+    told = expert_rollouts(parts, [tasks[i] for i in sorted(drawn)], expert, training_step=_STEP, hooks=(hook,), mode=TIPS_ON)
     by_key = {trace.task.key: trace for trace in told}
     return [by_key.get(trace.task.key, trace) for trace in traces]
 
