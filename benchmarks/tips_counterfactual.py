@@ -88,11 +88,8 @@ class Play:
 
     @property
     def memory(self) -> MemorySettings:
-        """Those of the recipe."""
-        algorithm = self.parts.settings.algorithm
-        if not isinstance(algorithm, Empo2Settings):
-            raise ConfigError("tips need algorithm.type = empo2")
-        return algorithm.memory
+        """That of the recipe."""
+        return memory_of(self.parts.settings)
 
     def run(self) -> dict[str, Any]:
         """Scores by line and task, and what was shown."""
@@ -149,10 +146,17 @@ def play_seed(settings: RunSettings, *, num_rounds: int) -> dict[str, Any]:
             settings, buffer_path=Path(folder) / "buffer.sqlite", resumed=False, on_tokens=lambda number: None, note=_note
         )
         try:
-            memory = settings.algorithm.memory.embedder if isinstance(settings.algorithm, Empo2Settings) else "hash"
-            return Play(parts=parts, embedder=load_embedder(memory), num_rounds=num_rounds).run()
+            embedder = load_embedder(memory_of(settings).embedder)
+            return Play(parts=parts, embedder=embedder, num_rounds=num_rounds).run()
         finally:
             parts.factory.close()
+
+
+def memory_of(settings: RunSettings) -> MemorySettings:
+    """The memory that the recipe describes. Raises ConfigError where it has none."""
+    if not isinstance(settings.algorithm, Empo2Settings):
+        raise ConfigError("tips need algorithm.type = empo2")
+    return settings.algorithm.memory
 
 
 def completed_seed(out: Path, settings: RunSettings, *, num_rounds: int) -> Scores:
@@ -164,6 +168,7 @@ def completed_seed(out: Path, settings: RunSettings, *, num_rounds: int) -> Scor
         if held["identity"] != identity:
             raise ConfigError(f"{file} was played with other settings: choose another --out")
     else:
+        memory_of(settings)  # refused before a model is loaded
         held = {"identity": identity, **play_seed(settings, num_rounds=num_rounds)}
         out.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
