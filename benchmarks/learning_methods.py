@@ -109,8 +109,8 @@ def factbook_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
         Method(key="arpo", name="ARPO", algorithm=fork),
         Method(key="aepo", name="AEPO", algorithm=fork | {"preset": "aepo"}),
         Method(key="empo2", name="EMPO²", algorithm=empo2),
-        # The z-score makes the novelty reward of a group that otherwise ties as large as a success; this does not.
-        Method(key="empo2-centered", name="EMPO², not divided by the std", algorithm=empo2 | {"advantage": "group_centered"}),
+        # The z-score makes the novelty reward of a group that otherwise ties as large as a success; here such a group trains nothing.
+        Method(key="empo2-centered", name="EMPO², for small models", algorithm=empo2 | {"preset": "empo2-centered"}),
         Method(key="dapo", name="DAPO", algorithm={"type": "grpo", "preset": "dapo-paper"}, own_objective=True),
         Method(key="luffy", name="LUFFY", algorithm={"type": "luffy"}, own_objective=True),
     )

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from outrider.trace import Trace
 from outrider.train.off_policy import student_mask
 from outrider.train.sampling import TaskOrder
 from outrider.train.settings import RunSettings
-from outrider.types import Message, Origin, Task
+from outrider.types import Message, Origin, Outcome, Task
 from tests.algorithms.tip_groups import algorithm, played, vector
 
 
@@ -290,3 +291,45 @@ def test_a_thought_is_no_action_and_no_tip() -> None:
     assert record_text("T", action="<think>long</think><action>go  home</action>", score=1.0) == "T Here: go home; final score 1."
     assert record_text("T", action="plain", score=0.5) == "T Here: plain; final score 0.5."
     assert cleaned("<think>hm</think>\nTry left.") == "Try left." and cleaned("<think>cut") == ""
+
+
+RETURNS = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=8)
+
+
+@given(returns=RETURNS, data=st.data(), advantage=st.sampled_from(["group_normalized", "group_centered", "leave_one_out"]))
+@settings(max_examples=80, deadline=None)
+def test_without_pay_for_ties_novelty_never_makes_a_signal_of_its_own(
+    returns: list[float], data: st.DataObject, advantage: str
+) -> None:
+    rooms = st.lists(st.sampled_from(["hall", "attic", "cellar", "garage"]), min_size=1, max_size=4)
+    seen = [data.draw(rooms) for _ in returns]
+    settings_ = {"group_size": len(returns), "advantage": advantage, "intrinsic_coefficient": 0.01}
+    paid, unpaid = algorithm(**settings_), algorithm(**settings_, intrinsic_where_tied=False)
+    for _ in range(2):  # the second time states are known: they were counted all the same
+        with_pay, without = (one.credit(played(returns, seen)) for one in (paid, unpaid))
+        assert with_pay.measurements["tips/state_visits"] == without.measurements["tips/state_visits"]
+        if len(set(returns)) == 1:
+            assert not without.advantages.has_signal and not without.advantages.values.any()
+            assert without.measurements["tips/intrinsic_mean"] == [0.0] * len(returns)
+        else:
+            np.testing.assert_array_equal(with_pay.advantages.values, without.advantages.values)
+
+
+def test_a_group_with_one_return_is_no_tie_that_pays() -> None:
+    """Faults have no return; what is left of such a group cannot be told apart."""
+    trace = played([0.0, 0.0], [["hall"], ["attic"]])
+    trace.leaves[1] = replace(trace.leaves[1], episode_return=None, outcome=Outcome.ENVIRONMENT_FAULT)
+    assert algorithm(intrinsic_where_tied=False).credit(trace).measurements["tips/intrinsic_mean"] == [0.0]
+
+
+def test_the_preset_for_small_models_bounds_what_novelty_adds() -> None:
+    """The paper's division by the std makes novelty as large as a success; this leaves it c a state, and 0 where returns tie."""
+    chosen = validate(Empo2Settings, {"preset": "empo2-centered"})
+    assert (chosen.advantage, chosen.intrinsic_where_tied) == ("group_centered", False)
+    paper = validate(Empo2Settings, {})
+    assert (paper.advantage, paper.intrinsic_where_tied) == ("group_normalized", True)
+    tied = [["hall"], ["hall", "attic"], ["hall"], ["hall"]]
+    assert np.abs(algorithm().credit(played([0.0] * 4, tied)).advantages.values).max() > 1
+    assert not algorithm(preset="empo2-centered").credit(played([0.0] * 4, tied)).advantages.values.any()
+    found = algorithm(preset="empo2-centered").credit(played([0.0, 0.0, 0.0, 1.0], tied)).advantages.values
+    np.testing.assert_allclose(found, [-0.25, -0.25, -0.25, 0.75], atol=0.01 * 2)

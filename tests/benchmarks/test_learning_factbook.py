@@ -11,6 +11,7 @@ from benchmarks.learning_factbook import Plan, compare_all, factbook_jobs, is_fi
 from benchmarks.learning_tables import factbook_notes, factbook_table
 
 from benchmarks import learning
+from outrider.algorithms.empo2 import Empo2Settings
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
 from outrider.metrics import MetricsWriter
@@ -112,6 +113,13 @@ def test_what_all_share_is_the_recipe_s_objective(plan: Plan) -> None:
     assert settings["dr-grpo"].advantage == "group_centered" and settings["dr-grpo"].max_length == 512
     assert (settings["dapo-loss"].clip_low, settings["dapo-loss"].clip_high) == (0.2, 0.28)
     assert settings["rapo"] == load_settings(RunSettings, file=RECIPE).algorithm
+
+
+def test_empo2_for_small_models_is_the_preset_whatever_is_shared(plan: Plan) -> None:
+    method = next(method for method in plan.methods() if method.key == "empo2-centered")
+    algorithm = load_settings(RunSettings, file=write_recipe(plan, method), overrides=[]).algorithm
+    assert isinstance(algorithm, Empo2Settings)
+    assert (algorithm.preset, algorithm.advantage, algorithm.intrinsic_where_tied) == ("empo2-centered", "group_centered", False)
 
 
 def test_a_given_budget_is_everybody_s(plan: Plan) -> None:

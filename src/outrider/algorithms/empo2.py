@@ -12,7 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, OffPolicyObjective, outcome_advantages, write_credit
+from outrider.algorithms.base import (
+    GroupCredit,
+    ObjectiveSettings,
+    OffPolicyObjective,
+    group_advantages,
+    outcome_advantages,
+    write_credit,
+)
 from outrider.algorithms.group_settings import with_preset
 from outrider.algorithms.tip_hook import MemorySettings, TipHook
 from outrider.algorithms.tip_modes import PLAIN, TIPS_OFF, ModeSchedule
@@ -24,6 +31,7 @@ from outrider.trace import Node, Trace, played_turns
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "empo2": {},
     "empo2-alg1": {"old_context": "student"},
+    "empo2-centered": {"advantage": "group_centered", "intrinsic_where_tied": False},
     "empo2-released": {
         "student_mask": "turn",
         "intrinsic_coefficient": 0.0,
@@ -36,16 +44,19 @@ class Empo2Settings(OffPolicyObjective):
     """``memory_probability`` p of the groups act with tips; ``off_policy_probability`` q of those are trained without them.
 
     ``intrinsic_coefficient`` c: a state visited n times adds c / n to the return before the advantage (0: off); a state is new when its
-    cosine with all of its task's is below ``novelty_threshold``. A ``preset`` fills what is not given.
+    cosine with all of its task's is below ``novelty_threshold``. ``intrinsic_where_tied``: also where the returns of a group tie, so that
+    novelty alone makes the advantage (the paper); False leaves such a group without a signal, and its states counted. A ``preset``
+    fills what is not given.
     """
 
     type: Literal["empo2"] = "empo2"
-    preset: Literal["empo2", "empo2-alg1", "empo2-released"] = "empo2"
+    preset: Literal["empo2", "empo2-alg1", "empo2-centered", "empo2-released"] = "empo2"
     clip_high: float = Field(0.3, ge=0)
     dual_clip: float | None = Field(10.0, gt=1)
     memory_probability: float = Field(0.25, ge=0, le=1)
     off_policy_probability: float = Field(2 / 3, ge=0, le=1)
     intrinsic_coefficient: float = Field(0.01, ge=0)
+    intrinsic_where_tied: bool = True
     novelty_threshold: float = Field(0.9, ge=-1, le=1)
     memory: MemorySettings = MemorySettings()
 
@@ -105,11 +116,13 @@ class Empo2:
         texts = [text for _, states in kept for text in states]
         if not texts:
             return []
+        returns = [leaf.episode_return for leaf, _ in trace.scored_rollouts()]
+        is_paid = self.settings.intrinsic_where_tied or group_advantages(returns, self.objective.advantage).has_signal
         counts = iter(self.novelty.visit_together(trace.task.key, list(self._embedder.embed(texts))))
         seen: list[float] = []
         for leaf, states in kept:
             mine = [next(counts) for _ in states]
-            leaf.intrinsic = intrinsic_return(mine, coefficient=self.settings.intrinsic_coefficient)
+            leaf.intrinsic = intrinsic_return(mine, coefficient=self.settings.intrinsic_coefficient) if is_paid else 0.0
             seen.extend(float(count) for count in mine)
         return seen
 

@@ -6,13 +6,14 @@ from pydantic import Field
 
 from outrider.environments.base import TaskFamily
 from outrider.environments.factbook import FactbookConfig, FactbookFamily
+from outrider.environments.house import HouseConfig, HouseFamily
 from outrider.environments.scienceworld import ScienceWorldConfig, ScienceWorldFamily
 from outrider.environments.textworld import TextWorldConfig, TextWorldFamily
 from outrider.environments.tools import ToolsConfig, ToolsFamily
 from outrider.environments.webshop import WebShopConfig, WebShopFamily
 
 EnvironmentConfig = Annotated[
-    FactbookConfig | ToolsConfig | ScienceWorldConfig | WebShopConfig | TextWorldConfig, Field(discriminator="type")
+    FactbookConfig | ToolsConfig | ScienceWorldConfig | WebShopConfig | TextWorldConfig | HouseConfig, Field(discriminator="type")
 ]
 
 
@@ -24,4 +25,6 @@ def make_family(config: EnvironmentConfig) -> TaskFamily:
         return WebShopFamily(config)
     if isinstance(config, TextWorldConfig):
         return TextWorldFamily(config)
+    if isinstance(config, HouseConfig):
+        return HouseFamily(config)
     return ScienceWorldFamily(config) if isinstance(config, ScienceWorldConfig) else ToolsFamily(config)

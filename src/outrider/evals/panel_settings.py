@@ -14,7 +14,7 @@ from outrider.evals.judge import JudgeSettings
 from outrider.rollout.episode import Limits
 from outrider.train.settings import ModelSettings
 
-ENVIRONMENTS: Final = ("factbook", "scienceworld", "webshop", "textworld")
+ENVIRONMENTS: Final = ("factbook", "scienceworld", "webshop", "textworld", "house")
 """Environments with tasks of their own, by the names that ``tasks`` takes."""
 _WITHOUT_TOOLS: Final = ("factbook",)  # its tasks are questions with answers, so they can be asked with the book closed
 

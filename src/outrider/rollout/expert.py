@@ -9,7 +9,7 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EnvironmentFactory, StepResult
 from outrider.memory.history import TokenCounter
 from outrider.rollout.episode import Limits, Sampling
-from outrider.rollout.hooks import Attempt, EpisodeState, Splice, joined, retrieved
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, joined, retrieved
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream
@@ -83,8 +83,13 @@ def play_experts(
     max_retries: int = 2,
     training_step: int = 0,
     whereabouts: Whereabouts | None = None,
+    hooks: Sequence[Hook] = (),
+    mode: str = "expert",
 ) -> list[Trace]:
-    """One expert rollout of every task, in order; ``training_step`` chooses the initial states, as it does for a policy's rollouts."""
+    """One expert rollout of every task, in order; ``training_step`` chooses the initial states, as it does for a policy's rollouts.
+
+    ``hooks`` act before the expert does, in rollouts of ``mode``: a memory may show it tips.
+    """
     player = ExpertPlayer(expert=expert, run_seed=run_seed, retrieve_share=retrieve_share)
     engine = ScriptedEngine(tokenizer=tokenizer, script=player.say, context_length=context_length)
     scheduler = Scheduler(
@@ -95,11 +100,11 @@ def play_experts(
         sampling=Sampling(temperature=0.0, stop=stop),
         run_seed=run_seed,
         max_retries=max_retries,
-        hooks=(player,),
+        hooks=(*hooks, player),
         max_concurrent=max_concurrent,
         whereabouts=whereabouts or Whereabouts(),
     )
-    return scheduler.run(tasks, modes=("expert",), training_step=training_step).traces
+    return scheduler.run(tasks, modes=(mode,), training_step=training_step).traces
 
 
 def trajectory_of(

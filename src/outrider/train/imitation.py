@@ -3,10 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from outrider.algorithms.empo2 import Empo2Settings
+from outrider.algorithms.tip_hook import TipHook
+from outrider.algorithms.tip_modes import PLAIN, TIPS_ON
+from outrider.memory.embedder import load_embedder
 from outrider.rollout.expert import ExpertSource, play_experts
+from outrider.rollout.hooks import Hook
+from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.alarms import fault_line, lost_reasons
-from outrider.train.components import Components
+from outrider.train.components import Components, token_counter
 from outrider.train.experts import ask_experts
 from outrider.train.sft import cold_start, successful_paths
 from outrider.types import Task
@@ -15,7 +21,14 @@ _STEP: Final = 0  # whose initial states the cold start is played in
 
 
 def expert_rollouts(
-    parts: Components, tasks: Sequence[Task], expert: ExpertSource, *, training_step: int, retrieve_share: float = 0.0
+    parts: Components,
+    tasks: Sequence[Task],
+    expert: ExpertSource,
+    *,
+    training_step: int,
+    retrieve_share: float = 0.0,
+    hooks: Sequence[Hook] = (),
+    mode: str = "expert",
 ) -> list[Trace]:
     """One rollout of ``expert`` on every task, in order, in the environment and within the limits that the policy has."""
     settings = parts.settings
@@ -33,7 +46,31 @@ def expert_rollouts(
         max_retries=settings.train.max_retries,
         training_step=training_step,
         whereabouts=parts.whereabouts,
+        hooks=hooks,
+        mode=mode,
     )
+
+
+def with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertSource) -> list[Trace]:
+    """The expert rollouts, ``cold_start.tip_share`` of them played again with the tips of all; which ones, the run's seed decides.
+
+    The memory is one of the cold start's own: training begins with an empty one.
+    """
+    share, chosen = parts.settings.cold_start.tip_share, parts.settings.algorithm
+    if not share or not isinstance(chosen, Empo2Settings):
+        return list(traces)
+    hook = TipHook(
+        chosen.memory,
+        embedder=load_embedder(chosen.memory.embedder),
+        num_tokens=token_counter(parts.renderer),
+        seed=parts.settings.seed,
+    )
+    tasks = [trace.task for trace in traces]
+    expert_rollouts(parts, tasks, expert, training_step=_STEP, hooks=(hook,), mode=PLAIN)  # writes, and reads nothing
+    drawn = stream(parts.settings.seed, "cold start tips").permutation(len(tasks))[: round(share * len(tasks))]
+    told = expert_rollouts(parts, [tasks[i] for i in sorted(drawn)], expert, training_step=_STEP, hooks=(hook,), mode=TIPS_ON)
+    by_key = {trace.task.key: trace for trace in told}
+    return [by_key.get(trace.task.key, trace) for trace in traces]
 
 
 def imitate_experts(
@@ -58,6 +95,7 @@ def imitate_experts(
         retrieve_share=settings.cold_start.retrieve_share,
         training_step=_STEP,
     )
+    traces = with_tips(parts, traces, lambda task: steps[task.key])
     if lost := [*reasons, *lost_reasons(traces)]:
         note(f"cold start: {len(lost)} of {len(tasks)} expert rollouts were lost to faults: {fault_line(lost)}")
     paths = successful_paths(traces)

@@ -140,9 +140,14 @@ class RunSettings(Settings):
         if (
             isinstance(self.algorithm, RapoSettings)
             and self.algorithm.retrieval.mode == "execute"
-            and self.environment.type not in ("scienceworld", "webshop", "textworld")
+            and self.environment.type not in ("scienceworld", "webshop", "textworld", "house")
         ):
-            raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld)")
+            raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld, house)")
+        writer = self.algorithm.memory.writer if isinstance(self.algorithm, Empo2Settings) else None
+        if self.cold_start.num_examples and self.cold_start.tip_share and writer != "environment":
+            raise ValueError(
+                'cold_start.tip_share needs algorithm.type = empo2 with memory.writer = "environment": experts write no tips'
+            )
         if self.model.lora is not None and self.model.trained_layers is not None:
             raise ValueError("model.lora and model.trained_layers exclude each other: adapters have target_modules")
         if self.engine.type == "vllm" and self.model.lora is not None:

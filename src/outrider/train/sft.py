@@ -19,7 +19,8 @@ class ColdStartSettings(Settings):
     """``num_examples`` expert rollouts of the training split, ``num_epochs`` passes, ``batch_size`` an optimiser step.
 
     ``retrieve_share`` of the examples show one middle step inside ``<retrieve>`` (done in the environment, not trained on), so that
-    the policy has met the form before hybrid rollouts use it. 0 examples: no cold start.
+    the policy has met the form before hybrid rollouts use it. ``tip_share`` of the examples show tips of the memory that all experts'
+    episodes fill, so that the policy has learned to read them (EMPO² with ``memory.writer = "environment"``). 0 examples: no cold start.
     """
 
     num_examples: int = Field(0, ge=0)
@@ -28,6 +29,7 @@ class ColdStartSettings(Settings):
     learning_rate: float = Field(1e-4, gt=0)
     warmup_steps: int = Field(2, ge=0)
     retrieve_share: float = Field(0.0, ge=0, le=1)
+    tip_share: float = Field(0.0, ge=0, le=1)
 
 
 def successful_paths(traces: Sequence[Trace]) -> list[RolloutPath]:

@@ -16,7 +16,7 @@ precision = "auto"              # bfloat16 where the matrix unit has it; master 
 device = "cpu"                  # or "cuda"
 
 [environment]
-type = "factbook"               # | "tools" (your own data) | "scienceworld" (needs Java) | "webshop" | "textworld"
+type = "factbook"               # | "tools" (your own data) | "scienceworld" (needs Java) | "webshop" | "textworld" | "house"
 hops = [2]                      # searches that a question needs
 num_test = 200
 

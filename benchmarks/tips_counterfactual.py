@@ -1,0 +1,237 @@
+"""Do tips help, and is it what they say? One policy, the same tasks and draws, tips as they are, of other worlds, and none.
+
+    python -m benchmarks.tips_counterfactual --out DIR [--seeds 5] [--first-seed 0] [--rounds 2] [section.field=value ...]
+
+A seed: the recipe's cold start, then ``--rounds`` rounds of the panel without tips, in which only the memory learns, then the panel
+three times with that memory as it is: tips shown, tips of another world shown (of another task where the memory is one a task), none
+shown. Nothing is written meanwhile, so that the three differ in what is read alone. A gain that survives with the tips of other
+worlds does not come from what tips say.
+
+Results are kept in DIR by seed, and a second call plays what is missing. Prints Markdown: scores, and paired differences with 95 %
+intervals over tasks.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from benchmarks.markdown_table import markdown
+from outrider.algorithms.empo2 import Empo2Settings
+from outrider.algorithms.tip_hook import MemorySettings, TipHook
+from outrider.algorithms.tip_modes import PLAIN, TIPS_ON
+from outrider.config import load_settings
+from outrider.environments.base import EpisodeResult
+from outrider.errors import ConfigError, OutriderError
+from outrider.evals.paired import difference_interval
+from outrider.evals.runner import evaluate
+from outrider.memory.embedder import Embedder, load_embedder
+from outrider.memory.tips import TipMemory
+from outrider.rollout.episode import Sampling
+from outrider.rollout.hooks import EpisodeState
+from outrider.rollout.scheduler import Scheduler
+from outrider.trace import Trace
+from outrider.train.components import Components, build, token_counter
+from outrider.train.imitation import imitate_experts
+from outrider.train.settings import RunSettings
+from outrider.types import Message, Origin, Task
+
+REMOVED, SHUFFLED, KEPT = "no tips", "tips of other worlds", "tips"
+LINES: Final = (REMOVED, SHUFFLED, KEPT)
+PAIRS: Final = ((KEPT, REMOVED), (KEPT, SHUFFLED), (SHUFFLED, REMOVED))
+Scores = Mapping[str, Mapping[str, float]]
+
+
+class ReadOnlyTips(TipHook):
+    """Shows tips of a memory that others filled, writes none. ``exchanged`` names the buffer that a task reads in place of its own."""
+
+    def __init__(self, settings: MemorySettings, *, memory: TipMemory, exchanged: Mapping[str, str], **others: Any) -> None:
+        super().__init__(settings, **others)
+        self.memory = memory
+        self._exchanged = exchanged
+
+    def task_key(self, task: Task) -> str:
+        own = super().task_key(task)
+        return self._exchanged.get(own, own)
+
+    def after_turn(self, state: EpisodeState) -> None:
+        """Nothing is kept."""
+
+    def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
+        """Nothing is asked."""
+        return None
+
+    def after_group(self, trace: Trace) -> None:
+        """Nothing is stored."""
+
+
+def shifted(buffers: Sequence[str]) -> dict[str, str]:
+    """Every buffer's next one, so that none keeps its own. Raises ConfigError where there is only one."""
+    names = sorted(set(buffers))
+    if len(names) < 2:
+        raise ConfigError("tips cannot be exchanged: all tasks of the panel read one buffer (algorithm.memory.scope)")
+    return dict(zip(names, names[1:] + names[:1], strict=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class Play:
+    """One seed's policy and memory."""
+
+    parts: Components
+    embedder: Embedder
+    num_rounds: int
+
+    @property
+    def memory(self) -> MemorySettings:
+        """That of the recipe."""
+        return memory_of(self.parts.settings)
+
+    def run(self) -> dict[str, Any]:
+        """Scores by line and task, and what was shown."""
+        others: dict[str, Any] = {
+            "embedder": self.embedder, "num_tokens": token_counter(self.parts.renderer), "seed": self.parts.settings.seed
+        }  # fmt: skip
+        writer = TipHook(self.memory, **others)
+        exchanged = shifted([writer.task_key(task) for task in self.parts.test_tasks])
+        scores: dict[str, dict[str, float]] = {}
+        imitate_experts(
+            self.parts, stage=lambda name, size: _note(f"{name}: {size}"), note=_note, on_step=lambda done, metrics: None
+        )
+        for number in range(self.num_rounds):
+            found, _ = self._panel((writer,), PLAIN, stream_step=-2 - number)
+            _note(f"round {number + 1}: {100 * fmean(found.values()):.1f} %, {len(writer.memory)} tips")
+        own, other = (ReadOnlyTips(self.memory, memory=writer.memory, exchanged=map_, **others) for map_ in ({}, exchanged))
+        scores[REMOVED], _ = self._panel((own,), PLAIN)
+        scores[SHUFFLED], num_others = self._panel((other,), TIPS_ON)
+        scores[KEPT], num_own = self._panel((own,), TIPS_ON)
+        shown = {KEPT: num_own, SHUFFLED: num_others}
+        return {"scores": scores, "num_tips": len(writer.memory), "shown_an_episode": shown}
+
+    def _panel(self, hooks: Sequence[TipHook], mode: str, *, stream_step: int = -1) -> tuple[dict[str, float], float]:
+        settings = self.parts.settings
+        scheduler = Scheduler(
+            engine=self.parts.engine,
+            renderer=self.parts.renderer,
+            factory=self.parts.factory,
+            limits=settings.limits,
+            sampling=Sampling(temperature=settings.evaluation.temperature, stop=self.parts.family.stop),
+            run_seed=settings.seed,
+            hooks=tuple(hooks),
+            max_concurrent=settings.num_concurrent,
+            max_retries=settings.train.max_retries,
+        )
+        evaluation, traces = evaluate(
+            scheduler,
+            self.parts.test_tasks,
+            num_samples=settings.evaluation.num_samples,
+            label=mode,
+            step=0,
+            mode=mode,
+            stream_step=stream_step,
+        )
+        paths = [path for trace in traces for _, path in trace.rollouts()]
+        num_shown = sum(len(n.metadata["tip_ids"]) for path in paths for n in path if n.origin is Origin.MEMORY)
+        return dict(evaluation.task_scores), num_shown / len(paths)
+
+
+def play_seed(settings: RunSettings, *, num_rounds: int) -> dict[str, Any]:
+    """All of one seed, from the recipe's model."""
+    with TemporaryDirectory() as folder:
+        parts = build(
+            settings, buffer_path=Path(folder) / "buffer.sqlite", resumed=False, on_tokens=lambda number: None, note=_note
+        )
+        try:
+            embedder = load_embedder(memory_of(settings).embedder)
+            return Play(parts=parts, embedder=embedder, num_rounds=num_rounds).run()
+        finally:
+            parts.factory.close()
+
+
+def memory_of(settings: RunSettings) -> MemorySettings:
+    """The memory that the recipe describes. Raises ConfigError where it has none."""
+    if not isinstance(settings.algorithm, Empo2Settings):
+        raise ConfigError("tips need algorithm.type = empo2")
+    return settings.algorithm.memory
+
+
+def completed_seed(out: Path, settings: RunSettings, *, num_rounds: int) -> Scores:
+    """The scores on file, or played now. Raises ConfigError where the file is of other settings."""
+    file = out / f"seed-{settings.seed}.json"
+    identity = {"settings": settings.model_dump(mode="json", exclude={"num_threads"}), "num_rounds": num_rounds}
+    if file.exists():
+        held: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if held["identity"] != identity:
+            raise ConfigError(f"{file} was played with other settings: choose another --out")
+    else:
+        memory_of(settings)  # refused before a model is loaded
+        held = {"identity": identity, **play_seed(settings, num_rounds=num_rounds)}
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+    return {line: held["scores"][line] for line in LINES}
+
+
+def score_table(seeds: Mapping[int, Scores]) -> str:
+    """Success in percent, a row a seed and their mean."""
+    rows = [[str(seed), *(100 * fmean(scores[line].values()) for line in LINES)] for seed, scores in seeds.items()]
+    means = ["mean", *(fmean(float(row[i]) for row in rows) for i in range(1, len(LINES) + 1))]
+    shown = [[str(row[0]), *(f"{float(value):.1f}" for value in row[1:])] for row in [*rows, means]]
+    return markdown(("seed", *LINES), shown)
+
+
+def gain_table(seeds: Mapping[int, Scores]) -> str:
+    """Paired differences in points: every seed over its tasks, and all seeds together, each task with its mean over seeds."""
+    rows = [[str(seed), *(_gain(differences(scores, *pair)) for pair in PAIRS)] for seed, scores in seeds.items()]
+    together = []
+    for pair in PAIRS:
+        each = [differences(scores, *pair) for scores in seeds.values()]
+        together.append(_gain({task: fmean(one[task] for one in each if task in one) for task in each[0]}))
+    return markdown(("seed", *(f"{one}, less {other}" for one, other in PAIRS)), [*rows, ["all", *together]])
+
+
+def differences(scores: Scores, one: str, other: str) -> dict[str, float]:
+    """By task, of tasks that both have."""
+    return {task: value - scores[other][task] for task, value in scores[one].items() if task in scores[other]}
+
+
+def _gain(found: Mapping[str, float]) -> str:
+    low, high = difference_interval(list(found.values()))
+    return f"{100 * fmean(found.values()):+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 a seed failed, 2 bad configuration."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tips_counterfactual", description="Do tips help?")
+    parser.add_argument("--recipe", type=Path, default=Path("recipes/house-empo2.toml"))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of the panel that fill the memory")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parsed = parser.parse_intermixed_args(arguments)
+    seeds = range(parsed.first_seed, parsed.first_seed + parsed.seeds)
+    try:
+        each = {
+            seed: load_settings(RunSettings, file=parsed.recipe, overrides=[*parsed.overrides, f"seed={seed}"]) for seed in seeds
+        }
+        played = {}
+        for seed, settings in each.items():
+            played[seed] = completed_seed(parsed.out, settings, num_rounds=parsed.rounds)
+            _note(score_table({seed: played[seed]}))
+    except OutriderError as error:
+        print(f"benchmarks.tips_counterfactual: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print("\n\n".join([score_table(played), gain_table(played)]))
+    return 0
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

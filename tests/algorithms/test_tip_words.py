@@ -1,0 +1,131 @@
+"""Tips in the environment's own words, and whose tips a task reads."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.algorithms.tip_hook import MemorySettings, TipHook
+from outrider.algorithms.tip_modes import PLAIN, TIPS_ON
+from outrider.algorithms.tip_words import environment_tip
+from outrider.environments.house import HouseConfig, HouseFamily
+from outrider.environments.house_plan import make_house
+from outrider.environments.scienceworld_text import render_action
+from outrider.memory.embedder import HashEmbedder
+from outrider.rollout.episode import Limits
+from outrider.rollout.scheduler import RolloutReport
+from outrider.trace import Trace
+from outrider.types import Message, Origin, Task
+from tests.algorithms.tip_groups import played
+from tests.rollout.fakes import scheduler, scripted
+
+FAMILY = HouseFamily(HouseConfig(num_train=2, max_moves=6))
+TASKS = FAMILY.tasks("train")
+LIMITS = Limits(max_turns=6, max_response_tokens=2000, max_observation_tokens=400)
+
+
+def make_hook(**changes: Any) -> TipHook:
+    given_ = {
+        "writer": "environment",
+        "scope": "world",
+        "rank": "similarity",
+        "min_similarity": 0.0,
+        "max_tip_tokens": 80,
+    } | changes
+    given_ |= {"max_shown_tokens": 2000, "max_prompt_tokens": 2000}
+    return TipHook(MemorySettings.model_validate(given_), embedder=HashEmbedder(), num_tokens=len, seed=0)
+
+
+def play(hook: TipHook, tasks: list[Task], said: list[str], *, mode: str = PLAIN) -> RolloutReport:
+    """Every task's one rollout says ``said``, turn by turn."""
+    script = scripted(lambda request, context: said[int(request.request_id.split("/")[-1])])
+    return scheduler(script, FAMILY.make(), hooks=(hook,), limits=LIMITS).run(tasks, modes=(mode,), training_step=3)
+
+
+def test_what_was_found_and_what_failed_are_tips_and_nobody_is_asked() -> None:
+    task = TASKS[0]
+    plan = make_house(FAMILY.config.house, 0, "train", 0)
+    goal = str(task.metadata["thing"])
+    room = plan.room_of(goal)
+    place = plan.furniture[room]
+    hook = make_hook()
+    said = ["nonsense", *map(render_action, ["go sauna", f"go {room}", f"open {place}", f"take {goal}"])]
+    report = play(hook, [task], said)
+    told = [tip.text for tip in hook.memory.tips(str(task.metadata["world"]))]
+    assert told == [
+        "go sauna: No door leads from the hall to the sauna.",
+        f"go {room}: You go to the {room}.",
+        f"open {place}: In the {place} in the {room} is the {goal}.",
+        f"take {goal}: You take the {goal}.",  # said as the episode ended, in no node
+    ]
+    assert {(tip.policy_version, tip.score) for tip in hook.memory.tips(str(task.metadata["world"]))} == {(3, 1.0)}
+    leaf = report.traces[0].leaves[0]
+    assert (leaf.success, leaf.remark, leaf.num_remark_tokens) == (True, "", 0)
+    assert (hook.counts["written"], hook.counts["stored"]) == (4, 4)
+    play(hook, [task], said)
+    assert len(hook.memory) == 4 and hook.counts["duplicates"] == 4
+
+
+def test_an_episode_that_the_loop_cuts_tells_its_last_answer_too() -> None:
+    hook = make_hook()
+    play(hook, [TASKS[0]], [render_action("go sauna")] * 5 + [render_action("open sauna")])
+    texts = [tip.text for tip in hook.memory.tips(str(TASKS[0].metadata["world"]))]
+    assert texts == ["go sauna: No door leads from the hall to the sauna.", "open sauna: There is no sauna in the hall."]
+    behind = played([0.0], [["start"]])
+    answer = behind.append(
+        parent=1, origin=Origin.ENVIRONMENT, token_ids=(1,), message=Message(role="user", content="It is dark.")
+    )
+    behind.leaves[0].node_id = answer.node_id
+    hook.after_group(behind)
+    assert [tip.text for tip in hook.memory.tips("t")] == ["act 0: It is dark."]
+
+
+def test_a_house_s_tasks_read_each_other_s_tips_and_other_houses_do_not() -> None:
+    hook = make_hook()
+    here = [task for task in TASKS if task.metadata["world"] == TASKS[0].metadata["world"]]
+    elsewhere = next(task for task in TASKS if task.metadata["world"] != TASKS[0].metadata["world"])
+    play(hook, [here[0]], [render_action("go sauna")] * 6)
+    shown = play(hook, [here[1], elsewhere], [render_action("go sauna")] * 6, mode=TIPS_ON)
+    assert "go sauna: No door leads" in memory_text(shown.traces[0]) and memory_text(shown.traces[1]) == ""
+    apart = make_hook(scope="task")
+    play(apart, [here[0]], [render_action("go sauna")] * 6)
+    assert memory_text(play(apart, [here[1]], [render_action("go sauna")] * 6, mode=TIPS_ON).traces[0]) == ""
+    assert make_hook().task_key(Task(key="alone", question="q")) == "alone"
+
+
+def test_what_the_task_asks_finds_the_tip_that_speaks_of_it_among_those_about_rooms() -> None:
+    """An observation names every room, so by it the tips about rooms come first."""
+    task = TASKS[0]
+    plan = make_house(FAMILY.config.house, 0, "train", 0)
+    goal = str(task.metadata["thing"])
+    room = plan.room_of(goal)
+    fact = f"open {plan.furniture[room]}: In the {plan.furniture[room]} in the {room} is the {goal}."
+    found = {}
+    for state_key in ("observation", "question"):
+        hook = make_hook(state_key=state_key, num_shown=2)
+        for other in plan.parent:
+            said = [f"go {other}", f"open {plan.furniture[other]}", "go hall", f"go {other}", "take nothing", "go hall"]
+            play(hook, [task], list(map(render_action, said)))
+        first = next(n for n in play(hook, [task], ["x"] * 9, mode=TIPS_ON).traces[0].nodes if n.origin is Origin.MEMORY)
+        found[state_key] = fact in first.message.content
+    assert found == {"observation": False, "question": True}
+
+
+def memory_text(trace: Trace) -> str:
+    return "".join(node.message.content for node in trace.nodes if node.origin is Origin.MEMORY)
+
+
+@given(words=st.lists(st.text("abc", min_size=1, max_size=9), max_size=12), limit=st.integers(1, 60))
+@settings(max_examples=80, deadline=None)
+def test_a_tip_keeps_to_its_tokens_and_loses_its_last_words(words: list[str], limit: int) -> None:
+    answer = "\n \n" + " ".join(words) + "\nmore"
+    tip = environment_tip("go", answer, max_tokens=limit, num_tokens=len)
+    assert len(tip) <= limit
+    whole = f"go: {' '.join(words) or 'more'}"
+    assert whole.startswith(tip) and (tip == whole or len(whole) > limit)
+
+
+@pytest.mark.parametrize("answer", ["", " \n "])
+def test_no_answer_is_no_tip(answer: str) -> None:
+    assert environment_tip("go", answer, max_tokens=99, num_tokens=len) == ""
