@@ -226,6 +226,18 @@ def test_trajectory_level_shows_the_rest_of_the_trajectory_and_nothing_twice(buf
     assert longest > 1
 
 
+def test_segment_level_shows_a_random_part_of_what_followed(buffer: StepTraceBuffer) -> None:
+    traces, _, _ = play(buffer, level="segment", modes=("hybrid",) * 20)
+    lengths = []
+    for path in paths(traces):
+        first = next(node for node in path if node.origin is Origin.BUFFER)
+        found = records(buffer, first)
+        rest = [r for r in buffer.trajectory(found[0].trajectory_id)[found[0].step_index :] if not r.is_terminal]
+        assert [r.step_id for r in found] == [r.step_id for r in rest[: len(found)]]
+        lengths.append(len(found) / len(rest))
+    assert min(lengths) < 0.5 and max(lengths) == 1.0 and len(set(lengths)) > 2
+
+
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepTraceBuffer]:
     """Seven trajectories a task whose steps are the same, but for one step of the last."""

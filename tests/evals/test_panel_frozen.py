@@ -49,7 +49,7 @@ def test_an_environment_goes_by_its_own_name(written: str) -> None:
 
 def test_an_unknown_name_is_answered_with_all_that_there_are() -> None:
     with pytest.raises(
-        ConfigError, match=r"'factbok'; give one of gsm8k, .*, factbook, scienceworld, webshop, textworld, or a file"
+        ConfigError, match=r"'factbok'; give one of gsm8k, .*, factbook, scienceworld, webshop, textworld, house, or a file"
     ):
         open_panel(settings(tasks="factbok"))
 
