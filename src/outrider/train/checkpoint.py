@@ -3,11 +3,9 @@
 Random streams are keyed by run seed and step (:mod:`outrider.seeding`), so their state is the step number.
 """
 
-import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,9 @@ from torch import Tensor
 
 from outrider.durable import sync
 from outrider.errors import CheckpointError
+from outrider.train.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
 from outrider.train.policy import Policy, Scorer
 
-_STATE = "state.json"
 _MEMORY = "memory.safetensors"
 _NAME = re.compile(r"step-(\d+)")
 _TENSORS = ("masters.safetensors", "optimizer.safetensors")
@@ -58,20 +56,11 @@ def _write(temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mappi
     save_file(_optimizer_tensors(policy), temporary / "optimizer.safetensors")
     if arrays:
         save_arrays(dict(arrays), temporary / _MEMORY)
-    checksums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
-    content = {**state, "num_optimizer_steps": policy.num_steps, "checksums": checksums}
-    (temporary / _STATE).write_text(json.dumps(content, indent=1, sort_keys=True))
-    for path in [*temporary.iterdir(), temporary]:
+    for path in temporary.iterdir():
         sync(path)
-
-
-def _checksum(path: Path) -> int:
-    """CRC-32 of a file: finds damage, not malice."""
-    value = 0
-    with path.open("rb") as file:
-        while piece := file.read(2**22):
-            value = zlib.crc32(piece, value)
-    return value
+    checksums = {path.name: file_checksum(path) for path in sorted(temporary.iterdir())}
+    write_sealed(temporary / STATE, {**state, "num_optimizer_steps": policy.num_steps, "checksums": checksums})
+    sync(temporary)
 
 
 def _optimizer_tensors(policy: Policy) -> dict[str, Tensor]:
@@ -88,14 +77,14 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
     Raises CheckpointError when files are missing, damaged, or belong to another model.
     """
     try:
-        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-        for name in {*_TENSORS, *state["checksums"]}:
-            if _checksum(folder / name) != state["checksums"][name]:
+        state = read_sealed(folder / STATE)
+        for name in sorted({*_TENSORS, *state["checksums"]}):
+            if file_checksum(folder / name) != state["checksums"][name]:
                 raise ValueError(f"the contents of {name} are not what was written")
         masters, optimizer = (load_file(folder / name) for name in _TENSORS)
         num_optimizer_steps = int(state["num_optimizer_steps"])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise damaged(folder, error) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in masters.items()}
     if shapes != {name: tuple(tensor.shape) for name, tensor in policy.masters.items()}:
         raise CheckpointError(f"checkpoint {folder} belongs to another model or adapter")
@@ -114,13 +103,13 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
 
 def require_intact(folder: Path, name: str) -> None:
     """Raises CheckpointError where a file of a checkpoint is not what was written; a file that came alone cannot be checked."""
-    if not (folder / _STATE).exists():
+    if not (folder / STATE).exists():
         return
     try:
-        written = json.loads((folder / _STATE).read_text())["checksums"][name]
-        found = _checksum(folder / name)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {str(error).splitlines()[0]}") from error
+        written = read_sealed(folder / STATE)["checksums"][name]
+        found = file_checksum(folder / name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(folder, error) from error
     if found != written:
         raise CheckpointError(f"checkpoint {folder} is damaged: the contents of {name} are not what was written")
 
@@ -137,7 +126,7 @@ def save_reference(path: Path, reference: Scorer) -> int:
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
-    return _checksum(path)
+    return file_checksum(path)
 
 
 @torch.no_grad()
@@ -147,7 +136,7 @@ def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> No
     Raises CheckpointError when they are missing, damaged or of another model.
     """
     try:
-        if checksum is not None and _checksum(path) != checksum:
+        if checksum is not None and file_checksum(path) != checksum:
             raise ValueError("the contents are not what was written")
         weights = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from outrider.algorithms.base import Remembering
 from outrider.algorithms.retrieval_hook import RetrievalHook
@@ -19,12 +19,14 @@ from outrider.train.checkpoint import (
     save_checkpoint,
     save_reference,
 )
+from outrider.train.checkpoint_state import damaged
 from outrider.train.components import Components
 from outrider.train.run_directory import RunDirectory
 from outrider.train.versions import differences, versions
 from outrider.watch.traces import TraceWriter
 
 HookCounts = list[dict[str, int]]
+_COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,19 +106,29 @@ class RunState:
         """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError if none can."""
         for checkpoint in checkpoints:
             try:
-                state = load_checkpoint(checkpoint, self.parts.policy)
+                return self._load(checkpoint)
             except CheckpointError as error:
                 if checkpoint == checkpoints[-1]:
                     raise
                 self.note(f"DAMAGED CHECKPOINT, going back to an older one: {error}")
-                continue
+        raise CheckpointError(f"{self.run.path} has no checkpoint")
+
+    def _load(self, checkpoint: Path) -> dict[str, Any]:
+        state = load_checkpoint(checkpoint, self.parts.policy)
+        try:
+            for name in _COUNTS:
+                int(state[name])
             self.step = self.saved_step = int(state["step"])
             self.num_policy_tokens = int(state["num_policy_tokens"])
             self.task_cursor = int(state.get("task_cursor", self.step * self.parts.settings.train.tasks_per_step))
+            if state["buffer_revision"] is not None:
+                int(state["buffer_revision"])
+            self.restore_hook_counts(state["hook_counts"])
             if isinstance(self.parts.algorithm, Remembering):
                 self.parts.algorithm.restore_memory(state["memory"], load_memory(checkpoint))
-            return state
-        raise CheckpointError(f"{self.run.path} has no checkpoint")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise damaged(checkpoint, error) from error
+        return state
 
     def rewind(self, state: dict[str, Any]) -> None:
         """Take back what was written after the checkpoint: it is computed again, to the same bits.
@@ -142,7 +154,6 @@ class RunState:
         self.metrics.cut(int(state["num_metric_records"]))
         self.run.cut_evaluations(int(state["num_evaluations"]))
         self.traces.resume(self.step)
-        self.restore_hook_counts(state["hook_counts"])
         self.parts.engine.weights_changed()
         self.note(f"continuing from step {self.step}")
 

@@ -1,0 +1,95 @@
+"""E5 to E8: what is damaged or gone is noticed before it is used, in one line. In process."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import CheckpointError
+from tests.train.short_runs import assert_same, begin, interrupted, resume
+from tests.train.tool_run import write_tool_run
+
+EMPO2 = (
+    "algorithm.type=empo2", "algorithm.memory_probability=0.6", "algorithm.memory.embedder=hash",
+    "algorithm.memory.min_similarity=0.1", "algorithm.memory.max_shown_tokens=120", "algorithm.memory.max_tip_tokens=24",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tool_run(tmp_path_factory.mktemp("made") / "data")
+
+
+@pytest.fixture(scope="module")
+def empo2(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose memory is in its checkpoints."""
+    plain = recipe.with_name("plain.toml")
+    plain.write_text(recipe.read_text().replace("num_hybrid = 2", ""))
+    return begin(plain, tmp_path_factory.mktemp("empo2") / "run", *EMPO2)
+
+
+@pytest.fixture
+def killed(empo2: Path, tmp_path: Path) -> Path:
+    """A copy for every test, killed in its second step."""
+    return interrupted(Path(shutil.copytree(empo2, tmp_path / "run")))
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / "step-000001" / "state.json"
+
+
+def change_cursor(state: dict[str, Any]) -> None:
+    state["task_cursor"] += 1
+
+
+def change_tip(state: dict[str, Any]) -> None:
+    """One letter of what the memory shows."""
+    buffers = state["memory"]["tips"]["buffers"]
+    tip = next(one for buffer in buffers.values() for one in buffer["tips"])
+    tip["text"] = tip["text"] + "!"
+
+
+@pytest.mark.parametrize("change", [change_cursor, change_tip])
+def test_e5_a_changed_value_of_the_state_is_not_continued_from(
+    change: Callable[[dict[str, Any]], None], empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It went on to other results; now the step before is where it goes on, to the same ones."""
+    state = json.loads(newest(killed).read_text())
+    change(state)
+    newest(killed).write_text(json.dumps(state))
+    resume(killed, progress="plain")
+    told = capsys.readouterr().out
+    assert "DAMAGED CHECKPOINT" in told and "the contents of state.json are not what was written" in told
+    assert_same(empo2, killed)
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "{}", "", '{"checksums": null}', '{"checksums": {}}', "[" * 100_000, "\x00"])
+def test_e7_a_state_that_is_none_falls_back_to_the_checkpoint_before(
+    content: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest(killed).write_text(content)
+    resume(killed, progress="plain")
+    assert "DAMAGED CHECKPOINT, going back to an older one" in capsys.readouterr().out
+    assert_same(empo2, killed)
+
+
+@pytest.mark.parametrize("key", ["step", "num_policy_tokens", "num_metric_records", "hook_counts", "memory", "num_optimizer_steps"])
+def test_e7_a_state_that_lacks_a_key_is_damaged(
+    key: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = json.loads(newest(killed).read_text())
+    del state[key], state["own_checksum"]  # as an earlier Outrider wrote it: without a checksum to tell
+    newest(killed).write_text(json.dumps(state))
+    resume(killed, progress="plain")
+    assert f"state.json lacks '{key}'" in capsys.readouterr().out
+    assert_same(empo2, killed)
+
+
+def test_e7_without_an_older_checkpoint_there_is_one_line(killed: Path) -> None:
+    shutil.rmtree(killed / "checkpoints" / "step-000000")
+    newest(killed).write_text("null")
+    with pytest.raises(CheckpointError, match=r"step-000001 is damaged: state\.json holds no object"):
+        resume(killed)
