@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, DataError
 from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import write_tool_run
 
@@ -92,4 +92,13 @@ def test_e7_without_an_older_checkpoint_there_is_one_line(killed: Path) -> None:
     shutil.rmtree(killed / "checkpoints" / "step-000000")
     newest(killed).write_text("null")
     with pytest.raises(CheckpointError, match=r"step-000001 is damaged: state\.json holds no object"):
+        resume(killed)
+
+
+@pytest.mark.parametrize("line", ["null", "[]", '{"label": "before training"}', "\x00" * 40, '{"label": null', "[" * 100_000])
+@pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
+def test_e7_a_line_that_is_no_record_is_named(name: str, line: str, killed: Path) -> None:
+    first, *others = (killed / name).read_text().splitlines()
+    (killed / name).write_text("".join(f"{one}\n" for one in [line, *others]))
+    with pytest.raises(DataError, match=f"{name} line 1 is damaged"):
         resume(killed)
