@@ -1,5 +1,6 @@
 """E5 to E8: what is damaged or gone is noticed before it is used, in one line. In process."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 
 from outrider.errors import CheckpointError, DataError
+from outrider.memory.embedder import load_embedder
+from outrider.memory.steps import StepTraceBuffer
+from outrider.metrics import writer
 from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import write_tool_run
 
@@ -102,3 +106,51 @@ def test_e7_a_line_that_is_no_record_is_named(name: str, line: str, killed: Path
     (killed / name).write_text("".join(f"{one}\n" for one in [line, *others]))
     with pytest.raises(DataError, match=f"{name} line 1 is damaged"):
         resume(killed)
+
+
+def test_e8_a_full_disk_is_called_one(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "Bad file descriptor": of the metrics' file, which was closed before the new one was written."""
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer, "replace_file", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        resume(killed)
+
+
+def test_e8_an_empty_buffer_that_was_given_is_not_the_experts_doing(recipe: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.sqlite"
+    StepTraceBuffer(empty, load_embedder("hash"), mode="write").close()
+    with pytest.raises(DataError, match=r"the step-trace buffer .*empty\.sqlite is empty$"):
+        begin(recipe, tmp_path / "run", f"buffer.path={empty}")
+
+
+def test_e8_a_buffer_of_the_run_that_is_gone_is_missing(recipe: Path, tmp_path: Path) -> None:
+    """A new one was made in its place, and then was empty because no expert had solved a task."""
+    run = interrupted(begin(recipe, tmp_path / "run", "buffer.evolve=true"))
+    (run / "buffer.sqlite").unlink()
+    with pytest.raises(CheckpointError, match=r"buffer\.sqlite is missing"):
+        resume(run)
+    assert not (run / "buffer.sqlite").exists()
+
+
+def test_e8_a_missing_reference_is_missing_and_not_damaged(recipe: Path, tmp_path: Path) -> None:
+    plain = recipe.with_name("kl.toml")
+    plain.write_text(recipe.read_text().replace("num_hybrid = 2", ""))
+    run = interrupted(begin(plain, tmp_path / "run", "algorithm.type=grpo", "algorithm.kl_weight=0.5"))
+    (run / "reference.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"reference\.safetensors is missing"):
+        resume(run)
+
+
+def test_e8_a_file_that_is_named_like_a_checkpoint_is_none_and_stays(empo2: Path, killed: Path) -> None:
+    """Saving ended in "Not a directory", and so did the removal of old checkpoints."""
+    notes = killed / "checkpoints" / "step-000002"
+    notes.write_text("notes")
+    (killed / "checkpoints" / "step-000009").write_text("more notes")
+    (killed / "checkpoints" / ".step-000007.partial").write_text("half")
+    resume(killed)
+    assert_same(empo2, killed)
+    assert notes.with_name("step-000002.not-a-checkpoint").read_text() == "notes"
+    assert (killed / "checkpoints" / "step-000009").read_text() == "more notes"

@@ -85,8 +85,8 @@ class MetricsWriter:
             raise CheckpointError(f"{self.path.name} has {len(self._records)} lines, its checkpoint was saved at {num_records}")
         if num_cut:
             lines = self.path.read_bytes().split(b"\n")
-            os.close(self._fd)
             replace_file(self.path, b"".join(line + b"\n" for line in lines[:num_records]))
+            self.close()  # that is the old file; not before, because a full disk leaves it in its place
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND)
             del self._records[num_records:]
         return CutReport(num_kept=num_records, num_cut=num_cut)

@@ -38,16 +38,31 @@ def save_checkpoint(
     Raises CheckpointError when it cannot be written (a full disk), which leaves them as they were too.
     """
     temporary = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
+        _remove(temporary)
         _write(temporary, policy, state, arrays or {})
+        _make_room(folder)
+        os.replace(temporary, folder)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"cannot write checkpoint {folder.name}: {reason}; earlier checkpoints are whole") from error
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
-    sync(folder.parent)
+
+
+def _remove(path: Path) -> None:
+    """Whatever has this name, and nothing where nothing has."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _make_room(folder: Path) -> None:
+    """An earlier checkpoint goes; a file that only has its name is somebody's, and is kept under another one."""
+    if folder.is_file() and not folder.is_symlink():
+        os.replace(folder, folder.with_name(f"{folder.name}.not-a-checkpoint"))
+    _remove(folder)
 
 
 def _write(temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -139,6 +154,8 @@ def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> No
         if checksum is not None and file_checksum(path) != checksum:
             raise ValueError("the contents are not what was written")
         weights = load_file(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: it holds the weights that the KL term refers to; put it back") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"reference weights {path} are damaged: {str(error).splitlines()[0]}") from error
     parameters = dict(reference.model.named_parameters())
@@ -168,10 +185,10 @@ def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> None:
     numbered = [(step, path) for step, path in _numbered(folder) if step > 0]
     kept = [path for step, path in numbered if step <= newest][-keep:]
     for path in [*(path for _, path in numbered if path not in kept), *folder.glob(".step-*.partial")]:
-        shutil.rmtree(path)
+        _remove(path)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders, ascending; a folder with another name, such as a copy that a user made, is none."""
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    """Steps and folders, ascending; a file, or a folder with another name, such as a copy that a user made, is none."""
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
     return sorted((int(match[1]), path) for match, path in found if match)
