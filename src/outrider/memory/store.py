@@ -7,6 +7,7 @@ writer is a batch that died. Process crashes lose at most that batch; a power fa
 :meth:`StepStore.flush` (``synchronous=NORMAL``), never the file.
 """
 
+import hashlib
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
@@ -199,6 +200,18 @@ class StepStore:
                    FROM trajectories t WHERE t.added <= ? AND t.removed > ? ORDER BY t.trajectory_row"""
         with self._database.guard() as db:
             return db.execute(query, (revision, revision)).fetchall()
+
+    def digest(self, revision: int) -> str:
+        """SHA-256 (hex) over the trajectories in the buffer at a revision, in order, through the checksums of their steps."""
+        query = """SELECT t.task_key, t.trajectory_id, t.agent, t.question, t.reward, s.step_id, s.num_tokens, s.is_terminal,
+                   s.checksum, v.checksum
+                   FROM steps s JOIN vectors v ON v.step_id = s.step_id JOIN trajectories t ON t.trajectory_row = s.trajectory_row
+                   WHERE t.added <= ? AND t.removed > ? ORDER BY s.step_id"""
+        found = hashlib.sha256()
+        with self._database.guard() as db:
+            for row in db.execute(query, (revision, revision)):
+                found.update(repr(row).encode("utf-8", "surrogatepass"))
+        return found.hexdigest()
 
     def _insert(self, row: int, first_step_id: int, revision: int, item: NewTrajectory, vectors_TD: NDArray[np.float32]) -> None:
         crc = checksum(struct.pack("<d", item.reward), item.task_key, item.trajectory_id, item.agent, item.question)

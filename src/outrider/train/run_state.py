@@ -22,6 +22,8 @@ from outrider.train.checkpoint import (
 from outrider.train.checkpoint_state import damaged
 from outrider.train.components import Components
 from outrider.train.run_directory import RunDirectory
+from outrider.train.same_inputs import BUFFER, input_digests, other_inputs
+from outrider.train.same_settings import flat_settings
 from outrider.train.versions import differences, versions
 from outrider.watch.traces import TraceWriter
 
@@ -47,11 +49,14 @@ class RunState:
     traces: TraceWriter = field(init=False)
     _reference_checksum: int | None = None
     _tasks: dict[str, str] = field(init=False)
+    _inputs: dict[str, str] = field(init=False)
+    _buffer_seen: tuple[int, str] | None = None
 
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
         self.traces = TraceWriter(self.run.path / "traces")
         self._tasks = {"train": panel_hash(self.parts.train_tasks), "held-out": panel_hash(self.parts.test_tasks)}
+        self._inputs = input_digests(self.parts)
 
     @property
     def _reference_path(self) -> Path:
@@ -76,6 +81,8 @@ class RunState:
     def save(self) -> None:
         """Write the checkpoint of this step. Raises CheckpointError, which leaves the earlier ones as they were."""
         buffer = self.parts.buffer
+        if buffer is not None and self.parts.settings.buffer.evolve:
+            buffer.flush()
         state: dict[str, Any] = {
             "step": self.step,
             "num_policy_tokens": self.num_policy_tokens,
@@ -87,9 +94,10 @@ class RunState:
             "reference_checksum": self._reference_checksum,
             "tasks": self._tasks,
             "versions": versions(),
+            "settings": flat_settings(self.parts.settings),
+            "inputs": self._inputs,
+            "buffer_digest": self._buffer_digest(),
         }
-        if buffer is not None and self.parts.settings.buffer.evolve:
-            buffer.flush()
         arrays = None
         if isinstance(self.parts.algorithm, Remembering):
             state["memory"], arrays = self.parts.algorithm.memory_state()
@@ -135,13 +143,15 @@ class RunState:
 
         Raises CheckpointError where that cannot be, because tasks, buffer or reference are others than then.
         """
-        for name, began_with in state.get("tasks", {}).items():
-            if began_with != self._tasks[name]:
+        for name, panel in state.get("tasks", {}).items():
+            if panel != self._tasks[name]:
                 raise CheckpointError(
                     f"the {name} tasks are not those that this run began with: put the data back, or begin a new run "
                     f"with model.initial_checkpoint"
                 )
-        for difference in differences(state.get("versions", {})):
+        other_versions = differences(state.get("versions", {}))
+        inputs = other_inputs(state.get("inputs", {}), self._inputs, other_versions=bool(other_versions))
+        for difference in [*other_versions, *inputs]:
             self.note(difference)
         self._reference_checksum = state.get("reference_checksum")
         if self.parts.reference is not None:
@@ -151,11 +161,21 @@ class RunState:
                 buffer.rollback(int(state["buffer_revision"]))
             else:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
+        if (began_with := state.get("buffer_digest")) is not None:
+            other_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
         self.metrics.cut(int(state["num_metric_records"]))
         self.run.cut_evaluations(int(state["num_evaluations"]))
         self.traces.resume(self.step)
         self.parts.engine.weights_changed()
         self.note(f"continuing from step {self.step}")
+
+    def _buffer_digest(self) -> str | None:
+        """Made once for a revision: most runs never change theirs."""
+        if (buffer := self.parts.buffer) is None:
+            return None
+        if self._buffer_seen is None or self._buffer_seen[0] != buffer.revision:
+            self._buffer_seen = buffer.revision, buffer.digest()
+        return self._buffer_seen[1]
 
     def hook_counts(self) -> HookCounts:
         """What the retrieval hooks have counted in the whole run."""
