@@ -154,3 +154,63 @@ def test_e8_a_file_that_is_named_like_a_checkpoint_is_none_and_stays(empo2: Path
     assert_same(empo2, killed)
     assert notes.with_name("step-000002.not-a-checkpoint").read_text() == "notes"
     assert (killed / "checkpoints" / "step-000009").read_text() == "more notes"
+
+
+def lose_first_line(path: Path) -> None:
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[1:]))
+
+
+def lose_last_line(path: Path) -> None:
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:-1]))
+
+
+def change_a_digit(path: Path) -> None:
+    path.write_text(path.read_text().replace('"num_faults": 0', '"num_faults": 7').replace("num_non_finite\": 0", "num_non_finite\": 7"))
+
+
+def flip_in_the_middle(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+E6 = [
+    ("evaluations.jsonl", change_a_digit, "lines of evaluations.jsonl are not what was written"),
+    ("metrics.jsonl", Path.unlink, "metrics.jsonl has 0 of "),
+    ("metrics.jsonl", lose_last_line, "metrics.jsonl has "),
+    ("metrics.jsonl", change_a_digit, "lines of metrics.jsonl are not what was written"),
+    ("traces/step-000001.parquet", Path.unlink, "step-000001.parquet of the traces: missing"),
+    ("traces/evaluation-000.parquet", flip_in_the_middle, "evaluation-000.parquet of the traces: not what was written"),
+    ("checkpoints/step-000002/records.json", lose_last_line, "records.json of step-000002 cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "told"), E6, ids=[f"{name} {one.__name__}" for name, one, _ in E6])
+def test_e6_records_of_a_finished_run_that_vanish_are_told(
+    name: str, damage: Callable[[Path], None], told: str, empo2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(empo2, tmp_path / "run"))
+    damage(run / name)
+    resume(run, progress="plain")
+    said = [line for line in capsys.readouterr().out.splitlines() if "DAMAGED RECORDS" in line]
+    assert len(said) == 1 and told in said[0]
+
+
+def test_e6_a_whole_run_is_told_nothing_and_its_last_evaluation_can_be_made_again(
+    empo2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(empo2, tmp_path / "run"))
+    resume(run, progress="plain")
+    assert "DAMAGED" not in capsys.readouterr().out
+    lose_last_line(run / "evaluations.jsonl")
+    resume(run, progress="plain")
+    assert "DAMAGED RECORDS" in capsys.readouterr().out
+    assert_same(empo2, run)
+
+
+@pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
+def test_e6_lines_that_training_went_on_from_cannot_be_made_again(name: str, killed: Path) -> None:
+    """A lost first line of the evaluations was made again, with the weights of now."""
+    (killed / name).write_text("")
+    with pytest.raises(CheckpointError, match=f"{name} has 0 lines, its checkpoint was saved at .*put the file back"):
+        resume(killed)

@@ -22,6 +22,7 @@ from outrider.durable import sync
 from outrider.errors import CheckpointError
 from outrider.train.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
 from outrider.train.policy import Policy, Scorer
+from outrider.train.records import RECORDS
 
 _MEMORY = "memory.safetensors"
 _NAME = re.compile(r"step-(\d+)")
@@ -29,11 +30,17 @@ _TENSORS = ("masters.safetensors", "optimizer.safetensors")
 
 
 def save_checkpoint(
-    folder: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
+    folder: Path,
+    policy: Policy,
+    state: dict[str, Any],
+    arrays: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    records: Mapping[str, Any] | None = None,
 ) -> None:
     """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints as they were.
 
-    ``arrays`` are the vectors of an algorithm's memory, whose plain data is in ``state``.
+    ``arrays`` are the vectors of an algorithm's memory, whose plain data is in ``state``; ``records`` is what
+    the run has on file beside its checkpoints (:mod:`outrider.train.records`).
 
     Raises CheckpointError when it cannot be written (a full disk), which leaves them as they were too.
     """
@@ -41,6 +48,8 @@ def save_checkpoint(
     try:
         _remove(temporary)
         _write(temporary, policy, state, arrays or {})
+        if records is not None:
+            write_sealed(temporary / RECORDS, records)
         _make_room(folder)
         os.replace(temporary, folder)
         sync(folder.parent)

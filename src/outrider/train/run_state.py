@@ -21,6 +21,7 @@ from outrider.train.checkpoint import (
 )
 from outrider.train.checkpoint_state import damaged
 from outrider.train.components import Components
+from outrider.train.records import Records
 from outrider.train.run_directory import RunDirectory
 from outrider.train.same_inputs import BUFFER, input_digests, other_inputs
 from outrider.train.same_settings import flat_settings
@@ -47,6 +48,7 @@ class RunState:
     saved_step: int = -1
     metrics: MetricsWriter = field(init=False)
     traces: TraceWriter = field(init=False)
+    records: Records = field(init=False)
     _reference_checksum: int | None = None
     _tasks: dict[str, str] = field(init=False)
     _inputs: dict[str, str] = field(init=False)
@@ -55,6 +57,7 @@ class RunState:
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
         self.traces = TraceWriter(self.run.path / "traces")
+        self.records = Records(self.run.path)
         self._tasks = {"train": panel_hash(self.parts.train_tasks), "held-out": panel_hash(self.parts.test_tasks)}
         self._inputs = input_digests(self.parts)
 
@@ -101,7 +104,8 @@ class RunState:
         arrays = None
         if isinstance(self.parts.algorithm, Remembering):
             state["memory"], arrays = self.parts.algorithm.memory_state()
-        save_checkpoint(self.run.checkpoints / f"step-{self.step:06d}", self.parts.policy, state, arrays)
+        folder = self.run.checkpoints / f"step-{self.step:06d}"
+        save_checkpoint(folder, self.parts.policy, state, arrays, records=self.records.written())
         self.saved_step = self.step
         prune_checkpoints(self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints, newest=self.step)
 
@@ -109,6 +113,21 @@ class RunState:
         """The same, where a training step has been done since the last one."""
         if self.step and self.saved_step != self.step:
             self.save()
+
+    def check_records(self) -> bool:
+        """Tell what is gone of metrics, evaluations and traces, or is not what was written; whether nothing is."""
+        problems = self.records.problems(self._checkpoint)
+        for problem in problems:
+            self.note(f"DAMAGED RECORDS, of which weights and training know nothing: {problem}")
+        return not problems
+
+    def seal_records(self) -> None:
+        """At the end of a run: its last evaluation comes behind its last checkpoint."""
+        self.records.seal(self._checkpoint)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.run.checkpoints / f"step-{self.saved_step:06d}"
 
     def load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
         """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError if none can."""
@@ -141,8 +160,10 @@ class RunState:
     def rewind(self, state: dict[str, Any]) -> None:
         """Take back what was written after the checkpoint: it is computed again, to the same bits.
 
-        Raises CheckpointError where that cannot be, because tasks, buffer or reference are others than then.
+        Raises CheckpointError where that cannot be, because tasks, buffer or reference are others than then, or records are
+        gone.
         """
+        self.records.require_lines(state)
         for name, panel in state.get("tasks", {}).items():
             if panel != self._tasks[name]:
                 raise CheckpointError(
@@ -153,6 +174,7 @@ class RunState:
         inputs = other_inputs(state.get("inputs", {}), self._inputs, other_versions=bool(other_versions))
         for difference in [*other_versions, *inputs]:
             self.note(difference)
+        self.check_records()
         self._reference_checksum = state.get("reference_checksum")
         if self.parts.reference is not None:
             load_reference(self._reference_path, self.parts.reference, checksum=self._reference_checksum)
