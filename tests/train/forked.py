@@ -89,6 +89,8 @@ def _server() -> ForkServerContext:
 
 
 def _run(arguments: Sequence[str], folder: str) -> None:
+    for stop in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs inherit that the first is ignored
+        signal.signal(stop, signal.default_int_handler if stop == signal.SIGINT else signal.SIG_DFL)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)

@@ -80,10 +80,10 @@ def test_e7_a_state_that_is_none_falls_back_to_the_checkpoint_before(
     assert_same(empo2, killed)
 
 
-@pytest.mark.parametrize("key", ["step", "num_policy_tokens", "num_metric_records", "hook_counts", "memory", "num_optimizer_steps"])
-def test_e7_a_state_that_lacks_a_key_is_damaged(
-    key: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    "key", ["step", "num_policy_tokens", "num_metric_records", "hook_counts", "memory", "num_optimizer_steps"]
+)
+def test_e7_a_state_that_lacks_a_key_is_damaged(key: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = json.loads(newest(killed).read_text())
     del state[key], state["own_checksum"]  # as an earlier Outrider wrote it: without a checksum to tell
     newest(killed).write_text(json.dumps(state))
@@ -102,7 +102,7 @@ def test_e7_without_an_older_checkpoint_there_is_one_line(killed: Path) -> None:
 @pytest.mark.parametrize("line", ["null", "[]", '{"label": "before training"}', "\x00" * 40, '{"label": null', "[" * 100_000])
 @pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
 def test_e7_a_line_that_is_no_record_is_named(name: str, line: str, killed: Path) -> None:
-    first, *others = (killed / name).read_text().splitlines()
+    _, *others = (killed / name).read_text().splitlines()
     (killed / name).write_text("".join(f"{one}\n" for one in [line, *others]))
     with pytest.raises(DataError, match=f"{name} line 1 is damaged"):
         resume(killed)
@@ -165,7 +165,9 @@ def lose_last_line(path: Path) -> None:
 
 
 def change_a_digit(path: Path) -> None:
-    path.write_text(path.read_text().replace('"num_faults": 0', '"num_faults": 7').replace("num_non_finite\": 0", "num_non_finite\": 7"))
+    path.write_text(
+        path.read_text().replace('"num_faults": 0', '"num_faults": 7').replace('num_non_finite": 0', 'num_non_finite": 7')
+    )
 
 
 def flip_in_the_middle(path: Path) -> None:

@@ -65,10 +65,12 @@ def test_e4_data_that_moved_are_the_same(whole: Path, killed: Path, capsys: pyte
         ("buffer.evolve=true", "buffer.evolve is True, was False"),
     ],
 )
-def test_e4_settings_that_decide_the_results_are_refused_before_anything_is_written(override: str, told: str, killed: Path) -> None:
+def test_e4_settings_that_decide_the_results_are_refused_before_anything_is_written(
+    override: str, told: str, killed: Path
+) -> None:
     edit(killed, override)
     before = content(killed)
-    with pytest.raises(CheckpointError, match="config.toml is not what this run began with") as refused:
+    with pytest.raises(CheckpointError, match=r"config\.toml is not what this run began with") as refused:
         resume(killed)
     assert told in str(refused.value) and "\n" not in str(refused.value)
     assert content(killed) == before
@@ -78,7 +80,7 @@ def test_e7_another_algorithm_is_named_and_not_its_settings(killed: Path) -> Non
     text = (killed / "config.toml").read_text()
     start, end = text.index("[algorithm]"), text.index("[rollout]")
     (killed / "config.toml").write_text(f'{text[:start]}[algorithm]\ntype = "empo2"\n{text[end:]}')
-    with pytest.raises(CheckpointError, match=r"began with: algorithm.type is 'empo2', was 'rapo'; put it back"):
+    with pytest.raises(CheckpointError, match=r"began with: algorithm\.type is 'empo2', was 'rapo'; put it back"):
         resume(killed)
 
 
@@ -95,7 +97,7 @@ def test_e4_a_schedule_that_ends_with_the_run_has_its_length(whole: Path) -> Non
     overrides = ["algorithm.retrieval.schedule=linear", "algorithm.retrieval.final_probability=0.1"]
     settings = load_settings(RunSettings, file=whole / "config.toml", overrides=overrides)
     longer = load_settings(RunSettings, file=whole / "config.toml", overrides=[*overrides, "train.num_steps=9"])
-    with pytest.raises(CheckpointError, match="train.num_steps is 9, was 2"):
+    with pytest.raises(CheckpointError, match=r"train\.num_steps is 9, was 2"):
         other_settings(flat_settings(settings), longer)
 
 

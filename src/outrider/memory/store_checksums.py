@@ -14,7 +14,8 @@ from outrider.memory.database import checksum
 
 COUNTERS: Final = ("revision", "oldest_revision", "generation", "num_trajectories", "num_steps")
 TRAJECTORY_COLUMNS: Final = (
-    "trajectory_row, added, removed, reward, checksum, num_tokens, first_step_id, num_steps, task_key, trajectory_id, agent, question"
+    "trajectory_row, added, removed, reward, checksum, num_tokens, first_step_id, num_steps, "
+    "task_key, trajectory_id, agent, question"
 )
 """What :func:`trajectory_checksum` is made of, in the order in which it takes it."""
 

@@ -71,7 +71,9 @@ class Records:
         lines, num = self._lines(name), known["num_lines"]
         if len(lines) < num:
             return [f"{name} has {len(lines)} of {num} lines"]
-        return [] if _of_lines(lines[:num]) == known["checksum"] else [f"the first {num} lines of {name} are not what was written"]
+        return (
+            [] if _of_lines(lines[:num]) == known["checksum"] else [f"the first {num} lines of {name} are not what was written"]
+        )
 
     def _of_traces(self, known: Mapping[str, int]) -> list[str]:
         folder = self._run / "traces"

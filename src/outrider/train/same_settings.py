@@ -36,7 +36,9 @@ def flat_settings(settings: RunSettings) -> dict[str, Any]:
     flat = dict(_flat(settings.model_dump(), ""))
     if Path(settings.model.name).is_dir():
         flat["model.name"] = _A_PATH
-    plain = {key: _A_PATH if value is not None and key in _PATHS else _plain(value) for key, value in flat.items() if key not in _FREE}
+    plain = {
+        key: _A_PATH if value is not None and key in _PATHS else _plain(value) for key, value in flat.items() if key not in _FREE
+    }
     return {**plain, "model.precision": resolved}
 
 
@@ -46,7 +48,9 @@ def other_settings(began_with: Mapping[str, Any], settings: RunSettings) -> list
     Raises CheckpointError, naming them, for settings that decide the results.
     """
     now = flat_settings(settings)
-    changed = {key: (began_with.get(key), now.get(key)) for key in sorted(began_with.keys() | now) if _differs(key, began_with, now)}
+    changed = {
+        key: (began_with.get(key), now.get(key)) for key in sorted(began_with.keys() | now) if _differs(key, began_with, now)
+    }
     allowed = _ROUNDING | _LENGTH
     if isinstance(settings.algorithm, RapoSettings) and settings.algorithm.retrieval.final_probability is not None:
         allowed = allowed - {"train.num_steps"}  # the probability of a retrieval follows from it
