@@ -38,7 +38,12 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "algorithm.memory.max_shown_tokens=120",
         "algorithm.memory.max_tip_tokens=24",
     ),
-    "arpo": ("algorithm.type=arpo", 'environment.tools=["search", "python"]', "environment.python.num_servers=1"),
+    "arpo": (
+        "algorithm.type=arpo",
+        "algorithm.first_wave=2",
+        'environment.tools=["search", "python"]',
+        "environment.python.num_servers=1",
+    ),
     "reference": ("algorithm.type=grpo", "algorithm.kl_weight=0.5"),
 }
 CLOCK = ("time/", "speed/", "memory/")
