@@ -57,8 +57,7 @@ class ForkedOutrider:
 
     def stdout_so_far(self) -> str:
         """What it has flushed."""
-        written = Path(self._written.name, "stdout")
-        return written.read_text() if written.exists() else ""
+        return self._read("stdout")
 
     def communicate(self, timeout: float = 240.0) -> tuple[str, str]:
         """What it wrote until its end. Raises TimeoutError, after a SIGKILL."""
@@ -66,8 +65,13 @@ class ForkedOutrider:
         if self._process.exitcode is None:
             self._process.kill()
             raise TimeoutError(f"{self.args} did not end in {timeout} s")
-        stdout, stderr = (Path(self._written.name, name).read_text() for name in ("stdout", "stderr"))
+        stdout, stderr = (self._read(name) for name in ("stdout", "stderr"))
         return stdout, stderr
+
+    def _read(self, name: str) -> str:
+        """Nothing where a signal came before the first thing that the child does."""
+        written = Path(self._written.name, name)
+        return written.read_text() if written.exists() else ""
 
 
 def forked_outrider(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
