@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.overrides = [*parsed.overrides, *rest]
     command: Command = parsed.command
     try:
-        with second_signal_ends(parsed.interrupted):
+        with second_signal_ends(_how_to_go_on(parsed)):
             return command(parsed)
     except ConfigError as error:
         print(f"outrider: {error}", file=sys.stderr)
@@ -46,8 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"outrider: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"outrider: interrupted{parsed.interrupted}", file=sys.stderr)
+        print(f"outrider: interrupted{_how_to_go_on(parsed)}", file=sys.stderr)
         return 130
+
+
+def _how_to_go_on(parsed: argparse.Namespace) -> str:
+    """The end of the line about an interruption; empty where the command does not go on."""
+    told: str = parsed.interrupted
+    run = vars(parsed).get("resume") or vars(parsed).get("run")
+    return told.replace("{run}", shlex.quote(str(run or "RUN")))
 
 
 def _positive(text: str) -> int:
@@ -71,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--model", help="short for model.name=...")
     train.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-    train.set_defaults(command=_train, interrupted="; continue with: outrider train --resume RUN")
+    train.set_defaults(command=_train, interrupted="; continue with: outrider train --resume {run}")
 
     _add_eval(commands)
     _add_buffer(commands)

@@ -201,9 +201,9 @@ def test_writer_that_died_before_its_first_commit(tmp_path: Path) -> None:
 def test_other_format_is_refused(tmp_path: Path) -> None:
     path = build(tmp_path / "buffer.sqlite")
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE meta SET value = 2 WHERE key = 'format_version'")
+        db.execute("UPDATE meta SET value = 3 WHERE key = 'format_version'")
     db.close()
-    with pytest.raises(DataError, match="format_version is 2, this version of Outrider reads 1"):
+    with pytest.raises(DataError, match="format_version is 3, this version of Outrider reads 2"):
         open_reader(path)
 
 

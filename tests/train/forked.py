@@ -57,8 +57,7 @@ class ForkedOutrider:
 
     def stdout_so_far(self) -> str:
         """What it has flushed."""
-        written = Path(self._written.name, "stdout")
-        return written.read_text() if written.exists() else ""
+        return self._read("stdout")
 
     def communicate(self, timeout: float = 240.0) -> tuple[str, str]:
         """What it wrote until its end. Raises TimeoutError, after a SIGKILL."""
@@ -66,8 +65,13 @@ class ForkedOutrider:
         if self._process.exitcode is None:
             self._process.kill()
             raise TimeoutError(f"{self.args} did not end in {timeout} s")
-        stdout, stderr = (Path(self._written.name, name).read_text() for name in ("stdout", "stderr"))
+        stdout, stderr = (self._read(name) for name in ("stdout", "stderr"))
         return stdout, stderr
+
+    def _read(self, name: str) -> str:
+        """Nothing where a signal came before the first thing that the child does."""
+        written = Path(self._written.name, name)
+        return written.read_text() if written.exists() else ""
 
 
 def forked_outrider(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -89,6 +93,8 @@ def _server() -> ForkServerContext:
 
 
 def _run(arguments: Sequence[str], folder: str) -> None:
+    for stop in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs inherit that the first is ignored
+        signal.signal(stop, signal.default_int_handler if stop == signal.SIGINT else signal.SIG_DFL)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)

@@ -19,6 +19,7 @@ from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
 from outrider.train.start import run_training
 from tests.memory.builders import make_trajectory
+from tests.train.short_runs import assert_same, begin, interrupted, resume, rewrite_state
 from tests.train.tool_run import write_tool_run
 
 HYBRID = 'type = "rapo"\ngroup_size = 4\nnum_hybrid = 2'
@@ -36,33 +37,6 @@ def recipe(made: Path, tmp_path: Path) -> Path:
     text = (folder / "recipe.toml").read_text().replace(str(made), str(folder))
     (folder / "recipe.toml").write_text(text)
     return folder / "recipe.toml"
-
-
-def begin(recipe: Path, run: Path, *overrides: str) -> Path:
-    """Two steps, of which the checkpoint of the first is then the newest."""
-    given = ["evaluation.every=0", "train.num_steps=2", "evaluation.num_tasks=1", *overrides]
-    settings = load_settings(RunSettings, file=recipe, overrides=given)
-    run_training((RunDirectory.create(run, settings), settings), progress="none", on_start=lambda stop: None)
-    return run
-
-
-def interrupted(run: Path) -> Path:
-    """The run as a kill in its second step leaves it: the checkpoint is missing, later lines are there."""
-    copy = run.with_name(f"{run.name}-interrupted")
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "checkpoints" / "step-000002")
-    return copy
-
-
-def resume(run: Path) -> None:
-    run_training(RunDirectory.open(run), progress="none", on_start=lambda stop: None)
-
-
-def assert_same(one: Path, other: Path) -> None:
-    last = Path("checkpoints") / "step-000002"
-    for name in ("masters.safetensors", "optimizer.safetensors", "state.json"):
-        assert (one / last / name).read_bytes() == (other / last / name).read_bytes(), name
-    assert (one / "evaluations.jsonl").read_bytes() == (other / "evaluations.jsonl").read_bytes()
 
 
 def test_a_shared_buffer_may_grow_meanwhile(recipe: Path, tmp_path: Path) -> None:
@@ -143,7 +117,8 @@ def test_a_checkpoint_that_does_not_know_tasks_or_reference_still_continues(reci
     killed = interrupted(run)
     path = killed / "checkpoints" / "step-000001" / "state.json"
     state = json.loads(path.read_text())
-    del state["tasks"], state["reference_checksum"], state["versions"]
+    for name in ("tasks", "reference_checksum", "versions", "own_checksum"):
+        del state[name]
     path.write_text(json.dumps(state))
     resume(killed)
     assert_same(run, killed)
@@ -163,10 +138,8 @@ def test_an_adaptation_is_no_training_run(recipe: Path, tmp_path: Path, capsys: 
 def test_other_versions_are_told(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same bits are promised for the same packages only."""
     killed = interrupted(begin(recipe, tmp_path / "run"))
-    path = killed / "checkpoints" / "step-000001" / "state.json"
-    state = json.loads(path.read_text())
-    state["versions"]["torch"] = "0.4.1"
-    path.write_text(json.dumps(state))
+    with rewrite_state(killed / "checkpoints" / "step-000001") as state:
+        state["versions"]["torch"] = "0.4.1"
     run_training(RunDirectory.open(killed), progress="plain", on_start=lambda stop: None)
     assert "OTHER VERSIONS: the checkpoint was written with torch 0.4.1 (now " in capsys.readouterr().out
 
@@ -180,13 +153,13 @@ def test_another_processor_is_told_and_the_same_one_is_not(
     elsewhere = shutil.copytree(here, tmp_path / "elsewhere")
     run_training(RunDirectory.open(here), progress="plain", on_start=lambda stop: None)
     assert "OTHER" not in capsys.readouterr().out
-    other = Processor(model="another", instruction_sets=frozenset({"avx512bw"}))
+    other = Processor(model="another", instruction_sets=frozenset({"avx1024"}))
     monkeypatch.setattr("outrider.train.versions.read_processor", lambda: other)
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX2")
     run_training(RunDirectory.open(elsewhere), progress="plain", on_start=lambda stop: None)
     (told,) = [line for line in capsys.readouterr().out.splitlines() if "OTHER" in line]
     assert "OTHER PROCESSOR: the checkpoint was written with processor " in told and "(now another)" in told
-    assert "(now avx512bw)" in told and "NPY_DISABLE_CPU_FEATURES=AVX2)" in told
+    assert "(now avx1024)" in told and "NPY_DISABLE_CPU_FEATURES=AVX2)" in told
 
 
 def test_a_dry_run_of_a_resumed_run_prints_its_settings_and_trains_nothing(

@@ -138,18 +138,19 @@ def test_a_second_signal_of_any_kind_ends_whatever_the_run_is_doing(
         process.kill()
     assert process.returncode == 128 + signals[1], stderr
     last = stderr.splitlines()[-1]
-    assert last == "outrider: ended at once by a second signal; continue with: outrider train --resume RUN"
+    assert last == "outrider: ended at once by a second signal; continue with: outrider train --resume r"
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["train", "x.toml", "--run", "r"], "outrider: interrupted; continue with: outrider train --resume RUN\n"),
+        (["train", "x.toml", "--run", "r"], "outrider: interrupted; continue with: outrider train --resume r\n"),
+        (["train", "--resume", "my run"], "outrider: interrupted; continue with: outrider train --resume 'my run'\n"),
         (["buffer", "build", "x.toml", "--out", "b"], "outrider: interrupted; the same command continues\n"),
         (["view", "r"], "outrider: interrupted\n"),
     ],
 )
-def test_an_interrupted_command_says_how_it_goes_on_where_it_does(
+def test_e8_an_interrupted_command_says_how_it_goes_on_where_it_does(
     arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object, **__: object) -> int:

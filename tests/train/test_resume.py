@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,45 +23,14 @@ from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import StepTraceBuffer
 from outrider.watch.traces import TraceReader
 from tests.train.forked import ForkedOutrider, forked_outrider
-from tests.train.tool_run import outrider, start_outrider, write_demonstrations, write_tool_run
-
-NUM_STEPS = 10
-CASES: dict[str, tuple[str, ...]] = {
-    "rapo": (),
-    "evolve": ("buffer.evolve=true",),
-    "grpo": ("algorithm.type=grpo",),
-    "gigpo": ("algorithm.type=gigpo",),
-    "dapo": (
-        "algorithm.type=grpo",
-        "algorithm.preset=dapo-paper",
-        "algorithm.group_size=3",
-        "algorithm.dynamic_sampling.max_extra_batches=1",
-    ),
-    "luffy": ("algorithm.type=luffy", "algorithm.demonstrations={root}/shown.jsonl"),
-    "tree_grpo": ("algorithm.type=tree_grpo", "algorithm.group_size=6"),
-    "rollout_replay": (
-        "algorithm.type=rollout_replay",
-        "algorithm.selection=difficulty",
-        "train.tasks_per_step=4",
-        "algorithm.buffer_size=5",
-    ),
-    "empo2": (
-        "algorithm.type=empo2",
-        "algorithm.memory_probability=0.6",
-        "algorithm.memory.embedder=hash",
-        "algorithm.memory.min_similarity=0.1",
-        "algorithm.memory.max_shown_tokens=120",
-        "algorithm.memory.max_tip_tokens=24",
-    ),
-}
-CLOCK = ("time/", "speed/", "memory/")
+from tests.train.tool_run import outrider, start_outrider
+from tests.train.whole_runs import NUM_STEPS, command, differences, metrics, write_data
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    write_tool_run(folder)
-    write_demonstrations(folder / "shown.jsonl")
+    write_data(folder)
     return folder
 
 
@@ -74,7 +42,7 @@ def whole(root: Path) -> Callable[[str], Path]:
     def make(case: str) -> Path:
         if case not in made:
             made[case] = root / f"whole-{case}"
-            finished = _program(case)(*_command(root, made[case], case))
+            finished = _program(case)(*command(root, made[case], case))
             assert finished.returncode == 0, finished.stderr
         return made[case]
 
@@ -85,34 +53,9 @@ def _program(case: str) -> Callable[..., "subprocess.CompletedProcess[str]"]:
     return outrider if case == "rapo" else forked_outrider
 
 
-def _command(root: Path, run: Path, case: str) -> list[str | Path]:
-    """``train`` with a buffer of the run's own: an evolving one is written to."""
-    overrides = [override.format(root=root) for override in CASES[case]]
-    if case not in ("rapo", "evolve"):
-        recipe = root / "plain.toml"
-        recipe.write_text((root / "recipe.toml").read_text().replace("num_hybrid = 2", ""))
-        return ["train", recipe, *overrides, "--run", run, "--progress", "plain"]
-    buffer = root / f"{run.name}.sqlite"
-    shutil.copy(root / "buffer.sqlite", buffer)
-    return ["train", root / "recipe.toml", *overrides, f"buffer.path={buffer}", "--run", run, "--progress", "plain"]
-
-
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in record.items() if not name.startswith(CLOCK)} for record in records]
-
-
 def _assert_same(one: Path, other: Path) -> None:
     """Weights, optimiser, metrics, traces and evaluations."""
-    for name in ("masters.safetensors", "optimizer.safetensors", "state.json"):
-        path = Path("checkpoints") / f"step-{NUM_STEPS:06d}" / name
-        assert (one / path).read_bytes() == (other / path).read_bytes(), name
-    assert _metrics(one) == _metrics(other)
-    assert (one / "evaluations.jsonl").read_bytes() == (other / "evaluations.jsonl").read_bytes()
-    mine, theirs = TraceReader(one / "traces"), TraceReader(other / "traces")
-    assert mine.steps() == theirs.steps() == tuple(range(1, NUM_STEPS + 1))
-    assert all(mine.read(step) == theirs.read(step) for step in mine.steps())
-    assert not list(other.rglob("*.partial")) and not list(other.rglob("*.tmp"))
+    assert differences(one, other) == []
 
 
 def _kill_after(process: "subprocess.Popen[str] | ForkedOutrider", run: Path, delay: float) -> None:
@@ -154,8 +97,8 @@ def test_a_killed_run_ends_in_the_same_bits(
         shutil.rmtree(run, ignore_errors=True)
         num_killed = 0
         for number, delay in enumerate(delays):
-            command = ["train", "--resume", run, "--progress", "plain"] if number else _command(root, run, case)
-            process = start_outrider(*command) if case == "rapo" else ForkedOutrider(*command)
+            arguments = ["train", "--resume", run, "--progress", "plain"] if number else command(root, run, case)
+            process = start_outrider(*arguments) if case == "rapo" else ForkedOutrider(*arguments)
             _kill_after(process, run, delay * draws.uniform(0.5, 1.5) / 2**attempt)
             num_killed += process.returncode == -signal.SIGKILL
         if num_killed >= 2:
@@ -168,24 +111,24 @@ def test_a_killed_run_ends_in_the_same_bits(
 
 def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> None:
     """Retrievals, tool calls, rewards that differ, a buffer that grew: otherwise the comparison above says little."""
-    train = [record for record in _metrics(whole("rapo")) if record["kind"] == "train"]
+    train = [record for record in metrics(whole("rapo")) if record["kind"] == "train"]
     assert sum(record["retrieval/num_inserted"] for record in train) >= 3
     assert sum(record["rollout/num_tool_calls"] for record in train) >= 3
     assert sum(record["group/fraction_without_signal"] < 1 for record in train) >= 5
     assert len((whole("rapo") / "evaluations.jsonl").read_text().splitlines()) == 4
-    sampled = [record for record in _metrics(whole("dapo")) if record["kind"] == "train"]
+    sampled = [record for record in metrics(whole("dapo")) if record["kind"] == "train"]
     assert sum(record["group/num_extra_batches"] for record in sampled) >= 2
     cursor = json.loads((whole("dapo") / "checkpoints" / f"step-{NUM_STEPS:06d}" / "state.json").read_text())["task_cursor"]
     assert cursor > 2 * NUM_STEPS  # no longer the step's number times its tasks
-    grown = [record["buffer/num_added"] for record in _metrics(whole("evolve")) if record["kind"] == "train"]
+    grown = [record["buffer/num_added"] for record in metrics(whole("evolve")) if record["kind"] == "train"]
     assert sum(grown) >= 2
-    replayed = [record for record in _metrics(whole("rollout_replay")) if record["kind"] == "train"]
+    replayed = [record for record in metrics(whole("rollout_replay")) if record["kind"] == "train"]
     assert sum(record["replay/num_groups"] for record in replayed) >= 5
 
 
 def test_the_run_with_tips_shows_some_and_has_all_modes(root: Path, whole: Callable[[str], Path]) -> None:
     """Also after the first steps: what a restored memory holds must matter for the comparison above."""
-    train = [record for record in _metrics(whole("empo2")) if record["kind"] == "train"]
+    train = [record for record in metrics(whole("empo2")) if record["kind"] == "train"]
     for half in (train[: NUM_STEPS // 2], train[NUM_STEPS // 2 :]):
         assert sum(record["tips/num_shown"] for record in half) > 0
         for mode in ("plain", "tips_on", "tips_off"):
@@ -208,9 +151,9 @@ def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[st
 
 def test_two_unbroken_runs_of_one_seed_are_equal_and_another_seed_is_not(root: Path, whole: Callable[[str], Path]) -> None:
     again, other = root / "again", root / "other-seed"
-    assert outrider(*_command(root, again, "rapo")).returncode == 0
+    assert outrider(*command(root, again, "rapo")).returncode == 0
     _assert_same(whole("rapo"), again)
-    assert forked_outrider(*_command(root, other, "rapo"), "seed=4", "train.num_steps=1", "evaluation.every=0").returncode == 0
+    assert forked_outrider(*command(root, other, "rapo"), "seed=4", "train.num_steps=1", "evaluation.every=0").returncode == 0
     weights = "checkpoints/step-{:06d}/masters.safetensors"
     assert (other / weights.format(0)).read_bytes() == (again / weights.format(0)).read_bytes()  # the same pretrained model
     assert TraceReader(other / "traces").read(1) != TraceReader(again / "traces").read(1)
@@ -218,7 +161,7 @@ def test_two_unbroken_runs_of_one_seed_are_equal_and_another_seed_is_not(root: P
 
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(root: Path, whole: Callable[[str], Path]) -> None:
     run = root / "terminated"
-    process = ForkedOutrider(*_command(root, run, "rapo"), "train.checkpoint_every=100")
+    process = ForkedOutrider(*command(root, run, "rapo"), "train.checkpoint_every=100")
     patience = time.monotonic() + 240
     while not (run / "traces" / "step-000002.parquet").exists() and time.monotonic() < patience:
         time.sleep(0.002)
@@ -235,7 +178,7 @@ def test_sigterm_writes_a_checkpoint_and_exits_cleanly(root: Path, whole: Callab
 
 def test_sigterm_in_the_first_evaluation_gives_it_up_and_the_run_starts_again(root: Path, whole: Callable[[str], Path]) -> None:
     run = root / "terminated-early"
-    process = ForkedOutrider(*_command(root, run, "rapo"))
+    process = ForkedOutrider(*command(root, run, "rapo"))
     patience = time.monotonic() + 240
     while "evaluate before training" not in process.stdout_so_far() and time.monotonic() < patience:
         time.sleep(0.002)
@@ -249,7 +192,7 @@ def test_sigterm_in_the_first_evaluation_gives_it_up_and_the_run_starts_again(ro
 
 def test_a_stop_loses_no_evaluation_between_steps(root: Path) -> None:
     run = root / "terminated-evaluations"
-    process = ForkedOutrider(*_command(root, run, "rapo"), "evaluation.every=1", "train.num_steps=4")
+    process = ForkedOutrider(*command(root, run, "rapo"), "evaluation.every=1", "train.num_steps=4")
     patience = time.monotonic() + 240
     while not (run / "traces" / "step-000002.parquet").exists() and time.monotonic() < patience:
         time.sleep(0.002)

@@ -14,7 +14,6 @@ import json
 import re
 import socket
 import subprocess
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import IO, Final, Protocol
 
+from outrider.environments.simulator_folders import SimulatorFolder
 from outrider.errors import EnvironmentFault
 
 _FIXED_ORDER: Final = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
@@ -104,7 +104,7 @@ class JavaSimulator:
         self._launch = launch
         self._lock = threading.Lock()
         # The simulator writes a listing of object types into the directory that it runs in.
-        self._directory = tempfile.TemporaryDirectory(prefix="scienceworld-")
+        self._directory = SimulatorFolder()
         self._process = _spawn(launch, self._directory.name)
         self._last_words: deque[bytes] = deque(maxlen=20)
         self._errors = _drain(self._process.stderr, self._last_words)

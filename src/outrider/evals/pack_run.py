@@ -73,7 +73,7 @@ def _write_checkpoint(source: Path, target: Path) -> None:
         kept = {"step": state["step"], "checksums": {WEIGHTS: state["checksums"][WEIGHTS]}}
         target.mkdir(parents=True)
         shutil.copyfile(source / WEIGHTS, target / WEIGHTS)
-    except (FileNotFoundError, ValueError, KeyError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{source} is no checkpoint with weights ({type(error).__name__})") from error
     (target / _STATE).write_text(json.dumps(kept, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -89,9 +89,9 @@ def _versions(folder: Path) -> dict[str, str]:
     for checkpoint in reversed(_checkpoints(folder)):
         try:
             versions = json.loads((checkpoint / _STATE).read_text(encoding="utf-8")).get("versions", {})
-        except (OSError, ValueError):
+            return {str(key): str(value) for key, value in versions.items()}
+        except (OSError, ValueError, AttributeError):
             continue
-        return {str(key): str(value) for key, value in versions.items()}
     return {}
 
 

@@ -93,6 +93,10 @@ class StepTraceBuffer:
         """The revision that queries see; put it into a checkpoint."""
         return self._view.revision
 
+    def digest(self) -> str:
+        """Of all that queries can see, but not of where it lies: two buffers with the same one give the same hits."""
+        return self._store.digest(self.revision)
+
     def close(self) -> None:
         """Release the file; may be called twice."""
         self._store.close()

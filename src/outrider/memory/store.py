@@ -7,8 +7,7 @@ writer is a batch that died. Process crashes lose at most that batch; a power fa
 :meth:`StepStore.flush` (``synchronous=NORMAL``), never the file.
 """
 
-import struct
-import zlib
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from outrider.memory.database import Database, checksum
 from outrider.memory.history import history_text
 from outrider.memory.lock import WriterLock, writer_is_alive
 from outrider.memory.records import StepRecord
+from outrider.memory.store_checksums import mark_removed, seal_counters, trajectory_checksum, vector_checksum
 from outrider.memory.store_format import check_file, create_tables, is_blank, meta
 from outrider.memory.store_load import NEVER, ROW_DTYPE, Loaded, load_all
 from outrider.types import Step
@@ -74,6 +74,7 @@ class StepStore:
             self._database = Database(path, writable=writable)
             if is_new:
                 create_tables(self._database, embedder=embedder, dim=dim)
+            self._format = self._meta("format_version")
         except BaseException:
             if self._writer_lock is not None:
                 self._writer_lock.release()
@@ -128,8 +129,7 @@ class StepStore:
         rows: list[tuple[int, int, int, int, int, float, bool]] = []
         with self._database.transaction() as db:
             revision = self.revision + 1
-            update = "UPDATE trajectories SET removed = ? WHERE trajectory_row = ?"
-            db.executemany(update, [(revision, row) for row in removed])
+            mark_removed(db, self._format, removed, revision)
             step_id = self._next_id("steps", "step_id")
             for row, item in enumerate(added, start=self._next_id("trajectories", "trajectory_row")):
                 self._insert(row, step_id, revision, item, vectors_ND[len(rows) : len(rows) + len(item.steps)])
@@ -139,6 +139,7 @@ class StepStore:
             self._set_meta("revision", revision)
             self._set_meta("num_trajectories", self._meta("num_trajectories") + len(added))
             self._set_meta("num_steps", self._meta("num_steps") + len(rows))
+            seal_counters(db, self._format)
             db.execute("DELETE FROM meta WHERE key = 'open_batch'")
         return np.array(rows, ROW_DTYPE)
 
@@ -153,11 +154,12 @@ class StepStore:
         with self._database.transaction() as db:
             later = "SELECT trajectory_row FROM trajectories WHERE added > ?"
             dropped = self._delete(later, revision)
-            query = f"UPDATE trajectories SET removed = {NEVER} WHERE removed > ? AND removed < {NEVER}"
-            restored = db.execute(query, (revision,)).rowcount
+            query = f"SELECT trajectory_row FROM trajectories WHERE removed > ? AND removed < {NEVER}"
+            restored = [row for (row,) in db.execute(query, (revision,)).fetchall()]
+            mark_removed(db, self._format, restored, NEVER)
             self._set_meta("revision", revision)
             self._count_again()
-        return dropped, restored
+        return dropped, len(restored)
 
     def compact(self, oldest_revision: int) -> int:
         """Delete trajectories that were removed at or before this revision; older revisions can then not be read again."""
@@ -200,8 +202,23 @@ class StepStore:
         with self._database.guard() as db:
             return db.execute(query, (revision, revision)).fetchall()
 
+    def digest(self, revision: int) -> str:
+        """SHA-256 (hex) over the trajectories in the buffer at a revision, in order, through the checksums of their steps."""
+        query = """SELECT t.task_key, t.trajectory_id, t.agent, t.question, t.reward, s.step_id, s.num_tokens, s.is_terminal,
+                   s.checksum, v.checksum
+                   FROM steps s JOIN vectors v ON v.step_id = s.step_id JOIN trajectories t ON t.trajectory_row = s.trajectory_row
+                   WHERE t.added <= ? AND t.removed > ? ORDER BY s.step_id"""
+        found = hashlib.sha256()
+        with self._database.guard() as db:
+            for row in db.execute(query, (revision, revision)):
+                found.update(repr(row).encode("utf-8", "surrogatepass"))
+        return found.hexdigest()
+
     def _insert(self, row: int, first_step_id: int, revision: int, item: NewTrajectory, vectors_TD: NDArray[np.float32]) -> None:
-        crc = checksum(struct.pack("<d", item.reward), item.task_key, item.trajectory_id, item.agent, item.question)
+        crc = trajectory_checksum(
+            self._format, reward=item.reward, texts=(item.task_key, item.trajectory_id, item.agent, item.question),
+            num_tokens=item.num_tokens, first_step_id=first_step_id, num_steps=len(item.steps), added=revision, removed=NEVER,
+        )  # fmt: skip
         values = (item.trajectory_id, item.task_key, item.agent, item.question, item.reward, item.num_tokens)
         where = (first_step_id, len(item.steps), revision, NEVER, crc)
         self._database.db.execute("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", (row, *values, *where))
@@ -212,7 +229,9 @@ class StepStore:
             crc = checksum(step.text, step.observation)
             steps.append((step_id, row, num_tokens, int(step.is_terminal), crc, step.text, step.observation))
             blob = vector.astype("<f4").tobytes()
-            vectors.append((step_id, zlib.crc32(blob), blob))
+            terminal = int(step.is_terminal)
+            crc = vector_checksum(self._format, blob, step_id=step_id, row=row, num_tokens=num_tokens, is_terminal=terminal)
+            vectors.append((step_id, crc, blob))
         self._database.db.executemany("INSERT INTO steps VALUES (?,?,?,?,?,?,?)", steps)
         self._database.db.executemany("INSERT INTO vectors VALUES (?,?,?)", vectors)
 
@@ -228,6 +247,7 @@ class StepStore:
         for table in ("trajectories", "steps"):
             self._database.db.execute(f"UPDATE meta SET value = (SELECT count(*) FROM {table}) WHERE key = 'num_{table}'")
         self._set_meta("generation", self.generation + 1)
+        seal_counters(self._database.db, self._format)
 
     def _record(self, step_id: int) -> StepRecord:
         query = """SELECT t.trajectory_id, t.task_key, t.agent, t.question, t.reward, t.first_step_id FROM steps s

@@ -5,8 +5,10 @@ from pathlib import Path
 from outrider.errors import BufferCorrupt, ConfigError, DataError
 from outrider.memory.database import Database
 from outrider.memory.history import HISTORY_FORMAT
+from outrider.memory.store_checksums import COUNTERS, seal_counters
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READ = (1, 2)
 
 _APPLICATION_ID = 0x4F535442
 _SCHEMA = """
@@ -55,12 +57,12 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
         with database.guard() as db:
             if db.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
                 raise DataError(f"{path}: not a step-trace buffer")
-            problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            problem = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if problem != "ok":
                 raise BufferCorrupt(f"{path}: damaged: {' '.join(str(problem).split())}")
-            for key, wanted in (("format_version", FORMAT_VERSION), ("history_format", HISTORY_FORMAT)):
-                if meta(database, key) != wanted:
-                    raise DataError(f"{path}: {key} is {meta(database, key)}, this version of Outrider reads {wanted}")
+            for key, readable in (("format_version", _READ), ("history_format", (HISTORY_FORMAT,))):
+                if meta(database, key) not in readable:
+                    raise DataError(f"{path}: {key} is {meta(database, key)}, this version of Outrider reads {readable[-1]}")
             built = (meta(database, "embedder"), meta(database, "dim"))
             if built != (embedder, dim):
                 raise ConfigError(
@@ -74,9 +76,10 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
 def create_tables(database: Database, *, embedder: str, dim: int) -> None:
     """Make an empty buffer, in one transaction."""
     entries = {"format_version": FORMAT_VERSION, "history_format": HISTORY_FORMAT, "embedder": embedder, "dim": dim}
-    counters = {"revision": 0, "oldest_revision": 0, "generation": 0, "num_trajectories": 0, "num_steps": 0}
+    counters = dict.fromkeys(COUNTERS, 0)
     with database.transaction() as db:
         db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
         for statement in _SCHEMA.split(";"):
             db.execute(statement)
         db.executemany("INSERT INTO meta VALUES (?, ?)", (entries | counters).items())
+        seal_counters(db, FORMAT_VERSION)

@@ -85,8 +85,8 @@ class MetricsWriter:
             raise CheckpointError(f"{self.path.name} has {len(self._records)} lines, its checkpoint was saved at {num_records}")
         if num_cut:
             lines = self.path.read_bytes().split(b"\n")
-            os.close(self._fd)
             replace_file(self.path, b"".join(line + b"\n" for line in lines[:num_records]))
+            self.close()  # that is the old file; not before, because a full disk leaves it in its place
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND)
             del self._records[num_records:]
         return CutReport(num_kept=num_records, num_cut=num_cut)
@@ -144,7 +144,7 @@ def _parse(path: Path, lines: Sequence[bytes]) -> list[tuple[int, str]]:
             step, kind = record["step"], record["kind"]
             if not isinstance(step, int) or kind not in ("sft", "train", "eval"):
                 raise ValueError("step or kind is malformed")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path.name} line {number} is damaged: {error}") from error
         records.append((step, kind))
     return records

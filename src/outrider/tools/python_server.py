@@ -5,6 +5,7 @@ socket itself; for each request it forks a *supervisor*, which reads the code, f
 answers and ends. Requests and answers are length-prefixed bytes on the socket at file descriptor 0.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -90,11 +91,14 @@ def main(argument: str) -> None:
         try:
             lock = _prepare(settings)
         except (ImportError, OSError) as error:
-            _answer(sock, "fault", 0.0, f"{type(error).__name__}: {error}".encode())
+            with contextlib.suppress(ConnectionError):
+                _answer(sock, "fault", 0.0, f"{type(error).__name__}: {error}".encode())
             return
-        _answer(sock, "ready", 0.0, b"")
         try:
+            _answer(sock, "ready", 0.0, b"")
             _serve(sock, settings, lock)
+        except ConnectionError:
+            pass  # the parent was killed, and there is nobody to tell
         finally:
             shutil.rmtree(settings.root, ignore_errors=True)
 
@@ -153,6 +157,8 @@ def _supervise(sock: socket.socket, settings: Settings, lock: Callable[[str], No
         sandbox.die_with_parent()
         _handle(sock, settings, lock)
         status = 0
+    except (ConnectionError, EOFError):
+        pass  # the parent was killed, and there is nobody to tell
     except BaseException:
         traceback.print_exc()
     os._exit(status)

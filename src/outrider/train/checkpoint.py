@@ -3,11 +3,9 @@
 Random streams are keyed by run seed and step (:mod:`outrider.seeding`), so their state is the step number.
 """
 
-import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,34 +20,58 @@ from torch import Tensor
 
 from outrider.durable import sync
 from outrider.errors import CheckpointError
+from outrider.train.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
 from outrider.train.policy import Policy, Scorer
+from outrider.train.records import RECORDS
 
-_STATE = "state.json"
 _MEMORY = "memory.safetensors"
 _NAME = re.compile(r"step-(\d+)")
 _TENSORS = ("masters.safetensors", "optimizer.safetensors")
 
 
 def save_checkpoint(
-    folder: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None
+    folder: Path,
+    policy: Policy,
+    state: dict[str, Any],
+    arrays: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    records: Mapping[str, Any] | None = None,
 ) -> None:
     """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints as they were.
 
-    ``arrays`` are the vectors of an algorithm's memory, whose plain data is in ``state``.
+    ``arrays`` are the vectors of an algorithm's memory, whose plain data is in ``state``; ``records`` is what
+    the run has on file beside its checkpoints (:mod:`outrider.train.records`).
 
     Raises CheckpointError when it cannot be written (a full disk), which leaves them as they were too.
     """
     temporary = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
+        _remove(temporary)
         _write(temporary, policy, state, arrays or {})
+        if records is not None:
+            write_sealed(temporary / RECORDS, records)
+        _make_room(folder)
+        os.replace(temporary, folder)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"cannot write checkpoint {folder.name}: {reason}; earlier checkpoints are whole") from error
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
-    sync(folder.parent)
+
+
+def _remove(path: Path) -> None:
+    """Whatever has this name, and nothing where nothing has."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _make_room(folder: Path) -> None:
+    """An earlier checkpoint goes; a file that only has its name is somebody's, and is kept under another one."""
+    if folder.is_file() and not folder.is_symlink():
+        os.replace(folder, folder.with_name(f"{folder.name}.not-a-checkpoint"))
+    _remove(folder)
 
 
 def _write(temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -58,20 +80,11 @@ def _write(temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mappi
     save_file(_optimizer_tensors(policy), temporary / "optimizer.safetensors")
     if arrays:
         save_arrays(dict(arrays), temporary / _MEMORY)
-    checksums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
-    content = {**state, "num_optimizer_steps": policy.num_steps, "checksums": checksums}
-    (temporary / _STATE).write_text(json.dumps(content, indent=1, sort_keys=True))
-    for path in [*temporary.iterdir(), temporary]:
+    for path in temporary.iterdir():
         sync(path)
-
-
-def _checksum(path: Path) -> int:
-    """CRC-32 of a file: finds damage, not malice."""
-    value = 0
-    with path.open("rb") as file:
-        while piece := file.read(2**22):
-            value = zlib.crc32(piece, value)
-    return value
+    checksums = {path.name: file_checksum(path) for path in sorted(temporary.iterdir())}
+    write_sealed(temporary / STATE, {**state, "num_optimizer_steps": policy.num_steps, "checksums": checksums})
+    sync(temporary)
 
 
 def _optimizer_tensors(policy: Policy) -> dict[str, Tensor]:
@@ -88,14 +101,14 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
     Raises CheckpointError when files are missing, damaged, or belong to another model.
     """
     try:
-        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
-        for name in {*_TENSORS, *state["checksums"]}:
-            if _checksum(folder / name) != state["checksums"][name]:
+        state = read_sealed(folder / STATE)
+        for name in sorted({*_TENSORS, *state["checksums"]}):
+            if file_checksum(folder / name) != state["checksums"][name]:
                 raise ValueError(f"the contents of {name} are not what was written")
         masters, optimizer = (load_file(folder / name) for name in _TENSORS)
         num_optimizer_steps = int(state["num_optimizer_steps"])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise damaged(folder, error) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in masters.items()}
     if shapes != {name: tuple(tensor.shape) for name, tensor in policy.masters.items()}:
         raise CheckpointError(f"checkpoint {folder} belongs to another model or adapter")
@@ -114,13 +127,13 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
 
 def require_intact(folder: Path, name: str) -> None:
     """Raises CheckpointError where a file of a checkpoint is not what was written; a file that came alone cannot be checked."""
-    if not (folder / _STATE).exists():
+    if not (folder / STATE).exists():
         return
     try:
-        written = json.loads((folder / _STATE).read_text())["checksums"][name]
-        found = _checksum(folder / name)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {str(error).splitlines()[0]}") from error
+        written = read_sealed(folder / STATE)["checksums"][name]
+        found = file_checksum(folder / name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(folder, error) from error
     if found != written:
         raise CheckpointError(f"checkpoint {folder} is damaged: the contents of {name} are not what was written")
 
@@ -137,7 +150,7 @@ def save_reference(path: Path, reference: Scorer) -> int:
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
-    return _checksum(path)
+    return file_checksum(path)
 
 
 @torch.no_grad()
@@ -147,9 +160,11 @@ def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> No
     Raises CheckpointError when they are missing, damaged or of another model.
     """
     try:
-        if checksum is not None and _checksum(path) != checksum:
+        if checksum is not None and file_checksum(path) != checksum:
             raise ValueError("the contents are not what was written")
         weights = load_file(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: it holds the weights that the KL term refers to; put it back") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"reference weights {path} are damaged: {str(error).splitlines()[0]}") from error
     parameters = dict(reference.model.named_parameters())
@@ -179,10 +194,10 @@ def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> None:
     numbered = [(step, path) for step, path in _numbered(folder) if step > 0]
     kept = [path for step, path in numbered if step <= newest][-keep:]
     for path in [*(path for _, path in numbered if path not in kept), *folder.glob(".step-*.partial")]:
-        shutil.rmtree(path)
+        _remove(path)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders, ascending; a folder with another name, such as a copy that a user made, is none."""
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
+    """Steps and folders, ascending; a file, or a folder with another name, such as a copy that a user made, is none."""
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
     return sorted((int(match[1]), path) for match, path in found if match)

@@ -260,7 +260,9 @@ def open_buffer(
     embedder = load_embedder(settings.buffer.embedder)
     named = Path(settings.buffer.path) if settings.buffer.path else None
     if named is not None and not settings.buffer.evolve:
-        return StepTraceBuffer(named, embedder, mode="read")
+        return _require_steps(StepTraceBuffer(named, embedder, mode="read"), "")
+    if resumed and not path.exists():
+        raise CheckpointError(f"{path} is missing: it holds the steps that this run retrieves; put it back")
     if named is not None and not path.exists():
         copy_database(named, path)
     buffer = StepTraceBuffer(path, embedder, mode="write")
@@ -271,9 +273,15 @@ def open_buffer(
             tasks = train_tasks[: settings.buffer.num_tasks]
             fill_buffer(buffer, family, factory, tasks, settings, note, count_tokens=count_tokens)
             family.close()
-        if len(buffer) == 0:
-            raise DataError("the step-trace buffer is empty: no expert solved a training task")
+        _require_steps(buffer, ": no expert solved a training task" if named is None and not resumed else "")
     except BaseException:
         buffer.close()
         raise
+    return buffer
+
+
+def _require_steps(buffer: StepTraceBuffer, why: str) -> StepTraceBuffer:
+    if len(buffer) == 0:
+        buffer.close()
+        raise DataError(f"the step-trace buffer {buffer.path} is empty{why}")
     return buffer

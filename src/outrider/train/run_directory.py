@@ -16,6 +16,8 @@ from outrider.train.settings import RunSettings
 
 _BEGUN = {"lock", "config.toml.tmp"}  # all that a process leaves which was killed before it wrote its configuration
 
+_SCORE = ("value", "ci_low", "ci_high")
+
 
 class RunDirectory:
     """Paths of a run, its lock, and its evaluations file."""
@@ -83,13 +85,26 @@ class RunDirectory:
         """Evaluations on file; a line torn by a kill is dropped from the file, and that evaluation runs again."""
         if not self.evaluations.exists():
             return []
-        *lines, tail = self.evaluations.read_text(encoding="utf-8").split("\n")
+        *lines, tail = self.evaluations.read_text(encoding="utf-8", errors="replace").split("\n")
+        read = [self._evaluation(number, line) for number, line in enumerate(lines, start=1)]
         if tail:
             self._replace(lines)
+        return read
+
+    def _evaluation(self, number: int, line: str) -> dict[str, Any]:
+        """A line with what a run needs of it; it may hold more."""
         try:
-            return [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise DataError(f"{self.evaluations.name} is damaged: {error}") from error
+            read: dict[str, Any] = json.loads(line)
+            score = read["metric"]["score"]
+            numbers = (read["step"], read["num_tasks"], read["temperature"], *(score[name] for name in _SCORE))
+            texts = (read["label"], read["split"], read["panel_hash"])
+            numbers = (*numbers, *read["task_scores"].values())
+            if not all(isinstance(text, str) for text in texts) or not all(isinstance(one, int | float) for one in numbers):
+                raise ValueError("a value is of another kind than was written")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"{self.evaluations.name} line {number} is damaged: {reason}") from error
+        return read
 
     def cut_evaluations(self, num_kept: int) -> None:
         """Forget evaluations made after the checkpoint that a resumed run starts from; they run again, to the same bits."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from outrider.algorithms.base import Remembering
 from outrider.algorithms.retrieval_hook import RetrievalHook
@@ -19,12 +19,17 @@ from outrider.train.checkpoint import (
     save_checkpoint,
     save_reference,
 )
+from outrider.train.checkpoint_state import damaged
 from outrider.train.components import Components
+from outrider.train.records import Records
 from outrider.train.run_directory import RunDirectory
+from outrider.train.same_inputs import BUFFER, input_digests, other_inputs
+from outrider.train.same_settings import flat_settings
 from outrider.train.versions import differences, versions
 from outrider.watch.traces import TraceWriter
 
 HookCounts = list[dict[str, int]]
+_COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,13 +48,18 @@ class RunState:
     saved_step: int = -1
     metrics: MetricsWriter = field(init=False)
     traces: TraceWriter = field(init=False)
+    records: Records = field(init=False)
     _reference_checksum: int | None = None
     _tasks: dict[str, str] = field(init=False)
+    _inputs: dict[str, str] = field(init=False)
+    _buffer_seen: tuple[int, str] | None = None
 
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
         self.traces = TraceWriter(self.run.path / "traces")
+        self.records = Records(self.run.path)
         self._tasks = {"train": panel_hash(self.parts.train_tasks), "held-out": panel_hash(self.parts.test_tasks)}
+        self._inputs = input_digests(self.parts)
 
     @property
     def _reference_path(self) -> Path:
@@ -74,6 +84,8 @@ class RunState:
     def save(self) -> None:
         """Write the checkpoint of this step. Raises CheckpointError, which leaves the earlier ones as they were."""
         buffer = self.parts.buffer
+        if buffer is not None and self.parts.settings.buffer.evolve:
+            buffer.flush()
         state: dict[str, Any] = {
             "step": self.step,
             "num_policy_tokens": self.num_policy_tokens,
@@ -85,13 +97,15 @@ class RunState:
             "reference_checksum": self._reference_checksum,
             "tasks": self._tasks,
             "versions": versions(),
+            "settings": flat_settings(self.parts.settings),
+            "inputs": self._inputs,
+            "buffer_digest": self._buffer_digest(),
         }
-        if buffer is not None and self.parts.settings.buffer.evolve:
-            buffer.flush()
         arrays = None
         if isinstance(self.parts.algorithm, Remembering):
             state["memory"], arrays = self.parts.algorithm.memory_state()
-        save_checkpoint(self.run.checkpoints / f"step-{self.step:06d}", self.parts.policy, state, arrays)
+        folder = self.run.checkpoints / f"step-{self.step:06d}"
+        save_checkpoint(folder, self.parts.policy, state, arrays, records=self.records.written())
         self.saved_step = self.step
         prune_checkpoints(self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints, newest=self.step)
 
@@ -100,37 +114,67 @@ class RunState:
         if self.step and self.saved_step != self.step:
             self.save()
 
+    def check_records(self) -> bool:
+        """Tell what is gone of metrics, evaluations and traces, or is not what was written; whether nothing is."""
+        problems = self.records.problems(self._checkpoint)
+        for problem in problems:
+            self.note(f"DAMAGED RECORDS, of which weights and training know nothing: {problem}")
+        return not problems
+
+    def seal_records(self) -> None:
+        """At the end of a run: its last evaluation comes behind its last checkpoint."""
+        self.records.seal(self._checkpoint)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.run.checkpoints / f"step-{self.saved_step:06d}"
+
     def load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
         """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError if none can."""
         for checkpoint in checkpoints:
             try:
-                state = load_checkpoint(checkpoint, self.parts.policy)
+                return self._load(checkpoint)
             except CheckpointError as error:
                 if checkpoint == checkpoints[-1]:
                     raise
                 self.note(f"DAMAGED CHECKPOINT, going back to an older one: {error}")
-                continue
+        raise CheckpointError(f"{self.run.path} has no checkpoint")
+
+    def _load(self, checkpoint: Path) -> dict[str, Any]:
+        state = load_checkpoint(checkpoint, self.parts.policy)
+        try:
+            for name in _COUNTS:
+                int(state[name])
             self.step = self.saved_step = int(state["step"])
             self.num_policy_tokens = int(state["num_policy_tokens"])
             self.task_cursor = int(state.get("task_cursor", self.step * self.parts.settings.train.tasks_per_step))
+            if state["buffer_revision"] is not None:
+                int(state["buffer_revision"])
+            self.restore_hook_counts(state["hook_counts"])
             if isinstance(self.parts.algorithm, Remembering):
                 self.parts.algorithm.restore_memory(state["memory"], load_memory(checkpoint))
-            return state
-        raise CheckpointError(f"{self.run.path} has no checkpoint")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise damaged(checkpoint, error) from error
+        return state
 
     def rewind(self, state: dict[str, Any]) -> None:
         """Take back what was written after the checkpoint: it is computed again, to the same bits.
 
-        Raises CheckpointError where that cannot be, because tasks, buffer or reference are others than then.
+        Raises CheckpointError where that cannot be, because tasks, buffer or reference are others than then, or records are
+        gone.
         """
-        for name, began_with in state.get("tasks", {}).items():
-            if began_with != self._tasks[name]:
+        self.records.require_lines(state)
+        for name, panel in state.get("tasks", {}).items():
+            if panel != self._tasks[name]:
                 raise CheckpointError(
                     f"the {name} tasks are not those that this run began with: put the data back, or begin a new run "
                     f"with model.initial_checkpoint"
                 )
-        for difference in differences(state.get("versions", {})):
+        other_versions = differences(state.get("versions", {}))
+        inputs = other_inputs(state.get("inputs", {}), self._inputs, other_versions=bool(other_versions))
+        for difference in [*other_versions, *inputs]:
             self.note(difference)
+        self.check_records()
         self._reference_checksum = state.get("reference_checksum")
         if self.parts.reference is not None:
             load_reference(self._reference_path, self.parts.reference, checksum=self._reference_checksum)
@@ -139,12 +183,21 @@ class RunState:
                 buffer.rollback(int(state["buffer_revision"]))
             else:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
+        if (began_with := state.get("buffer_digest")) is not None:
+            other_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
         self.metrics.cut(int(state["num_metric_records"]))
         self.run.cut_evaluations(int(state["num_evaluations"]))
         self.traces.resume(self.step)
-        self.restore_hook_counts(state["hook_counts"])
         self.parts.engine.weights_changed()
         self.note(f"continuing from step {self.step}")
+
+    def _buffer_digest(self) -> str | None:
+        """Made once for a revision: most runs never change theirs."""
+        if (buffer := self.parts.buffer) is None:
+            return None
+        if self._buffer_seen is None or self._buffer_seen[0] != buffer.revision:
+            self._buffer_seen = buffer.revision, buffer.digest()
+        return self._buffer_seen[1]
 
     def hook_counts(self) -> HookCounts:
         """What the retrieval hooks have counted in the whole run."""

@@ -10,6 +10,7 @@ from outrider.evals.paired import gain_over_start
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.train.checkpoint import newest_step
 from outrider.train.components import build
+from outrider.train.continuing import require_continuable
 from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
 from outrider.train.trainer import Trainer
@@ -45,6 +46,8 @@ def run_training(
         meter = TokenMeter(display)
         newest = newest_step(run.checkpoints)
         try:
+            for line in require_continuable(run, settings):
+                display.note(line)
             parts = build(
                 settings,
                 buffer_path=run.path / "buffer.sqlite",

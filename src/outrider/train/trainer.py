@@ -85,6 +85,8 @@ class Trainer:
         else:
             saved = state.load_newest(checkpoints)
             if self._is_finished():
+                if state.check_records():
+                    state.seal_records()  # where a kill came between the last evaluation and that
                 self.progress.note(f"this run is finished: {state.step} of {settings.train.num_steps} steps; nothing to do")
                 return
             state.rewind(saved)
@@ -105,6 +107,7 @@ class Trainer:
         state.save_if_new()
         if state.step:
             self._evaluate(self._last_label)
+        state.seal_records()
 
     def _begin(self) -> None:
         """Up to the checkpoint of step 0, from which training goes on."""

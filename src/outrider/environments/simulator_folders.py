@@ -1,0 +1,50 @@
+"""Working folders of simulator processes: they go with their process, or with the next start where that was killed.
+
+SIGKILL runs no clean-up. Each folder holds a file that its owner keeps locked; the kernel frees the lock however the owner
+dies, so that a later one can tell a folder in use from one that nobody will come back to.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+_PREFIX: Final = "scienceworld-"
+_LOCK: Final = ".owner"
+
+
+class SimulatorFolder:
+    """A new folder below the temporary directory; those of dead owners are removed first."""
+
+    def __init__(self) -> None:
+        remove_abandoned(Path(tempfile.gettempdir()))
+        self.name = tempfile.mkdtemp(prefix=_PREFIX)
+        self._lock: int | None = os.open(Path(self.name, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def cleanup(self) -> None:
+        """Remove it; may be called twice."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            shutil.rmtree(self.name, ignore_errors=True)
+            os.close(lock)
+
+
+def remove_abandoned(parent: Path) -> int:
+    """Remove this user's folders whose owners have died; how many. One without its lock file is left: it may just be made."""
+    num = 0
+    for folder in sorted(parent.glob(f"{_PREFIX}*")):
+        with contextlib.suppress(OSError):  # somebody else's, in use, or gone in this moment
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+                num += 1
+            finally:
+                os.close(lock)
+    return num

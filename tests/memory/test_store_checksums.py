@@ -1,0 +1,84 @@
+"""E10: every column that queries, rollbacks and selections read is under a checksum."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import BufferCorrupt
+from outrider.memory import store_format
+from outrider.memory.embedder import HashEmbedder
+from outrider.memory.steps import StepTraceBuffer
+from tests.memory.builders import make_trajectory
+
+
+def build(path: Path) -> Path:
+    """Three tasks; one of them has lost a trajectory to a better one."""
+    with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
+        for reward in (0.5, 1.0):
+            made = [make_trajectory(f"t{i}/{reward}", task=f"k{i}", num_steps=4, reward=reward) for i in range(3)]
+            buffer.add_trajectories(made, keep_best=1)
+    return path
+
+
+def change(path: Path, statement: str) -> None:
+    with sqlite3.connect(path) as db:
+        assert db.execute(statement).rowcount > 0
+    db.close()
+
+
+CHANGES = [
+    "UPDATE trajectories SET added = added + 1 WHERE trajectory_row = 2",
+    "UPDATE trajectories SET removed = 1 WHERE trajectory_row = 4",
+    "UPDATE trajectories SET removed = 4611686018427387904 WHERE trajectory_row = 1",
+    "UPDATE trajectories SET num_tokens = num_tokens + 1 WHERE trajectory_row = 5",
+    "UPDATE trajectories SET first_step_id = first_step_id + 1 WHERE trajectory_row = 5",
+    "UPDATE trajectories SET num_steps = num_steps - 1 WHERE trajectory_row = 5",
+    "UPDATE steps SET is_terminal = 1 - is_terminal WHERE step_id = 3",
+    "UPDATE steps SET num_tokens = num_tokens + 1 WHERE step_id = 3",
+    "UPDATE steps SET trajectory_row = 2 WHERE step_id = 3",
+    "UPDATE meta SET value = value - 1 WHERE key = 'revision'",
+    "UPDATE meta SET value = value + 1 WHERE key = 'generation'",
+    "UPDATE meta SET value = value + 1 WHERE key = 'oldest_revision'",
+    "DELETE FROM meta WHERE key = 'counters_checksum'",
+]
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+@pytest.mark.parametrize("statement", CHANGES, ids=[one.replace("UPDATE ", "").partition(" WHERE")[0] for one in CHANGES])
+def test_e10_a_changed_column_is_found(statement: str, mode: str, tmp_path: Path) -> None:
+    path = build(tmp_path / "buffer.sqlite")
+    change(path, statement)
+    with pytest.raises(BufferCorrupt, match="checksum"):
+        StepTraceBuffer(path, HashEmbedder(), mode=mode)  # type: ignore[arg-type]
+
+
+def test_e10_removing_and_restoring_keep_the_checksums(tmp_path: Path) -> None:
+    path = build(tmp_path / "buffer.sqlite")
+    with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
+        late = buffer.digest()
+        assert buffer.rollback(1).num_restored == 3
+        early = buffer.digest()
+    with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
+        assert (buffer.revision, len(buffer), buffer.digest()) == (1, 12, early)
+        buffer.add_trajectories(
+            [make_trajectory(f"t{i}/1.0", task=f"k{i}", num_steps=4, reward=1.0) for i in range(3)], keep_best=1
+        )
+        assert buffer.digest() == late != early
+        buffer.compact(2)
+    with StepTraceBuffer(path, HashEmbedder(), mode="read") as buffer:
+        assert buffer.digest() == late
+
+
+def test_e10_a_file_of_the_earlier_format_is_read_and_written_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_format, "FORMAT_VERSION", 1)
+    path = build(tmp_path / "buffer.sqlite")
+    monkeypatch.undo()
+    with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
+        assert buffer.revision == 2 and len(buffer) == 12
+        buffer.add_trajectories([make_trajectory("new", task="k9", num_steps=4)])
+    with StepTraceBuffer(path, HashEmbedder(), mode="read") as buffer:
+        assert buffer.revision == 3 and len(buffer) == 16
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT value FROM meta WHERE key = 'format_version'").fetchone() == (1,)
+    db.close()
