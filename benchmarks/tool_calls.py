@@ -66,6 +66,9 @@ def measure(num_calls: int, num_threads: int) -> dict[str, float]:
     figures = {
         "alone, median": statistics.median(alone),
         "alone, p95": percentile(alone, 0.95),
+        "a call's own time, median": statistics.median(services),
+        "a call's own time, p95": percentile(services, 0.95),
+        "the batch, per call": busy,
         "among others, median": statistics.median(whole),
         "among others, p95": percentile(whole, 0.95),
         "slowest wait": max(waits),
