@@ -11,7 +11,7 @@ from outrider.durable import replace_file
 from outrider.evals.compare import Comparison, compare
 from outrider.evals.compare_page import html_page
 from outrider.evals.compare_tables import notes, tables, verdicts
-from outrider.watch.progress import one_line
+from outrider.printing import one_line
 
 
 def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | None, console: Console) -> int:

@@ -14,7 +14,7 @@ from outrider.evals.panel_grades import RETURN
 from outrider.evals.runner import interval
 from outrider.evals.scores import PanelSummary, SampleResult
 from outrider.types import Json
-from outrider.watch.progress import one_line
+from outrider.printing import one_line
 
 _NAMES: Final[Mapping[Scorer | None, str]] = {
     "em": "exact match", "f1": "token F1", "math": "mathematically equal", "judge": "correct by the judge", None: "success",
