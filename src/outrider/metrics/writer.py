@@ -144,7 +144,7 @@ def _parse(path: Path, lines: Sequence[bytes]) -> list[tuple[int, str]]:
             step, kind = record["step"], record["kind"]
             if not isinstance(step, int) or kind not in ("sft", "train", "eval"):
                 raise ValueError("step or kind is malformed")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path.name} line {number} is damaged: {error}") from error
         records.append((step, kind))
     return records

@@ -39,6 +39,6 @@ class CollectionLog:
 def _name(line: str) -> str | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry["trajectory_id"] if isinstance(entry, dict) and isinstance(entry.get("trajectory_id"), str) else None

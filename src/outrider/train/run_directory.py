@@ -90,7 +90,7 @@ class RunDirectory:
             self._replace(lines)
         try:
             return [json.loads(line) for line in lines]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self.evaluations.name} is damaged: {error}") from error
 
     def cut_evaluations(self, num_kept: int) -> None:
