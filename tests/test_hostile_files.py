@@ -32,7 +32,7 @@ HUGE = "9" * 400
 ENDLESS = "9" * 5000
 GOOD = {"question": "q", "messages": [{"role": "assistant", "content": "a"}], "reward": 1.0}
 
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def parquet(path: Path, **columns: pa.Array) -> Path:
