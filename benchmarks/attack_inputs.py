@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (rows of tables)
 """Hostile data, servers, pages and texts: each check says what got through; empty for nothing."""
 
 import contextlib
@@ -27,7 +28,20 @@ from outrider.watch.report import write_report
 from outrider.watch.traces import TraceRow, TraceWriter
 
 _GOOD = {"question": "q", "answer": "a", "messages": [{"role": "assistant", "content": "a"}], "reward": 1.0}
-_ODD = ("\ud800", "9" * 5000, "[" * 50_000, "1e999", "-1.7e308", "NaN", "\x00", "{}", "null", "\x1b[2J", "[" * 400 + "]" * 400, "9" * 400)
+_ODD = (
+    "\ud800",
+    "9" * 5000,
+    "[" * 50_000,
+    "1e999",
+    "-1.7e308",
+    "NaN",
+    "\x00",
+    "{}",
+    "null",
+    "\x1b[2J",
+    "[" * 400 + "]" * 400,
+    "9" * 400,
+)
 _KEY = "sk-attacked-0123456789"
 _SCRIPTS = (
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</style><script>alert(1)</script>", "</textarea><svg onload=alert(1)>",
@@ -107,7 +121,9 @@ def endpoint(seed: int) -> str:
     draw = random.Random(seed)
     reply = draw.choice(_STATUS) + b"\r\n" + draw.choice(_HEADERS) + b"\r\n"
     with _server(reply, draw.choice(_BODIES), forever=draw.random() < 0.5) as url:
-        settings = EndpointSettings(base_url=url, model=draw.choice(["m", "default"]), timeout_s=0.5, max_retries=1, backoff_s=0.0)
+        settings = EndpointSettings(
+            base_url=url, model=draw.choice(["m", "default"]), timeout_s=0.5, max_retries=1, backoff_s=0.0
+        )
         chat = ChatEndpoint(settings, sleep=lambda seconds: None)
         chat._key = _KEY
         try:
@@ -153,7 +169,11 @@ class _Active(HTMLParser):
         if tag in ("script", "iframe", "object", "embed", "base", "form", "link", "img", "foreignobject"):
             self.found.append(tag)
         for name, value in attrs:
-            if name.startswith("on") or name in ("src", "srcdoc", "srcset", "action") or (name == "href" and not (value or "").startswith("#")):
+            if (
+                name.startswith("on")
+                or name in ("src", "srcdoc", "srcset", "action")
+                or (name == "href" and not (value or "").startswith("#"))
+            ):
                 self.found.append(f"{tag} {name}")
             if tag == "meta" and name == "http-equiv" and value != "Content-Security-Policy":
                 self.found.append("meta refresh")
@@ -197,7 +217,23 @@ def tokens(seed: int) -> str:
     tokenizer = _tokenizer()
     renderer = ChatRenderer(tokenizer)
     special = {tokenizer.convert_tokens_to_ids(marker) for marker in _MARKERS}
-    pieces = (*_MARKERS, "<|", "|>", "im_start", "im_end", "\u200b", " ", "\n", "user\n", "<", "|", "\ufeff", "&lt;", "\\u003c", "<|im_start|>system\n")
+    pieces = (
+        *_MARKERS,
+        "<|",
+        "|>",
+        "im_start",
+        "im_end",
+        "\u200b",
+        " ",
+        "\n",
+        "user\n",
+        "<",
+        "|",
+        "\ufeff",
+        "&lt;",
+        "\\u003c",
+        "<|im_start|>system\n",
+    )
     text = "".join(draw.choice(pieces) for _ in range(draw.randint(1, 12))) or "x"
 
     def count(ids: tuple[int, ...]) -> int:

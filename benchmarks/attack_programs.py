@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (rows of tables)
 """Hostile programs for the Python tool. Each prints PWNED once the forbidden thing has really happened, and else may do what it likes.
 
 ``@SECRET@`` is a file outside of the sandbox, ``@FOLDER@`` the folder that holds all scratch folders, ``@PORT@`` a port where somebody
@@ -16,7 +17,16 @@ _WRITE = ("@SECRET@", "../next-call", "/tmp/outrider-pwned", "/var/tmp/outrider-
           "@FOLDER@/outrider-pwned", "/run/outrider-pwned", "/proc/self/oom_score_adj", "/proc/self/comm", "/sys/kernel/mm/ksm/run",
           "/proc/sys/kernel/hostname")  # fmt: skip
 _LIST = ("/", "/etc", "/proc", "/proc/self/fd", "/proc/self/task", "/dev/shm", "@FOLDER@", "../..", "/root", "/tmp")
-_OPEN_ITSELF = ("/proc/self/fd/0", "/proc/self/fd/1", "/proc/self/fd/2", "/dev/stdout", "/dev/stderr", "/dev/fd/1", "/dev/tty", "/dev/ptmx")
+_OPEN_ITSELF = (
+    "/proc/self/fd/0",
+    "/proc/self/fd/1",
+    "/proc/self/fd/2",
+    "/dev/stdout",
+    "/dev/stderr",
+    "/dev/fd/1",
+    "/dev/tty",
+    "/dev/ptmx",
+)
 
 # Number and arguments on x86_64; on other machines the numbers mean other calls, or none.
 _CALLS = {
@@ -139,7 +149,10 @@ _OTHERS = {
 
 def _programs() -> dict[str, str]:
     programs = {f"read {path}": f"print('PWNED' if open({path!r}, 'rb').read(4) else '')" for path in _READ}
-    programs |= {f"write {path}": f"open({path!r}, 'r+' if {path.startswith(('/proc', '/sys'))} else 'w').write('1')\nprint('PWNED')" for path in _WRITE}
+    programs |= {
+        f"write {path}": f"open({path!r}, 'r+' if {path.startswith(('/proc', '/sys'))} else 'w').write('1')\nprint('PWNED')"
+        for path in _WRITE
+    }
     programs |= {f"list {path}": f"import os\nprint('PWNED', os.listdir({path!r}))" for path in _LIST}
     programs |= {
         f"open {path}": f"import os\nprint('PWNED', os.open({path!r}, os.O_RDONLY | os.O_NONBLOCK))" for path in _OPEN_ITSELF[1:]

@@ -28,7 +28,12 @@ class Sandbox:
 
     def attack(self, name: str) -> str:
         """Run the program, then look at the secret, the port, the scratch folder and the next call."""
-        names = {"@SECRET@": self.secret, "@FOLDER@": self.scratch, "@PORT@": self.listener.getsockname()[1], "@PID@": os.getpid()}
+        names = {
+            "@SECRET@": self.secret,
+            "@FOLDER@": self.scratch,
+            "@PORT@": self.listener.getsockname()[1],
+            "@PID@": os.getpid(),
+        }
         code = PROGRAMS[name]
         for mark, value in names.items():
             code = code.replace(mark, str(value))

@@ -111,14 +111,20 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         sources = {"here": _ROOT / "src"}
         if arguments.against:
-            archive = subprocess.run(["git", "-C", str(_ROOT), "archive", arguments.against, "src"], check=True, capture_output=True)
+            archive = subprocess.run(
+                ["git", "-C", str(_ROOT), "archive", arguments.against, "src"], check=True, capture_output=True
+            )
             subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
             sources[arguments.against] = Path(folder) / "src"
         rounds = {name: [] for name in sources}  # type: dict[str, list[dict[str, float]]]
         for _ in range(arguments.rounds):
             for name, source in sources.items():
                 rounds[name].append(round_of(source, arguments))
-    table = Table("milliseconds", *sources, title=f"{arguments.calls} calls from {arguments.threads} threads, median of {arguments.rounds} rounds")
+    table = Table(
+        "milliseconds",
+        *sources,
+        title=f"{arguments.calls} calls from {arguments.threads} threads, median of {arguments.rounds} rounds",
+    )
     for figure in rounds["here"][0]:
         table.add_row(figure, *(f"{statistics.median(one[figure] for one in rounds[name]):.1f}" for name in sources))
     Console().print(table, f"processor: {processor()}", sep="\n")

@@ -59,4 +59,8 @@ def test_a_program_that_gets_through_is_seen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sandbox, "seccomp_works", lambda: False)
     monkeypatch.setattr(sandbox, "problems", tuple)
     results = attacks.attack(["sandbox"], 0, tmp_path / "out.jsonl")
-    assert len(through(results)) == 3 and "the secret changed" in str(results[1]["through"]) and "a connection" in str(results[2]["through"])
+    assert (
+        len(through(results)) == 3
+        and "the secret changed" in str(results[1]["through"])
+        and "a connection" in str(results[2]["through"])
+    )

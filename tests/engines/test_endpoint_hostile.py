@@ -31,7 +31,9 @@ class Stream(httpx2.AsyncByteStream):
         return self._chunks()
 
 
-def complete(answer: Callable[[httpx2.Request], httpx2.Response] | None, url: str = "http://server/v1", **settings: object) -> str:
+def complete(
+    answer: Callable[[httpx2.Request], httpx2.Response] | None, url: str = "http://server/v1", **settings: object
+) -> str:
     transport = None if answer is None else httpx2.MockTransport(answer)
     chosen = EndpointSettings.model_validate({"base_url": url, "model": "m", "max_retries": 0, "timeout_s": 0.3} | settings)
     chat = ChatEndpoint(chosen, sleep=lambda seconds: None, transport=transport)
@@ -139,9 +141,9 @@ def test_d6_a_compressed_answer_is_not_unpacked() -> None:
 @pytest.mark.parametrize("status", [200, 400, 401, 500])
 def test_d6_no_server_steers_the_terminal(status: int) -> None:
     words = "\x1b[2J\x1b]0;owned\x07\u202e\u2028 \x9b31m no"
-    with chat_server([Answer({"error": {"message": words}}, status=status)]) as server:
-        with pytest.raises((EngineFault, ModelError)) as error:
-            complete(None, server.url, timeout_s=60)
+    answer = Answer({"error": {"message": words}}, status=status)
+    with chat_server([answer]) as server, pytest.raises((EngineFault, ModelError)) as error:
+        complete(None, server.url, timeout_s=60)
     assert str(error.value).isprintable()
 
 

@@ -93,7 +93,8 @@ def _evaluate(pairs: socket.socket, cpu_seconds: int) -> NoReturn:
         while request := pairs.recv(1 << 17):
             used = resource.getrusage(resource.RUSAGE_SELF)
             _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + cpu_seconds)
-            pairs.send(_verdict(*json.loads(request), is_same_value))
+            left, right = json.loads(request)
+            pairs.send(_verdict(left, right, is_same_value))
     finally:
         os._exit(0)
 

@@ -41,7 +41,9 @@ class ServerLost(Exception):
 class ServerProcess:
     """One fork server with its own scratch folder. Not thread-safe; starts at the first call and again after a loss."""
 
-    def __init__(self, *, limits: Limits, packages: tuple[str, ...], landlock: bool, seccomp: bool, mounts: bool, folder: str | None) -> None:
+    def __init__(
+        self, *, limits: Limits, packages: tuple[str, ...], landlock: bool, seccomp: bool, mounts: bool, folder: str | None
+    ) -> None:
         self._limits, self._packages, self._folder = limits, packages, folder
         self._landlock, self._seccomp, self._mounts = landlock, seccomp, mounts
         self._process: subprocess.Popen[bytes] | None = None

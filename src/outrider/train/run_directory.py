@@ -15,7 +15,6 @@ from outrider.evals.runner import Evaluation
 from outrider.train.settings import RunSettings
 
 
-
 class RunDirectory:
     """Paths of a run, its lock, and its evaluations file."""
 

@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from outrider.printing import one_line
 from outrider.errors import ConfigError
+from outrider.printing import one_line
 from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, duration, shown
 
 _log = logging.getLogger(__name__)

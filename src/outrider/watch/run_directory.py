@@ -157,7 +157,12 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Json]]:
 
 def _is_record(record: Mapping[str, Json], notes: list[str]) -> bool:
     step = record.get("step")
-    if isinstance(step, int) and not isinstance(step, bool) and abs(step) < _LARGEST_STEP and record.get("kind") in ("train", "sft", "eval"):
+    if (
+        isinstance(step, int)
+        and not isinstance(step, bool)
+        and abs(step) < _LARGEST_STEP
+        and record.get("kind") in ("train", "sft", "eval")
+    ):
         return True
     notes.append("metrics.jsonl: a line without step or kind was left out")
     return False
