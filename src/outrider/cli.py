@@ -14,6 +14,7 @@ from typing import Final
 from outrider import __version__
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
+from outrider.printing import one_line
 from outrider.stopping import first_signal_asks, second_signal_ends
 
 Command = Callable[[argparse.Namespace], int]
@@ -38,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with second_signal_ends(_how_to_go_on(parsed)):
             return command(parsed)
     except ConfigError as error:
-        print(f"outrider: {error}", file=sys.stderr)
+        _say(f"outrider: {error}")
         return 2
     except OutriderError as error:
-        print(f"outrider: {error}", file=sys.stderr)
+        _say(f"outrider: {error}")
         return 1
     except OSError as error:  # a full disk, a folder without permission
-        print(f"outrider: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
+        _say(f"outrider: {error.strerror or error}{f': {error.filename}' if error.filename else ''}")
         return 1
     except KeyboardInterrupt:
         print(f"outrider: interrupted{_how_to_go_on(parsed)}", file=sys.stderr)
@@ -56,6 +57,11 @@ def _how_to_go_on(parsed: argparse.Namespace) -> str:
     told: str = parsed.interrupted
     run = vars(parsed).get("resume") or vars(parsed).get("run")
     return told.replace("{run}", shlex.quote(str(run or "RUN")))
+
+
+def _say(text: str) -> None:
+    """An error may quote a file, a server or a model: no line break or terminal escape of theirs gets through."""
+    print(one_line(text).encode("utf-8", "replace").decode("utf-8"), file=sys.stderr)
 
 
 def _positive(text: str) -> int:

@@ -43,7 +43,7 @@ def load_settings(kind: type[SettingsT], *, file: Path | None, overrides: Sequen
             tree = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # tomllib passes on those of the numbers and dates that it reads
             raise ConfigError(f"{file} is not valid TOML: {error}") from error
     for override in overrides:
         _apply(tree, override)
@@ -71,7 +71,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = raw
     for part in parts[:-1]:
         child = tree.setdefault(part, {})

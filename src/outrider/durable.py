@@ -1,18 +1,55 @@
-"""Small files that survive a kill and a power failure: replaced as a whole, forced to disk."""
+"""The one way in which this library writes files: as a whole, forced to disk, and never through a link that others put there."""
 
+import contextlib
 import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY = "*.tmp"
+"""Pattern of the files that a kill can leave behind."""
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace the file so that a kill leaves either the old content or the new. Raises OSError."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as stream:
+    with replacing(path) as stream:
+        stream.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A stream whose content takes the place of the file at the end of the block, on disk; after an exception nothing has changed.
+
+    A link at ``path`` is replaced and not followed.
+    """
+    temporary = temporary_name(path)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    sync(path.parent)
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside ``path`` that nobody can know before: for writers that take a path and no stream."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def append(path: Path, content: bytes) -> None:
+    """Add to the end of the file, which is made if it is missing, and force it to disk. Raises OSError, also for a link."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    sync(path.parent)
 
 
 def sync(path: Path) -> None:

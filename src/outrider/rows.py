@@ -60,6 +60,8 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         place = f"{path}:{number}"
         try:
             record = json.loads(raw.decode("utf-8"))
+            if b"\\u" in raw:
+                json.dumps(record, ensure_ascii=False).encode()  # half of a pair of escapes is no text that anybody can store
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: malformed JSON: {error}") from error
         if not isinstance(record, dict):
@@ -70,7 +72,8 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         records = pq.read_table(path).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: malformed Parquet: {error}") from error
+    # Text that is not UTF-8, dates that Python has not, sizes that are not: the file says one thing and holds another.
+    except (pa.ArrowException, OSError, ValueError, OverflowError, TypeError, MemoryError, RecursionError) as error:
+        raise DataError(f"{path}: malformed Parquet: {' '.join(str(error).split())}"[:300]) from error
     for index, record in enumerate(records):
         yield Row(place=f"{path}:row {index}", values=record)

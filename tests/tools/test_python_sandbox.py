@@ -15,6 +15,7 @@ from outrider.tools.sandbox_filter import ALLOWED, AUDIT_ARCH, filter_program
 
 ALLOW, KILL, DENY, NO_TERMINAL = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOTTY
 FCNTL, IOCTL, OPENAT = {"x86_64": 72, "aarch64": 25}, {"x86_64": 16, "aarch64": 29}, {"x86_64": 257, "aarch64": 56}
+MADVISE = {"x86_64": 28, "aarch64": 233}
 
 
 def judge(program: bytes, number: int, arch: int, args: tuple[int, ...] = ()) -> int:
@@ -46,7 +47,7 @@ def test_exactly_the_named_calls_pass(machine: str) -> None:
         if number == IOCTL[machine]:
             assert verdict == NO_TERMINAL
         else:
-            assert (verdict == ALLOW) == (number in allowed | opening | {FCNTL[machine]}), number
+            assert (verdict == ALLOW) == (number in allowed | opening | {FCNTL[machine], MADVISE[machine]}), number
             assert verdict in (ALLOW, DENY)
 
 
@@ -69,6 +70,12 @@ def test_file_control_cannot_send_signals(machine: str, command: int) -> None:
     assert verdict == (ALLOW if command in (0, 1, 2, 3, 1030) else DENY)
 
 
+@given(st.sampled_from(sorted(AUDIT_ARCH)), st.integers(0, 110))
+def test_d7_only_an_allocators_advice_about_memory_passes(machine: str, advice: int) -> None:
+    verdict = judge(filter_program(machine), MADVISE[machine], AUDIT_ARCH[machine], (0, 4096, advice))
+    assert verdict == (ALLOW if advice in (0, 1, 2, 3, 4, 8, 14, 15, 16, 17) else DENY)
+
+
 @pytest.mark.parametrize("machine", AUDIT_ARCH)
 def test_numbers_agree_with_libseccomp(machine: str) -> None:
     found = ctypes.util.find_library("seccomp")
@@ -76,7 +83,7 @@ def test_numbers_agree_with_libseccomp(machine: str) -> None:
         pytest.skip("libseccomp is not installed")
     resolve = ctypes.CDLL(found).seccomp_syscall_resolve_name_arch
     column = list(AUDIT_ARCH).index(machine)
-    others = {"fcntl": FCNTL[machine], "ioctl": IOCTL[machine], "openat": OPENAT[machine]}
+    others = {"fcntl": FCNTL[machine], "ioctl": IOCTL[machine], "openat": OPENAT[machine], "madvise": MADVISE[machine]}
     for name, number in ({name: numbers[column] for name, numbers in ALLOWED.items()} | others).items():
         reference = resolve(ctypes.c_uint32(AUDIT_ARCH[machine]), name.encode())
         assert number == reference or (number == -1 and reference < 0), name

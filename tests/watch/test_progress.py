@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import ConfigError
-from outrider.watch.progress import NullProgress, PlainProgress, RichProgress, make_progress, one_line
+from outrider.printing import one_line
+from outrider.watch.progress import NullProgress, PlainProgress, RichProgress, make_progress
 
 
 class Clock:

@@ -7,30 +7,28 @@ The tag protocol continues one assistant message after a result, which plain cha
 without it every result goes as a user message behind the turn it answers.
 """
 
-import http.client
 import json
 import os
 import threading
 import time
-import urllib.error
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import httpx2
 from pydantic import Field, field_validator
 
 from outrider.config import Settings
-from outrider.engines.deadline import Watch, WatchedRequest, watched_opener
-from outrider.engines.endpoint_wire import Refusal, Transient, refusal_line, reply_text, wire_messages
+from outrider.engines.endpoint_wire import Refusal, Transient, refusal_line, reply_text, shown, wire_messages
+from outrider.engines.http_client import HttpAnswer, HttpClient
 from outrider.errors import ConfigError, EngineFault, ModelError
 from outrider.seeding import stream
 from outrider.types import Message
 
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 _HOPELESS_STATUS = frozenset({401, 403, 404})
-_MAX_BYTES = 16 << 20
 
 ReadT = TypeVar("ReadT")
 
@@ -86,12 +84,18 @@ class ChatEndpoint:
     no request will ever work: :class:`ModelError`. No error message holds the key.
     """
 
-    def __init__(self, settings: EndpointSettings, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        transport: httpx2.AsyncBaseTransport | None = None,
+    ) -> None:
         self.settings = settings
         self.retries: Counter[str] = Counter()
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._opener = watched_opener()
+        self._client = HttpClient(transport)
         self._key = os.environ.get(settings.api_key_variable, "").strip()
         if not self._key.isascii() or not (self._key.isprintable() or not self._key):
             raise ConfigError(f"the key in ${settings.api_key_variable} holds characters that a header cannot have")
@@ -136,7 +140,7 @@ class ChatEndpoint:
             raise
         name = next(iter(served), "default") if self.settings.model == "default" else self.settings.model
         if served and name not in served:
-            raise ModelError(f"{self.settings.base_url} serves {', '.join(served)}, not {name}")
+            raise ModelError(f"{self.settings.base_url} serves {shown(', '.join(served), self._key)}, not {name}")
         continues = self.settings.continues_messages or served.get(name) == "vllm"
         return self.settings.model_copy(update={"model": name, "continues_messages": continues})
 
@@ -169,45 +173,28 @@ class ChatEndpoint:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        watch = Watch(self.settings.timeout_s)
-        request = WatchedRequest(url, None if body is None else json.dumps(body).encode(), headers, watch=watch)
+        sent = None if body is None else json.dumps(body).encode()
         try:
-            with watch.running():
-                try:
-                    with self._opener.open(request, timeout=self.settings.timeout_s) as response:
-                        raw = _read_all(response)
-                except urllib.error.HTTPError as error:
-                    raise self._refused(error) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(error) from error
+            answer = self._client.request(url, sent, headers, timeout_s=self.settings.timeout_s)
+        except TimeoutError as error:
+            raise Transient("timeout", f"no answer within {self.settings.timeout_s:g} s") from error
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
+            reason = str(error).partition(": bytearray(")[0] or type(error).__name__  # what was no HTTP may be anything
+            raise Transient("connection", f"no connection: {shown(reason, self._key)}") from error
+        if answer.is_error:
+            raise self._refused(answer)
         try:
-            return json.loads(raw)
+            return json.loads(answer.content)
         except (ValueError, RecursionError) as error:
             raise Transient("garbage", "the answer is no JSON") from error
 
-    def _lost(self, error: OSError | http.client.HTTPException) -> Transient:
-        cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        if isinstance(cause, TimeoutError):
-            return Transient("timeout", f"no answer within {self.settings.timeout_s:g} s")
-        return Transient("connection", " ".join(f"no connection: {cause}".split()))
-
-    def _refused(self, error: urllib.error.HTTPError) -> Exception:
-        with error:
-            line = refusal_line(error)
-        line = line.replace(self._key, "***") if self._key else line
-        if error.code not in _TRANSIENT_STATUS and error.code < 500:
-            return Refusal(error.code, line)
-        asked = error.headers.get("Retry-After", "")
-        return Transient(f"status {error.code}", line, wait_s=float(asked) if asked.isdecimal() else 0.0)
-
-
-def _read_all(response: Any) -> bytes:
-    chunks: list[bytes] = []
-    while chunk := response.read1(1 << 16):
-        chunks.append(chunk)
-        if sum(map(len, chunks)) > _MAX_BYTES:
-            raise http.client.HTTPException(f"an answer of more than {_MAX_BYTES} bytes")
-    return b"".join(chunks)
+    def _refused(self, answer: HttpAnswer) -> Exception:
+        line = shown(refusal_line(answer), self._key)
+        if answer.status not in _TRANSIENT_STATUS and answer.status < 500:
+            return Refusal(answer.status, line)
+        asked = answer.headers.get("Retry-After", "")
+        wait_s = float(asked) if asked.isascii() and asked.isdecimal() else 0.0
+        return Transient(f"status {answer.status}", line, wait_s=wait_s)
 
 
 def _reply(answer: Any, stop: Sequence[str]) -> ChatReply:
@@ -238,5 +225,9 @@ def _models(answer: Any) -> dict[str, str]:
     """Served models and who owns them, in the server's order; empty for an answer of another form."""
     match answer:
         case {"data": list(entries)}:
-            return {str(one["id"]): str(one.get("owned_by")) for one in entries if isinstance(one, dict) and "id" in one}
+            return {
+                one["id"]: str(one.get("owned_by"))
+                for one in entries
+                if isinstance(one, dict) and isinstance(one.get("id"), str) and one["id"].isprintable()  # it is shown to people
+            }
     return {}

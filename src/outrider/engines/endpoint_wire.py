@@ -1,11 +1,11 @@
 """What goes over the wire to a chat server, and what its answers mean."""
 
-import http.client
 import json
 import re
-import urllib.error
 from collections.abc import Mapping, Sequence
 
+from outrider.engines.http_client import HttpAnswer
+from outrider.printing import one_line
 from outrider.types import Message
 
 _MAX_LINE = 300
@@ -75,12 +75,9 @@ def reply_text(text: str, stop: Sequence[str], choice: Mapping[str, object]) -> 
     return text + last if position >= 0 else text
 
 
-def refusal_line(error: urllib.error.HTTPError) -> str:
-    """Status and the server's own words, on one line."""
-    try:
-        raw = error.read(1 << 14).decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException):
-        raw = ""
+def refusal_line(answer: HttpAnswer) -> str:
+    """Status and the server's own words. They may be long, and hold anything."""
+    raw = answer.content.decode("utf-8", "replace")
     try:
         parsed = json.loads(raw)
     except (ValueError, RecursionError):
@@ -88,5 +85,13 @@ def refusal_line(error: urllib.error.HTTPError) -> str:
     match parsed:
         case {"error": {"message": str(text)}} | {"error": str(text)} | {"message": str(text)}:
             raw = text
-    words = " ".join(raw.split())[:_MAX_LINE]
-    return f"status {error.code} {error.reason}" + (f": {words}" if words else "")
+    words = " ".join(raw.split())
+    return f"status {answer.status} {answer.reason}" + (f": {words}" if words else "")
+
+
+def shown(text: str, key: str) -> str:
+    """Words of a server, or about it, as one line for people: without the key, without control characters, not too long."""
+    if key:
+        for secret in (key, repr(key)[1:-1], key.replace("\\", r"\\").replace("'", r"\'")):  # as a library quotes it
+            text = text.replace(secret, "***")
+    return " ".join(one_line(text).split())[:_MAX_LINE]

@@ -181,8 +181,9 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
             folder, dtype=getattr(torch, resolve_precision(precision, device)), attn_implementation=IMPLEMENTATION
         )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load model {name!r}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # damaged or hostile weights, settings and tokenizers raise whatever their readers raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"cannot load model {name!r}: {reason}"[:500]) from error
     if tokenizer.chat_template is None:
         raise ModelError(f"model {name!r} has no chat template; use an instruct model")
     configured = model.generation_config.eos_token_id if model.generation_config else None

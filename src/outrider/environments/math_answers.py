@@ -1,17 +1,17 @@
-r"""Whether two mathematical answers are equal, by ``math-verify``, kept away from inputs on which it does not return.
+r"""Whether two mathematical answers are equal, by ``math-verify``, in processes that are killed where it does not return.
 
-Its time-outs use signals, which only work in the main thread, while environments step in threads; and a signal does not
-interrupt a big-integer power. So what may explode (power towers, high powers of groups, huge powers of ten, integrals,
-factorials) is not evaluated at all: such answers are compared as strings and counted as undecided when they differ.
+What clearly explodes (power towers, high powers of groups, huge powers of ten, integrals, factorials) is not sent there at all,
+which saves the time until the limit; such answers are compared as strings and counted as undecided when they differ. That is no
+defence: one short answer can keep a computer algebra system busy in one call for years. The processes are (:mod:`math_pool`).
 """
 
 import math
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 
-from math_verify import parse, verify
-
 from outrider.environments.answers import exact_match, unwrap_text
+from outrider.environments.math_pool import math_pool
 from outrider.environments.math_text import one_spelling, split_unit
 
 MAX_CHARS = 200
@@ -30,23 +30,39 @@ _REFUSED = (
 _BASED = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 # A hyphen between two words is none; every other sign tells one answer from another.
 _OPERATOR = re.compile(r"[+*/^_<>=]|(?<![A-Za-z]{2})-|-(?![A-Za-z]{2})")
-_TUPLE = re.compile(r"(?:\\left)?\((.*?)(?:\\right)?\)", re.DOTALL)
 
 
 class Verdict(StrEnum):
-    """What comparing two answers gave. ``undecided``: different strings that are not safe to evaluate."""
+    """What comparing two answers gave. ``undecided``: different strings, and no value within the limits."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
     UNDECIDED = "undecided"
 
 
+_EVALUATED = {True: Verdict.EQUAL, False: Verdict.DIFFERENT, None: Verdict.UNDECIDED}
+
+
 def compare_math(prediction: str, gold: str) -> Verdict:
-    r"""Compare two LaTeX or plain expressions, ``\frac{1}{2}`` and ``0.5`` being equal. Never raises.
+    r"""Compare two LaTeX or plain expressions, ``\frac{1}{2}`` and ``0.5`` being equal.
 
     Two numbers with different units are different; where one of them has none, the numbers decide. Answers that hold a word
     are compared as text and sign by sign: as products of letters "Paris" and "pairs" would be equal.
+    Raises EnvironmentFault when the grading processes cannot be kept up; whatever the answers are, they raise nothing.
     """
+    return compare_all(prediction, (gold,))[0]
+
+
+def compare_all(prediction: str, golds: Sequence[str]) -> list[Verdict]:
+    """:func:`compare_math` with each of several accepted answers, in one visit to the grading processes."""
+    found = [_by_text(prediction, gold) for gold in golds]
+    pairs = [one for one in found if isinstance(one, tuple)]
+    same = iter(math_pool().same_values(pairs) if pairs else [])
+    return [_EVALUATED[next(same)] if isinstance(one, tuple) else one for one in found]
+
+
+def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
+    """The verdict, where the texts alone give it; else what is to be evaluated."""
     if not prediction.strip() or not gold.strip():
         return Verdict.DIFFERENT
     (predicted, its_unit), (expected, unit) = (split_unit(one_spelling(text)) for text in (prediction, gold))
@@ -59,9 +75,7 @@ def compare_math(prediction: str, gold: str) -> Verdict:
         return Verdict.EQUAL if _value(bases[0]) == _value(bases[1]) is not None else Verdict.DIFFERENT
     if _has_word(predicted) or _has_word(expected):
         return Verdict.EQUAL if _is_same_wording(predicted, expected) else Verdict.DIFFERENT
-    if not (_is_safe(predicted) and _is_safe(expected)):
-        return Verdict.UNDECIDED
-    return Verdict.EQUAL if _is_same_value(predicted, expected) else Verdict.DIFFERENT
+    return (predicted, expected) if _is_safe(predicted) and _is_safe(expected) else Verdict.UNDECIDED
 
 
 def _is_same_text(left: str, right: str) -> bool:
@@ -83,24 +97,6 @@ def _value(based: re.Match[str]) -> int | None:
 def _is_same_wording(left: str, right: str) -> bool:
     bare = [unwrap_text(text) for text in (left, right)]
     return _OPERATOR.findall(bare[0]) == _OPERATOR.findall(bare[1]) and exact_match(bare[0], (bare[1],))
-
-
-def _is_same_value(left: str, right: str) -> bool:
-    """By math-verify, whose comparison depends on the side. A tuple has an order: it is no set, and a bare list is read in its order."""
-    pair = [left.strip(), right.strip()]
-    is_tuple = [(match := _TUPLE.fullmatch(text)) is not None and "," in match.group(1) for text in pair]
-    if is_tuple[0] != is_tuple[1]:
-        other = is_tuple.index(False)
-        if pair[other].startswith(("\\{", "\\left\\{")):
-            return False
-        if "," in pair[other] and not pair[other].startswith(("[", "\\left[")):
-            pair[other] = f"({pair[other]})"
-    parsed = [_parse(text) for text in pair]
-    return bool(verify(parsed[1], parsed[0], timeout_seconds=None)) or bool(verify(parsed[0], parsed[1], timeout_seconds=None))
-
-
-def _parse(text: str) -> list[object]:
-    return list(parse(f"${text.strip().strip('$')}$", parsing_timeout=None))
 
 
 def _has_word(text: str) -> bool:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from outrider.config import Settings
 from outrider.environments.answers import contains_answer, exact_match, f1_score, last_boxed, unwrap_text
-from outrider.environments.math_answers import Verdict, compare_math
+from outrider.environments.math_answers import Verdict, compare_all
 from outrider.environments.tag_protocol import Answer, Turn, format_fault, parse_action
 
 
@@ -57,7 +57,7 @@ def score_turns(turns: Sequence[Turn], answers: Sequence[str], tools: Sequence[s
     prediction = _prediction(turns[-1].text, tools) if turns else ""
     em = exact_match(prediction, answers)
     f1 = f1_score(prediction, answers)
-    verdicts = [compare_math(prediction, gold) for gold in answers] if config.answer == "math" else []
+    verdicts = compare_all(prediction, answers) if config.answer == "math" else []
     is_correct = Verdict.EQUAL in verdicts if config.answer == "math" else em
     correctness = f1 if config.answer == "f1" else float(is_correct)
     num_tools = len({turn.executed_tool for turn in turns} - {None})

@@ -89,7 +89,13 @@ class ToolsFamily:
 
     def _load(self, name: ToolName) -> Tool:
         if name == "python":
-            return PythonAdapter(PythonTool(self.config.python))
+            tool = PythonTool(self.config.python)
+            try:
+                tool.check()  # before the first rollout, and not when a program walks through an open door
+            except BaseException:
+                tool.close()
+                raise
+            return PythonAdapter(tool)
         if self.config.corpus is None:
             raise ToolUnavailable("search: no corpus is configured")
         try:

@@ -1,6 +1,5 @@
 """Shows a comparison of runs: the command, the terminal, and Markdown."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,10 +7,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from outrider.durable import replace_file
 from outrider.evals.compare import Comparison, compare
 from outrider.evals.compare_page import html_page
 from outrider.evals.compare_tables import notes, tables, verdicts
-from outrider.watch.progress import one_line
+from outrider.printing import one_line
 
 
 def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | None, console: Console) -> int:
@@ -23,9 +23,7 @@ def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | N
     print_comparison(comparison, console)
     for path, page in ((markdown, markdown_page), (html, html_page)):
         if path is not None:
-            temporary = path.with_name(path.name + ".tmp")
-            temporary.write_text(page(comparison), encoding="utf-8", errors="replace")
-            os.replace(temporary, path)
+            replace_file(path, page(comparison).encode("utf-8", "replace"))
             console.print(Text(str(path)))
     return 0
 

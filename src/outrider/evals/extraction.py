@@ -24,7 +24,7 @@ from outrider.environments.answers import (
     normalize_answer,
     unwrap_text,
 )
-from outrider.environments.math_answers import Verdict, compare_math
+from outrider.environments.math_answers import Verdict, compare_all
 from outrider.errors import ConfigError
 from outrider.evals.math_strings import strings_equal
 
@@ -88,7 +88,7 @@ def find_variant(name: str) -> Variant:
 
 def _grade_default(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
     answers = [unwrap_text(answer) for answer in answers]  # as extraction does: MATH has answers such as \text{Evelyn}
-    verdicts = [compare_math(prediction, answer) for answer in answers] if kind == "math" else []
+    verdicts = compare_all(prediction, answers) if kind == "math" else []
     return Grades(
         em=exact_match(prediction, answers),
         f1=f1_score(prediction, answers),

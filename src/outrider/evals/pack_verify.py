@@ -14,7 +14,7 @@ from outrider.evals.pack_difference import first_difference
 from outrider.evals.pack_format import CHECKSUM, TABLES, Manifest, read_bytes, read_json, read_manifest
 from outrider.evals.pack_panels import PanelCheck, check_panels
 from outrider.evals.pack_tables import make_tables
-from outrider.watch.progress import one_line
+from outrider.printing import one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

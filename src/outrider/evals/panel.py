@@ -5,7 +5,6 @@ command continues a stopped one and tries again what a fault kept from being sco
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from outrider.durable import replace_file
 from outrider.engines.endpoint import ChatEndpoint
 from outrider.environments.tool_episode import EpisodeConfig
 from outrider.errors import ConfigError, EngineFault
@@ -212,6 +212,4 @@ def _found_judge(settings: JudgeSettings) -> Judge:
 
 
 def _write(path: Path, report: PanelReport) -> None:
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, (json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n").encode())

@@ -13,8 +13,8 @@ from outrider.evals.extraction import Scorer
 from outrider.evals.panel_grades import RETURN
 from outrider.evals.runner import interval
 from outrider.evals.scores import PanelSummary, SampleResult
+from outrider.printing import one_line
 from outrider.types import Json
-from outrider.watch.progress import one_line
 
 _NAMES: Final[Mapping[Scorer | None, str]] = {
     "em": "exact match", "f1": "token F1", "math": "mathematically equal", "judge": "correct by the judge", None: "success",

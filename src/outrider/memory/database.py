@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from outrider.durable import temporary_name
 from outrider.errors import BufferCorrupt, DataError
 
 _DAMAGE = ("malformed", "not a database", "could not decode")
@@ -19,15 +20,15 @@ def copy_database(source: Path, target: Path) -> None:
 
     Raises BufferCorrupt or DataError, one line.
     """
-    partial = target.with_name(f".{target.name}.partial")
-    partial.unlink(missing_ok=True)
+    partial = temporary_name(target)
     reader = Database(source, writable=False)
     try:
         with reader.guard() as db, contextlib.closing(sqlite3.connect(partial)) as copy:
             db.backup(copy)
+        os.replace(partial, target)
     finally:
         reader.close()
-    os.replace(partial, target)
+        partial.unlink(missing_ok=True)
 
 
 class Database:

@@ -20,7 +20,7 @@ class WriterLock:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor: int | None = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor: int | None = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         for _ in range(_NUM_TRIES):  # a reader that asks whether the writer lives holds the lock for an instant
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

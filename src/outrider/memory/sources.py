@@ -61,7 +61,7 @@ def import_trajectories(
             question, trajectory = _trajectory(read(), agent, answer_marks)
             if questions.setdefault(trajectory.task_key, question) != question:
                 raise ValueError(f"task {trajectory.task_key!r} has another question than before")
-        except (ValueError, OverflowError, RecursionError) as error:
+        except (ValueError, OverflowError, RecursionError, TypeError) as error:
             problem = f"{path}:{number}: {' '.join(str(error).split())}"
             if on_malformed == "error":
                 raise DataError(problem) from error
@@ -90,12 +90,17 @@ class _JsonLine:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of a table."""
+    """One row of a part of a table, read on demand as well: text that is not UTF-8 and dates out of range show only then."""
 
-    value: object
+    table: pyarrow.RecordBatch
+    index: int
 
     def __call__(self) -> object:
-        return self.value
+        try:
+            (row,) = self.table.slice(self.index, 1).to_pylist()
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"cannot be read: {error}") from error
+        return {key: value for key, value in row.items() if value is not None}
 
 
 def _records(path: Path) -> Iterator[tuple[int, _JsonLine | _Row]]:
@@ -109,12 +114,12 @@ def _records(path: Path) -> Iterator[tuple[int, _JsonLine | _Row]]:
             number = 0
             with pyarrow.parquet.ParquetFile(path) as table:
                 for batch in table.iter_batches(batch_size=256):
-                    for row in batch.to_pylist():
+                    for index in range(batch.num_rows):
                         number += 1
-                        yield number, _Row({key: value for key, value in row.items() if value is not None})
+                        yield number, _Row(batch, index)
         else:
             raise DataError(f"{path}: must end in .jsonl or .parquet")
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
@@ -153,6 +158,8 @@ def _text(record: Mapping[str, object], key: str, default: str | None = None) ->
     value = record.get(key, default)
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
+    if key != "question":  # a name is compared and stored; texts are repaired where they are stored
+        value.encode()
     return value
 
 

@@ -22,7 +22,7 @@ from outrider.memory.lock import WriterLock, writer_is_alive
 from outrider.memory.records import StepRecord
 from outrider.memory.store_checksums import mark_removed, seal_counters, trajectory_checksum, vector_checksum
 from outrider.memory.store_format import check_file, create_tables, is_blank, meta
-from outrider.memory.store_load import NEVER, ROW_DTYPE, Loaded, load_all
+from outrider.memory.store_load import NEVER, ROW_DTYPE, Loaded, damage, load_all
 from outrider.types import Step
 
 
@@ -184,7 +184,8 @@ class StepStore:
         with self._database.guard():
             if self.generation != generation:
                 raise DataError(f"{self.path}: rolled back or compacted since it was loaded here; call refresh or open it again")
-            return [self._record(int(step_id)) for step_id in step_ids]
+            with damage(self.path):
+                return [self._record(int(step_id)) for step_id in step_ids]
 
     def step_ids(self, trajectory_id: str, *, revision: int) -> range:
         """Ids of the steps of the trajectory that had this id at a revision; empty if there was none."""
@@ -199,8 +200,9 @@ class StepStore:
         query = """SELECT t.task_key, t.agent, t.reward, t.num_steps, (SELECT sum(s.num_tokens) FROM steps s
                    WHERE s.step_id >= t.first_step_id AND s.step_id < t.first_step_id + t.num_steps)
                    FROM trajectories t WHERE t.added <= ? AND t.removed > ? ORDER BY t.trajectory_row"""
-        with self._database.guard() as db:
-            return db.execute(query, (revision, revision)).fetchall()
+        with damage(self.path), self._database.guard() as db:
+            found = db.execute(query, (revision, revision)).fetchall()
+            return [(task, agent, float(reward), int(num), int(tokens)) for task, agent, reward, num, tokens in found]
 
     def digest(self, revision: int) -> str:
         """SHA-256 (hex) over the trajectories in the buffer at a revision, in order, through the checksums of their steps."""
@@ -281,7 +283,10 @@ class StepStore:
         return int(self._database.db.execute(f"SELECT coalesce(max({column}), 0) + 1 FROM {table}").fetchone()[0])
 
     def _meta(self, key: str) -> int:
-        return int(meta(self._database, key))
+        value = meta(self._database, key)
+        if not isinstance(value, int):
+            raise BufferCorrupt(f"{self.path}: metadata entry {key!r} is no number")
+        return value
 
     def _set_meta(self, key: str, value: int) -> None:
         self._database.db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))

@@ -1,6 +1,10 @@
 """Reads a whole Step-Trace Buffer into memory and verifies it: what the search needs to know of every step."""
 
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +38,7 @@ def load_all(database: Database, *, dim: int) -> Loaded:
     """Everything, in order of step id. Raises BufferCorrupt for what fails its checksum or is not there."""
     path = database.path
     # One transaction: a writer elsewhere may commit while this reads.
-    with database.transaction("BEGIN") as db:
+    with damage(path), database.transaction("BEGIN") as db:
         file_format = int(meta(database, "format_version"))
         if not counters_are_whole(db, file_format):
             raise BufferCorrupt(f"{path}: the counters fail their checksum")
@@ -53,10 +57,21 @@ def load_all(database: Database, *, dim: int) -> Loaded:
         num_steps, num_trajectories = int(meta(database, "num_steps")), int(meta(database, "num_trajectories"))
         if len(trajectories) != num_trajectories:
             raise BufferCorrupt(f"{path}: {len(trajectories)} trajectories where {num_trajectories} were written")
+        if db.execute("SELECT count(*) FROM steps").fetchone()[0] != num_steps:  # before it decides what is allocated
+            raise BufferCorrupt(f"{path}: the number of steps differs from the {num_steps} that were written")
         rows = np.empty(num_steps, ROW_DTYPE)
         vectors = np.empty((num_steps, dim), np.float32)
         _load_steps(database, file_format, trajectories, rows, vectors)
     return Loaded(rows=rows, vectors=vectors, tasks=tasks, revision=revision, generation=generation)
+
+
+@contextmanager
+def damage(path: Path) -> Iterator[None]:
+    """A column of another type, or a number out of its range, is damage: SQLite stores whatever it is given."""
+    try:
+        yield
+    except (struct.error, TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
+        raise BufferCorrupt(f"{path}: damaged: {' '.join(str(error).split())}") from error
 
 
 def _load_steps(

@@ -42,7 +42,7 @@ class MetricsWriter:
         self.num_torn = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._records = self._recover()
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
 
     def write(self, step: int, kind: Kind, values: Mapping[str, SupportsFloat | None]) -> None:
         """Append one record. Raises ``UndeclaredMetric``, ``TypeError`` (not a number) or ``ValueError`` (bad step)."""
@@ -87,7 +87,7 @@ class MetricsWriter:
             lines = self.path.read_bytes().split(b"\n")
             replace_file(self.path, b"".join(line + b"\n" for line in lines[:num_records]))
             self.close()  # that is the old file; not before, because a full disk leaves it in its place
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
             del self._records[num_records:]
         return CutReport(num_kept=num_records, num_cut=num_cut)
 

@@ -1,7 +1,6 @@
 """The Python tool: runs model-written code in a locked process of its own and returns what it printed."""
 
 import os
-import queue
 import threading
 import warnings
 from dataclasses import dataclass
@@ -9,7 +8,8 @@ from typing import Literal, Self, TypeAlias, cast
 
 from outrider.config import NONE
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable
-from outrider.tools import sandbox
+from outrider.tools import sandbox, sandbox_mounts
+from outrider.tools.fair_pool import FairPool
 from outrider.tools.python_process import ServerLost, ServerProcess
 
 PythonStatus: TypeAlias = Literal["ok", "error", "timeout", "memory", "output_limit", "killed"]
@@ -37,7 +37,8 @@ class PythonToolConfig:
     memory_bytes: int = 512 << 20
     """Address space of a call beyond what the preloaded modules take."""
     disk_bytes: int = 32 << 20
-    """Largest file, and all files of a call together."""
+    """All files of a call together, also those that it removed but still maps. Kept by a file system of this size in memory
+    (tmpfs in a mount namespace); where the kernel does not allow one, by charging what is written, removed or not."""
     output_bytes: int = 1 << 20
     """A call that prints more is stopped."""
     max_output_chars: int = 8000
@@ -97,16 +98,14 @@ class PythonTool:
             raise ToolUnavailable(f"python tool: this machine lacks {' and '.join(missing)}; allow_unsafe=True runs without")
         if missing:
             warnings.warn(f"python tool: NOT SANDBOXED, this machine lacks {' and '.join(missing)}", RuntimeWarning, stacklevel=2)
-        self._idle: queue.LifoQueue[ServerProcess] = queue.LifoQueue()
-        for _ in range(config.num_servers):
-            self._idle.put(_server(config))
-        first = self._idle.get()
+        self._servers = FairPool([_server(config) for _ in range(config.num_servers)])
+        first = self._servers.take()
         try:
             first.start()
         except (ServerLost, OSError) as error:
             raise ToolUnavailable(f"python tool: {error}") from error
         finally:
-            self._idle.put(first)
+            self._servers.give(first)
 
     @property
     def num_restarts(self) -> int:
@@ -114,16 +113,16 @@ class PythonTool:
         return self._num_restarts
 
     def run(self, code: str) -> PythonResult:
-        """Run ``code`` and wait for its end; waits first while all servers are busy."""
+        """Run ``code`` and wait for its end; waits first while all servers are busy, in the order of asking."""
         if os.getpid() != self._owner:
             raise ToolFault("python tool: belongs to another process; make one tool in every process")
-        server = self._idle.get()
+        server = self._servers.take()
         try:
             if self._closed:
                 raise ToolFault("python tool: closed")
             status, seconds, output = self._call(server, code.encode("utf-8", "surrogatepass"))
         finally:
-            self._idle.put(server)
+            self._servers.give(server)
         if status == "fault":
             raise ToolFault(f"python tool: {output.decode('utf-8', 'replace')}")
         text, truncated = cut(output.decode("utf-8", "replace").rstrip(), self.config.max_output_chars)
@@ -145,10 +144,10 @@ class PythonTool:
     def close(self) -> None:
         """Stop the servers once their calls have ended. May be called twice."""
         self._closed = True
-        servers = [self._idle.get() for _ in range(self.config.num_servers)]
+        servers = [self._servers.take() for _ in range(self.config.num_servers)]
         for server in servers:
             server.stop()
-            self._idle.put(server)
+            self._servers.give(server)
 
     def __enter__(self) -> Self:
         return self
@@ -192,5 +191,6 @@ def _server(config: PythonToolConfig) -> ServerProcess:
         packages=config.packages,
         landlock=sandbox.landlock_abi() > 0,
         seccomp=sandbox.seccomp_works(),
+        mounts=sandbox_mounts.may_mount(),
         folder=config.scratch_folder,
     )

@@ -41,9 +41,11 @@ class ServerLost(Exception):
 class ServerProcess:
     """One fork server with its own scratch folder. Not thread-safe; starts at the first call and again after a loss."""
 
-    def __init__(self, *, limits: Limits, packages: tuple[str, ...], landlock: bool, seccomp: bool, folder: str | None) -> None:
+    def __init__(
+        self, *, limits: Limits, packages: tuple[str, ...], landlock: bool, seccomp: bool, mounts: bool, folder: str | None
+    ) -> None:
         self._limits, self._packages, self._folder = limits, packages, folder
-        self._landlock, self._seccomp = landlock, seccomp
+        self._landlock, self._seccomp, self._mounts = landlock, seccomp, mounts
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._root = ""
@@ -57,13 +59,14 @@ class ServerProcess:
         """Start the server unless it runs. Raises :class:`ServerLost` with the reason."""
         if self._sock is not None:
             return
-        self._root = tempfile.mkdtemp(prefix="outrider-python-", dir=self._folder)
+        self._root = tempfile.mkdtemp(prefix="outrider-python-", dir=self._folder and os.path.abspath(self._folder))
         settings = Settings(
             root=self._root,
             parent=os.getpid(),
             packages=self._packages,
             landlock=self._landlock,
             seccomp=self._seccomp,
+            mounts=self._mounts,
             limits=self._limits,
         )
         self._sock, theirs = socket.socketpair()

@@ -25,18 +25,21 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from outrider.tools import sandbox, sandbox_paths
-from outrider.tools.python_watch import Ending, watch
+from outrider.tools.python_watch import Ending, wall_limit, watch
 from outrider.tools.python_worker import EXIT_ERROR, run_program
 from outrider.tools.sandbox_filter import filter_program
+from outrider.tools.sandbox_mounts import mount_scratch, unmount
 
 REQUEST = struct.Struct("<I")
 """Number of code bytes; the code follows."""
 REPLY = struct.Struct("<BdI")
 """Index into :data:`STATUSES`, wall seconds, number of output bytes; the output follows."""
 STATUSES = ("ready", "fault", "ok", "error", "timeout", "memory", "output_limit", "killed")
-LOCKED = b"\x01"
-"""First byte of a worker's output: the locks are on and the code starts. Its absence is a fault, never the code's doing."""
+_LOCKED = b"\x01"
+# What the worker says on a pipe of its own, which is closed before the code starts, once the locks are on. Anything else is a
+# fault, and never the code's doing.
 
+_WALL_GRACE = 2.0  # seconds after which the kernel's clock ends a worker that its supervisor should have ended
 _NUM_SERVER_FILES = 256  # no descriptor of the server is larger, so a worker can close all of them
 
 # Small and asked for all the time; imported once here instead of once a call.
@@ -72,6 +75,7 @@ class Settings:
     packages: tuple[str, ...]
     landlock: bool
     seccomp: bool
+    mounts: bool
     limits: sandbox.Limits
 
     @classmethod
@@ -89,6 +93,9 @@ def main(argument: str) -> None:
     with socket.socket(fileno=os.dup(0)) as sock:
         _null_input()
         try:
+            limits = settings.limits
+            num_files = limits.num_files + 1  # the folder of the call
+            sized = settings.mounts and mount_scratch(settings.root, num_bytes=limits.disk_bytes, num_files=num_files)
             lock = _prepare(settings)
         except (ImportError, OSError) as error:
             with contextlib.suppress(ConnectionError):
@@ -96,14 +103,16 @@ def main(argument: str) -> None:
             return
         try:
             _answer(sock, "ready", 0.0, b"")
-            _serve(sock, settings, lock)
+            _serve(sock, settings, lock, sized)
         except ConnectionError:
             pass  # the parent was killed, and there is nobody to tell
         finally:
+            if sized:
+                unmount(settings.root)
             shutil.rmtree(settings.root, ignore_errors=True)
 
 
-def _prepare(settings: Settings) -> Callable[[str], None]:
+def _prepare(settings: Settings) -> Callable[[str, int], int]:
     """Load everything, close the rest of the installed packages, and return the function that locks a worker into a folder."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:  # a lone surrogate must not fail, and a killed call shows the lines that it printed
@@ -119,20 +128,24 @@ def _prepare(settings: Settings) -> Callable[[str], None]:
     gc.collect()
     gc.freeze()  # the children must not copy these pages only because a collection touches them
 
-    def lock(folder: str) -> None:
+    def lock(folder: str, kept: int) -> int:
+        """Returns the only descriptor beside the standard ones that stays open: ``kept``, under a new number."""
+        sandbox.drop_capabilities()
         sandbox.set_limits(settings.limits)
         if reading is not None:
             writing = sandbox.write_ruleset(folder)
             sandbox.restrict(reading)
             sandbox.restrict(writing)
-        os.closerange(3, _NUM_SERVER_FILES)
+        os.dup2(kept, 3)
+        os.closerange(4, _NUM_SERVER_FILES)
         if program is not None:
             sandbox.install_filter(program)
+        return 3
 
     return lock
 
 
-def _serve(sock: socket.socket, settings: Settings, lock: Callable[[str], None]) -> None:
+def _serve(sock: socket.socket, settings: Settings, lock: Callable[[str, int], int], sized: bool) -> None:
     requests = select.poll()
     requests.register(sock, select.POLLIN)
     # A death signal would come when the *thread* that started this server ends, and episodes run in short-lived threads. So:
@@ -144,18 +157,18 @@ def _serve(sock: socket.socket, settings: Settings, lock: Callable[[str], None])
             return
         supervisor = os.fork()
         if supervisor == 0:
-            _supervise(sock, settings, lock)
+            _supervise(sock, settings, lock, sized)
         _, status = os.waitpid(supervisor, 0)
         if status != 0:
             return  # the parent sees the closed socket and starts another server
 
 
-def _supervise(sock: socket.socket, settings: Settings, lock: Callable[[str], None]) -> NoReturn:
+def _supervise(sock: socket.socket, settings: Settings, lock: Callable[[str, int], int], sized: bool) -> NoReturn:
     """Answer one request and end this process; status 1 where that was not possible."""
     status = 1
     try:
         sandbox.die_with_parent()
-        _handle(sock, settings, lock)
+        _handle(sock, settings, lock, sized)
         status = 0
     except (ConnectionError, EOFError):
         pass  # the parent was killed, and there is nobody to tell
@@ -164,30 +177,35 @@ def _supervise(sock: socket.socket, settings: Settings, lock: Callable[[str], No
     os._exit(status)
 
 
-def _handle(sock: socket.socket, settings: Settings, lock: Callable[[str], None]) -> None:
+def _handle(sock: socket.socket, settings: Settings, lock: Callable[[str, int], int], sized: bool) -> None:
     """Read one request, run it in a locked child, remove its folder, answer."""
     (length,) = REQUEST.unpack(_receive(sock, REQUEST.size))
     code = _receive(sock, length).decode("utf-8", "surrogatepass")
     folder = os.path.join(settings.root, "call")
     os.mkdir(folder, 0o700)
-    source, sink = os.pipe()
+    # A socket and no pipe: the code could open its end of a pipe again by /proc/self/fd and read there what it wrote.
+    source, sink = socket.socketpair()
+    hears, says = os.pipe()
     start = time.monotonic()
     worker = os.fork()
     if worker == 0:
-        _work(code, sink, folder, lock)
-    os.close(sink)
+        _work(code, sink.fileno(), says, folder, lock)
+    sink.close()
+    os.close(says)
     try:
-        ending, output = watch(worker, source, sock, folder, settings.limits)
+        with wall_limit(worker, settings.limits.wall_seconds + _WALL_GRACE):
+            ending, output = watch(worker, source, sock, folder, settings.limits, sized=sized)
     finally:
         shutil.rmtree(folder)
     seconds = time.monotonic() - start
-    if output.startswith(LOCKED):
-        _answer(sock, ending.status, seconds, output[1:] + _note(ending, output))
+    said = os.read(hears, 1 << 12)  # its writers have ended
+    if said == _LOCKED:
+        _answer(sock, ending.status, seconds, output + _note(ending, output))
     else:
-        _answer(sock, "fault", seconds, output + _note(ending, output))
+        _answer(sock, "fault", seconds, (said or b"the worker ended before it was locked") + _note(ending, b""))
 
 
-def _work(code: str, sink: int, folder: str, lock: Callable[[str], None]) -> NoReturn:
+def _work(code: str, sink: int, says: int, folder: str, lock: Callable[[str, int], int]) -> NoReturn:
     """The worker: locks itself in, says so, runs the code and ends."""
     status = EXIT_ERROR
     try:
@@ -200,19 +218,20 @@ def _work(code: str, sink: int, folder: str, lock: Callable[[str], None]) -> NoR
         os.environ.update(HOME=folder, TMPDIR=folder)
         sys.argv = [""]
         random.seed(0)  # the same code gives the same output
-        lock(folder)
+        says = lock(folder, says)
         for name in [name for name in sys.modules if name.partition(".")[0] == "outrider"]:
             del sys.modules[name]
     except BaseException as error:
-        os.write(sink, f"cannot lock the worker: {error}".encode())
+        os.write(says, f"cannot lock the worker: {error}".encode())
         os._exit(status)
-    os.write(1, LOCKED)
+    os.write(says, _LOCKED)
+    os.close(says)
     status = run_program(code)
     os._exit(status)
 
 
 def _note(ending: Ending, output: bytes) -> bytes:
-    start = "" if output.endswith((b"\n", LOCKED)) else "\n"
+    start = "" if not output or output.endswith(b"\n") else "\n"
     return f"{start}[{ending.note}]".encode() if ending.note else b""
 
 

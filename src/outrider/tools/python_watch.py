@@ -7,6 +7,7 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outrider.tools.python_worker import EXIT_MEMORY, EXIT_OK
@@ -23,12 +24,32 @@ class Ending:
     note: str = ""
 
 
-def watch(worker: int, source: int, parent: socket.socket, folder: str, limits: Limits) -> tuple[Ending, bytes]:
-    """Collect the worker's output from the pipe ``source`` until it ends; no process of it is left afterwards.
+@contextlib.contextmanager
+def wall_limit(worker: int, seconds: float) -> Iterator[None]:
+    """Has the kernel interrupt whatever this process waits for, and then kills the worker: nobody can park this limit."""
 
-    Ends this process at once (and with it the worker) when ``parent`` hangs up.
+    def kill(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill)
+    signal.setitimer(signal.ITIMER_REAL, seconds, _TICK)  # again and again: a first one may come between two calls
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def watch(
+    worker: int, source: socket.socket, parent: socket.socket, folder: str, limits: Limits, *, sized: bool
+) -> tuple[Ending, bytes]:
+    """Collect the worker's output from ``source`` until it ends; no process of it is left afterwards.
+
+    ``sized``: the file system of ``folder`` keeps the limits on files itself. Otherwise files are counted where they can be
+    seen, and bytes are charged as they are written. Ends this process at once (and with it the worker) when ``parent`` hangs up.
     """
     output = bytearray()
+    source.setblocking(False)
     deadline = time.monotonic() + limits.wall_seconds
     look_at_disk = time.monotonic() + _TICK
     ready = select.poll()
@@ -40,15 +61,15 @@ def watch(worker: int, source: int, parent: socket.socket, folder: str, limits: 
         now = time.monotonic()
         if now >= deadline:
             cause = Ending(status="timeout", note=f"stopped: ran longer than {limits.wall_seconds:g} s")
-        elif now >= look_at_disk:
+        elif now >= look_at_disk and not sized:
             cause = _disk_excess(worker, folder, limits)
             look_at_disk = time.monotonic() + _TICK
         for descriptor, _ in ready.poll(1000 * (_TICK if reading else 0.001)):
             if descriptor == parent.fileno():
                 os._exit(1)
-            chunk = os.read(source, 1 << 16)
-            output += chunk
-            if not chunk:
+            chunk = _read(source)
+            output += chunk or b""
+            if chunk == b"":
                 reading = False
                 ready.unregister(source)
         if len(output) > limits.output_bytes:
@@ -59,11 +80,21 @@ def watch(worker: int, source: int, parent: socket.socket, folder: str, limits: 
         _, status, usage = os.wait4(worker, 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)  # its children, where no filter forbade them
-    output += _rest(source, limits.output_bytes)
-    os.close(source)
+    while len(output) <= limits.output_bytes and (chunk := _read(source)):  # does not wait for others who may hold it open
+        output += chunk
     if len(output) > limits.output_bytes:
         cause = Ending(status="output_limit", note=f"stopped: printed more than {limits.output_bytes} bytes")
     return cause or _judge(status, usage.ru_utime + usage.ru_stime, limits), bytes(output[: limits.output_bytes])
+
+
+def _read(source: socket.socket) -> bytes | None:
+    """What is there now; None for nothing yet, and nothing at all at the end."""
+    try:
+        return source.recv(1 << 16)
+    except BlockingIOError:
+        return None
+    except ConnectionResetError:
+        return b""
 
 
 def _judge(status: int, cpu_seconds: float, limits: Limits) -> Ending:
@@ -94,7 +125,8 @@ def _disk_excess(worker: int, folder: str, limits: Limits) -> Ending | None:
                 found = os.stat(os.path.join(opened, descriptor))
                 if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
                     sizes.append(_size(found))
-    if sum(sizes) > limits.disk_bytes:
+    # A file that was removed and closed, but is mapped, is in neither place; what was written to it was written.
+    if max(sum(sizes), _written(worker, limits)) > limits.disk_bytes:
         return Ending(status="killed", note=f"stopped: wrote more than {limits.disk_bytes} bytes of files")
     if len(sizes) > limits.num_files:
         return Ending(status="killed", note=f"stopped: made more than {limits.num_files} files")
@@ -105,11 +137,11 @@ def _size(found: os.stat_result) -> int:
     return max(found.st_size, 512 * found.st_blocks)
 
 
-def _rest(source: int, limit: int) -> bytes:
-    """What is still in the pipe of a worker that has ended; does not wait for others who may hold it open."""
-    os.set_blocking(source, False)
-    data = b""
-    with contextlib.suppress(BlockingIOError):
-        while len(data) <= limit and (chunk := os.read(source, 1 << 16)):
-            data += chunk
-    return data
+def _written(worker: int, limits: Limits) -> int:
+    """Bytes that the worker has written to files so far, also to those that it removed; 0 where the kernel does not count."""
+    try:
+        with open(f"/proc/{worker}/io", encoding="ascii") as file:
+            counts = dict(line.split(": ") for line in file.read().splitlines())
+        return max(int(counts["write_bytes"]), int(counts["wchar"]) - limits.output_bytes)
+    except (OSError, KeyError):
+        return 0

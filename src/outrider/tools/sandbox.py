@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from outrider.tools.sandbox_filter import AUDIT_ARCH
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PR_CAPBSET_DROP, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
+_CAPABILITY_VERSION_3, _MAX_CAPABILITIES = 0x20080522, 64
 _SECCOMP_MODE_FILTER = 2
 # The same numbers on every architecture.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -69,6 +71,17 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that forked it ends."""
     if sys.platform == "linux":
         _check(_libc().prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability for good, so that a worker of root is no more than any other user's (``capabilities(7)``)."""
+    libc = _libc()
+    for number in range(_MAX_CAPABILITIES):
+        if libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+            break  # no such capability, or none to drop it with: then there is nothing to inherit either
+    libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    header, nothing = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)  # 2 x (effective, permitted, inheritable)
+    _check(libc.capset(header, nothing), "capset")
 
 
 def set_limits(limits: Limits) -> None:

@@ -9,7 +9,7 @@ file (Landlock does not cover those four). Numbers: Linux ``arch/x86/entry/sysca
 import errno
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 AUDIT_ARCH: Mapping[str, int] = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
@@ -57,7 +57,6 @@ ALLOWED: Mapping[str, tuple[int, int]] = MappingProxyType(
         "munmap": (11, 215),
         "brk": (12, 214),
         "mremap": (25, 216),
-        "madvise": (28, 233),
         # time, waiting, signals of its own
         "poll": (7, -1),
         "ppoll": (271, 73),
@@ -107,11 +106,16 @@ ALLOWED: Mapping[str, tuple[int, int]] = MappingProxyType(
 # Calls that depend on an argument: name -> (number on x86_64, number on aarch64, index of the argument).
 _OPENING: Mapping[str, tuple[int, int, int]] = MappingProxyType({"open": (2, -1, 1), "openat": (257, 56, 2)})
 _FCNTL = (72, 25, 1)
+_MADVISE = (28, 233, 2)
 _IOCTL = (16, 29)
 
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Not F_SETOWN, F_SETSIG and F_SETFL: together they make the kernel
 # send any signal to any process of the same user as soon as a pipe becomes ready.
 _FCNTL_COMMANDS = (0, 1, 2, 3, 1030)
+
+# NORMAL, RANDOM, SEQUENTIAL, WILLNEED, DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE, DONTDUMP, DODUMP: what allocators use. Not MERGEABLE
+# (another process's pages can be guessed), REMOVE, HWPOISON, SOFT_OFFLINE, nor what a future kernel adds.
+_MADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17)
 
 _LD_WORD, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
@@ -123,15 +127,12 @@ def filter_program(machine: str) -> bytes:
     column = list(AUDIT_ARCH).index(machine) if machine in AUDIT_ARCH else -1
     denied = _op(_RETURN, _FAIL | errno.EPERM)
     program = [_op(_LD_WORD, _ARCH), _op(_JUMP_EQUAL, AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL), _op(_LD_WORD, _NUMBER)]
-    for numbers in ALLOWED.values():
-        program += _when(numbers[column], [_op(_RETURN, _ALLOW)])
+    for named in ALLOWED.values():
+        program += _when(named[column], [_op(_RETURN, _ALLOW)])
     for *numbers_opening, argument in _OPENING.values():
         program += _when(numbers_opening[column], _open_without_hidden_truncation(argument, denied))
-    *numbers_fcntl, argument = _FCNTL
-    commands = [_op(_LD_WORD, _ARGUMENTS + 8 * argument)]
-    for command in _FCNTL_COMMANDS:
-        commands += [_op(_JUMP_EQUAL, command, 0, 1), _op(_RETURN, _ALLOW)]
-    program += _when(numbers_fcntl[column], [*commands, denied])
+    for (*numbers, argument), values in ((_FCNTL, _FCNTL_COMMANDS), (_MADVISE, _MADVICE)):
+        program += _when(numbers[column], _one_of(argument, values, denied))
     # Every open() asks "are you a terminal?"; the honest answer keeps it quiet.
     program += _when(_IOCTL[column], [_op(_RETURN, _FAIL | errno.ENOTTY)])
     return b"".join([*program, denied])
@@ -146,6 +147,14 @@ def _open_without_hidden_truncation(argument: int, denied: bytes) -> list[bytes]
         denied,
         _op(_RETURN, _ALLOW),
     ]
+
+
+def _one_of(argument: int, values: Iterable[int], denied: bytes) -> list[bytes]:
+    """Only these values of an argument."""
+    body = [_op(_LD_WORD, _ARGUMENTS + 8 * argument)]
+    for value in values:
+        body += [_op(_JUMP_EQUAL, value, 0, 1), _op(_RETURN, _ALLOW)]
+    return [*body, denied]
 
 
 def _when(number: int, body: list[bytes]) -> list[bytes]:

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.durable import sync
+from outrider.durable import sync, temporary_name
 from outrider.errors import CheckpointError
 from outrider.train.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
 from outrider.train.policy import Policy, Scorer
@@ -145,7 +145,7 @@ def load_memory(folder: Path) -> dict[str, NDArray[Any]]:
 
 def save_reference(path: Path, reference: Scorer) -> int:
     """The frozen weights of the KL term; written once, because they differ from the model's after a cold start. Their checksum."""
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = temporary_name(path)
     save_file({name: p.detach().contiguous() for name, p in reference.model.named_parameters()}, temporary)
     sync(temporary)
     os.replace(temporary, path)

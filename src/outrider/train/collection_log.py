@@ -1,10 +1,10 @@
 """Which rollouts a buffer build has paid for already: the buffer keeps only the best of them, so it cannot tell."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from outrider.durable import append
 from outrider.rollout.collect import Collected
 
 
@@ -33,15 +33,12 @@ class CollectionLog:
             for one in collected
             if one.trajectory is not None
         ]
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write("".join(f"\n{line}\n" for line in lines))  # begins on a line of its own whatever a kill left behind
-            stream.flush()
-            os.fsync(stream.fileno())
+        append(self.path, "".join(f"\n{line}\n" for line in lines).encode())  # on a line of its own whatever a kill left behind
 
 
 def _name(line: str) -> str | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry["trajectory_id"] if isinstance(entry, dict) and isinstance(entry.get("trajectory_id"), str) else None

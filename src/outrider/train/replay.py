@@ -201,7 +201,7 @@ def _cut(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSet
 def _metadata(row: TraceRow) -> Mapping[str, object]:
     try:
         value = json.loads(row.metadata)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"trace {row.trace_id}: metadata of node {row.node_id} is no JSON") from error
     return value if isinstance(value, dict) else {}
 

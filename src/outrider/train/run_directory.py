@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import load_settings, to_toml
-from outrider.durable import replace_file
+from outrider.durable import TEMPORARY, append, replace_file
 from outrider.engines.model import resolve_precision
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.evals.runner import Evaluation
@@ -68,12 +68,15 @@ class RunDirectory:
 
     def lock(self) -> None:
         """One process a run; the kernel frees the lock when the process dies, however it dies."""
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.release()
             raise ConfigError(f"{self.path} is in use by another process") from error
+        for left in self.path.glob(TEMPORARY):  # by a kill: nobody else writes here now, but a reader's report
+            if not left.name.startswith("report.html."):
+                left.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Let the next process in; may be called twice."""
@@ -133,12 +136,14 @@ class RunDirectory:
             "task_scores": dict(evaluation.task_scores),
             "task_returns": dict(evaluation.task_returns),
         }
-        with self.evaluations.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        append(self.evaluations, (json.dumps(line) + "\n").encode())
+
+
+def _is_beginning(entry: Path) -> bool:
+    """Whether it is all that a process leaves which was killed before it wrote its configuration."""
+    return entry.name == "lock" or (entry.name.startswith("config.toml.") and entry.match(TEMPORARY))
 
 
 def _require_free(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(entry.name not in _BEGUN for entry in path.iterdir())):
+    if path.exists() and (not path.is_dir() or not all(map(_is_beginning, path.iterdir()))):
         raise ConfigError(f"{path} is not empty: a run directory is never overwritten (continue it with --resume)")

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import ConfigError
+from outrider.printing import one_line
 from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, duration, shown
 
 _log = logging.getLogger(__name__)
@@ -196,8 +197,3 @@ def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Pr
         can_redraw = console.is_terminal and not console.is_dumb_terminal
         return RichProgress(console=console) if mode == "rich" or can_redraw else PlainProgress()
     raise ConfigError(f"progress mode {mode!r} is not one of auto, rich, plain, none")
-
-
-def one_line(text: str) -> str:
-    """The text with every control character, line breaks and terminal escapes included, replaced by a space."""
-    return "".join(char if char.isprintable() else " " for char in text)

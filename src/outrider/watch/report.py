@@ -4,7 +4,6 @@ Model output and retrieved text are untrusted: everything passes through Jinja2'
 loads by its content security policy as a second wall.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Final
 
 from markupsafe import Markup
 
+from outrider.durable import replace_file
 from outrider.metrics import DECLARED, WRITTEN_TOKENS, declared_metric
 from outrider.watch.before_after import pick_before_after
 from outrider.watch.curves import Chart, Point, Series, number, svg_chart
@@ -86,9 +86,7 @@ def write_report(run_dir: Path) -> Path:
         notes.append("the sample rollouts were left out to keep this page small")
         page = render(run, (), notes, _BUDGETS[-1])
     path = run_dir / "report.html"
-    temporary = run_dir / "report.html.tmp"
-    temporary.write_bytes(page)
-    os.replace(temporary, path)
+    replace_file(path, page)
     return path
 
 

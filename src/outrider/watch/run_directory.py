@@ -11,6 +11,8 @@ from typing import Any, Final
 from outrider.types import Json
 
 _NAMED_BAD_LINES: Final = 3
+_LARGEST: Final = 1e300  # sums and ranges of larger numbers overflow
+_LARGEST_STEP: Final = 2**53  # larger ones are no floats of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +68,12 @@ class RunData:
 def read_run(run_dir: Path) -> RunData:
     """Read configuration, metrics and evaluations of a run."""
     notes: list[str] = []
-    table = _read_config(run_dir / "config.toml", notes)
+    config, settings = _read_config(run_dir / "config.toml", notes)
     records = [record for record in _read_lines(run_dir / "metrics.jsonl", notes) if _is_record(record, notes)]
     evaluations = [_evaluation(line, notes) for line in _read_lines(run_dir / "evaluations.jsonl", notes)]
     return RunData(
-        config=_flat(table, "", _portable),
-        settings=_flat(table, "", str),
+        config=config,
+        settings=settings,
         records=tuple(records),
         evaluations=tuple(one for one in evaluations if one is not None),
         notes=tuple(notes),
@@ -79,8 +81,8 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def finite(value: object) -> float | None:
-    """The value as a float if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """The value as a float if it is a number that can be added up and drawn, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         return None
     return float(value)
 
@@ -91,17 +93,21 @@ def _step(record: Mapping[str, Json]) -> int:
     return step
 
 
-def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """For people, and for telling runs apart."""
     try:
         with path.open("rb") as stream:
-            return tomllib.load(stream)
+            table = tomllib.load(stream)
+        return _flat(table, "", _portable), _flat(table, "", str)
     except FileNotFoundError:
         notes.append("config.toml is missing")
     except OSError as error:  # its text names folders of this machine
         notes.append(f"config.toml cannot be read: {error.strerror}")
     except ValueError as error:
         notes.append(f"config.toml cannot be read: {error}")
-    return {}
+    except RecursionError:
+        notes.append("config.toml cannot be read: it is nested too deeply")
+    return {}, {}
 
 
 def _flat(table: Mapping[str, Any], prefix: str, show: Callable[[object], str]) -> dict[str, str]:
@@ -151,7 +157,12 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Json]]:
 
 def _is_record(record: Mapping[str, Json], notes: list[str]) -> bool:
     step = record.get("step")
-    if isinstance(step, int) and not isinstance(step, bool) and record.get("kind") in ("train", "sft", "eval"):
+    if (
+        isinstance(step, int)
+        and not isinstance(step, bool)
+        and abs(step) < _LARGEST_STEP
+        and record.get("kind") in ("train", "sft", "eval")
+    ):
         return True
     notes.append("metrics.jsonl: a line without step or kind was left out")
     return False
@@ -163,7 +174,7 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
             str(name): Interval(value=float(one["value"]), ci_low=float(one["ci_low"]), ci_high=float(one["ci_high"]))
             for name, one in line["metric"].items()
         }
-        defined = {name: one for name, one in metrics.items() if all(map(math.isfinite, (one.value, one.ci_low, one.ci_high)))}
+        defined = {name: one for name, one in metrics.items() if None not in map(finite, (one.value, one.ci_low, one.ci_high))}
         found = Evaluation(
             label=str(line["label"]),
             split=str(line["split"]),
@@ -179,6 +190,9 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         notes.append(f"evaluations.jsonl: an evaluation was left out ({type(error).__name__}: {error})")
+        return None
+    if abs(found.step) >= _LARGEST_STEP:
+        notes.append("evaluations.jsonl: an evaluation of an impossible step was left out")
         return None
     if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
         notes.append(f"evaluations.jsonl: {found.label!r} has no {', '.join(undefined)}: {found.num_faults} fault(s)")

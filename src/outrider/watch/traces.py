@@ -1,6 +1,5 @@
 """Traces on disk: one Parquet file a training step, one row a node of the trace tree."""
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from outrider.durable import TEMPORARY, replacing
 from outrider.errors import DataError
 from outrider.types import Origin, Outcome
 
@@ -92,18 +92,14 @@ class TraceWriter:
         return self._write(self.directory / evaluation_file(number), rows)
 
     def _write(self, path: Path, rows: Sequence[TraceRow]) -> Path:
-        temporary = path.with_suffix(".parquet.tmp")
-        with temporary.open("wb") as stream:
+        with replacing(path) as stream:
             pq.write_table(_table(rows), stream, compression="zstd")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
         return path
 
     def resume(self, step: int) -> int:
         """Remove the files of steps after the checkpoint step, and what a kill left half written; return how many."""
         later = [path for number, path in _step_files(self.directory) if number > step]
-        doomed = [*later, *sorted(self.directory.glob("*.parquet.tmp"))]
+        doomed = [*later, *sorted(self.directory.glob(TEMPORARY))]
         for path in doomed:
             path.unlink()
         return len(doomed)

@@ -8,11 +8,14 @@ from typing import Final
 
 from outrider.errors import DataError
 from outrider.types import Origin
+from outrider.watch.run_directory import finite
 from outrider.watch.traces import TraceReader, TraceRow
 
 NUM_TREES: Final = 3
 _TEXT: Final = 90
 _MAX_ROWS: Final = 600  # a larger group is left out: the page must stay small
+_MAX_DEPTH: Final = 40  # forks behind each other; the page's template calls itself for each
+_MOST_FORKS: Final = 10**6  # of one node; more is no count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
         groups: dict[str, list[TraceRow]] = {}
         for row in rows:
             groups.setdefault(row.trace_id, []).append(row)
-        branched = [(num, group) for group in groups.values() if (num := _num_forks(group)) and len(group) <= _MAX_ROWS]
+        branched = [(num, group) for group in groups.values() if (num := _num_forks(group)) and _fits(group, notes)]
         if branched:
             branched.sort(key=lambda pair: -pair[0])
             return tuple(_tree(group) for _, group in branched[:NUM_TREES])
@@ -65,13 +68,41 @@ def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
 
 
 def _num_forks(rows: Sequence[TraceRow]) -> int:
-    return sum(int(_metadata(row).get("num_forks", 0)) for row in rows)
+    return sum(_count(_metadata(row).get("num_forks")) for row in rows)
 
 
-def _metadata(row: TraceRow) -> dict[str, float]:
+def _fits(rows: Sequence[TraceRow], notes: list[str]) -> bool:
+    """Whether the group is a tree that the page can hold; a page nests as deeply as its branches do."""
+    if len(rows) > _MAX_ROWS:
+        return False
+    children: dict[int, list[TraceRow]] = {}
+    for row in rows:
+        children.setdefault(row.parent_id, []).append(row)
+    level, depth = [(row, 0) for row in children.get(-1, ())], 0
+    if len({row.node_id for row in rows}) < len(rows):
+        notes.append(f"traces: a group of {rows[0].task_key!r} is no tree and was left out")
+        return False
+    while level:  # every node has one parent, so this ends
+        depth = max(depth, *(number for _, number in level))
+        level = [
+            (child, number + (len(below) > 1 or row.outcome is not None))
+            for row, number in level
+            for below in [children.get(row.node_id, [])]
+            for child in below
+        ]
+    if depth > _MAX_DEPTH:
+        notes.append(f"traces: a group of {rows[0].task_key!r} with {depth} forks behind each other was left out")
+    return depth <= _MAX_DEPTH
+
+
+def _count(value: object) -> int:
+    return int(number) if (number := finite(value)) is not None and 0 <= number < _MOST_FORKS else 0
+
+
+def _metadata(row: TraceRow) -> dict[str, object]:
     try:
         found = json.loads(row.metadata or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -103,11 +134,10 @@ def _branches(row: TraceRow, children: dict[int, list[TraceRow]]) -> Iterator[Br
 def _turn(row: TraceRow) -> TreeNode:
     metadata = _metadata(row)
     text = " ".join(row.text.split())
-    change = metadata.get("entropy_change")
     return TreeNode(
         text=text if len(text) <= _TEXT else text[:_TEXT] + " …",
         num_tokens=len(row.tokens),
         entropy=sum(row.entropies) / len(row.entropies) if row.entropies else 0.0,
-        num_forks=int(metadata.get("num_forks", 0)),
-        entropy_change=None if change is None else float(change),
+        num_forks=_count(metadata.get("num_forks")),
+        entropy_change=finite(metadata.get("entropy_change")),
     )
