@@ -1,0 +1,167 @@
+"""The demo's run beside the recorded ones: RAPO and GRPO from the same cold starts at the same policy tokens, seed by seed.
+
+    python -m benchmarks.demo_beside [--run runs/demo] [--runs records/packs/demo.pack/runs] [--out runs/demo/beside.html]
+
+Prints the held-out scores with paired gains over the cold start, and writes a page with two charts: rewards while training, and
+scores before and after. ``make demo`` ends with it, ``make demo-compare`` makes such runs anew.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+
+from outrider.durable import replace_file
+from outrider.errors import DataError
+from outrider.evals.paired import PairedGain, paired_gain
+from outrider.watch.curves import Chart, Point, Series, svg_chart
+
+METHODS: Final = {"rapo": "RAPO", "grpo": "GRPO"}
+_PAGE: Final = Markup(
+    """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Outrider demo: RAPO beside GRPO</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>:root {{ color-scheme: light; }}
+body {{ margin: 0 auto; padding: 1.5rem; max-width: 62rem; font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; }}
+svg {{ width: 30rem; max-width: 100%; }} svg text {{ fill: #57606a; font: 11px system-ui, sans-serif; }} .title {{ font-weight: 600; }}
+.grid {{ stroke: #d0d7de; stroke-width: .6; }} .axis {{ stroke: #57606a; }} .line {{ fill: none; stroke-width: 2; }}
+.s0 {{ stroke: #0072b2; }} .s1 {{ stroke: #d55e00; }} .s2 {{ stroke: #007a5a; }} .line.s1 {{ stroke-dasharray: 6 3; }}
+.dot.s0 {{ fill: #0072b2; }} .dot.s1 {{ fill: #d55e00; }} .dot.s2 {{ fill: #007a5a; }} .raw {{ opacity: .35; }}</style></head>
+<body><h1>RAPO beside GRPO</h1><p>{}</p>{}{}</body></html>
+"""
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a run directory (or a pack's) says of one training. ``start`` and ``end`` are lines of ``evaluations.jsonl``."""
+
+    rewards: tuple[float, ...]
+    tokens: tuple[float, ...]
+    start: dict[str, Any] | None
+    end: dict[str, Any]
+
+
+def read_training(run: Path) -> Training:
+    """Raises DataError where the run has no evaluation after training."""
+    steps = [line for line in _lines(run / "metrics.jsonl") if line["kind"] == "train"]
+    evaluations = _lines(run / "evaluations.jsonl")
+    ends = [one for one in evaluations if one["step"] > 0]
+    if not ends:
+        raise DataError(f"{run}: no evaluation after training")
+    starts = [one for one in evaluations if one["step"] == 0]
+    return Training(
+        rewards=tuple(step["reward/mean"] for step in steps),
+        tokens=tuple(step["tokens/policy_total"] for step in steps),
+        start=starts[-1] if starts else None,
+        end=ends[-1],
+    )
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def read_pairs(runs: Path) -> dict[int, dict[str, Training]]:
+    """Trainings by seed and method, of folders ``METHOD-SEED``; seeds that lack a method are left out."""
+    seeds = sorted(int(one.name.rpartition("-")[2]) for one in runs.glob("rapo-*"))
+    whole = [seed for seed in seeds if all((runs / f"{method}-{seed}" / "evaluations.jsonl").exists() for method in METHODS)]
+    return {seed: {method: read_training(runs / f"{method}-{seed}") for method in METHODS} for seed in whole}
+
+
+def gain(training: Training, start: dict[str, Any]) -> PairedGain:
+    """Over the cold start ``start``, on the same tasks and draws. Raises DataError where there are none."""
+    found = paired_gain(start, training.end)
+    if found is None:
+        raise DataError("the evaluations before and after training are not of the same tasks")
+    return found
+
+
+def rows(pairs: dict[int, dict[str, Training]]) -> list[tuple[str, ...]]:
+    """Seed, score of the cold start, then score and paired gain of each method, in percent and points."""
+    table = []
+    for seed, by_method in pairs.items():
+        start = by_method["rapo"].start
+        assert start is not None  # RAPO's run has the cold start in it
+        cells = [_score(start)]
+        for training in by_method.values():
+            one = gain(training, start)
+            cells += [_score(training.end), f"{100 * one.difference:+.1f} [{100 * one.ci_low:+.1f}, {100 * one.ci_high:+.1f}]"]
+        table.append((str(seed), *cells))
+    return table
+
+
+def _score(evaluation: dict[str, Any]) -> str:
+    return f"{100 * evaluation['metric']['score']['value']:.1f}"
+
+
+def charts(pairs: dict[int, dict[str, Training]], own: Training | None) -> list[Chart]:
+    """Mean reward over the policy tokens, and held-out scores before and after; means over seeds, bars from lowest to highest."""
+    trainings = {METHODS[method]: [by_method[method] for by_method in pairs.values()] for method in METHODS}
+    starts = [by_method["rapo"].start for by_method in pairs.values()]
+    reward, score = [], []
+    for name, several in trainings.items():
+        reward.append(_curve(name, several))
+        ends = [_value(one.end) for one in several]
+        tokens = _mean([one.tokens[-1] for one in several])
+        score.append(Series(label=name, points=(_bar(0.0, [_value(one) for one in starts]), _bar(tokens, ends))))
+    if own is not None:
+        reward.append(_curve("this run", [own]))
+        if own.start is not None:
+            score.append(Series(label="this run", points=(_bar(0, [_value(own.start)]), _bar(own.tokens[-1], [_value(own.end)]))))
+    titles = ("Rewarded rollouts while training", "Held-out questions solved, without retrieval")
+    return [
+        Chart(title=title, x_label="policy tokens", y_label="%", series=tuple(series))
+        for title, series in zip(titles, (reward, score), strict=True)
+    ]
+
+
+def _curve(name: str, several: Sequence[Training]) -> Series:
+    length = min(len(one.rewards) for one in several)
+    points = (
+        Point(x=_mean([one.tokens[step] for one in several]), value=100 * _mean([one.rewards[step] for one in several]))
+        for step in range(length)
+    )
+    return Series(label=name, points=tuple(points))
+
+
+def _bar(x: float, values: Sequence[float]) -> Point:
+    return Point(x=x, value=_mean(values), low=min(values), high=max(values))
+
+
+def _value(evaluation: dict[str, Any] | None) -> float:
+    return math.nan if evaluation is None else 100 * float(evaluation["metric"]["score"]["value"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="a run of your own to draw in")
+    parser.add_argument("--runs", type=Path, default=Path("records/packs/demo.pack/runs"))
+    parser.add_argument("--out", type=Path, default=Path("runs/demo/beside.html"))
+    arguments = parser.parse_args()
+    pairs = read_pairs(arguments.runs)
+    own = read_training(arguments.run) if arguments.run else None
+    heads = ("seed", "cold start %", "RAPO %", "gain, points", "GRPO %", "gain, points")
+    table = Table(*heads, title="held-out score after training, paired gain over the cold start [95 %]")
+    for row in rows(pairs):
+        table.add_row(*row)
+    Console().print(table)
+    told = f"{len(pairs)} recorded seeds of each method, from the same cold starts, at equal policy tokens: means, lowest and highest."
+    drawn = Markup("").join(svg_chart(chart) for chart in charts(pairs, own))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(arguments.out, str(_PAGE.format(told, drawn, "")).encode())
+    print(f"open {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
