@@ -5,11 +5,13 @@ A record says where its figures come from (``source``) and by which command. Its
 - ``cells``: a table that was printed once ("" the table, ``notes`` the list below it);
 - ``values``: single figures, by name, text or a score of so many tasks, whose interval is computed;
 - ``scores``: a score a seed and a name, in the record or in a pack, in the tables that its ``views`` describe;
+- ``runs``: runs of a pack, a row each: what was set, rewards at the beginning and at the end of training, held-out score;
 - ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack (views "" and, of the Factbook, ``notes``).
 
 Packs are in ``records/packs``, and are verified before anything is read from them.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -118,7 +120,19 @@ class FactbookRuns(_Record):
     methods: tuple[str, ...]
 
 
-Record = Annotated[Cells | Values | Scores | Toys | FactbookRuns, Field(discriminator="kind")]
+class Runs(_Record):
+    """``rows`` maps a run of the pack to the cells that say what it was; the table has them under ``columns``, then its measurements:
+    steps, mean reward of the first and of the last ``window`` steps, and the score after training.
+    """
+
+    kind: Literal["runs"]
+    pack: str
+    columns: tuple[str, ...]
+    rows: dict[str, tuple[str, ...]]
+    window: int = Field(3, ge=1)
+
+
+Record = Annotated[Cells | Values | Scores | Runs | Toys | FactbookRuns, Field(discriminator="kind")]
 _RECORD: TypeAdapter[Any] = TypeAdapter(Record)
 
 
@@ -193,6 +207,20 @@ def _mean(seeds: Sequence[SeedScores], name: str) -> float:
     return math.fsum(one.percent[name] for one in seeds) / len(seeds)
 
 
+def _runs(record: Runs, packs: Path) -> dict[str, str]:
+    _, tables = verified_tables(packs / record.pack)
+    ends = {row["run"]: row for row in tables["evaluations"] if row["step"] > 0}
+    heads = (*record.columns, "steps", f"reward, first {record.window} steps", f"last {record.window}", "held-out score %")
+    rows = []
+    for name, cells in record.rows.items():
+        lines = (packs / record.pack / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rewards = [line["reward/mean"] for line in map(json.loads, lines) if line["kind"] == "train"]
+        around = (math.fsum(part) / len(part) for part in (rewards[: record.window], rewards[-record.window :]))
+        score = Score(percent=100 * ends[name]["score"], num_tasks=ends[name]["num_tasks"]).text.replace(" %", "")
+        rows.append((*cells, str(len(rewards)), *(f"{mean:.2f}" for mean in around), score))
+    return {"": markdown(heads, rows)}
+
+
 def _toys(record: Toys, packs: Path) -> dict[str, str]:
     from tests.toys import Result
 
@@ -226,5 +254,5 @@ _FORMS: Final[Mapping[str, Callable[[Scores, Sequence[SeedScores], View], str]]]
     "seeds": _by_seed, "intervals": _with_intervals, "summary": _summary
 }  # fmt: skip
 _RENDER: Final[Mapping[str, Callable[[Any, Path], dict[str, str]]]] = {
-    "cells": _cells, "values": _values, "scores": _scores, "toys": _toys, "factbook": _factbook
+    "cells": _cells, "values": _values, "scores": _scores, "runs": _runs, "toys": _toys, "factbook": _factbook
 }  # fmt: skip

@@ -66,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
             task.add_argument("--toys", nargs="+", choices=[arena.name for arena in ARENAS])
             task.add_argument("--policy-tokens", type=int, help="budget on every toy (default: each toy's own)")
         else:
-            task.add_argument("--recipe", type=Path, default=Path("recipes/demo.toml"))
+            task.add_argument("--recipe", type=Path, default=Path("recipes/factbook-two-hops.toml"))
             task.add_argument(
                 "--policy-tokens", type=int, help="budget of every run (default: what RAPO spends in the recipe's steps)"
             )

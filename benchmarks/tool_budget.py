@@ -24,7 +24,7 @@ from outrider.train.step_metrics import branch_metrics, rollout_metrics
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--recipe", type=Path, default=Path("recipes/demo.toml"))
+    parser.add_argument("--recipe", type=Path, default=Path("recipes/factbook-two-hops.toml"))
     parser.add_argument("--leaves", type=int, default=8)
     parser.add_argument("--groups", type=int, default=16)
     arguments, overrides = parser.parse_known_args()

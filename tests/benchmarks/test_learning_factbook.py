@@ -17,7 +17,7 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.metrics import MetricsWriter
 from outrider.train.settings import RunSettings
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "factbook-two-hops.toml"
 TASKS = [f"task-{number}" for number in range(80)]
 SHARES = {"sft": 0.2, "grpo": 0.3, "rapo": 0.9, "gigpo": 0.3}
 
