@@ -298,6 +298,9 @@ def test_what_cannot_be_packed_is_refused_and_leaves_nothing(tmp_path: Path) -> 
         make_pack([tmp_path / "empty"], tmp_path / "pack")
     with pytest.raises(DataError, match="given twice"):
         make_pack([paths[4], paths[4]], tmp_path / "pack")
+    (paths[1] / "config.toml").write_text("")  # a full disk cut it
+    with pytest.raises(DataError, match="no resolved recipe"):
+        make_pack(paths[1:2], tmp_path / "pack")
     changed_line(paths[0] / "evaluations.jsonl", 1, lambda line: line["metric"]["score"].update(value=0.1))
     with pytest.raises(PackError, match=r"rapo-0/evaluations.jsonl:2: score is 0.1"):
         make_pack(paths[:1], tmp_path / "pack")

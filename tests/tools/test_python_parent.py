@@ -20,7 +20,9 @@ def test_e7_a_server_without_a_trainer_leaves_neither_traceback_nor_folder(sent:
     root = tmp_path / "root"
     root.mkdir()
     limits = Limits(wall_seconds=5.0, cpu_seconds=5, memory_bytes=2**28, disk_bytes=2**20, output_bytes=2**16)
-    settings = Settings(root=str(root), parent=os.getpid(), packages=(), landlock=False, seccomp=False, limits=limits)
+    settings = Settings(
+        root=str(root), parent=os.getpid(), packages=(), landlock=False, seccomp=False, mounts=False, limits=limits
+    )
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", _BOOT, json.dumps(dataclasses.asdict(settings)), _SOURCE]
     with theirs:

@@ -489,7 +489,7 @@ def test_the_reference_survives_a_resume_and_is_checked(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], value) for name, value in other.model.named_parameters())
     for broken in (tmp_path / "missing", tmp_path / "cut"):
         (tmp_path / "cut").write_bytes(path.read_bytes()[:100])
-        with pytest.raises(CheckpointError, match="damaged"):
+        with pytest.raises(CheckpointError, match="missing is missing" if broken.name == "missing" else "damaged"):
             load_reference(broken, other, checksum=None)
     with pytest.raises(CheckpointError, match="not what was written"):
         load_reference(path, other, checksum=checksum ^ 1)

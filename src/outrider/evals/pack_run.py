@@ -32,6 +32,8 @@ def write_run(source: Path, target: Path, runs: Mapping[Path, str]) -> PackedRun
         recipe = tomllib.loads((source / "config.toml").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{source / 'config.toml'} cannot be read: {error}") from error
+    if not isinstance(recipe.get("evaluation"), dict):  # an empty file is TOML too
+        raise DataError(f"{source / 'config.toml'} is no resolved recipe of a run: it has no table evaluation")
     tree, inputs = portable(recipe, runs)
     (target / "config.toml").write_text(to_toml(tree) + "\n", encoding="utf-8")
     start = str(recipe.get("model", {}).get("initial_checkpoint"))
