@@ -28,10 +28,12 @@ textworld: setup
 demo: setup
 	@if [ -e $(DEMO)/config.toml ]; then $(BIN)/outrider train --resume $(DEMO); \
 	else $(BIN)/outrider train recipes/demo.toml --run $(DEMO); fi
+	@$(BIN)/python -m benchmarks.demo_beside --run $(DEMO) --out $(DEMO)/beside.html
 	@echo "open $(DEMO)/report.html"
 
 demo-compare: setup
-	$(BIN)/python benchmarks/demo_compare.py --rapo $(DEMO) --out $(DEMO)-compare
+	$(BIN)/python benchmarks/demo_compare.py --out $(DEMO)-compare --seeds 5
+	$(BIN)/python -m benchmarks.demo_beside --runs $(DEMO)-compare --out $(DEMO)-compare/beside.html
 
 # Two processes of one thread each are faster than one of two threads, and nothing waits for the scheduler.
 test: setup

@@ -1,4 +1,4 @@
-"""The demo's run beside the recorded ones: RAPO and GRPO from the same cold starts at the same policy tokens, seed by seed.
+"""The demo's run beside the recorded ones: RAPO, and GRPO from the same cold starts at the same policy tokens, seed by seed.
 
     python -m benchmarks.demo_beside [--run runs/demo] [--runs records/packs/demo.pack/runs] [--out runs/demo/beside.html]
 
@@ -25,7 +25,7 @@ from outrider.watch.curves import Chart, Point, Series, svg_chart
 
 METHODS: Final = {"rapo": "RAPO", "grpo": "GRPO"}
 _PAGE: Final = Markup(
-    """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Outrider demo: RAPO beside GRPO</title>
+    """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Outrider: the demo beside its recorded seeds</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <style>:root {{ color-scheme: light; }}
 body {{ margin: 0 auto; padding: 1.5rem; max-width: 62rem; font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; }}
@@ -33,7 +33,7 @@ svg {{ width: 30rem; max-width: 100%; }} svg text {{ fill: #57606a; font: 11px s
 .grid {{ stroke: #d0d7de; stroke-width: .6; }} .axis {{ stroke: #57606a; }} .line {{ fill: none; stroke-width: 2; }}
 .s0 {{ stroke: #0072b2; }} .s1 {{ stroke: #d55e00; }} .s2 {{ stroke: #007a5a; }} .line.s1 {{ stroke-dasharray: 6 3; }}
 .dot.s0 {{ fill: #0072b2; }} .dot.s1 {{ fill: #d55e00; }} .dot.s2 {{ fill: #007a5a; }} .raw {{ opacity: .35; }}</style></head>
-<body><h1>RAPO beside GRPO</h1><p>{}</p>{}{}</body></html>
+<body><h1>The demo beside its recorded seeds</h1><p>{}</p>{}{}</body></html>
 """
 )
 
@@ -69,10 +69,16 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_pairs(runs: Path) -> dict[int, dict[str, Training]]:
-    """Trainings by seed and method, of folders ``METHOD-SEED``; seeds that lack a method are left out."""
+    """Trainings by seed and method, of folders ``METHOD-SEED``. A method that one of the seeds lacks is left out."""
     seeds = sorted(int(one.name.rpartition("-")[2]) for one in runs.glob("rapo-*"))
-    whole = [seed for seed in seeds if all((runs / f"{method}-{seed}" / "evaluations.jsonl").exists() for method in METHODS)]
-    return {seed: {method: read_training(runs / f"{method}-{seed}") for method in METHODS} for seed in whole}
+    methods = [method for method in METHODS if all((runs / f"{method}-{seed}").is_dir() for seed in seeds)]
+    return {seed: {method: read_training(runs / f"{method}-{seed}") for method in methods} for seed in seeds}
+
+
+def heads(pairs: dict[int, dict[str, Training]]) -> tuple[str, ...]:
+    """What the columns of :func:`rows` are."""
+    first = next(iter(pairs.values()))
+    return ("seed", "cold start %", *(head for method in first for head in (f"{METHODS[method]} %", "gain, points [95 %]")))
 
 
 def gain(training: Training, start: dict[str, Any]) -> PairedGain:
@@ -103,7 +109,8 @@ def _score(evaluation: dict[str, Any]) -> str:
 
 def charts(pairs: dict[int, dict[str, Training]], own: Training | None) -> list[Chart]:
     """Mean reward over the policy tokens, and held-out scores before and after; means over seeds, bars from lowest to highest."""
-    trainings = {METHODS[method]: [by_method[method] for by_method in pairs.values()] for method in METHODS}
+    methods = next(iter(pairs.values()))
+    trainings = {METHODS[method]: [by_method[method] for by_method in pairs.values()] for method in methods}
     starts = [by_method["rapo"].start for by_method in pairs.values()]
     reward, score = [], []
     for name, several in trainings.items():
@@ -151,12 +158,12 @@ def main() -> None:
     arguments = parser.parse_args()
     pairs = read_pairs(arguments.runs)
     own = read_training(arguments.run) if arguments.run else None
-    heads = ("seed", "cold start %", "RAPO %", "gain, points", "GRPO %", "gain, points")
-    table = Table(*heads, title="held-out score after training, paired gain over the cold start [95 %]")
+    table = Table(*heads(pairs), title="held-out score after training, paired gain over the cold start [95 %]")
     for row in rows(pairs):
         table.add_row(*row)
     Console().print(table)
-    told = f"{len(pairs)} recorded seeds of each method, from the same cold starts, at equal policy tokens: means, lowest and highest."
+    names = " and ".join(METHODS[method] for method in next(iter(pairs.values())))
+    told = f"{len(pairs)} recorded seeds of {names}: means, lowest and highest."
     drawn = Markup("").join(svg_chart(chart) for chart in charts(pairs, own))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(arguments.out, str(_PAGE.format(told, drawn, "")).encode())

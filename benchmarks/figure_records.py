@@ -6,6 +6,7 @@ A record says where its figures come from (``source``) and by which command. Its
 - ``values``: single figures, by name, text or a score of so many tasks, whose interval is computed;
 - ``scores``: a score a seed and a name, in the record or in a pack, in the tables that its ``views`` describe;
 - ``runs``: runs of a pack, a row each: what was set, rewards at the beginning and at the end of training, held-out score;
+- ``gains``: runs ``METHOD-SEED`` of a pack, with their paired gains over one cold start a seed;
 - ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack (views "" and, of the Factbook, ``notes``).
 
 Packs are in ``records/packs``, and are verified before anything is read from them.
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from benchmarks.demo_beside import heads, read_pairs, rows
 from benchmarks.markdown_table import markdown
 from outrider.errors import DataError
 from outrider.evals.pack_exact import read_exact
@@ -132,7 +134,14 @@ class Runs(_Record):
     window: int = Field(3, ge=1)
 
 
-Record = Annotated[Cells | Values | Scores | Runs | Toys | FactbookRuns, Field(discriminator="kind")]
+class Gains(_Record):
+    """Runs of the demo in a pack (:mod:`benchmarks.demo_beside`)."""
+
+    kind: Literal["gains"]
+    pack: str
+
+
+Record = Annotated[Cells | Values | Scores | Runs | Gains | Toys | FactbookRuns, Field(discriminator="kind")]
 _RECORD: TypeAdapter[Any] = TypeAdapter(Record)
 
 
@@ -210,15 +219,21 @@ def _mean(seeds: Sequence[SeedScores], name: str) -> float:
 def _runs(record: Runs, packs: Path) -> dict[str, str]:
     _, tables = verified_tables(packs / record.pack)
     ends = {row["run"]: row for row in tables["evaluations"] if row["step"] > 0}
-    heads = (*record.columns, "steps", f"reward, first {record.window} steps", f"last {record.window}", "held-out score %")
-    rows = []
+    columns = (*record.columns, "steps", f"reward, first {record.window} steps", f"last {record.window}", "held-out score %")
+    table = []
     for name, cells in record.rows.items():
         lines = (packs / record.pack / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rewards = [line["reward/mean"] for line in map(json.loads, lines) if line["kind"] == "train"]
         around = (math.fsum(part) / len(part) for part in (rewards[: record.window], rewards[-record.window :]))
         score = Score(percent=100 * ends[name]["score"], num_tasks=ends[name]["num_tasks"]).text.replace(" %", "")
-        rows.append((*cells, str(len(rewards)), *(f"{mean:.2f}" for mean in around), score))
-    return {"": markdown(heads, rows)}
+        table.append((*cells, str(len(rewards)), *(f"{mean:.2f}" for mean in around), score))
+    return {"": markdown(columns, table)}
+
+
+def _gains(record: Gains, packs: Path) -> dict[str, str]:
+    verified_tables(packs / record.pack)
+    pairs = read_pairs(packs / record.pack / "runs")
+    return {"": markdown(heads(pairs), rows(pairs))}
 
 
 def _toys(record: Toys, packs: Path) -> dict[str, str]:
@@ -254,5 +269,5 @@ _FORMS: Final[Mapping[str, Callable[[Scores, Sequence[SeedScores], View], str]]]
     "seeds": _by_seed, "intervals": _with_intervals, "summary": _summary
 }  # fmt: skip
 _RENDER: Final[Mapping[str, Callable[[Any, Path], dict[str, str]]]] = {
-    "cells": _cells, "values": _values, "scores": _scores, "runs": _runs, "toys": _toys, "factbook": _factbook
+    "cells": _cells, "values": _values, "scores": _scores, "runs": _runs, "gains": _gains, "toys": _toys, "factbook": _factbook
 }  # fmt: skip

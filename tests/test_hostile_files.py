@@ -257,7 +257,7 @@ def test_d5_a_count_that_is_a_lie_is_found_before_it_is_allocated(tmp_path: Path
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'num_steps'", (2**42,))
     db.close()
-    with pytest.raises(OutriderError, match="number of steps differs|counters fail their checksum"):
+    with pytest.raises(OutriderError, match=r"number of steps differs|counters fail their checksum"):
         StepTraceBuffer(path, Embedder(), mode="write")
 
 

@@ -10,7 +10,8 @@ from tests.toys import TABLE_HEAD, Result, table_row
 from tests.toys_memory import empo2, grpo, play
 
 SEEDS = range(10)
-FEW_SEEDS = range(1, 3)  # the others take minutes: `make test-slow`
+# Two of the eight in ten that learn, chosen because they do: a test of the code. What ten seeds give is tested by `make test-slow`.
+FEW_SEEDS = range(1, 3)
 NUM_CONTROLS = 5  # seeds per seed of the controls: without a reward there is no gradient, and every seed is the same zero
 
 

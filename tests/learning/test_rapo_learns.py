@@ -15,7 +15,8 @@ from outrider.train.policy import set_threads
 from tests.toys import ACTIONS, MAX_POLICY_TOKENS, TABLE_HEAD, Result, Toy, grpo, play, rapo, table_row
 
 SEEDS = range(10)
-FEW_SEEDS = range(1, 3)  # the others take minutes: `make test-slow`
+# Two of the eight in ten that learn, chosen because they do: a test of the code. What ten seeds give is tested by `make test-slow`.
+FEW_SEEDS = range(1, 3)
 
 
 @pytest.fixture(scope="module", params=[FEW_SEEDS, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=len)
