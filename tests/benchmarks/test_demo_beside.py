@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.demo_beside import charts, heads, read_pairs, read_training, rows
+
 from outrider.errors import DataError
 from outrider.watch.curves import svg_chart
 
