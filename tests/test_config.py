@@ -176,6 +176,7 @@ def test_there_are_recipes() -> None:
         (["algorithm.aggregation=constant_length"], "max_length"),
         (["algorithm.quality=false", "algorithm.timing=none"], "leaves no retrieval reward"),
         (["algorithm.retrieval.mode=execute"], "stateful"),
+        (["environment.type=scienceworld", "algorithm.retrieval.form=turn"], "tag protocol"),
         (["algorithm.num_hybrid=0", "buffer.evolve=true"], "num_hybrid of at least 1"),
         (["rollout.max_turn_tokens=100000"], "max_turn_tokens exceeds"),
         (["rollout.max_turns=0"], "rollout.max_turns"),

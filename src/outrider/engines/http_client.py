@@ -13,6 +13,9 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import anyio
+import h11  # noqa: F401
+import httpcore2  # noqa: F401
 import httpx2
 
 _MAX_BYTES = 16 << 20
@@ -88,6 +91,8 @@ class _Loop:
 
     def _serve(self) -> None:
         try:
+            # httpx2 imports its network (those above, and what anyio needs of asyncio) at its first request, within its deadline.
+            self._loop.run_until_complete(anyio.sleep(0))
             self._loop.run_forever()
             self._loop.run_until_complete(self.client.aclose())
         finally:

@@ -143,6 +143,12 @@ class RunSettings(Settings):
             and self.environment.type not in ("scienceworld", "webshop", "textworld", "house")
         ):
             raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld, house)")
+        if (
+            isinstance(self.algorithm, RapoSettings)
+            and self.algorithm.retrieval.form == "turn"
+            and self.environment.type not in ("factbook", "tools")
+        ):
+            raise ValueError("retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are messages")
         writer = self.algorithm.memory.writer if isinstance(self.algorithm, Empo2Settings) else None
         if self.cold_start.num_examples and self.cold_start.tip_share and writer != "environment":
             raise ValueError(
