@@ -9,9 +9,9 @@ from outrider.engines.processor import read_processor
 from outrider.train.settings import RunSettings
 from outrider.train.versions import chosen_instructions
 
-DEMO_TFLOP = 188
-"""Seconds of ``make demo`` times the float32 matrix rate that bounds them. Measured at two threads: 12 min 14 s
-at 0.254 TFLOP/s (docs/benchmarks.md), 24 min 23 s at 0.13; set-up with cached packages included."""
+DEMO_TFLOP = 128
+"""Seconds of ``make demo`` times the float32 matrix rate that bounds them. Measured at two threads: 6 min 53 s
+at 0.309 TFLOP/s (docs/benchmarks.md), partly beside other work; set-up with cached packages included."""
 _ROWS, _LIMIT_S = 2048, 1.0
 
 
