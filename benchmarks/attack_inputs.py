@@ -18,10 +18,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.cli import main as command_line
-from outrider.engines.endpoint import ChatEndpoint, EndpointSettings
-from outrider.environments.datasets import DatasetConfig, load_tasks
+from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
+from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import OutriderError
-from outrider.memory.sources import import_trajectories
+from outrider.memory.steps.sources import import_trajectories
 from outrider.tokens import ChatRenderer
 from outrider.types import Message, Origin, Outcome
 from outrider.watch.report import write_report
@@ -52,10 +52,14 @@ _SCRIPTS = (
 
 
 def data(seed: int) -> str:
-    """A file of data, a recipe or a run, cut, overwritten or filled with odd values, through the readers and the command line."""
+    """A file of data, a recipe or a run, cut, overwritten or filled with odd values, through the readers and
+    the command line.
+    """
     draw = random.Random(seed)
     with TemporaryDirectory() as folder:
-        path = Path(folder) / draw.choice(["a.jsonl", "a.parquet", "config.toml", "metrics.jsonl", "evaluations.jsonl"])
+        path = Path(folder) / draw.choice(
+            ["a.jsonl", "a.parquet", "config.toml", "metrics.jsonl", "evaluations.jsonl"]
+        )
         path.write_bytes(_spoiled(path.name, draw))
         try:
             if path.name == "config.toml":
@@ -85,7 +89,15 @@ def _spoiled(name: str, draw: random.Random) -> bytes:
     elif name.endswith(".toml"):
         content = bytearray(Path(__file__).parents[1].joinpath("recipes/demo.toml").read_bytes())
     else:
-        record |= {"step": 1, "kind": "train", "reward/mean": 0.5, "label": "l", "split": "s", "num_tasks": 1, "temperature": 1.0}
+        record |= {
+            "step": 1,
+            "kind": "train",
+            "reward/mean": 0.5,
+            "label": "l",
+            "split": "s",
+            "num_tasks": 1,
+            "temperature": 1.0,
+        }
         record |= {"panel_hash": "p", "metric": {"score": {"value": 0.5, "ci_low": 0.1, "ci_high": 0.9}}}
         content = bytearray(b"\n".join(json.dumps(record | {"step": step}).encode() for step in range(4)))
     for _ in range(draw.randint(1, 3)):
@@ -94,7 +106,10 @@ def _spoiled(name: str, draw: random.Random) -> bytes:
         colon = content.find(b":" if b":" in content else b"=", at) + 1
         kind = draw.randrange(4)
         if kind == 0:  # a value is another one
-            end = min((i for i in (content.find(b",", colon), content.find(b"\n", colon)) if i > 0), default=len(content))
+            end = min(
+                (i for i in (content.find(b",", colon), content.find(b"\n", colon)) if i > 0),
+                default=len(content),
+            )
             content[colon:end] = odd
         elif kind == 1:
             del content[at:]
@@ -132,7 +147,13 @@ def endpoint(seed: int) -> str:
             chat.complete([Message(role="user", content="q")], max_tokens=5, temperature=0.0)
         except OutriderError as error:
             text = str(error)
-            return "the key" if _KEY in text else "" if text.isprintable() and len(text) < 1000 else "unprintable"
+            return (
+                "the key"
+                if _KEY in text
+                else ""
+                if text.isprintable() and len(text) < 1000
+                else "unprintable"
+            )
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:200]
     return ""
@@ -185,7 +206,9 @@ def page(seed: int) -> str:
     text = [_SCRIPTS[(seed + i) % len(_SCRIPTS)] + draw.choice(_SCRIPTS) for i in range(6)]
     with TemporaryDirectory() as folder:
         run = Path(folder)
-        (run / "config.toml").write_text(f"[model]\nname = {json.dumps(text[0])}\n[algorithm]\ntype = {json.dumps(text[1])}\n")
+        (run / "config.toml").write_text(
+            f"[model]\nname = {json.dumps(text[0])}\n[algorithm]\ntype = {json.dumps(text[1])}\n"
+        )
         score = {"value": 0.5, "ci_low": 0.1, "ci_high": 0.9}
         lines = [{"label": text[2], "split": text[3], "num_tasks": 1, "step": step, "temperature": 1.0, "panel_hash": text[4],
                   "metric": {text[5]: score}} for step in (1, 2)]  # fmt: skip
@@ -241,11 +264,15 @@ def tokens(seed: int) -> str:
 
     calm = "".join(character if character.isalnum() else "." for character in text)
     for role in ("user", "system"):
-        if count(renderer.prompt([Message(role=role, content=text), Message(role="user", content="q")])) != count(
-            renderer.prompt([Message(role=role, content=calm), Message(role="user", content="q")])
-        ):
+        if count(
+            renderer.prompt([Message(role=role, content=text), Message(role="user", content="q")])
+        ) != count(renderer.prompt([Message(role=role, content=calm), Message(role="user", content="q")])):
             return f"a marker in the text of {role}: {text!r}"
-    return f"a marker in a result: {text!r}" if count(renderer.bridge((), [Message(role="inline", content=text)])) else ""
+    return (
+        f"a marker in a result: {text!r}"
+        if count(renderer.bridge((), [Message(role="inline", content=text)]))
+        else ""
+    )
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

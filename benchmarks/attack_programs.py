@@ -1,8 +1,10 @@
 # ruff: noqa: E501  (rows of tables)
-"""Hostile programs for the Python tool. Each prints PWNED once the forbidden thing has really happened, and else may do what it likes.
+"""Hostile programs for the Python tool. Each prints PWNED once the forbidden thing has really happened, and
+else may do what it likes.
 
-``@SECRET@`` is a file outside of the sandbox, ``@FOLDER@`` the folder that holds all scratch folders, ``@PORT@`` a port where somebody
-listens, ``@PID@`` the process that asked. Limits: 1.5 s, 4 MiB of files, 256 MiB of memory, 1 MiB of output.
+``@SECRET@`` is a file outside of the sandbox, ``@FOLDER@`` the folder that holds all scratch folders,
+``@PORT@`` a port where somebody listens, ``@PID@`` the process that asked. Limits: 1.5 s, 4 MiB of files, 256
+MiB of memory, 1 MiB of output.
 """
 
 import os
@@ -16,7 +18,18 @@ _READ = ("@SECRET@", "/etc/passwd", "/etc/hostname", "/etc/shadow", "/root/.bash
 _WRITE = ("@SECRET@", "../next-call", "/tmp/outrider-pwned", "/var/tmp/outrider-pwned", "/dev/shm/outrider-pwned", "/etc/outrider-pwned",
           "@FOLDER@/outrider-pwned", "/run/outrider-pwned", "/proc/self/oom_score_adj", "/proc/self/comm", "/sys/kernel/mm/ksm/run",
           "/proc/sys/kernel/hostname")  # fmt: skip
-_LIST = ("/", "/etc", "/proc", "/proc/self/fd", "/proc/self/task", "/dev/shm", "@FOLDER@", "../..", "/root", "/tmp")
+_LIST = (
+    "/",
+    "/etc",
+    "/proc",
+    "/proc/self/fd",
+    "/proc/self/task",
+    "/dev/shm",
+    "@FOLDER@",
+    "../..",
+    "/root",
+    "/tmp",
+)
 _OPEN_ITSELF = (
     "/proc/self/fd/0",
     "/proc/self/fd/1",
@@ -155,11 +168,15 @@ def _programs() -> dict[str, str]:
     }
     programs |= {f"list {path}": f"import os\nprint('PWNED', os.listdir({path!r}))" for path in _LIST}
     programs |= {
-        f"open {path}": f"import os\nprint('PWNED', os.open({path!r}, os.O_RDONLY | os.O_NONBLOCK))" for path in _OPEN_ITSELF[1:]
+        f"open {path}": f"import os\nprint('PWNED', os.open({path!r}, os.O_RDONLY | os.O_NONBLOCK))"
+        for path in _OPEN_ITSELF[1:]
     }
     if os.uname().machine == "x86_64":
         code = "import ctypes\nprint('PWNED' if ctypes.CDLL(None, use_errno=True).syscall{} != -1 or ctypes.get_errno() != 1 else '')"
-        programs |= {f"call {name}": code.format(call if len(call) > 1 else f"({call[0]})") for name, call in _CALLS.items()}
+        programs |= {
+            f"call {name}": code.format(call if len(call) > 1 else f"({call[0]})")
+            for name, call in _CALLS.items()
+        }
     return programs | _OTHERS
 
 

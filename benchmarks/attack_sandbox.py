@@ -73,7 +73,11 @@ def sandbox() -> Iterator[Sandbox]:
         secret.write_text("secret")
         os.utime(secret, ns=(0, 0))
         config = PythonToolConfig(
-            wall_seconds=_WALL, cpu_seconds=1, memory_bytes=256 << 20, disk_bytes=4 << 20, scratch_folder=str(scratch)
+            wall_seconds=_WALL,
+            cpu_seconds=1,
+            memory_bytes=256 << 20,
+            disk_bytes=4 << 20,
+            scratch_folder=str(scratch),
         )
         with PythonTool(config) as tool:
             yield Sandbox(tool=tool, scratch=scratch, secret=secret, listener=listener)

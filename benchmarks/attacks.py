@@ -1,9 +1,11 @@
-"""Attacks on the library: hostile programs in the sandbox, hostile files, servers, pages and chat markers. Nothing may get through.
+"""Attacks on the library: hostile programs in the sandbox, hostile files, servers, pages and chat markers.
+Nothing may get through.
 
     python -m benchmarks.attacks [--areas sandbox data endpoint html tokens] [--count 300] [--out runs/attacks.jsonl]
 
-``--count`` is the number of seeds of each area but the sandbox, which runs all of its programs. Every attack is written down when it is
-over; the same command goes on where it was stopped. Exit status 1 when anything got through.
+``--count`` is the number of seeds of each area but the sandbox, which runs all of its programs. Every attack
+is written down when it is over; the same command goes on where it was stopped. Exit status 1 when anything
+got through.
 """
 
 import argparse
@@ -19,14 +21,16 @@ from rich.table import Table
 from benchmarks.attack_inputs import CHECKS
 from benchmarks.attack_programs import PROGRAMS
 from benchmarks.attack_sandbox import sandbox
-from outrider.durable import append
-from outrider.train.doctor_machine import processor
+from outrider.atomic_io import append
+from outrider.train.machine.processor import processor
 
 AREAS = ("sandbox", *CHECKS)
 
 
 def attack(areas: Sequence[str], count: int, out: Path) -> list[dict[str, object]]:
-    """Run what ``out`` does not hold yet, and return all of these attacks: area, name, seconds, and what got through."""
+    """Run what ``out`` does not hold yet, and return all of these attacks: area, name, seconds, and what got
+    through.
+    """
     wanted = [(area, name) for area in areas for name in names(area, count)]
     done = {(one["area"], one["name"]): one for one in read(out)}
     for area in areas:
@@ -37,8 +41,14 @@ def attack(areas: Sequence[str], count: int, out: Path) -> list[dict[str, object
             for name in left:
                 start = time.monotonic()
                 through = run(name)
-                found = {"area": area, "name": name, "seconds": round(time.monotonic() - start, 3), "through": through}
-                append(out, f"\n{json.dumps(found)}\n".encode())  # on a line of its own whatever a kill left behind
+                found = {
+                    "area": area,
+                    "name": name,
+                    "seconds": round(time.monotonic() - start, 3),
+                    "through": through,
+                }
+                # on a line of its own whatever a kill left behind
+                append(out, f"\n{json.dumps(found)}\n".encode())
                 done[area, name] = found
     return [done[key] for key in wanted]
 
@@ -80,7 +90,9 @@ def table(results: Sequence[Mapping[str, object]]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=AREAS)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("runs/attacks.jsonl"))

@@ -1,11 +1,13 @@
-"""How far ARPO's credit is from the true policy gradient, measured exactly on trees small enough to enumerate.
+"""How far ARPO's credit is from the true policy gradient, measured exactly on trees small enough to
+enumerate.
 
-Run ``python benchmarks/branching_bias.py``. Nothing is sampled: a rollout writes two turns of one of three actions,
-a tool result between them, and the expected estimate is a sum over all groups. Decisions are those of
-:mod:`outrider.algorithms.branching`, in the order of the rollouts' numbers; credit is leave-one-out with soft
-attribution, where a shared token has every leaf's advantage.
+Run ``python benchmarks/branching_bias.py``. Nothing is sampled: a rollout writes two turns of one of three
+actions, a tool result between them, and the expected estimate is a sum over all groups. Decisions are those
+of :mod:`outrider.algorithms.arpo.formulas`, in the order of the rollouts' numbers; credit is leave-one-out
+with soft attribution, where a shared token has every leaf's advantage.
 
-Shapes: A = 3 actions; a gradient is [1 + A, A], the logits of the first turn and of the second after each first one.
+Shapes: A = 3 actions; a gradient is [1 + A, A], the logits of the first turn and of the second after each
+first one.
 """
 
 import argparse
@@ -18,8 +20,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.algorithms.branching import branch_probability, branches, segment_entropy
-from outrider.algorithms.credit import leave_one_out_advantages_per_rollout
+from outrider.algorithms.arpo.formulas import branch_probability, branches, segment_entropy
+from outrider.algorithms.common.advantages import leave_one_out_advantages_per_rollout
 
 Float64Array: TypeAlias = NDArray[np.float64]
 Rule: TypeAlias = Callable[[float], float]  # change of entropy -> probability that a rollout leaves there
@@ -28,7 +30,9 @@ ACTIONS: Final = 3
 RULES: Final[Mapping[str, Rule]] = {
     "coin (w = 0)": lambda change: branch_probability(change=change, base=0.5, weight=0.0),
     "Bernoulli (default)": lambda change: branch_probability(change=change, base=0.5, weight=0.2),
-    "threshold": lambda change: float(branches(0.5, change=change, base=0.5, weight=0.2, decision="threshold")),
+    "threshold": lambda change: float(
+        branches(0.5, change=change, base=0.5, weight=0.2, decision="threshold")
+    ),
 }
 
 
@@ -50,7 +54,8 @@ class Tree:
     def change(self, action: int) -> float:
         """Entropy of the turn behind the result minus that of the first turn, normalised as in the hook."""
         after, before = (
-            segment_entropy([float(-(p * np.log(p)).sum())], vocabulary_size=ACTIONS) for p in (self.second[action], self.first)
+            segment_entropy([float(-(p * np.log(p)).sum())], vocabulary_size=ACTIONS)
+            for p in (self.second[action], self.first)
         )
         return after - before
 
@@ -72,7 +77,9 @@ def make_tree(seed: int) -> Tree:
 def shapes(
     tree: Tree, tops: Sequence[int], rule: Rule, *, leaves: int, num_children: int
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """First actions of all leaves, with the probability of that: forks of ``tops`` in order, then fresh rollouts."""
+    """First actions of all leaves, with the probability of that: forks of ``tops`` in order, then fresh
+    rollouts.
+    """
     tries = [top for top in tops for _ in range(num_children)]
     forks = [rule(tree.change(top)) for top in tries]
     for wanted in product((False, True), repeat=len(tries)):
@@ -83,8 +90,12 @@ def shapes(
             yield chance * float(np.prod(tree.first[list(fresh)])), (*tops, *left, *fresh)
 
 
-def expected_gradient(tree: Tree, rule: Rule, *, leaves: int, first_wave: int, num_children: int = 1) -> Float64Array:
-    """``E[1/M sum_i A_i score_i]`` over all groups of ``leaves`` M, ``first_wave`` N of them from the prompt."""
+def expected_gradient(
+    tree: Tree, rule: Rule, *, leaves: int, first_wave: int, num_children: int = 1
+) -> Float64Array:
+    """``E[1/M sum_i A_i score_i]`` over all groups of ``leaves`` M, ``first_wave`` N of them from the
+    prompt.
+    """
     total = np.zeros((1 + ACTIONS, ACTIONS))
     scores = {path: tree.score(path) for path in product(range(ACTIONS), repeat=2)}
     for tops in product(range(ACTIONS), repeat=first_wave):
@@ -93,7 +104,9 @@ def expected_gradient(tree: Tree, rule: Rule, *, leaves: int, first_wave: int, n
             for seconds in product(range(ACTIONS), repeat=leaves):
                 paths = list(zip(firsts, seconds, strict=True))
                 weight = begun * chance * math.prod(float(tree.second[path]) for path in paths) / leaves
-                advantages = leave_one_out_advantages_per_rollout(returns=[float(tree.returns[path]) for path in paths])
+                advantages = leave_one_out_advantages_per_rollout(
+                    returns=[float(tree.returns[path]) for path in paths]
+                )
                 for path, advantage in zip(paths, advantages.values, strict=True):
                     total += weight * float(advantage) * scores[path]
     return total
@@ -108,15 +121,25 @@ def lowest_cosines(rule: Rule, *, num_trees: int, leaves: int, first_wave: int) 
     """Over random trees: of the first turn, of the second turns, and of the whole vector."""
     found = []
     for tree in map(make_tree, range(num_trees)):
-        estimate, truth = expected_gradient(tree, rule, leaves=leaves, first_wave=first_wave), tree.exact_gradient()
-        found.append((cosine(estimate[0], truth[0]), cosine(estimate[1:], truth[1:]), cosine(estimate, truth)))
+        estimate, truth = (
+            expected_gradient(tree, rule, leaves=leaves, first_wave=first_wave),
+            tree.exact_gradient(),
+        )
+        found.append(
+            (cosine(estimate[0], truth[0]), cosine(estimate[1:], truth[1:]), cosine(estimate, truth))
+        )
     return tuple(min(column) for column in zip(*found, strict=True))  # type: ignore[return-value]  # three columns
 
 
 def one_first_turn(*, num_trees: int) -> tuple[float, float]:
-    """Largest entries of the first turn's gradient where three leaves share one first turn: expected, and exact."""
+    """Largest entries of the first turn's gradient where three leaves share one first turn: expected, and
+    exact.
+    """
     trees = [make_tree(seed) for seed in range(num_trees)]
-    found = [expected_gradient(tree, lambda change: 1.0, leaves=3, first_wave=1, num_children=2)[0] for tree in trees]
+    found = [
+        expected_gradient(tree, lambda change: 1.0, leaves=3, first_wave=1, num_children=2)[0]
+        for tree in trees
+    ]
     exact = [tree.exact_gradient()[0] for tree in trees]
     return float(np.abs(found).max()), float(np.abs(exact).max())
 
@@ -126,7 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Exact bias of ARPO's credit on enumerable trees.")
     parser.add_argument("--trees", type=int, default=60)
     arguments = parser.parse_args()
-    print(f"lowest cosine to the exact gradient, {arguments.trees} random trees, M = 3, N = 2, soft, leave-one-out")
+    print(
+        f"lowest cosine to the exact gradient, {arguments.trees} random trees, M = 3, N = 2, soft, leave-one-out"
+    )
     print(f"{'rule':20} {'first turn':>11} {'second turn':>12} {'whole vector':>13}")
     for name, rule in RULES.items():
         first, second, whole = lowest_cosines(rule, num_trees=arguments.trees, leaves=3, first_wave=2)

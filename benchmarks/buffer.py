@@ -1,4 +1,5 @@
-"""Speed of the Step-Trace Buffer at the size of the RAPO paper (arXiv 2603.03078): 169,489 steps of 384 dimensions.
+"""Speed of the Step-Trace Buffer at the size of the RAPO paper (arXiv 2603.03078): 169,489 steps of 384
+dimensions.
 
     python benchmarks/buffer.py [--steps 169489] [--dim 384] [--queries 64]
 
@@ -17,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from outrider.memory.embedder import Vectors, load_embedder
-from outrider.memory.records import StepFilter
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.steps.records import StepFilter
 from outrider.types import Message, Step, Trajectory
 
 STEPS_A_TRAJECTORY = 4
@@ -50,7 +51,11 @@ def trajectories(num_steps: int) -> Iterator[Trajectory]:
             agent="benchmark",
             prompt=(Message(role="user", content=f"question {number // TRAJECTORIES_A_TASK} " * 10),),
             steps=tuple(
-                Step(text=f"thought {index} " * 18, observation=f"seen {number} " * 18, is_terminal=index == length - 1)
+                Step(
+                    text=f"thought {index} " * 18,
+                    observation=f"seen {number} " * 18,
+                    is_terminal=index == length - 1,
+                )
                 for index in range(length)
             ),
             reward=(number % 7) / 6,
@@ -69,7 +74,9 @@ def median_ms(action: Callable[[int], object], num: int) -> float:
 
 def main() -> None:
     """Build, reopen, query; print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=169_489)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--queries", type=int, default=64)
@@ -96,8 +103,12 @@ def main() -> None:
         top = median_ms(lambda i: buffer.query_vectors(queries[i : i + 1], [some], k=10), options.queries - 1)
         rows.append(("query, single, top-10", f"{top:.1f} ms"))
         batched = median_ms(lambda i: buffer.query_vectors(queries, [some] * options.queries), 3)
-        rows.append((f"query, {options.queries} in a batch, top-1", f"{batched / options.queries:.1f} ms a query"))
-        same = median_ms(lambda i: buffer.query_vectors(queries[i : i + 1], mine[i : i + 1]), options.queries - 1)
+        rows.append(
+            (f"query, {options.queries} in a batch, top-1", f"{batched / options.queries:.1f} ms a query")
+        )
+        same = median_ms(
+            lambda i: buffer.query_vectors(queries[i : i + 1], mine[i : i + 1]), options.queries - 1
+        )
         rows.append(("query, single, same task only", f"{same:.2f} ms"))
         rows.append(("stats", f"{median_ms(lambda i: buffer.stats(), 1):.0f} ms"))
         buffer.close()
@@ -106,7 +117,9 @@ def main() -> None:
             better = [dataclasses.replace(t, trajectory_id=f"new-{t.trajectory_id}", reward=2.0) for t in new]
             start = time.perf_counter()
             buffer.add_trajectories(better)
-            rows.append(("add 10 trajectories to the full buffer", f"{1000 * (time.perf_counter() - start):.0f} ms"))
+            rows.append(
+                ("add 10 trajectories to the full buffer", f"{1000 * (time.perf_counter() - start):.0f} ms")
+            )
             start = time.perf_counter()
             buffer.rollback(buffer.revision - 1)
             rows.append(("rollback of that", f"{time.perf_counter() - start:.2f} s"))
@@ -116,7 +129,12 @@ def main() -> None:
         texts = [f"{i} " + "the agent looks around " * (num_words // 4) for i in range(24)]
         start = time.perf_counter()
         minilm.embed(texts)
-        rows.append((f"minilm, texts of {num_words} words", f"{len(texts) / (time.perf_counter() - start):.0f} a second"))
+        rows.append(
+            (
+                f"minilm, texts of {num_words} words",
+                f"{len(texts) / (time.perf_counter() - start):.0f} a second",
+            )
+        )
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")

@@ -12,21 +12,27 @@ from outrider.config import load_settings
 from outrider.errors import ConfigError
 from outrider.train.settings import RunSettings
 
-_FREE: Final = frozenset((  # what may change between two calls: it decides how fast and how safely, not what is computed
+# what may change between two calls: it decides how fast and how safely, not what is computed
+_FREE: Final = frozenset((
     "num_threads", "train.checkpoint_every", "train.keep_checkpoints", "train.max_retries", "train.expert_timeout_s", "train.watchdog_s",
     "trackers", "evaluation.at_start",
 ))  # fmt: skip
 
 
 def train(run: Path, arguments: Sequence[str], *, last_label: str = "") -> None:
-    """Start a run with these arguments (a recipe, then overrides), continue one that was stopped, or leave a finished one alone.
+    """Start a run with these arguments (a recipe, then overrides), continue one that was stopped, or leave a
+    finished one alone.
 
-    It is finished when the evaluation ``last_label`` is on file, or else one after training. Raises ConfigError for a run that was
-    begun with other settings, and CalledProcessError when it fails.
+    It is finished when the evaluation ``last_label`` is on file, or else one after training. Raises
+    ConfigError for a run that was begun with other settings, and CalledProcessError when it fails.
     """
     if (run / "config.toml").exists():
         require_same(run, load_settings(RunSettings, file=Path(arguments[0]), overrides=list(arguments[1:])))
-    done = [one for one in evaluations(run) if one["label"] == last_label or (not last_label and is_after_training(one))]
+    done = [
+        one
+        for one in evaluations(run)
+        if one["label"] == last_label or (not last_label and is_after_training(one))
+    ]
     if done and (run / "report.html").exists():
         return
     target = ["--resume", str(run)] if (run / "config.toml").exists() else [*arguments, "--run", str(run)]
@@ -39,7 +45,9 @@ def from_checkpoint(run: Path) -> list[str]:
 
 
 def at_equal_tokens(run: Path) -> list[str]:
-    """Arguments of a run that stops after the step in which the policy has written as many tokens as in another one."""
+    """Arguments of a run that stops after the step in which the policy has written as many tokens as in
+    another one.
+    """
     return [f"train.max_policy_tokens={policy_tokens(run)}", "train.num_steps=1000"]
 
 
@@ -73,10 +81,14 @@ def median(run: Path, metric: str) -> float:
 
 
 def require_same(run: Path, wanted: RunSettings) -> None:
-    """Raises ConfigError where a run was begun with other settings: its results would pass for those of these."""
+    """Raises ConfigError where a run was begun with other settings: its results would pass for those of
+    these.
+    """
     stored = load_settings(RunSettings, file=run / "config.toml")
     if wanted.model.precision == "auto":  # a run has written down what that meant
-        wanted = wanted.model_copy(update={"model": wanted.model.model_copy(update={"precision": stored.model.precision})})
+        wanted = wanted.model_copy(
+            update={"model": wanted.model.model_copy(update={"precision": stored.model.precision})}
+        )
     ours, theirs = (_flat(one.model_dump(mode="json")) for one in (wanted, stored))
     differing = sorted(key for key in {*ours, *theirs} - _FREE if ours.get(key) != theirs.get(key))
     if differing:

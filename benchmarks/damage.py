@@ -2,10 +2,11 @@
 
     python -m benchmarks.damage [--out runs/damage] [--cases evolve] [--repeat 1] [--limit N]
 
-A tiny run of each case, as it ends and as a kill in its last step leaves it. Of a copy one file is damaged; then it is continued and
-viewed. One line a damage goes to damage.jsonl; the same command continues. Verdicts: refused (one line, status 1 or 2), told (a line
-says so), harmless (all bits of the end are those of the run that nobody touched), and what must not be: SILENT (another end, not
-told), TRACEBACK. It ends with a table, and with status 1 where there is one of these.
+A tiny run of each case, as it ends and as a kill in its last step leaves it. Of a copy one file is damaged;
+then it is continued and viewed. One line a damage goes to damage.jsonl; the same command continues. Verdicts:
+refused (one line, status 1 or 2), told (a line says so), harmless (all bits of the end are those of the run
+that nobody touched), and what must not be: SILENT (another end, not told), TRACEBACK. It ends with a table,
+and with status 1 where there is one of these.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from tests.train.whole_runs import CASES, command, differences, write_data
 
 from benchmarks.kills import read
 from benchmarks.markdown_table import markdown
-from outrider.train.doctor_machine import processor
+from outrider.train.machine.processor import processor
 
 NUM_STEPS = 3
 STATES = ("ended", "killed")
 VERDICTS = ("refused", "told", "harmless", "SILENT", "TRACEBACK")
-_TOLD = ("DAMAGED", "OTHER ", "NO REPORT", "last writer was killed")
+_TOLD = ("DAMAGED", "NO CHECKSUM", "OTHER ", "NO REPORT", "last writer was killed")
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -79,7 +80,12 @@ def noise(content: bytes, draws: random.Random) -> bytes:
     return draws.randbytes(len(content))
 
 
-CHANGES: Mapping[str, Callable[[bytes, random.Random], bytes]] = {"cut": cut, "flip": flip, "empty": empty, "noise": noise}
+CHANGES: Mapping[str, Callable[[bytes, random.Random], bytes]] = {
+    "cut": cut,
+    "flip": flip,
+    "empty": empty,
+    "noise": noise,
+}
 DAMAGES = (*CHANGES, "remove", "replace")
 
 
@@ -96,13 +102,19 @@ def play(out: Path, case: str, state: str, file: str, damage: str, number: int) 
         verdict, detail = "TRACEBACK", said[-2000:]
     elif ended[0].returncode:
         lines = [line for line in ended[0].stderr.splitlines() if line.startswith("outrider: ")]
-        verdict, detail = ("refused", lines[0]) if len(lines) == 1 else ("SILENT", f"{len(lines)} lines: {ended[0].stderr}")
+        verdict, detail = (
+            ("refused", lines[0]) if len(lines) == 1 else ("SILENT", f"{len(lines)} lines: {ended[0].stderr}")
+        )
     elif told:
         verdict, detail = "told", told
     else:
         wrong = differences(_made(out, case, "ended"), run, num_steps=NUM_STEPS)
         verdict, detail = ("SILENT" if wrong else "harmless"), ", ".join(wrong)
-    return {"what": [case, state, file, damage, number], "verdict": verdict, "detail": detail.replace(str(out), "OUT")}
+    return {
+        "what": [case, state, file, damage, number],
+        "verdict": verdict,
+        "detail": detail.replace(str(out), "OUT"),
+    }
 
 
 def table(done: Sequence[Mapping[str, Any]]) -> str:
@@ -121,7 +133,9 @@ def _wanted(out: Path, cases: Sequence[str], repeat: int) -> Iterator[tuple[str,
         for state in STATES:
             made = _made(out, case, state)
             files = sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())
-            yield from ((case, state, file, damage, n) for file in files for damage in DAMAGES for n in range(repeat))
+            yield from (
+                (case, state, file, damage, n) for file in files for damage in DAMAGES for n in range(repeat)
+            )
 
 
 def _made(out: Path, case: str, state: str) -> Path:

@@ -1,31 +1,36 @@
-"""The demo's run beside the recorded ones: RAPO, and GRPO from the same cold starts at the same policy tokens, seed by seed.
+"""The demo's run beside the recorded ones: RAPO, and GRPO from the same cold starts at the same policy
+tokens, seed by seed.
 
     python -m benchmarks.demo_beside [--run runs/demo] [--runs records/packs/demo.pack/runs] [--out runs/demo/beside.html]
 
-Prints the held-out scores with paired gains over the cold start, and writes a page with two charts: rewards while training, and
-scores before and after. ``make demo`` ends with it, ``make demo-compare`` makes such runs anew.
+Prints the held-out scores with paired gains over the cold start, and writes a page with two charts: rewards
+while training, and scores before and after. ``make demo`` ends with it, ``make demo-compare`` makes such runs
+anew.
 """
 
 import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from outrider.durable import replace_file
+from outrider.atomic_io import replace_file
 from outrider.errors import DataError
 from outrider.evals.paired import PairedGain, paired_gain
+from outrider.printing import points, score
 from outrider.watch.curves import Chart, Point, Series, svg_chart
 
 METHODS: Final = {"rapo": "RAPO", "grpo": "GRPO"}
 _PAGE: Final = Markup(
-    """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Outrider: the demo beside its recorded seeds</title>
+    """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>Outrider: the demo beside its recorded seeds</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <style>:root {{ color-scheme: light; }}
 body {{ margin: 0 auto; padding: 1.5rem; max-width: 62rem; font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; }}
@@ -40,7 +45,9 @@ svg {{ width: 30rem; max-width: 100%; }} svg text {{ fill: #57606a; font: 11px s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a run directory (or a pack's) says of one training. ``start`` and ``end`` are lines of ``evaluations.jsonl``."""
+    """What a run directory (or a pack's) says of one training. ``start`` and ``end`` are lines of
+    ``evaluations.jsonl``.
+    """
 
     rewards: tuple[float, ...]
     tokens: tuple[float, ...]
@@ -69,16 +76,30 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_pairs(runs: Path) -> dict[int, dict[str, Training]]:
-    """Trainings by seed and method, of folders ``METHOD-SEED``. A method that one of the seeds lacks is left out."""
+    """Trainings by seed and method, of folders ``METHOD-SEED``. A method that one of the seeds lacks is left
+    out.
+
+    Where RAPO began from the weights of another run, ``sft-SEED``, as in ``benchmarks.learning``, that run's
+    evaluation is its start.
+    """
     seeds = sorted(int(one.name.rpartition("-")[2]) for one in runs.glob("rapo-*"))
     methods = [method for method in METHODS if all((runs / f"{method}-{seed}").is_dir() for seed in seeds)]
-    return {seed: {method: read_training(runs / f"{method}-{seed}") for method in methods} for seed in seeds}
+    pairs = {seed: {method: read_training(runs / f"{method}-{seed}") for method in methods} for seed in seeds}
+    for seed, by_method in pairs.items():
+        if by_method["rapo"].start is None:
+            cold = _lines(runs / f"sft-{seed}" / "evaluations.jsonl")[-1]
+            by_method["rapo"] = replace(by_method["rapo"], start=cold)
+    return pairs
 
 
 def heads(pairs: dict[int, dict[str, Training]]) -> tuple[str, ...]:
     """What the columns of :func:`rows` are."""
     first = next(iter(pairs.values()))
-    return ("seed", "cold start %", *(head for method in first for head in (f"{METHODS[method]} %", "gain, points [95 %]")))
+    return (
+        "seed",
+        "cold start [95 %]",
+        *(head for method in first for head in (f"{METHODS[method]} [95 %]", "gain [95 %]")),
+    )
 
 
 def gain(training: Training, start: dict[str, Any]) -> PairedGain:
@@ -90,7 +111,7 @@ def gain(training: Training, start: dict[str, Any]) -> PairedGain:
 
 
 def rows(pairs: dict[int, dict[str, Training]]) -> list[tuple[str, ...]]:
-    """Seed, score of the cold start, then score and paired gain of each method, in percent and points."""
+    """Seed, score of the cold start, then score and paired gain of each method."""
     table = []
     for seed, by_method in pairs.items():
         start = by_method["rapo"].start
@@ -98,44 +119,57 @@ def rows(pairs: dict[int, dict[str, Training]]) -> list[tuple[str, ...]]:
         cells = [_score(start)]
         for training in by_method.values():
             one = gain(training, start)
-            cells += [_score(training.end), f"{100 * one.difference:+.1f} [{100 * one.ci_low:+.1f}, {100 * one.ci_high:+.1f}]"]
+            cells += [_score(training.end), points(one.difference, one.ci_low, one.ci_high)]
         table.append((str(seed), *cells))
     return table
 
 
 def _score(evaluation: dict[str, Any]) -> str:
-    return f"{100 * evaluation['metric']['score']['value']:.1f}"
+    found = evaluation["metric"]["score"]
+    return score(found["value"], found.get("ci_low", math.nan), found.get("ci_high", math.nan))
 
 
 def charts(pairs: dict[int, dict[str, Training]], own: Training | None) -> list[Chart]:
-    """Mean reward over the policy tokens, and held-out scores before and after; means over seeds, bars from lowest to highest."""
+    """Mean reward over the policy tokens, and held-out scores before and after; means over seeds, bars from
+    lowest to highest.
+    """
     methods = next(iter(pairs.values()))
     trainings = {METHODS[method]: [by_method[method] for by_method in pairs.values()] for method in methods}
     starts = [by_method["rapo"].start for by_method in pairs.values()]
-    reward, score = [], []
+    reward, solved = [], []
     for name, several in trainings.items():
         reward.append(_curve(name, several))
         ends = [_value(one.end) for one in several]
         tokens = _mean([one.tokens[-1] for one in several])
-        score.append(Series(label=name, points=(_bar(0.0, [_value(one) for one in starts]), _bar(tokens, ends))))
+        solved.append(
+            Series(label=name, points=(_bar(0.0, [_value(one) for one in starts]), _bar(tokens, ends)))
+        )
     if own is not None:
         reward.append(_curve("this run", [own]))
         if own.start is not None:
-            score.append(Series(label="this run", points=(_bar(0, [_value(own.start)]), _bar(own.tokens[-1], [_value(own.end)]))))
-    titles = ("Rewarded rollouts while training", "Held-out questions solved, without retrieval")
+            solved.append(
+                Series(
+                    label="this run",
+                    points=(_bar(0, [_value(own.start)]), _bar(own.tokens[-1], [_value(own.end)])),
+                )
+            )
+    titles = ("Rewarded rollouts while training, all kinds", "Held-out questions solved, without retrieval")
     return [
-        Chart(title=title, x_label="policy tokens", y_label="%", series=tuple(series))
-        for title, series in zip(titles, (reward, score), strict=True)
+        Chart(title=title, x_label="policy tokens", y_label="%", series=tuple(series), is_share=True)
+        for title, series in zip(titles, (reward, solved), strict=True)
     ]
 
 
 def _curve(name: str, several: Sequence[Training]) -> Series:
     length = min(len(one.rewards) for one in several)
-    points = (
-        Point(x=_mean([one.tokens[step] for one in several]), value=100 * _mean([one.rewards[step] for one in several]))
+    places = (
+        Point(
+            x=_mean([one.tokens[step] for one in several]),
+            value=_mean([one.rewards[step] for one in several]),
+        )
         for step in range(length)
     )
-    return Series(label=name, points=tuple(points))
+    return Series(label=name, points=tuple(places))
 
 
 def _bar(x: float, values: Sequence[float]) -> Point:
@@ -143,7 +177,7 @@ def _bar(x: float, values: Sequence[float]) -> Point:
 
 
 def _value(evaluation: dict[str, Any] | None) -> float:
-    return math.nan if evaluation is None else 100 * float(evaluation["metric"]["score"]["value"])
+    return math.nan if evaluation is None else float(evaluation["metric"]["score"]["value"])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -151,16 +185,18 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", type=Path, help="a run of your own to draw in")
     parser.add_argument("--runs", type=Path, default=Path("records/packs/demo.pack/runs"))
     parser.add_argument("--out", type=Path, default=Path("runs/demo/beside.html"))
     arguments = parser.parse_args()
     pairs = read_pairs(arguments.runs)
     own = read_training(arguments.run) if arguments.run else None
-    table = Table(*heads(pairs), title="held-out score after training, paired gain over the cold start [95 %]")
+    table = Table(*heads(pairs), title="held-out score, paired gain over the cold start")
     for row in rows(pairs):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     Console().print(table)
     names = " and ".join(METHODS[method] for method in next(iter(pairs.values())))
     told = f"{len(pairs)} recorded seeds of {names}: means, lowest and highest."

@@ -2,8 +2,8 @@
 
     python benchmarks/demo_compare.py --out runs/compare [--rapo runs/demo] [--seeds 3] [--recipe recipes/demo.toml] [key=value ...]
 
-Every run is resumable: a second call continues where the first was stopped. Prints held-out scores with 95 % intervals,
-seconds and policy tokens a step, and executed tool calls.
+Every run is resumable: a second call continues where the first was stopped. Prints held-out scores with 95 %
+intervals, seconds and policy tokens a step, and executed tool calls.
 """
 
 import argparse
@@ -12,6 +12,9 @@ from pathlib import Path
 from comparison import at_equal_tokens, evaluations, from_checkpoint, median, records, train
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from outrider.printing import score
 
 
 def main() -> None:
@@ -35,23 +38,40 @@ def main() -> None:
 
 
 def scores(rows: list[tuple[str, int, Path]]) -> Table:
-    table = Table("algorithm", "seed", "evaluation", "score %", "95 % interval", "tasks", title="held-out score, no retrieval")
+    table = Table("algorithm", "seed", "evaluation", "score", "tasks", title="held-out score, no retrieval")
     for name, seed, run in rows:
         for one in evaluations(run):
-            score = one["metric"]["score"]
-            interval = f"{100 * score['ci_low']:.1f} - {100 * score['ci_high']:.1f}"
-            table.add_row(name, str(seed), one["label"], f"{100 * score['value']:.1f}", interval, str(one["num_tasks"]))
+            found = one["metric"]["score"]
+            told = Text(score(found["value"], found["ci_low"], found["ci_high"]))
+            table.add_row(name, str(seed), one["label"], told, str(one["num_tasks"]))
     return table
 
 
 def costs(rows: list[tuple[str, int, Path]]) -> Table:
-    columns = ("algorithm", "seed", "steps", "s/step", "policy tokens/step", "tool calls/step", "reward first", "reward last")
+    columns = (
+        "algorithm",
+        "seed",
+        "steps",
+        "s/step",
+        "policy tokens/step",
+        "tool calls/step",
+        "reward first",
+        "reward last",
+    )
     table = Table(*columns, title="cost")
     for name, seed, run in rows:
         lines = records(run)
         cells = [median(run, key) for key in ("time/step", "tokens/policy", "rollout/num_tool_calls")]
         rewards = [f"{lines[0]['reward/mean']:.2f}", f"{lines[-1]['reward/mean']:.2f}"]
-        table.add_row(name, str(seed), str(len(lines)), f"{cells[0]:.1f}", f"{cells[1]:.0f}", f"{cells[2]:.0f}", *rewards)
+        table.add_row(
+            name,
+            str(seed),
+            str(len(lines)),
+            f"{cells[0]:.1f}",
+            f"{cells[1]:.0f}",
+            f"{cells[2]:.0f}",
+            *rewards,
+        )
     return table
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/episode_pass.py [--turns 30] [--episodes 4] [--repeats 3] [--precision auto]
 
-Same tokens are trained on both sides, without padding and with the same kernels. Episodes of the ScienceWorld kind: a prompt, then
-turns of a short action and its observation. ``off-policy`` scores every episode in the context with tips first (EMPO², Table 3).
+Same tokens are trained on both sides, without padding and with the same kernels. Episodes of the ScienceWorld
+kind: a prompt, then turns of a short action and its observation. ``off-policy`` scores every episode in the
+context with tips first (EMPO², Table 3).
 """
 
 import argparse
@@ -18,11 +19,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.engines.model import load_model, resolve_precision
+from outrider.engines.local.model import load_model, resolve_precision
 from outrider.trace import Node, Trace, without_memory
-from outrider.train.off_policy import acting_logprobs
-from outrider.train.pack import RolloutPath, pack
-from outrider.train.policy import OptimizerSettings, Policy
+from outrider.train.update.off_policy import acting_logprobs
+from outrider.train.update.pack import RolloutPath, pack
+from outrider.train.update.policy import OptimizerSettings, Policy
 from outrider.types import Message, Origin, Task
 
 PROMPT, ACTION, OBSERVATION, TIP = 200, 12, 30, 20
@@ -52,7 +53,12 @@ def main() -> None:
     title = f"{arguments.episodes} episodes of {arguments.turns} turns, {precision}, medians of {arguments.repeats}"
     table = Table("update", "seconds", "computed tokens", "time against one pass", title=title)
     for name in sides:
-        table.add_row(name, f"{seconds[name]:.1f}", str(tokens[name]), f"{seconds[name] / seconds['one pass an episode']:.2f}")
+        table.add_row(
+            name,
+            f"{seconds[name]:.1f}",
+            str(tokens[name]),
+            f"{seconds[name] / seconds['one pass an episode']:.2f}",
+        )
     Console().print(table)
 
 
@@ -83,12 +89,21 @@ def episodes(num: int, num_turns: int) -> list[RolloutPath]:
             tip = trace.append(parent=tip.node_id, origin=Origin.MEMORY, token_ids=ids(TIP), message=TEXT)
             zeros = (0.0,) * ACTION
             tip = trace.append(
-                parent=tip.node_id, origin=Origin.POLICY, token_ids=ids(ACTION), message=TEXT, logprobs=zeros, entropies=zeros
+                parent=tip.node_id,
+                origin=Origin.POLICY,
+                token_ids=ids(ACTION),
+                message=TEXT,
+                logprobs=zeros,
+                entropies=zeros,
             )
             tip.credit = (1.0,) * ACTION
-            tip = trace.append(parent=tip.node_id, origin=Origin.ENVIRONMENT, token_ids=ids(OBSERVATION), message=TEXT)
+            tip = trace.append(
+                parent=tip.node_id, origin=Origin.ENVIRONMENT, token_ids=ids(OBSERVATION), message=TEXT
+            )
         acted = trace.path(tip.node_id)
-        paths.append(RolloutPath(nodes=without_memory(acted), rollout_index=index, rollout=index, acted=acted))
+        paths.append(
+            RolloutPath(nodes=without_memory(acted), rollout_index=index, rollout=index, acted=acted)
+        )
     return paths
 
 
@@ -104,7 +119,14 @@ def rows_a_turn(paths: list[RolloutPath]) -> list[RolloutPath]:
 
 
 def _copy(node: Node, *, is_trained: bool) -> Node:
-    copied = Node(node_id=0, parent=None, origin=node.origin, token_ids=node.token_ids, message=TEXT, logprobs=node.logprobs)
+    copied = Node(
+        node_id=0,
+        parent=None,
+        origin=node.origin,
+        token_ids=node.token_ids,
+        message=TEXT,
+        logprobs=node.logprobs,
+    )
     copied.credit = node.credit if is_trained else None
     return copied
 
@@ -122,7 +144,10 @@ def update(policy: Policy, paths: list[RolloutPath], max_tokens: int) -> int:
 def off_policy(policy: Policy, paths: list[RolloutPath], max_tokens: int) -> int:
     acting_logprobs(policy, paths, max_tokens=max_tokens)
     extra = sum(
-        batch.num_tokens for batch in pack([RolloutPath(nodes=p.acted or (), rollout_index=0) for p in paths], max_tokens=10**9)
+        batch.num_tokens
+        for batch in pack(
+            [RolloutPath(nodes=p.acted or (), rollout_index=0) for p in paths], max_tokens=10**9
+        )
     )
     return update(policy, paths, max_tokens) + extra
 

@@ -1,13 +1,18 @@
 """Records of figures: what is in ``records/*.json``, and the Markdown that follows from it.
 
-A record says where its figures come from (``source``) and by which command. Its kind decides what it can render, by view:
+A record says where its figures come from (``source``) and by which command. Its kind decides what it can
+render, by view:
 
 - ``cells``: a table that was printed once ("" the table, ``notes`` the list below it);
 - ``values``: single figures, by name, text or a score of so many tasks, whose interval is computed;
-- ``scores``: a score a seed and a name, in the record or in a pack, in the tables that its ``views`` describe;
-- ``runs``: runs of a pack, a row each: what was set, rewards at the beginning and at the end of training, held-out score;
+- ``scores``: a score a seed and a name, in the record or in a pack, in the tables that its ``views``
+  describe;
+- ``runs``: runs of a pack, a row each: what was set, rewards at the beginning and at the end of training,
+  held-out score;
 - ``gains``: runs ``METHOD-SEED`` of a pack, with their paired gains over one cold start a seed;
-- ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack (views "" and, of the Factbook, ``notes``).
+- ``calls``: tool calls until a reward;
+- ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack (views "" and, of the Factbook,
+  ``notes``).
 
 Packs are in ``records/packs``, and are verified before anything is read from them.
 """
@@ -20,13 +25,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from benchmarks import calls_to_reward
 from benchmarks.demo_beside import heads, read_pairs, rows
 from benchmarks.markdown_table import markdown
 from outrider.errors import DataError
-from outrider.evals.pack_exact import read_exact
-from outrider.evals.pack_format import EXACT
-from outrider.evals.pack_verify import verified_tables
-from outrider.evals.runner import interval
+from outrider.evals.pack.exact import read_exact
+from outrider.evals.pack.format import EXACT
+from outrider.evals.pack.verify import verified_tables
+from outrider.printing import score
+from outrider.rollout.evaluate import interval
 
 PACKS: Final = "packs"
 
@@ -60,7 +67,7 @@ class Score(_Part):
         """With Wilson's 95 % interval."""
         num_solved = round(self.percent * self.num_tasks / 100)
         low, high = interval([1.0] * num_solved + [0.0] * (self.num_tasks - num_solved), binary=True)
-        return f"{self.percent:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+        return score(self.percent / 100, low, high)
 
 
 class Values(_Record):
@@ -73,8 +80,8 @@ class Values(_Record):
 class View(_Part):
     """``names`` are the scores to show, by what the table calls them; ``corner`` heads the first column.
 
-    ``seeds`` has a row a seed and their mean, ``intervals`` the same with intervals over tasks and policy tokens, ``summary`` a row a
-    name with mean, lowest and highest.
+    ``seeds`` has a row a seed and their mean, ``intervals`` the same with intervals over tasks and policy
+    tokens, ``summary`` a row a name with mean, lowest and highest.
     """
 
     form: Literal["seeds", "intervals", "summary"]
@@ -91,8 +98,8 @@ class SeedScores(_Part):
 
 
 class Scores(_Record):
-    """``seeds`` are written down, or come from ``pack``: there, ``evaluations`` maps a name to a run, in which ``{seed}`` stands for
-    the seed, and the label of one of its evaluations.
+    """``seeds`` are written down, or come from ``pack``: there, ``evaluations`` maps a name to a run, in
+    which ``{seed}`` stands for the seed, and the label of one of its evaluations.
     """
 
     kind: Literal["scores"]
@@ -115,16 +122,29 @@ class Toys(_Record):
 
 
 class FactbookRuns(_Record):
-    """The Factbook task of ``benchmarks.learning`` in a pack, whose runs are called ``METHOD-SEED``."""
+    """The Factbook task of ``benchmarks.learning`` in a pack, whose runs are called ``METHOD-SEED``.
+
+    A run that several packs have is the first one's.
+    """
 
     kind: Literal["factbook"]
-    pack: str
+    pack: str | tuple[str, ...]
     methods: tuple[str, ...]
 
 
+class Calls(_Record):
+    """Tool calls until a reward (:mod:`benchmarks.calls_to_reward`), of runs of packs."""
+
+    kind: Literal["calls"]
+    packs: tuple[str, ...]
+    methods: tuple[str, ...]
+    levels: tuple[float, ...]
+
+
 class Runs(_Record):
-    """``rows`` maps a run of the pack to the cells that say what it was; the table has them under ``columns``, then its measurements:
-    steps, mean reward of the first and of the last ``window`` steps, and the score after training.
+    """``rows`` maps a run of the pack to the cells that say what it was; the table has them under
+    ``columns``, then its measurements: steps, mean reward of the first and of the last ``window`` steps, and
+    the score after training.
     """
 
     kind: Literal["runs"]
@@ -141,12 +161,16 @@ class Gains(_Record):
     pack: str
 
 
-Record = Annotated[Cells | Values | Scores | Runs | Gains | Toys | FactbookRuns, Field(discriminator="kind")]
+Record = Annotated[
+    Cells | Values | Scores | Runs | Gains | Toys | FactbookRuns | Calls, Field(discriminator="kind")
+]
 _RECORD: TypeAdapter[Any] = TypeAdapter(Record)
 
 
 def render_all(records: Path) -> dict[str, str]:
-    """Every figure of every record by name: ``RECORD`` or ``RECORD/VIEW``. Raises DataError naming the file, and PackError."""
+    """Every figure of every record by name: ``RECORD`` or ``RECORD/VIEW``. Raises DataError naming the file,
+    and PackError.
+    """
     figures: dict[str, str] = {}
     for file in sorted(records.glob("*.json")):
         try:
@@ -162,7 +186,10 @@ def render_all(records: Path) -> dict[str, str]:
 
 
 def _cells(record: Cells, packs: Path) -> dict[str, str]:
-    return {"": markdown(record.columns, record.rows), "notes": "\n".join(f"- {note}" for note in record.notes)}
+    return {
+        "": markdown(record.columns, record.rows),
+        "notes": "\n".join(f"- {note}" for note in record.notes),
+    }
 
 
 def _values(record: Values, packs: Path) -> dict[str, str]:
@@ -180,7 +207,9 @@ def _packed_seeds(record: Scores, pack: Path) -> list[SeedScores]:
     tokens = {row["run"]: int(row.get("policy tokens", 0)) for row in tables["costs"]}
     seeds = []
     for seed in record.pack_seeds:
-        found = {name: rows[run.format(seed=seed), label] for name, (run, label) in record.evaluations.items()}
+        found = {
+            name: rows[run.format(seed=seed), label] for name, (run, label) in record.evaluations.items()
+        }
         if other := [row["run"] for row in found.values() if row["num_tasks"] != record.num_tasks]:
             raise DataError(f"{pack}: {other[0]} was not scored on {record.num_tasks} tasks")
         trained = {name: tokens[row["run"]] for name, row in found.items() if row["step"] > 0}
@@ -191,16 +220,22 @@ def _packed_seeds(record: Scores, pack: Path) -> list[SeedScores]:
 
 def _by_seed(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
     rows = [(one.label, *(f"{one.percent[name]:.1f}" for name in view.names)) for one in seeds]
-    return markdown((view.corner, *view.names.values()), [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))])
+    return markdown(
+        (view.corner, *view.names.values()),
+        [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))],
+    )
 
 
 def _with_intervals(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
     def cell(one: SeedScores, name: str) -> str:
-        score = Score(percent=one.percent[name], num_tasks=record.num_tasks).text.replace(" %", "")
-        return f"{score} ({one.policy_tokens[name]:,})" if name in one.policy_tokens else score
+        told = Score(percent=one.percent[name], num_tasks=record.num_tasks).text.replace(" %", "")
+        return f"{told} ({one.policy_tokens[name]:,})" if name in one.policy_tokens else told
 
     rows = [(one.label, *(cell(one, name) for name in view.names)) for one in seeds]
-    return markdown((view.corner, *view.names.values()), [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))])
+    return markdown(
+        (view.corner, *view.names.values()),
+        [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))],
+    )
 
 
 def _summary(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
@@ -219,14 +254,26 @@ def _mean(seeds: Sequence[SeedScores], name: str) -> float:
 def _runs(record: Runs, packs: Path) -> dict[str, str]:
     _, tables = verified_tables(packs / record.pack)
     ends = {row["run"]: row for row in tables["evaluations"] if row["step"] > 0}
-    columns = (*record.columns, "steps", f"reward, first {record.window} steps", f"last {record.window}", "held-out score %")
+    columns = (
+        *record.columns,
+        "steps",
+        f"reward, first {record.window} steps",
+        f"last {record.window}",
+        "held-out score %",
+    )
     table = []
     for name, cells in record.rows.items():
-        lines = (packs / record.pack / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (
+            (packs / record.pack / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        )
         rewards = [line["reward/mean"] for line in map(json.loads, lines) if line["kind"] == "train"]
-        around = (math.fsum(part) / len(part) for part in (rewards[: record.window], rewards[-record.window :]))
-        score = Score(percent=100 * ends[name]["score"], num_tasks=ends[name]["num_tasks"]).text.replace(" %", "")
-        table.append((*cells, str(len(rewards)), *(f"{mean:.2f}" for mean in around), score))
+        around = (
+            math.fsum(part) / len(part) for part in (rewards[: record.window], rewards[-record.window :])
+        )
+        told = Score(percent=100 * ends[name]["score"], num_tasks=ends[name]["num_tasks"]).text.replace(
+            " %", ""
+        )
+        table.append((*cells, str(len(rewards)), *(f"{mean:.2f}" for mean in around), told))
     return {"": markdown(columns, table)}
 
 
@@ -243,7 +290,9 @@ def _toys(record: Toys, packs: Path) -> dict[str, str]:
     from benchmarks.learning_toys import ARENAS
 
     verified_tables(packs / record.pack)
-    methods = {method.key: method for arena in ARENAS if arena.name == record.toy for method in arena.methods()}
+    methods = {
+        method.key: method for arena in ARENAS if arena.name == record.toy for method in arena.methods()
+    }
     results: dict[str, dict[int, Any]] = {key: {} for key in record.methods}
     for row in read_exact(packs / record.pack / EXACT).values():
         if row.toy == record.toy and row.method in results:
@@ -255,19 +304,38 @@ def _toys(record: Toys, packs: Path) -> dict[str, str]:
 def _factbook(record: FactbookRuns, packs: Path) -> dict[str, str]:
     from benchmarks.learning_methods import factbook_methods
     from benchmarks.learning_tables import factbook_notes, factbook_table
-    from outrider.evals.compare import compare
+    from outrider.evals.compare.compare import compare
 
-    manifest, _ = verified_tables(packs / record.pack)
-    methods = {method.key: method for method in factbook_methods(2, 1)}  # their names are wanted, not their settings
-    runs = [packs / record.pack / "runs" / name for name in manifest.runs if name.rpartition("-")[0] in record.methods]
-    chosen, comparison = [methods[key] for key in record.methods], compare(runs)
+    # their names are wanted, not their settings
+    methods = {method.key: method for method in factbook_methods(2, 1)}
+    runs: dict[str, Path] = {}
+    for pack in (record.pack,) if isinstance(record.pack, str) else record.pack:
+        manifest, _ = verified_tables(packs / pack)
+        own = [name for name in manifest.runs if name.rpartition("-")[0] in record.methods]
+        runs = {name: packs / pack / "runs" / name for name in own} | runs
+    chosen, comparison = (
+        [methods[key] for key in record.methods],
+        compare([runs[name] for name in sorted(runs)]),
+    )
     notes = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
     return {"": factbook_table(chosen, comparison), "notes": notes}
+
+
+def _calls(record: Calls, packs: Path) -> dict[str, str]:
+    for pack in record.packs:
+        verified_tables(packs / pack)
+    folders = [packs / pack / "runs" for pack in record.packs]
+    return {
+        "": calls_to_reward.table(
+            calls_to_reward.read_calls(folders, record.methods, record.levels), record.levels
+        )
+    }
 
 
 _FORMS: Final[Mapping[str, Callable[[Scores, Sequence[SeedScores], View], str]]] = {
     "seeds": _by_seed, "intervals": _with_intervals, "summary": _summary
 }  # fmt: skip
 _RENDER: Final[Mapping[str, Callable[[Any, Path], dict[str, str]]]] = {
-    "cells": _cells, "values": _values, "scores": _scores, "runs": _runs, "gains": _gains, "toys": _toys, "factbook": _factbook
+    "cells": _cells, "values": _values, "scores": _scores, "runs": _runs, "gains": _gains, "toys": _toys, "factbook": _factbook,
+    "calls": _calls,
 }  # fmt: skip

@@ -11,8 +11,8 @@ A document marks where a figure belongs, and what stands between the marks is wr
     <!-- /figures -->
     it ended at <!-- figure: demo/end -->28.0 % [21.4, 35.7]<!-- /figure --> after five steps
 
-The marks are comments, which no reader sees. ``--check`` changes nothing: it names document, line, recorded and written text of every
-figure that differs, and ends with status 1.
+The marks are comments, which no reader sees. ``--check`` changes nothing: it names document, line, recorded
+and written text of every figure that differs, and ends with status 1.
 """
 
 import argparse
@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.figure_records import render_all
-from outrider.durable import replace_file
+from outrider.atomic_io import replace_file
 from outrider.errors import DataError, OutriderError
 
 _MARKED: Final = re.compile(r"<!-- figure(s?): (\S+) -->(.*?)<!-- /figure\1 -->", re.DOTALL)
 _MARK: Final = re.compile(r"<!-- /?figures?\b.*?-->")
-_CODE: Final = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)  # marks in it are shown to readers, and are none
+# marks in it are shown to readers, and are none
+_CODE: Final = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _SHOWN: Final = 100  # characters of a text in a message
 
 
@@ -46,25 +47,35 @@ class Difference:
     @property
     def sentence(self) -> str:
         """One line for a log."""
-        return f"{self.document}:{self.line}: {self.name}: recorded {self.recorded!r}, written {self.written!r}"
+        return (
+            f"{self.document}:{self.line}: {self.name}: recorded {self.recorded!r}, written {self.written!r}"
+        )
 
 
 def differences(text: str, figures: Mapping[str, str], *, document: str) -> list[Difference]:
-    """Figures of a document that differ. Raises DataError for marks that do not pair, and for a figure that no record has."""
+    """Figures of a document that differ. Raises DataError for marks that do not pair, and for a figure that
+    no record has.
+    """
     found = []
     for match in _marked(text, figures, document=document):
         recorded, written = _words(figures[match[2]]), _words(match[3])
         if recorded != written:
             pairs = enumerate(zip(recorded, written, strict=False))
-            start = next((n for n, (ours, theirs) in pairs if ours != theirs), min(len(recorded), len(written)))
+            start = next(
+                (n for n, (ours, theirs) in pairs if ours != theirs), min(len(recorded), len(written))
+            )
             parts = [" ".join(words[max(0, start - 2) :])[:_SHOWN] for words in (recorded, written)]
             line = text.count("\n", 0, match.start(3)) + _lines_before(match[3], start)
-            found.append(Difference(document=document, line=line, name=match[2], recorded=parts[0], written=parts[1]))
+            found.append(
+                Difference(document=document, line=line, name=match[2], recorded=parts[0], written=parts[1])
+            )
     return found
 
 
 def rewritten(text: str, figures: Mapping[str, str], *, document: str) -> str:
-    """The document with its figures. A figure that differs in line breaks only stays as it is. Raises what differences raises."""
+    """The document with its figures. A figure that differs in line breaks only stays as it is. Raises what
+    differences raises.
+    """
     parts, end = [], 0
     for match in _marked(text, figures, document=document):
         recorded = figures[match[2]]
@@ -80,10 +91,14 @@ def _marked(text: str, figures: Mapping[str, str], *, document: str) -> Iterator
     paired = {position for match in matches for position in (match.start(), match.end(3))}
     for mark in _MARK.finditer(text):
         if mark.start() not in paired:
-            raise DataError(f"{document}:{text.count(chr(10), 0, mark.start()) + 1}: {mark[0]} has no other half")
+            raise DataError(
+                f"{document}:{text.count(chr(10), 0, mark.start()) + 1}: {mark[0]} has no other half"
+            )
     for match in matches:
         if match[2] not in figures:
-            raise DataError(f"{document}:{text.count(chr(10), 0, match.start()) + 1}: no record has the figure {match[2]}")
+            raise DataError(
+                f"{document}:{text.count(chr(10), 0, match.start()) + 1}: no record has the figure {match[2]}"
+            )
         yield match
 
 
@@ -104,7 +119,9 @@ def documents(root: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 all figures are what is recorded, 1 one is not, or a record cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description="Recorded figures in the documents.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.figures", description="Recorded figures in the documents."
+    )
     parser.add_argument("--check", action="store_true", help="change nothing, name what differs")
     parser.add_argument("--root", type=Path, default=Path(), help="folder of README.md, docs and records")
     parsed = parser.parse_args(arguments)

@@ -1,10 +1,12 @@
-"""How far group credit is from the true policy gradient, measured exactly on a tree small enough to enumerate.
+"""How far group credit is from the true policy gradient, measured exactly on a tree small enough to
+enumerate.
 
-Run ``python benchmarks/grpo_bias.py``. Nothing is sampled: the expected gradient of each estimator is a sum over all
-groups (as multisets) of two to four rollouts, and the true gradient a sum over all paths. The tree has depth 3 and branching 3
-with a tabular softmax policy; at some nodes the environment chooses, with fixed probabilities and without gradient. For RAPO
-those nodes stand for retrieved steps, and the entropies around them are the policy's own. In the ragged tree the environment has
-all nodes below the first child and the last ones below the second: rollouts have one, two or three trained steps.
+Run ``python benchmarks/grpo_bias.py``. Nothing is sampled: the expected gradient of each estimator is a sum
+over all groups (as multisets) of two to four rollouts, and the true gradient a sum over all paths. The tree
+has depth 3 and branching 3 with a tabular softmax policy; at some nodes the environment chooses, with fixed
+probabilities and without gradient. For RAPO those nodes stand for retrieved steps, and the entropies around
+them are the policy's own. In the ragged tree the environment has all nodes below the first child and the last
+ones below the second: rollouts have one, two or three trained steps.
 """
 
 import argparse
@@ -17,12 +19,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.algorithms.credit import (
+from outrider.algorithms.common.advantages import (
     GroupAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
-from outrider.algorithms.retrieval import (
+from outrider.algorithms.rapo.formulas import (
     combined_advantages_per_rollout,
     retrieval_advantages_per_rollout,
     retrieval_factors_per_rollout,
@@ -43,8 +45,8 @@ RAGGED_NODES = (1, 4, 5, 6, 7, 8, 9)  # all below the first child, and what foll
 class TreeMdp:
     """A tabular tree. Shapes: P = 27 paths, S = 13 inner nodes, B = 3 children.
 
-    ``logits`` [S, B]; ``path_nodes`` and ``path_actions`` [P, 3]; ``returns`` [P]. ``environment_nodes`` use their
-    logits as fixed transition probabilities.
+    ``logits`` [S, B]; ``path_nodes`` and ``path_actions`` [P, 3]; ``returns`` [P]. ``environment_nodes`` use
+    their logits as fixed transition probabilities.
     """
 
     logits: Float64Array
@@ -93,7 +95,9 @@ class TreeMdp:
             rewards.append(
                 retrieval_reward_per_rollout(
                     entropies_before=[float(entropies[nodes[step - 1]]) for step in at],
-                    entropies_after=[float(entropies[nodes[step + 1]]) if step + 1 < DEPTH else None for step in at],
+                    entropies_after=[
+                        float(entropies[nodes[step + 1]]) if step + 1 < DEPTH else None for step in at
+                    ],
                 ).value
             )
         return np.array(rewards)
@@ -102,22 +106,34 @@ class TreeMdp:
 def make_tree(
     *, seed: int, success_share: float | None = None, environment_nodes: tuple[int, ...] = ENVIRONMENT_NODES
 ) -> TreeMdp:
-    """A random tree with normal logits; returns uniform in [0, 1), or 1 on about ``success_share`` of the paths and else 0."""
+    """A random tree with normal logits; returns uniform in [0, 1), or 1 on about ``success_share`` of the
+    paths and else 0.
+    """
     generator = np.random.default_rng(seed)
     actions = np.array(list(itertools.product(range(BRANCHING), repeat=DEPTH)))
-    nodes = np.stack([np.zeros(len(actions), int), 1 + actions[:, 0], 4 + BRANCHING * actions[:, 0] + actions[:, 1]], axis=1)
+    nodes = np.stack(
+        [np.zeros(len(actions), int), 1 + actions[:, 0], 4 + BRANCHING * actions[:, 0] + actions[:, 1]],
+        axis=1,
+    )
     logits = generator.normal(size=(NUM_NODES, BRANCHING))
     uniform = generator.random(len(actions))
     returns = uniform if success_share is None else (uniform < success_share).astype(np.float64)
-    return TreeMdp(logits=logits, returns=returns, path_nodes=nodes, path_actions=actions, environment_nodes=environment_nodes)
+    return TreeMdp(
+        logits=logits,
+        returns=returns,
+        path_nodes=nodes,
+        path_actions=actions,
+        environment_nodes=environment_nodes,
+    )
 
 
 def expected_gradient(tree: TreeMdp, credit: Credit, *, group_size: int, mean: Mean = "none") -> Float64Array:
     """``E[1/G sum_i A_i score_i]`` [S, B] over all groups of ``group_size`` independent paths.
 
-    ``credit`` maps the path numbers of a group to advantages. ``mean`` "rollout" divides each rollout's score by its number
-    of trained steps (``sequence_mean_token_mean``), "group" the whole group by all of its trained steps in place of by G
-    (``token_mean`` where the mini-batch is one group); with "none" steps are summed.
+    ``credit`` maps the path numbers of a group to advantages. ``mean`` "rollout" divides each rollout's score
+    by its number of trained steps (``sequence_mean_token_mean``), "group" the whole group by all of its
+    trained steps in place of by G (``token_mean`` where the mini-batch is one group); with "none" steps are
+    summed.
     """
     log_probabilities = np.log(tree.path_probabilities)
     num_steps = tree.is_trainable.sum(axis=1)
@@ -167,7 +183,9 @@ def deviation(estimate: Float64Array, truth: Float64Array) -> tuple[float, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
-    """One row of the table: the credit, over which steps it is averaged, and whether it reads the environment's nodes as retrievals."""
+    """One row of the table: the credit, over which steps it is averaged, and whether it reads the
+    environment's nodes as retrievals.
+    """
 
     name: str
     credit: Callable[[TreeMdp], Credit]
@@ -190,7 +208,10 @@ ESTIMATORS = (
 
 def measure(trees: Sequence[TreeMdp], estimator: Estimator, *, group_size: int) -> tuple[float, float, float]:
     """:func:`deviation` of an estimator over tasks of equal weight, each with parameters of its own."""
-    estimates = [expected_gradient(tree, estimator.credit(tree), group_size=group_size, mean=estimator.mean) for tree in trees]
+    estimates = [
+        expected_gradient(tree, estimator.credit(tree), group_size=group_size, mean=estimator.mean)
+        for tree in trees
+    ]
     return deviation(np.concatenate(estimates), np.concatenate([tree.policy_gradient() for tree in trees]))
 
 
@@ -200,7 +221,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[2, 3, 4])
     arguments = parser.parse_args()
-    print(f"{'returns':8} {'G':>2} {'credit':28} {'cosine':>9} {'rel. deviation':>15} {'after rescaling':>16}")
+    print(
+        f"{'returns':8} {'G':>2} {'credit':28} {'cosine':>9} {'rel. deviation':>15} {'after rescaling':>16}"
+    )
     binary = make_tree(seed=arguments.seed, success_share=0.25)
     settings = {
         "binary": [binary],
@@ -212,7 +235,9 @@ def main() -> None:
         for group_size in arguments.group_sizes:
             for estimator in (one for one in ESTIMATORS if not (one.retrieves and setting == "ragged")):
                 cosine, relative, rescaled = measure(trees, estimator, group_size=group_size)
-                print(f"{setting:8} {group_size:2d} {estimator.name:28} {cosine:9.6f} {relative:15.6f} {rescaled:16.6f}")
+                print(
+                    f"{setting:8} {group_size:2d} {estimator.name:28} {cosine:9.6f} {relative:15.6f} {rescaled:16.6f}"
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""One GRPO step, end to end: 8 completions of 64 tokens to one prompt, credit, update. Outrider beside TRL, in one process.
+"""One GRPO step, end to end: 8 completions of 64 tokens to one prompt, credit, update. Outrider beside TRL,
+in one process.
 
     python benchmarks/grpo_step.py [--repeats 5] [--precision auto]      # needs: pip install trl datasets
 
@@ -23,11 +24,11 @@ from rich.table import Table
 
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Request
-from outrider.engines.local import LocalEngine
-from outrider.engines.model import load_model, resolve_model, resolve_precision
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.model import load_model, resolve_model, resolve_precision
 from outrider.trace import Leaf, Trace
-from outrider.train.policy import OptimizerSettings, Policy
-from outrider.train.update import UpdateSettings, update
+from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.train.update.update import UpdateSettings, update
 from outrider.types import Message, Origin, Outcome, Task
 
 PROMPT, NEW, GROUP = 207, 64, 8
@@ -50,7 +51,9 @@ def main() -> None:
         step()
         seconds.append(time.perf_counter() - began)
     mine = statistics.median(seconds[1:])
-    table = Table("", "s/step", "ratio", title=f"{arguments.model}, {precision}, medians of {arguments.repeats}")
+    table = Table(
+        "", "s/step", "ratio", title=f"{arguments.model}, {precision}, medians of {arguments.repeats}"
+    )
     table.add_row("TRL GRPOTrainer", f"{theirs:.1f}", "1")
     table.add_row("Outrider", f"{mine:.1f}", f"{theirs / mine:.2f}")
     Console().print(table)
@@ -89,12 +92,20 @@ def ours(name: str, precision: str) -> Callable[[], None]:
     policy = Policy(language_model, OptimizerSettings(learning_rate=1e-6))
     engine = LocalEngine(replace(language_model, eos_token_ids=frozenset(), eos_texts=()))
     algorithm = Grpo(GrpoSettings(group_size=GROUP))
-    ids = tuple(language_model.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 40)[:PROMPT])
+    ids = tuple(
+        language_model.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 40)[:PROMPT]
+    )
     message = Message(role="user", content="")
 
     def step() -> None:
         requests = [
-            Request(request_id=str(i), token_ids=ids, max_tokens=NEW, seed=random.getrandbits(32), cache_key=str(i))
+            Request(
+                request_id=str(i),
+                token_ids=ids,
+                max_tokens=NEW,
+                seed=random.getrandbits(32),
+                cache_key=str(i),
+            )
             for i in range(GROUP)
         ]
         trace = Trace(task=Task(key="benchmark", question=""))
@@ -105,10 +116,19 @@ def ours(name: str, precision: str) -> Callable[[], None]:
                 entropies=one.entropies,
             )  # fmt: skip
             value = random.random()
-            trace.finish(Leaf(node_id=node.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value))
+            trace.finish(
+                Leaf(node_id=node.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value)
+            )
         engine.free_cache()
         algorithm.credit(trace)
-        update(policy, [trace], objective=algorithm.objective, settings=UpdateSettings(), reference=None, first=False)
+        update(
+            policy,
+            [trace],
+            objective=algorithm.objective,
+            settings=UpdateSettings(),
+            reference=None,
+            first=False,
+        )
         engine.weights_changed()
 
     return step

@@ -1,4 +1,5 @@
-"""Which variable makes which kernels behave as on a lesser processor: other bits than without it, or the same.
+"""Which variable makes which kernels behave as on a lesser processor: other bits than without it, or the
+same.
 
     python benchmarks/instruction_sets.py
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from outrider.engines import onednn
+from outrider.engines.local import onednn
 
 SETTINGS = (
     "ATEN_CPU_CAPABILITY=default", "ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=SSE41",
@@ -30,7 +31,7 @@ def main() -> None:
     if CHILD in sys.argv:
         print(" ".join(results()))
         return
-    from outrider.train.doctor_machine import kernels, processor  # half a process's start
+    from outrider.train.machine.processor import kernels, processor  # half a process's start
 
     plain = measured({})
     table = Table("variable", *operations(), title="bits against those without the variable")
@@ -51,10 +52,14 @@ def measured(variables: dict[str, str]) -> list[str]:
 
 
 def operations() -> dict[str, torch.Tensor | None]:
-    """torch's own draws and kernels, plain layers (float32: BLAS), attention, oneDNN's packed layers if they run."""
+    """torch's own draws and kernels, plain layers (float32: BLAS), attention, oneDNN's packed layers if they
+    run.
+    """
     drawn = np.random.default_rng(0)
     shapes = (64, 576), (1536, 576), (1, 9, 128, 64)
-    rows, weight, heads = (torch.from_numpy(drawn.standard_normal(shape, dtype=np.float32)) for shape in shapes)
+    rows, weight, heads = (
+        torch.from_numpy(drawn.standard_normal(shape, dtype=np.float32)) for shape in shapes
+    )
     named: dict[str, torch.Tensor | None] = {
         "normal draws": torch.randn(64, 576, generator=torch.Generator().manual_seed(0)),
         "softmax": rows.softmax(dim=-1),

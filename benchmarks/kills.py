@@ -1,36 +1,54 @@
-"""Runs that are killed and stopped at random moments, and continued: do they end in the bits of the run that nobody touched?
+"""Runs that are killed and stopped at random moments, and continued: do they end in the bits of the run that
+nobody touched?
 
     python -m benchmarks.kills --count 1000 [--out runs/kills] [--cases rapo empo2]
 
-Tiny models, every algorithm with a state of its own (tests/train/whole_runs.py). A broken run gets one to six signals (SIGKILL,
-SIGTERM, SIGINT) at random moments of its life and is then continued to its end. One line a broken run goes to kills.jsonl; the same
-command continues. It ends with a table, and with status 1 where a run was lost or is not the same.
+Tiny models, every algorithm with a state of its own (tests/train/whole_runs.py). A broken run gets one to six
+signals (SIGKILL, SIGTERM, SIGINT), each at a random processor time of its life or before a random one of its
+writes to disk (kill_moments.py), and is then continued to its end. A signal counts where it met the running
+command. One line a broken run goes to kills.jsonl; the same command continues. It ends with a table, and with
+status 1 where a run was lost or is not the same.
 """
 
 import argparse
+import functools
 import json
 import random
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tests.train.forked import ForkedOutrider
 from tests.train.whole_runs import CASES, command, differences, write_data
 
+from benchmarks import kill_moments
 from benchmarks.markdown_table import markdown
-from outrider.train.doctor_machine import processor
+from outrider.train.machine.processor import processor
+from outrider.train.state.checkpoint import newest_step
 
-_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-_MOST_SIGNALS = 6
-_PATIENCE_S = 600.0  # a stop that takes longer hangs; a busy machine is slow
+NUM_STEPS: Final = 4
+MOMENTS: Final = ("time", "write")
+_SHORT: Final = (f"train.num_steps={NUM_STEPS}", "evaluation.every=2", "evaluation.num_tasks=1")
+_SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+_STATUSES: Final = {"SIGKILL": (-9,), "SIGTERM": (0, -15, 143), "SIGINT": (0, 130)}
+_MOST_SIGNALS: Final = 6
+# of a whole run's life: a continued one has it again, and of the rest only what is left
+_SET_UP: Final = 0.25
+_LOST: Final = ("lost", "hung", "status")
+_OTHERWISE: Final = (*_LOST, "a traceback")  # than in its files
+_PATIENCE_S: Final = 600.0  # a stop that takes longer hangs; a busy machine is slow
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=1000, help="signals that met a running process, over all calls")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--count", type=int, default=1000, help="signals that met a running command, over all calls"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/kills"))
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES))
     arguments = parser.parse_args(given)
@@ -45,7 +63,10 @@ def main(given: Sequence[str] | None = None) -> int:
         with (out / "kills.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(one) + "\n")
         done.append(one)
-        print(f"{number}: {one['case']}, {len(one['signals'])} signals, {', '.join(one['wrong']) or 'the same bits'}", flush=True)
+        print(
+            f"{number}: {one['case']}, {len(one['signals'])} signals, {', '.join(one['wrong'])[:200] or 'the same bits'}",
+            flush=True,
+        )
     print(table(done), f"processor: {processor()}", sep="\n")
     return int(any(one["wrong"] for one in done))
 
@@ -53,27 +74,26 @@ def main(given: Sequence[str] | None = None) -> int:
 def play(out: Path, case: str, number: int) -> dict[str, Any]:
     """One broken run from its first signal to its end: the signals that it got, and what is wrong with it."""
     draws = random.Random(f"broken run {number}")
-    reference, seconds = _whole(out, case)
+    reference, life = _whole(out, case)
     run = out / f"broken-{case}"
     shutil.rmtree(run, ignore_errors=True)
     signals: list[dict[str, Any]] = []
     wrong: list[str] = []
     for _ in range(draws.randint(1, _MOST_SIGNALS)):
-        sent, delay = draws.choice(_SIGNALS), draws.uniform(0.0, seconds)
-        process = ForkedOutrider(*_arguments(out, run, case))
-        _wait(process, delay)
-        if process.poll() is None:
-            process.send_signal(sent)
-            signals.append({"signal": sent.name, "after_s": round(delay, 3), "num_metrics": _num_lines(run / "metrics.jsonl")})
-        elif process.returncode:
-            wrong.append("a continued run failed")
-        wrong += _end(process)
+        sent, moment = draws.choice(_SIGNALS), draws.choice(MOMENTS)
+        left = 1 - (1 - _SET_UP) * (newest_step(run / "checkpoints") or 0) / NUM_STEPS
+        process, met, hung = _broken(out, run, case, sent, moment, draws.uniform(0.0, left * life[moment]))
+        if met is not None:
+            signals.append(met)
+        wrong += [hung] if hung else _end(process, met)
+        if wrong or met is None:
+            break  # the run ended before the signal came
     process = ForkedOutrider(*_arguments(out, run, case))
-    wrong += _end(process)
+    wrong += _end(process, None)
     if process.returncode != 0:
         wrong.append(f"lost: the last continuation ended with status {process.returncode}")
     else:
-        wrong += differences(reference, run)
+        wrong += differences(reference, run, num_steps=NUM_STEPS)
     if wrong:
         shutil.copytree(run, out / f"wrong-{number}", dirs_exist_ok=True)
     return {"number": number, "case": case, "signals": signals, "wrong": wrong}
@@ -82,7 +102,15 @@ def play(out: Path, case: str, number: int) -> dict[str, Any]:
 def table(done: Sequence[dict[str, Any]]) -> str:
     """One row a case and one for all of them."""
     rows = [_row(case, [one for one in done if one["case"] == case]) for case in CASES]
-    header = ("case", "broken runs", *(one.name for one in _SIGNALS), "lost", "unequal", "tracebacks")
+    header = (
+        "case",
+        "broken runs",
+        *(one.name for one in _SIGNALS),
+        "before a write",
+        "lost",
+        "unequal",
+        "tracebacks",
+    )
     return markdown(header, [*(row for row in rows if row[1] != "0"), _row("all", done)])
 
 
@@ -97,49 +125,106 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(name: str, runs: Sequence[dict[str, Any]]) -> list[str]:
-    sent = [one["signal"] for run in runs for one in run["signals"]]
-    lost = sum(any(text.startswith(("lost", "a continued", "hung")) for text in run["wrong"]) for run in runs)
-    tracebacks = sum("a traceback" in run["wrong"] for run in runs)
-    unequal = sum(bool(run["wrong"]) for run in runs) - lost
-    counts = (len(runs), *(sent.count(one.name) for one in _SIGNALS), lost, unequal, tracebacks)
+    signals = [one for run in runs for one in run["signals"]]
+    sent = [one["signal"] for one in signals]
+    lost = sum(any(text.startswith(_LOST) for text in run["wrong"]) for run in runs)
+    tracebacks = sum(any(text.startswith("a traceback") for text in run["wrong"]) for run in runs)
+    unequal = sum(any(not text.startswith(_OTHERWISE) for text in run["wrong"]) for run in runs)
+    writes = sum(one["moment"] == "write" for one in signals)
+    counts = (len(runs), *(sent.count(one.name) for one in _SIGNALS), writes, lost, unequal, tracebacks)
     return [name, *map(str, counts)]
 
 
-def _whole(out: Path, case: str) -> tuple[Path, float]:
-    """The run that nobody touched, and how long it took; made once."""
-    run, took = out / f"whole-{case}", out / f"whole-{case}.seconds"
-    if not took.exists():
+def _whole(out: Path, case: str) -> tuple[Path, dict[str, float]]:
+    """The run that nobody touched, and its seconds of processor time and number of writes; made once."""
+    run, told = out / f"whole-{case}", out / f"whole-{case}.json"
+    if not told.exists():
         shutil.rmtree(run, ignore_errors=True)
-        began = time.monotonic()
-        process = ForkedOutrider(*command(out / "data", run, case))
+        process = ForkedOutrider(*_begin(out, run, case), prepare=kill_moments.count)
+        began = used = kill_moments.wait_until_ready(process)
+        while process.poll() is None:
+            used = max(used, process.cpu_seconds)
+            time.sleep(0.01)
         _, stderr = process.communicate(_PATIENCE_S)
         if process.returncode != 0:
             raise RuntimeError(f"{case} does not run: {stderr}")
-        took.write_text(str(time.monotonic() - began))
-    return run, float(took.read_text())
+        told.write_text(json.dumps({"time": used - began, "write": kill_moments.num_writes(process)}))
+    life: dict[str, float] = json.loads(told.read_text())
+    return run, life
+
+
+def _broken(
+    out: Path, run: Path, case: str, sent: signal.Signals, moment: str, at: float
+) -> tuple[ForkedOutrider, dict[str, Any] | None, str]:
+    """One life of the run, with the signal that met it (None for one that came too late), and whether it
+    hung.
+
+    A child that hangs is killed, and its status is then that of a kill: it is told here, before anybody looks
+    at that.
+    """
+    send = functools.partial(kill_moments.send, sent=sent, at=int(at)) if moment == "write" else None
+    process = ForkedOutrider(*_arguments(out, run, case), prepare=send)
+    met: Callable[[], str] = functools.partial(kill_moments.sent_before, process)
+    if moment == "time":
+        kill_moments.wait_for_cpu(process, at)
+        now = time.monotonic()
+        process.send_signal(sent)
+        met = functools.partial(_came_in_time, process, now)
+    problem = _end_of(process)
+    what = met()
+    if not what and not problem:
+        return process, None, ""
+    met_by = {
+        "signal": sent.name,
+        "moment": moment,
+        "at": round(at, 3),
+        "before": what,
+        "num_metrics": _num_lines(run),
+    }
+    return process, met_by, problem
+
+
+def _came_in_time(process: ForkedOutrider, now: float) -> str:
+    """Whether a signal of that time met the command; where it has returned, only before that."""
+    return "time" if process.returned is None or now < process.returned[0] else ""
+
+
+def _end(process: ForkedOutrider, met: dict[str, Any] | None) -> list[str]:
+    """What is wrong with the end of a life."""
+    if problem := _end_of(process):
+        return [problem]
+    _, stderr = process.communicate()
+    _, traceback, told = stderr.partition("Traceback (most recent call last)")
+    wrong = [f"a traceback: {told[-2000:]}"] if traceback else []
+    # a late signal may meet what comes behind the command
+    returned = process.returned if met is None else None
+    status = process.returncode if returned is None else returned[1]
+    if status not in (_STATUSES[met["signal"]] if met else (0,)):
+        last = (stderr.splitlines() or [""])[-1]
+        wrong.append(f"status {status} after {met['signal'] if met else 'nothing'}: {last}")
+    return wrong
+
+
+def _end_of(process: ForkedOutrider) -> str:
+    try:
+        process.communicate(_PATIENCE_S)
+    except TimeoutError:
+        return f"hung: no end within {_PATIENCE_S:g} s"
+    return ""
+
+
+def _begin(out: Path, run: Path, case: str) -> list[str | Path]:
+    return [*command(out / "data", run, case), *_SHORT]
 
 
 def _arguments(out: Path, run: Path, case: str) -> list[str | Path]:
     """Begun anew where it was killed before it had written down what it is."""
     begun = (run / "config.toml").exists()
-    return ["train", "--resume", run, "--progress", "plain"] if begun else command(out / "data", run, case)
+    return ["train", "--resume", run, "--progress", "plain"] if begun else _begin(out, run, case)
 
 
-def _wait(process: ForkedOutrider, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < until:
-        time.sleep(0.001)
-
-
-def _end(process: ForkedOutrider) -> list[str]:
-    try:
-        _, stderr = process.communicate(_PATIENCE_S)
-    except TimeoutError:
-        return [f"hung: no end within {_PATIENCE_S:g} s"]
-    return ["a traceback"] if "Traceback (most recent call last)" in stderr else []
-
-
-def _num_lines(path: Path) -> int:
+def _num_lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 

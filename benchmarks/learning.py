@@ -1,13 +1,15 @@
-"""What every method learns: on the toy suite, and on the Factbook task with the real model, at equal policy tokens.
+"""What every method learns: on the toy suite, and on the Factbook task with the real model, at equal policy
+tokens.
 
     python -m benchmarks.learning toys --out DIR [--seeds 10] [--toys lock corridor hidden] [--methods grpo rapo ...]
     python -m benchmarks.learning factbook --out DIR [--seeds 3] [--policy-tokens N] [--methods ...] [section.field=value ...]
     ... --processes 2       as many trainings at a time, one thread each, unattended; --status shows what is done and what is left
 
-All can be stopped at any time: the same command goes on with what is not finished, --only-report shows what is. With --processes a
-training that fails is told at the end and stops no other, and one that was killed is continued. Two calls may share a folder, also
-with different --first-seed; a last call with all seeds shows them together. Tables are printed and written to DIR/toys.md and
-DIR/factbook.md. Toys need minutes, the Factbook a quarter of an hour a method and seed on two cores.
+All can be stopped at any time: the same command goes on with what is not finished, --only-report shows what
+is. With --processes a training that fails is told at the end and stops no other, and one that was killed is
+continued. Two calls may share a folder, also with different --first-seed; a last call with all seeds shows
+them together. Tables are printed and written to DIR/toys.md and DIR/factbook.md. Toys need minutes, the
+Factbook a quarter of an hour a method and seed on two cores.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from benchmarks.learning_status import progress, status_table
 from benchmarks.learning_tables import factbook_notes, factbook_table, toy_table
 from benchmarks.learning_toys import ARENAS, play_all, toy_jobs
 from outrider.errors import ConfigError, OutriderError
-from outrider.train.policy import set_threads
+from outrider.train.update.policy import set_threads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.methods:  # --methods takes all words that follow it
         rest += [one for one in parsed.methods if "=" in one]
         parsed.methods = [one for one in parsed.methods if "=" not in one]
-    if rest and (parsed.task != "factbook" or not all("=" in one and not one.startswith("-") for one in rest)):
+    if rest and (
+        parsed.task != "factbook" or not all("=" in one and not one.startswith("-") for one in rest)
+    ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if parsed.processes is not None and parsed.processes < 1:
@@ -50,25 +54,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description="What every method learns.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learning", description="What every method learns."
+    )
     tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK")
-    for name, num_seeds, told in (("toys", 10, "three toys"), ("factbook", 3, "the Factbook with the real model")):
+    for name, num_seeds, told in (
+        ("toys", 10, "three toys"),
+        ("factbook", 3, "the Factbook with the real model"),
+    ):
         task = tasks.add_parser(name, help=told)
         task.add_argument("--out", type=Path, required=True, help="folder of the results")
         task.add_argument("--seeds", type=int, default=num_seeds)
         task.add_argument("--first-seed", type=int, default=0)
         task.add_argument("--methods", nargs="+", metavar="METHOD", help="only these")
-        task.add_argument("--processes", type=int, metavar="N", help="N trainings at a time, each in a process of one thread")
-        task.add_argument("--status", action="store_true", help="run nothing, show what is done and how long the rest takes")
-        task.add_argument("--no-report", action="store_true", help=argparse.SUPPRESS)  # what --processes tells its processes
+        task.add_argument(
+            "--processes",
+            type=int,
+            metavar="N",
+            help="N trainings at a time, each in a process of one thread",
+        )
+        task.add_argument(
+            "--status", action="store_true", help="run nothing, show what is done and how long the rest takes"
+        )
+        # what --processes tells its processes
+        task.add_argument("--no-report", action="store_true", help=argparse.SUPPRESS)
         task.add_argument("--only-report", action="store_true", help="run nothing, show what is finished")
         if name == "toys":
             task.add_argument("--toys", nargs="+", choices=[arena.name for arena in ARENAS])
-            task.add_argument("--policy-tokens", type=int, help="budget on every toy (default: each toy's own)")
+            task.add_argument(
+                "--policy-tokens", type=int, help="budget on every toy (default: each toy's own)"
+            )
         else:
             task.add_argument("--recipe", type=Path, default=Path("recipes/factbook-two-hops.toml"))
             task.add_argument(
-                "--policy-tokens", type=int, help="budget of every run (default: what RAPO spends in the recipe's steps)"
+                "--policy-tokens",
+                type=int,
+                help="budget of every run (default: what RAPO spends in the recipe's steps)",
             )
     return parser
 

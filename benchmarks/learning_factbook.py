@@ -1,7 +1,7 @@
 """The Factbook task with the real model: every method from one cold start a seed, at equal policy tokens.
 
-A run directory a (method, seed) below the output folder. What is finished is not run again, what was begun is resumed, and settings that
-changed in between are refused. ``outrider compare`` reads the same folders.
+A run directory a (method, seed) below the output folder. What is finished is not run again, what was begun is
+resumed, and settings that changed in between are refused. ``outrider compare`` reads the same folders.
 """
 
 import os
@@ -19,7 +19,7 @@ from benchmarks.learning_jobs import Job
 from benchmarks.learning_methods import IMITATION, REFERENCE, Method, factbook_methods
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
-from outrider.evals.compare import Comparison, compare
+from outrider.evals.compare.compare import Comparison, compare
 from outrider.train.settings import RunSettings
 from outrider.types import Json
 from outrider.watch.run_directory import read_run
@@ -31,8 +31,9 @@ _MANY: Final = 100_000  # steps: the token budget ends a run before
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """``recipe`` has a cold start and gives all that methods share. ``policy_tokens`` is the budget of every run; None: what the
-    reference method spends in the recipe's steps, seed by seed. ``out`` is absolute."""
+    """``recipe`` has a cold start and gives all that methods share. ``policy_tokens`` is the budget of every
+    run; None: what the reference method spends in the recipe's steps, seed by seed. ``out`` is absolute.
+    """
 
     recipe: Path
     out: Path
@@ -44,21 +45,30 @@ class Plan:
         """The recipe's own run. Raises ConfigError where it cannot be compared from a common start."""
         settings = load_settings(RunSettings, file=self.recipe, overrides=[*_shared_only(self.overrides)])
         if not settings.cold_start.num_examples:
-            raise ConfigError(f"{self.recipe} has no cold start: there is no common start, and no score of imitation alone")
+            raise ConfigError(
+                f"{self.recipe} has no cold start: there is no common start, and no score of imitation alone"
+            )
         return settings
 
     def methods(self) -> tuple[Method, ...]:
         """Every method, for the recipe's group size and response length."""
         settings = self.settings()
-        return factbook_methods(settings.algorithm.group_size, settings.rollout.max_response_tokens)
+        given: dict[str, Any] = tomllib.loads(self.recipe.read_text(encoding="utf-8"))["algorithm"]
+        shared = _objective(settings)
+        own = {key: value for key, value in given.items() if key not in shared}
+        return factbook_methods(settings.algorithm.group_size, settings.rollout.max_response_tokens, own=own)
 
     def folder(self, method: Method, seed: int) -> Path:
         """The run directory of one training."""
         return self.out / f"{method.key}-{seed}"
 
 
-def train_all(plan: Plan, chosen: Sequence[Method], *, launch: Launch, after_seed: Callable[[], None]) -> None:
-    """Run what is not finished, seed by seed. Raises ConfigError before the first run where one of them is not possible."""
+def train_all(
+    plan: Plan, chosen: Sequence[Method], *, launch: Launch, after_seed: Callable[[], None]
+) -> None:
+    """Run what is not finished, seed by seed. Raises ConfigError before the first run where one of them is
+    not possible.
+    """
     require_possible(plan, chosen)
     by_key = {method.key: method for method in plan.methods()}
     rest = [method for method in chosen if method.key not in (IMITATION, REFERENCE)]
@@ -78,7 +88,9 @@ def require_possible(plan: Plan, chosen: Sequence[Method]) -> None:
     if plan.policy_tokens is None and REFERENCE not in [method.key for method in chosen]:
         raise ConfigError(f"the budget is what {REFERENCE} spends: choose it too, or give --policy-tokens")
     for method in chosen:
-        load_settings(RunSettings, file=write_recipe(plan, method), overrides=_overrides(plan, method, seed=0, budget=1))
+        load_settings(
+            RunSettings, file=write_recipe(plan, method), overrides=_overrides(plan, method, seed=0, budget=1)
+        )
 
 
 def compare_all(plan: Plan, chosen: Sequence[Method]) -> Comparison | None:
@@ -89,7 +101,9 @@ def compare_all(plan: Plan, chosen: Sequence[Method]) -> Comparison | None:
 
 
 def complete(plan: Plan, method: Method, seed: int, *, budget: int | None, launch: Launch) -> None:
-    """Start, continue or skip one run. Raises ConfigError where it was begun with other settings, OutriderError where it stopped."""
+    """Start, continue or skip one run. Raises ConfigError where it was begun with other settings,
+    OutriderError where it stopped.
+    """
     arguments = owed_arguments(plan, method, seed, budget=budget)
     if arguments is None:
         return
@@ -154,7 +168,9 @@ def launch_outrider(arguments: Sequence[str]) -> None:
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the last evaluation of a training is on file (of imitation alone: the one after the cold start)."""
+    """Whether the last evaluation of a training is on file (of imitation alone: the one after the cold
+    start).
+    """
     data = read_run(run)
     is_imitation = data.config.get("train.num_steps") == "0"
     return any(one.label.startswith("after ") and (is_imitation or one.step > 0) for one in data.evaluations)
@@ -171,7 +187,10 @@ def policy_tokens(run: Path) -> int:
 def write_recipe(plan: Plan, method: Method) -> Path:
     """The recipe with the method's table in place of its own; the shared objective is the recipe's."""
     tree: dict[str, Any] = tomllib.loads(plan.recipe.read_text(encoding="utf-8"))
-    tree["algorithm"] = method.table(_objective(plan.settings()))
+    settings = plan.settings()
+    # A cold start that shows tips needs the algorithm that has a memory of them.
+    if not (method.key == IMITATION and settings.cold_start.tip_share):
+        tree["algorithm"] = method.table(_objective(settings))
     path = plan.out / "recipes" / f"{method.key}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
@@ -188,6 +207,7 @@ def _objective(settings: RunSettings) -> Mapping[str, Json]:
         "clip_high": chosen.clip_high,
         "dual_clip": chosen.dual_clip,
         "aggregation": chosen.aggregation,
+        "positive_nll": chosen.positive_nll,
     }
 
 
@@ -199,8 +219,18 @@ def _overrides(plan: Plan, method: Method, *, seed: int, budget: int | None) -> 
     start = plan.out / f"{IMITATION}-{seed}" / "checkpoints" / "step-000000"
     end = [] if budget is None else [f"train.max_policy_tokens={budget}", f"train.num_steps={_MANY}"]
     # What a method starts from has been evaluated: it is imitation alone.
-    return [*common, f"model.initial_checkpoint={start}", "cold_start.num_examples=0", "evaluation.at_start=false", *end]
+    return [
+        *common,
+        f"model.initial_checkpoint={start}",
+        "cold_start.num_examples=0",
+        "evaluation.at_start=false",
+        *end,
+    ]
 
 
 def _shared_only(overrides: Sequence[str]) -> list[str]:
-    return [one for one in overrides if not one.startswith("algorithm.") or one.startswith("algorithm.group_size=")]
+    return [
+        one
+        for one in overrides
+        if not one.startswith("algorithm.") or one.startswith("algorithm.group_size=")
+    ]

@@ -1,7 +1,9 @@
-"""Trainings as processes of one thread each: unattended for hours, stopped and continued at any time, one failure stops no other.
+"""Trainings as processes of one thread each: unattended for hours, stopped and continued at any time, one
+failure stops no other.
 
-A job holds the lock of its name for as long as its process lives, whoever started it: a second call beside the first, or after a
-parent that was killed, leaves alone what still runs. ``jobs.jsonl`` has what began and ended, so that what is left can be estimated.
+A job holds the lock of its name for as long as its process lives, whoever started it: a second call beside
+the first, or after a parent that was killed, leaves alone what still runs. ``jobs.jsonl`` has what began and
+ended, so that what is left can be estimated.
 """
 
 import fcntl
@@ -29,8 +31,9 @@ _POLL_S: Final = 0.2
 class Job:
     """One training. ``kind`` is what jobs of about one duration have in common: ``task/arena/method``.
 
-    ``command`` is asked when it begins (it may depend on what it comes ``after``); it continues what a kill left.
-    ``is_done`` says whether the result is on file. Both raise OutriderError where the folder holds something else.
+    ``command`` is asked when it begins (it may depend on what it comes ``after``); it continues what a kill
+    left. ``is_done`` says whether the result is on file. Both raise OutriderError where the folder holds
+    something else.
     """
 
     name: str
@@ -63,8 +66,9 @@ class Runner:
     _num_attempts: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> dict[str, str]:
-        """Run what is not done; failed jobs and their reasons. Raises OutriderError before the first one where a result is
-        another run's, and KeyboardInterrupt, also after SIGTERM, once every process has stopped.
+        """Run what is not done; failed jobs and their reasons. Raises OutriderError before the first one
+        where a result is another run's, and KeyboardInterrupt, also after SIGTERM, once every process has
+        stopped.
         """
         self._done = {job.name for job in self.jobs if job.is_done()}
         self._waiting = [job for job in self.jobs if job.name not in self._done]
@@ -126,10 +130,15 @@ class Runner:
                 is_done, status = False, status or 1
                 self.note(f"{job.name}: {error}")
             # SIGTERM ends a training in good order, with status 0 and work left.
-            was_stopped = not is_done and (status <= 0 or status in (128 + signal.SIGINT, 128 + signal.SIGTERM))
+            was_stopped = not is_done and (
+                status <= 0 or status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+            )
             how = "done" if is_done else "stopped" if was_stopped else "failed"
             seconds = time.time() - one.began
-            _record(self.folder, {"job": job.name, "kind": job.kind, "event": how, "time": time.time(), "seconds": seconds})
+            _record(
+                self.folder,
+                {"job": job.name, "kind": job.kind, "event": how, "time": time.time(), "seconds": seconds},
+            )
             if is_done:
                 self._done.add(job.name)
                 self.note(f"{job.name}: done, {seconds:.0f} s")
@@ -165,7 +174,13 @@ class Runner:
             seconds = time.time() - one.began
             _record(
                 self.folder,
-                {"job": one.job.name, "kind": one.job.kind, "event": "stopped", "time": time.time(), "seconds": seconds},
+                {
+                    "job": one.job.name,
+                    "kind": one.job.kind,
+                    "event": "stopped",
+                    "time": time.time(),
+                    "seconds": seconds,
+                },
             )
 
 
@@ -231,7 +246,8 @@ def _told(status: int) -> str:
 
 @contextmanager
 def _signals_asked_for() -> Iterator[Callable[[], None]]:
-    """A function that raises KeyboardInterrupt once SIGINT or SIGTERM has come: never between a process and its being known.
+    """A function that raises KeyboardInterrupt once SIGINT or SIGTERM has come: never between a process and
+    its being known.
 
     A second signal interrupts at once.
     """

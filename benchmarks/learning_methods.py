@@ -15,11 +15,12 @@ TABLE: Final = "its policy is a table, which neither reads nor writes tips"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """``key`` names files, ``name`` is what tables show. ``algorithm`` is the recipe's ``[algorithm]``, less what is shared.
+    """``key`` names files, ``name`` is what tables show. ``algorithm`` is the recipe's ``[algorithm]``, less
+    what is shared.
 
-    All methods of a task share its objective (group size, clip, aggregation), so that they differ in what makes them; with
-    ``own_objective`` the objective is what makes the method, and only the group size is shared. ``undefined`` says on which
-    toys the method has no meaning, and why.
+    All methods of a task share its objective (group size, clip, aggregation), so that they differ in what
+    makes them; with ``own_objective`` the objective is what makes the method, and only the group size is
+    shared. ``undefined`` says on which toys the method has no meaning, and why.
     """
 
     key: str
@@ -35,10 +36,11 @@ class Method:
 
 
 def methods(group_size: int, max_length: int) -> tuple[Method, ...]:
-    """Methods for groups of ``group_size`` rollouts of at most ``max_length`` policy tokens, the same on every task.
+    """Methods for groups of ``group_size`` rollouts of at most ``max_length`` policy tokens, the same on
+    every task.
 
-    A quarter of ARPO's rollouts begin at the prompt on the toys as in their tests, half on the Factbook as in the paper:
-    see :func:`toy_methods` and :func:`factbook_methods`.
+    A quarter of ARPO's rollouts begin at the prompt on the toys as in their tests, half on the Factbook as in
+    the paper: see :func:`toy_methods` and :func:`factbook_methods`.
     """
     constant: dict[str, Json] = {"aggregation": "constant_length", "max_length": max_length}
     return (
@@ -61,13 +63,20 @@ def methods(group_size: int, max_length: int) -> tuple[Method, ...]:
 
 
 def toy_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
-    """Every method of the toy suite. Simulators have state, so RAPO executes what it retrieves; three quarters are hybrid."""
+    """Every method of the toy suite. Simulators have state, so RAPO executes what it retrieves; three
+    quarters are hybrid.
+    """
     fork: dict[str, Json] = {"type": "arpo", "first_wave": group_size // 4, "num_children": 3, "window": 1}
     threshold: dict[str, Json] = {"decision": "threshold", "threshold": 0.55}
     memory: dict[str, Json] = {
         "embedder": "hash", "num_shown": 4, "max_tip_tokens": 8, "max_shown_tokens": 240, "max_prompt_tokens": 2600
     }  # fmt: skip
-    tips: dict[str, Json] = {"type": "empo2", "memory_probability": 0.75, "intrinsic_coefficient": 0.0, "memory": memory}
+    tips: dict[str, Json] = {
+        "type": "empo2",
+        "memory_probability": 0.75,
+        "intrinsic_coefficient": 0.0,
+        "memory": memory,
+    }
     novelty: dict[str, Json] = {"type": "empo2", "memory_probability": 0.0, "memory": {"embedder": "hash"}}
     return (
         *methods(group_size, max_length),
@@ -82,7 +91,9 @@ def toy_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
 
 
 def rapo_ablations(group_size: int, max_length: int) -> tuple[Method, ...]:
-    """RAPO's own ablations (arXiv 2603.03078, section 4): each part off, noise rates, and the share of hybrid rollouts."""
+    """RAPO's own ablations (arXiv 2603.03078, section 4): each part off, noise rates, and the share of hybrid
+    rollouts.
+    """
     shares = [Method(key=f"rapo-hybrid-{n}", name=f"RAPO, {n} of {group_size} hybrid", algorithm=_rapo(group_size, num_hybrid=n))
               for n in (group_size // 4, group_size // 2, group_size)]  # fmt: skip
     noises = [Method(key=f"rapo-noise-{100 * rate:.0f}", name=f"RAPO, noise {rate}", algorithm=_rapo(group_size, noise=rate))
@@ -92,26 +103,57 @@ def rapo_ablations(group_size: int, max_length: int) -> tuple[Method, ...]:
         "rapo-no-shaping": ("RAPO, no importance shaping (m = 0)", {"ratio_weight": 0.0}),
         "rapo-neither": ("RAPO, neither (a = m = 0)", {"advantage_weight": 0.0, "ratio_weight": 0.0}),
     }
-    parts = [Method(key=key, name=name, algorithm=_rapo(group_size) | off) for key, (name, off) in without.items()]
+    parts = [
+        Method(key=key, name=name, algorithm=_rapo(group_size) | off) for key, (name, off) in without.items()
+    ]
     return (*parts, *noises, *shares)
 
 
-def factbook_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
-    """Every method of the Factbook task, with the papers' settings scaled to the recipe's group."""
+def factbook_methods(
+    group_size: int, max_length: int, *, own: Mapping[str, Json] | None = None
+) -> tuple[Method, ...]:
+    """Every method of the Factbook task, with the papers' settings scaled to the recipe's group.
+
+    ``own`` is the recipe's ``[algorithm]`` less the shared objective. It is what RAPO or EMPO² means here
+    where it is one of them.
+    """
+    mine: dict[str, Json] = dict(own or {})
+    halved: dict[str, Json] = {"type": "rapo", "num_hybrid": group_size // 2}
+    rapo = mine if mine.get("type") == "rapo" else halved
     fork: dict[str, Json] = {"type": "arpo", "first_wave": group_size // 2}
     # Tips of all questions: a run is too short to see a question twice, and its own tips would never be read.
     tips: dict[str, Json] = {"scope": "all", "rank": "similarity"}
-    lengths: dict[str, Json] = {"num_shown": 4, "max_tip_tokens": 24, "max_shown_tokens": 128, "max_prompt_tokens": 384}
+    lengths: dict[str, Json] = {
+        "num_shown": 4,
+        "max_tip_tokens": 24,
+        "max_shown_tokens": 128,
+        "max_prompt_tokens": 384,
+    }
     empo2: dict[str, Json] = {"type": "empo2", "memory_probability": 0.5, "memory": tips | lengths}
+    if mine.get("type") == "empo2":
+        empo2 = mine
     return (
         *methods(group_size, max_length),
-        Method(key=REFERENCE, name="RAPO", algorithm={"type": "rapo", "num_hybrid": group_size // 2}),
+        Method(key=REFERENCE, name="RAPO", algorithm=rapo),
         Method(key="arpo", name="ARPO", algorithm=fork),
+        Method(key="arpo-threshold", name="ARPO, threshold rule", algorithm=fork | {"decision": "threshold"}),
+        Method(
+            key="arpo-released",
+            name="ARPO, released rule",
+            algorithm=fork | {"preset": "arpo-released", "dual_clip": 3.0},
+        ),
         Method(key="aepo", name="AEPO", algorithm=fork | {"preset": "aepo"}),
         Method(key="empo2", name="EMPO²", algorithm=empo2),
-        # The z-score makes the novelty reward of a group that otherwise ties as large as a success; here such a group trains nothing.
-        Method(key="empo2-centered", name="EMPO², for small models", algorithm=empo2 | {"preset": "empo2-centered"}),
-        Method(key="dapo", name="DAPO", algorithm={"type": "grpo", "preset": "dapo-paper"}, own_objective=True),
+        # The z-score makes the novelty reward of a group that otherwise ties as large as a success; here such
+        # a group trains nothing.
+        Method(
+            key="empo2-centered",
+            name="EMPO², for small models",
+            algorithm=empo2 | {"preset": "empo2-centered"},
+        ),
+        Method(
+            key="dapo", name="DAPO", algorithm={"type": "grpo", "preset": "dapo-paper"}, own_objective=True
+        ),
         Method(key="luffy", name="LUFFY", algorithm={"type": "luffy"}, own_objective=True),
     )
 

@@ -66,7 +66,9 @@ def status_table(rows: Sequence[Progress], *, num_processes: int) -> Table:
         left = "" if row.num_done and not row.seconds_left else duration(row.seconds_left)
         table.add_row(row.kind, *map(str, counts), duration(row.seconds_each), left)
     known = sum(row.seconds_left or 0.0 for row in rows)
-    unknown = sum(row.num_running + row.num_failed + row.num_waiting for row in rows if row.seconds_left is None)
+    unknown = sum(
+        row.num_running + row.num_failed + row.num_waiting for row in rows if row.seconds_left is None
+    )
     more = f" and {unknown} not known" if unknown else ""
     table.caption = f"about {duration(known / num_processes)} left with {num_processes} process{'es' * (num_processes > 1)}{more}"
     table.add_section()
@@ -85,10 +87,14 @@ def duration(seconds: float | None) -> str:
 
 
 def _typical(kind: str, seconds: dict[str, float], kinds: dict[str, str]) -> float | None:
-    """Median of what has ended of the kind; else of the nearest kinds above it: a toy's other methods, then other toys."""
+    """Median of what has ended of the kind; else of the nearest kinds above it: a toy's other methods, then
+    other toys.
+    """
     above = kind
     while above:
-        alike = [seconds[name] for name, other in kinds.items() if other == above or other.startswith(f"{above}/")]
+        alike = [
+            seconds[name] for name, other in kinds.items() if other == above or other.startswith(f"{above}/")
+        ]
         if alike:
             return statistics.median(alike)
         above = above.rpartition("/")[0]
@@ -98,4 +104,8 @@ def _typical(kind: str, seconds: dict[str, float], kinds: dict[str, str]) -> flo
 def _elapsed(last: dict[str, dict[str, object]], name: str, running: set[str]) -> float:
     event = last.get(name, {})
     begun = event.get("time")
-    return time.time() - begun if name in running and event.get("event") == "begun" and isinstance(begun, float) else 0.0
+    return (
+        time.time() - begun
+        if name in running and event.get("event") == "begun" and isinstance(begun, float)
+        else 0.0
+    )

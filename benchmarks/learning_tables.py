@@ -4,31 +4,39 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from tests.toys import Result
 
 from benchmarks.learning_methods import BASELINE, Method
 from benchmarks.markdown_table import markdown
-from outrider.evals.compare import Comparison, Pair
-from outrider.evals.compare_tables import notes
+from outrider.evals.compare.compare import Comparison, Pair
+from outrider.evals.compare.tables import notes
 from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, verdict
 from outrider.evals.statistics import Estimate, Sample, improvement_estimate, iqm_difference, iqm_estimate
+
+if TYPE_CHECKING:  # torch: the figures' check reads tables without it
+    from tests.toys import Result
 
 DECIMALS: Final = 3  # of an expected return: what a table does not show is a tie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A method against the baseline. ``improvement`` is the chance that one of its runs ends higher, ties counting one half."""
+    """A method against the baseline. ``improvement`` is the chance that one of its runs ends higher, ties
+    counting one half.
+    """
 
     improvement: Estimate
     verdict: Verdict
 
 
-def toy_table(chosen: Sequence[Method], results: Mapping[str, Mapping[int, Result]], *, toy: str, num_seeds: int) -> str:
-    """One toy: exact expected returns over seeds. A method without a meaning there has a row that says why."""
+def toy_table(
+    chosen: Sequence[Method], results: "Mapping[str, Mapping[int, Result]]", *, toy: str, num_seeds: int
+) -> str:
+    """One toy: exact expected returns over seeds. A method without a meaning there has a row that says
+    why.
+    """
     header = (
         "method", "seeds", "mean", "interquartile mean", "lowest, highest", "policy tokens", "rewarded, on-policy / hybrid",
         "chance to end above GRPO", "against GRPO",
@@ -41,18 +49,20 @@ def toy_table(chosen: Sequence[Method], results: Mapping[str, Mapping[int, Resul
             rows.append((method.name, f"not defined: {method.undefined[toy]}", *[""] * (len(header) - 2)))
         elif found := list(results.get(method.key, {}).values()):
             standing = standings.get(method.key)
-            rows.append((method.name, str(len(found)), *_returns(method.key, found), *_against(standing, names)))
+            rows.append(
+                (method.name, str(len(found)), *_returns(method.key, found), *_against(standing, names))
+            )
         else:
             rows.append((method.name, "not played", *[""] * (len(header) - 2)))
     return markdown(header, rows)
 
 
-def toy_standings(results: Mapping[str, Mapping[int, Result]], *, num_seeds: int) -> dict[str, Standing]:
+def toy_standings(results: "Mapping[str, Mapping[int, Result]]", *, num_seeds: int) -> dict[str, Standing]:
     """Every method against the baseline, over seeds.
 
-    A seed is a toy of its own (its combination is drawn from it) and the same for all methods, so the paired test runs over seeds where
-    :func:`~outrider.evals.significance.verdict` speaks of tasks, and no other test over seeds is asked for. Holm's correction is over
-    all methods of the toy.
+    A seed is a toy of its own (its combination is drawn from it) and the same for all methods, so the paired
+    test runs over seeds where :func:`~outrider.evals.significance.verdict` speaks of tasks, and no other test
+    over seeds is asked for. Holm's correction is over all methods of the toy.
     """
     samples = {key: _sample(key, found) for key, found in results.items() if found}
     base = samples.get(BASELINE)
@@ -62,7 +72,11 @@ def toy_standings(results: Mapping[str, Mapping[int, Result]], *, num_seeds: int
     paired = [one for one in others if sorted(results[one.name]) == sorted(results[BASELINE])]
     tests = {one.name: paired_test(one.scores[:, 0], base.scores[:, 0], seed=0) for one in paired}
     corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
-    missing = [f"{key} has {len(found)} of {num_seeds} seeds" for key, found in results.items() if len(found) < num_seeds]
+    missing = [
+        f"{key} has {len(found)} of {num_seeds} seeds"
+        for key, found in results.items()
+        if len(found) < num_seeds
+    ]
     return {
         one.name: _standing(
             one, base, test=tests.get(one.name), p_corrected=corrected.get(one.name),
@@ -73,31 +87,54 @@ def toy_standings(results: Mapping[str, Mapping[int, Result]], *, num_seeds: int
 
 
 def _standing(
-    sample: Sample, base: Sample, *, test: PairedTest | None, p_corrected: float | None, missing: Sequence[str]
+    sample: Sample,
+    base: Sample,
+    *,
+    test: PairedTest | None,
+    p_corrected: float | None,
+    missing: Sequence[str],
 ) -> Standing:
     difference = iqm_difference(sample, base, seed=0, within=(-1.0, 1.0))
     return Standing(
         improvement=improvement_estimate(sample, base, seed=0),
-        verdict=verdict(sample, base, difference=difference, test=test, p_corrected=p_corrected, p_seeds=None, obstacles=missing),
+        verdict=verdict(
+            sample,
+            base,
+            difference=difference,
+            test=test,
+            p_corrected=p_corrected,
+            p_seeds=None,
+            obstacles=missing,
+        ),
     )
 
 
-def _sample(key: str, found: Mapping[int, Result]) -> Sample:
+def _sample(key: str, found: "Mapping[int, Result]") -> Sample:
     scores = [[round(found[seed].expected_return, DECIMALS)] for seed in sorted(found)]
     return Sample(name=key, scores=np.asarray(scores, dtype=np.float64))
 
 
-def _returns(key: str, found: Sequence[Result]) -> tuple[str, ...]:
+def _returns(key: str, found: "Sequence[Result]") -> tuple[str, ...]:
     returns = [one.expected_return for one in found]
     iqm = iqm_estimate(_sample(key, dict(enumerate(found))), seed=0, within=(0.0, 1.0))
-    rewards = f"{sum(one.num_on_policy_rewards for one in found)} / {sum(one.num_hybrid_rewards for one in found)}"
+    rewards = (
+        f"{sum(one.num_on_policy_rewards for one in found)} / {sum(one.num_hybrid_rewards for one in found)}"
+    )
     tokens = f"{sum(one.num_policy_tokens for one in found) / len(found):,.0f}"
     span = f"{min(returns):.3f}, {max(returns):.3f}"
-    return f"{math.fsum(returns) / len(returns):.3f}", _range(iqm, f"{{:.{DECIMALS}f}}"), span, tokens, rewards
+    return (
+        f"{math.fsum(returns) / len(returns):.3f}",
+        _range(iqm, f"{{:.{DECIMALS}f}}"),
+        span,
+        tokens,
+        rewards,
+    )
 
 
 def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
-    """Held-out scores of runs whose folders are named ``<method's key>-<seed>``, with the verdicts of ``outrider compare``."""
+    """Held-out scores of runs whose folders are named ``<method's key>-<seed>``, with the verdicts of
+    ``outrider compare``.
+    """
     header = (
         "method", "seeds", "mean %", "interquartile mean %", "seed: score", "policy tokens", "executed tool calls", "steps",
         "chance to end above GRPO", "against GRPO",
@@ -105,7 +142,10 @@ def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
     keys = {label: key for key, label in _labels(comparison).items()}
     names = _names(chosen, comparison)
     groups = {keys[group.label]: group for group in comparison.groups}
-    pairs = {frozenset((keys[pair.first], keys[pair.second])): (keys[pair.first], pair) for pair in comparison.pairs}
+    pairs = {
+        frozenset((keys[pair.first], keys[pair.second])): (keys[pair.first], pair)
+        for pair in comparison.pairs
+    }
     rows = []
     for method in chosen:
         group = groups.get(method.key)
@@ -137,7 +177,11 @@ def factbook_notes(chosen: Sequence[Method], comparison: Comparison) -> list[str
 
 def _labels(comparison: Comparison) -> dict[str, str]:
     """Method's key -> label of its group."""
-    return {run.name.rpartition("/")[2].rpartition("-")[0]: group.label for group in comparison.groups for run in group.runs}
+    return {
+        run.name.rpartition("/")[2].rpartition("-")[0]: group.label
+        for group in comparison.groups
+        for run in group.runs
+    }
 
 
 def _names(chosen: Sequence[Method], comparison: Comparison) -> dict[str, str]:
@@ -153,13 +197,17 @@ def _of_pair(pair: Pair, *, is_first: bool) -> Standing:
 
 
 def _against(standing: Standing | None, names: Mapping[str, str]) -> tuple[str, str]:
-    """The last two cells; ``names`` gives what samples are called in verdicts the name that the table shows."""
+    """The last two cells; ``names`` gives what samples are called in verdicts the name that the table
+    shows.
+    """
     if standing is None:
         return "", ""
     found = standing.verdict
     if found.winner is not None:
         return _range(standing.improvement, "{:.2f}"), f"**{names[found.winner]}** scores higher"
-    return _range(standing.improvement, "{:.2f}"), f"no winner: {'; '.join(_named(reason, names) for reason in found.reasons)}"
+    return _range(
+        standing.improvement, "{:.2f}"
+    ), f"no winner: {'; '.join(_named(reason, names) for reason in found.reasons)}"
 
 
 def _named(reason: str, names: Mapping[str, str]) -> str:

@@ -1,6 +1,8 @@
-"""The toy suite: RAPO's lock, ARPO's corridor and EMPO²'s hidden object (tests/toys*.py), every method on each of them.
+"""The toy suite: RAPO's lock, ARPO's corridor and EMPO²'s hidden object (tests/toys*.py), every method on
+each of them.
 
-One result file a (toy, method, seed). A file is written whole or not at all, and what is there is not played again.
+One result file a (toy, method, seed). A file is written whole or not at all, and what is there is not played
+again.
 """
 
 import json
@@ -24,13 +26,13 @@ from benchmarks.learning_methods import IMITATION, Method, rapo_ablations, toy_m
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import Settings, validate
-from outrider.environments.webshop import WebShopConfig
+from outrider.environments.webshop.family import WebShopConfig
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
 from outrider.train.components import make_algorithm
+from outrider.train.data.sft import ColdStartSettings, cold_start, successful_paths
 from outrider.train.settings import AlgorithmSettings, RunSettings, TrainSettings
-from outrider.train.sft import ColdStartSettings, cold_start, successful_paths
 from outrider.types import Json, Task
 
 NUM_PASSES: Final = 100  # of imitation over the expert's one rollout
@@ -44,7 +46,8 @@ class _Assembled(ToyRun):
             return Luffy(settings, paths=expert_paths(self))
         run = RunSettings(
             seed=self.toy.seed,
-            environment=WebShopConfig(),  # any simulator: where actions change state, retrieved ones are executed
+            # any simulator: where actions change state, retrieved ones are executed
+            environment=WebShopConfig(),
             algorithm=settings,
             train=TrainSettings(num_steps=1, tasks_per_step=1),
         )
@@ -54,7 +57,11 @@ class _Assembled(ToyRun):
     def scheduler(self, *, training: bool) -> Any:
         """LUFFY's demonstrations are the expert's own rollouts; evaluation has none."""
         own = super().scheduler(training=training)
-        return Demonstrated(own, self, self.algorithm.paths) if training and isinstance(self.algorithm, Luffy) else own
+        return (
+            Demonstrated(own, self, self.algorithm.paths)
+            if training and isinstance(self.algorithm, Luffy)
+            else own
+        )
 
 
 class _Lock(_Assembled):
@@ -71,7 +78,9 @@ class _Hidden(_Assembled, HiddenRun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """One toy. ``max_policy_tokens`` is every method's budget, ``shared`` the objective of all; ``ablations`` are played besides."""
+    """One toy. ``max_policy_tokens`` is every method's budget, ``shared`` the objective of all; ``ablations``
+    are played besides.
+    """
 
     name: str
     title: str
@@ -130,7 +139,9 @@ def play(arena: Arena, method: Method, *, seed: int, max_policy_tokens: int) -> 
 
 
 def imitate(run: ToyRun) -> Result:
-    """The library's cold start on the expert's rollouts: what they alone teach, with no token of the policy's own."""
+    """The library's cold start on the expert's rollouts: what they alone teach, with no token of the policy's
+    own.
+    """
 
     def expert(task: Task) -> Any:
         return expert_trajectory(task, run.factory(task)).steps
@@ -146,7 +157,10 @@ def imitate(run: ToyRun) -> Result:
         context_length=run.engine.context_length,
     )
     chosen = ColdStartSettings(
-        num_examples=len(run.tasks), num_epochs=NUM_PASSES, batch_size=len(run.tasks), learning_rate=LEARNING_RATE
+        num_examples=len(run.tasks),
+        num_epochs=NUM_PASSES,
+        batch_size=len(run.tasks),
+        learning_rate=LEARNING_RATE,
     )
     num_steps = cold_start(
         run.policy,
@@ -168,10 +182,13 @@ def result_path(out: Path, arena: Arena, method: Method, seed: int) -> Path:
     return out / "toys" / arena.name / f"{method.key}-{seed}.json"
 
 
-def load_result(out: Path, arena: Arena, method: Method, seed: int, *, max_policy_tokens: int) -> Result | None:
+def load_result(
+    out: Path, arena: Arena, method: Method, seed: int, *, max_policy_tokens: int
+) -> Result | None:
     """A finished training, None where there is none.
 
-    Raises ConfigError where the file is that of other settings or another budget, DataError where it cannot be read.
+    Raises ConfigError where the file is that of other settings or another budget, DataError where it cannot
+    be read.
     """
     path = result_path(out, arena, method, seed)
     if not path.exists():
@@ -184,11 +201,15 @@ def load_result(out: Path, arena: Arena, method: Method, seed: int, *, max_polic
     wanted = _identity(arena, method, seed, max_policy_tokens)
     if record != wanted:
         differing = sorted(key for key in {*record, *wanted} if record.get(key) != wanted.get(key))
-        raise ConfigError(f"{path} is the result of another run ({', '.join(differing)} differ): give another --out")
+        raise ConfigError(
+            f"{path} is the result of another run ({', '.join(differing)} differ): give another --out"
+        )
     return result
 
 
-def save_result(out: Path, arena: Arena, method: Method, seed: int, result: Result, *, max_policy_tokens: int) -> None:
+def save_result(
+    out: Path, arena: Arena, method: Method, seed: int, result: Result, *, max_policy_tokens: int
+) -> None:
     """Write what was played with what it was played with."""
     path = result_path(out, arena, method, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +229,9 @@ def play_all(
     only_load: bool = False,
     note: Callable[[str], None],
 ) -> dict[str, dict[int, Result]]:
-    """The results by method and seed; what is not there is played unless ``only_load``. Undefined methods have none."""
+    """The results by method and seed; what is not there is played unless ``only_load``. Undefined methods
+    have none.
+    """
     results: dict[str, dict[int, Result]] = {}
     for method in chosen:
         results[method.key] = {}
@@ -223,14 +246,29 @@ def play_all(
     return results
 
 
-def toy_jobs(out: Path, arena: Arena, chosen: Sequence[Method], *, seeds: Sequence[int], max_policy_tokens: int) -> list[Job]:
-    """The trainings of :func:`play_all` as jobs: a method's seeds are one process, which takes longer to begin than a seed to play."""
+def toy_jobs(
+    out: Path, arena: Arena, chosen: Sequence[Method], *, seeds: Sequence[int], max_policy_tokens: int
+) -> list[Job]:
+    """The trainings of :func:`play_all` as jobs: a method's seeds are one process, which takes longer to
+    begin than a seed to play.
+    """
     defined = [method for method in chosen if arena.name not in method.undefined]
     return [_job(out, arena, method, seeds, max_policy_tokens) for method in defined]
 
 
 def _job(out: Path, arena: Arena, method: Method, seeds: Sequence[int], max_policy_tokens: int) -> Job:
-    asked = ["--out", out, "--toys", arena.name, "--methods", method.key, "--first-seed", seeds[0], "--seeds", len(seeds)]
+    asked = [
+        "--out",
+        out,
+        "--toys",
+        arena.name,
+        "--methods",
+        method.key,
+        "--first-seed",
+        seeds[0],
+        "--seeds",
+        len(seeds),
+    ]
     tokens = ["--policy-tokens", max_policy_tokens, "--no-report"]
     name = f"toys/{arena.name}/{method.key}"
 

@@ -1,8 +1,10 @@
-"""What the machine can do at most: matrix products and memory copies, for the thread counts and precisions given.
+"""What the machine can do at most: matrix products and memory copies, for the thread counts and precisions
+given.
 
     python benchmarks/machine.py [--threads 1 2]
 
-A decoding step reads every weight once and multiplies it with a few dozen rows; training multiplies it with thousands.
+A decoding step reads every weight once and multiplies it with a few dozen rows; training multiplies it with
+thousands.
 """
 
 import argparse
@@ -11,21 +13,32 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.engines.machine_rate import copy_rate, product_rate
-from outrider.train.doctor_machine import kernels, processor
+from outrider.engines.local.machine_rate import copy_rate, product_rate
+from outrider.train.machine.processor import kernels, processor
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
-    table = Table("threads", "precision", "32 rows", "256 rows", "2048 rows", "copy", title="TFLOP/s of 1536 x 576, GB/s")
+    table = Table(
+        "threads",
+        "precision",
+        "32 rows",
+        "256 rows",
+        "2048 rows",
+        "copy",
+        title="TFLOP/s of 1536 x 576, GB/s",
+    )
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
             rates = [product_rate(rows, dtype, limit_s=5.0) for rows in (32, 256, 2048)]
             table.add_row(
-                str(threads), str(dtype).removeprefix("torch."), *(f"{rate:.3f}" for rate in rates), f"{copy_rate():.1f}"
+                str(threads),
+                str(dtype).removeprefix("torch."),
+                *(f"{rate:.3f}" for rate in rates),
+                f"{copy_rate():.1f}",
             )
     Console().print(table, f"processor: {processor()}", f"layers: {kernels()}", sep="\n")
 

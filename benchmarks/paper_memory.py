@@ -1,8 +1,10 @@
-"""Which of the papers' models one device can train: ``python benchmarks/paper_memory.py`` prints it, from the models' shapes alone.
+"""Which of the papers' models one device can train: ``python benchmarks/paper_memory.py`` prints it, from the
+models' shapes alone.
 
-Full fine-tuning in one process on one device, as :class:`outrider.train.policy.Policy` does it: a bfloat16 working copy, float32
-masters, two float32 moments of Adam and a float32 gradient. vLLM beside it has its own copy of the weights and its keys and values.
-Activations, logits and fragments come on top; nothing here has been run at this size.
+Full fine-tuning in one process on one device, as :class:`outrider.train.update.policy.Policy` does it: a
+bfloat16 working copy, float32 masters, two float32 moments of Adam and a float32 gradient. vLLM beside it has
+its own copy of the weights and its keys and values. Activations, logits and fragments come on top; nothing
+here has been run at this size.
 """
 
 from dataclasses import dataclass

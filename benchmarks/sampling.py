@@ -1,10 +1,11 @@
-"""Drawing tokens by a race of exponentials (what Outrider does) and by the inverse of the cumulated distribution (what it did).
+"""Drawing tokens by a race of exponentials (what Outrider does) and by the inverse of the cumulated
+distribution (what it did).
 
     python benchmarks/sampling.py [--rows 8 32 64] [--repeats 15] [--noise 1e-6 1e-5] [--model smollm2-135m-instruct]
 
-Milliseconds of processor time of a call, on one thread; draws that change when every logit moves by a relative noise (1e-5 is what
-another batch moves log-probs by); with ``--model`` the new tokens per second (of the same clock) of whole generations, the rules
-taking turns. Shape letters: B rows, V vocabulary.
+Milliseconds of processor time of a call, on one thread; draws that change when every logit moves by a
+relative noise (1e-5 is what another batch moves log-probs by); with ``--model`` the new tokens per second (of
+the same clock) of whole generations, the rules taking turns. Shape letters: B rows, V vocabulary.
 """
 
 import argparse
@@ -21,18 +22,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.engines import local
 from outrider.engines.base import Request
-from outrider.engines.model import load_model
-from outrider.engines.sampling import request_stream, sample
-from outrider.train.policy import set_threads
+from outrider.engines.local import engine as local
+from outrider.engines.local.model import load_model
+from outrider.engines.local.sampling import request_stream, sample
+from outrider.train.update.policy import set_threads
 
 VOCABULARY = 49_152
 Sampled = tuple[list[int], list[float], list[float]]
 Rule = Callable[[torch.Tensor, Sequence[float], Sequence[np.random.Generator]], Sampled]
 
 
-def inverse_cdf(logits_BV: torch.Tensor, temperatures: Sequence[float], streams: Sequence[np.random.Generator]) -> Sampled:
+def inverse_cdf(
+    logits_BV: torch.Tensor, temperatures: Sequence[float], streams: Sequence[np.random.Generator]
+) -> Sampled:
     """The engine's rule before, with the same blocks of 16 rows; every row at temperature 1."""
     columns: list[Sequence[torch.Tensor]] = []
     for start in range(0, len(logits_BV), 16):
@@ -40,7 +43,9 @@ def inverse_cdf(logits_BV: torch.Tensor, temperatures: Sequence[float], streams:
         logprobs_BV, probs_BV = torch.log_softmax(part_BV, dim=-1), torch.softmax(part_BV, dim=-1)
         entropies = -(probs_BV * logprobs_BV).sum(dim=-1)
         cumulated_BV = probs_BV.cumsum(dim=-1)
-        uniforms_B1 = torch.tensor([one.random(dtype=np.float32) for one in streams[start : start + 16]])[:, None]
+        uniforms_B1 = torch.tensor([one.random(dtype=np.float32) for one in streams[start : start + 16]])[
+            :, None
+        ]
         found_B1 = torch.searchsorted(cumulated_BV, uniforms_B1 * cumulated_BV[:, -1:], right=True)
         chosen_B1 = found_B1.clamp_(max=part_BV.shape[-1] - 1)
         columns.append((chosen_B1[:, 0], logprobs_BV.gather(1, chosen_B1)[:, 0], entropies))
@@ -57,8 +62,12 @@ def example_logits(num_rows: int, *, size: int = VOCABULARY) -> torch.Tensor:
 
 
 def num_changed(rule: Rule, logits_BV: torch.Tensor, *, noise: float, num_rounds: int) -> int:
-    """Draws (one a row and round) that become another id when every logit is multiplied with 1 + ``noise`` times a normal number."""
-    moved_BV = logits_BV * (1 + noise * torch.randn(logits_BV.shape, generator=torch.Generator().manual_seed(1)))
+    """Draws (one a row and round) that become another id when every logit is multiplied with 1 + ``noise``
+    times a normal number.
+    """
+    moved_BV = logits_BV * (
+        1 + noise * torch.randn(logits_BV.shape, generator=torch.Generator().manual_seed(1))
+    )
     temperatures = [1.0] * len(logits_BV)
     streams = {side: [request_stream(i) for i in range(len(logits_BV))] for side in ("as it is", "moved")}
     count = 0
@@ -80,9 +89,14 @@ def milliseconds(num_rows: int, repeats: int) -> dict[str, float]:
     return {name: statistics.median(values[1:]) for name, values in taken.items()}
 
 
-def tokens_per_second(engine: local.LocalEngine, num_rows: int, repeats: int, *, new: int = 48) -> dict[str, float]:
+def tokens_per_second(
+    engine: local.LocalEngine, num_rows: int, repeats: int, *, new: int = 48
+) -> dict[str, float]:
     prompts = torch.randint(100, 10_000, (num_rows, 32), generator=torch.Generator().manual_seed(0)).tolist()
-    requests = [Request(request_id=str(i), token_ids=tuple(prompt), max_tokens=new, seed=i) for i, prompt in enumerate(prompts)]
+    requests = [
+        Request(request_id=str(i), token_ids=tuple(prompt), max_tokens=new, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
     rates: dict[str, list[float]] = {name: [] for name in RULES}
     for _ in range(repeats + 1):
         for name, rule in RULES.items():
@@ -99,7 +113,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--noise", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--draws", type=int, default=2_048)
-    parser.add_argument("--model", help="time whole generations with it too (48 new tokens behind 32, float32)")
+    parser.add_argument(
+        "--model", help="time whole generations with it too (48 new tokens behind 32, float32)"
+    )
     arguments = parser.parse_args()
     set_threads(1, device="cpu")  # processor time of several threads would count their waiting
     title = f"{VOCABULARY:,} ids, one thread, processor time; {torch.backends.cpu.get_cpu_capability()}"
@@ -114,7 +130,11 @@ def main() -> None:
     if arguments.model:
         engine = local.LocalEngine(load_model(arguments.model, precision="float32"))
         for num_rows in arguments.rows:
-            _add(table, f"new tokens/s, {num_rows} rows", tokens_per_second(engine, num_rows, max(2, arguments.repeats // 5)))
+            _add(
+                table,
+                f"new tokens/s, {num_rows} rows",
+                tokens_per_second(engine, num_rows, max(2, arguments.repeats // 5)),
+            )
     Console().print(table)
 
 

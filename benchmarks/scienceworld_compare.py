@@ -1,14 +1,16 @@
-"""EMPO² beside GRPO on one ScienceWorld task, from one cold start a seed, at an equal number of policy tokens. Needs Java.
+"""EMPO² beside GRPO on one ScienceWorld task, from one cold start a seed, at an equal number of policy
+tokens. Needs Java.
 
     python benchmarks/scienceworld_compare.py --out runs/scienceworld [--seeds 2] [--first-seed 0] [--variations 6]
                                               [--recipe recipes/scienceworld-cpu.toml] [key=value ...]
 
-A cold start imitates the walkthroughs of training variations. EMPO² and GRPO then train on the first ``--variations`` of them, few
-enough that a task comes again and finds its own tips: the memory is one a task and ranks by score, whatever the recipe's. They are
-measured on test variations without tips; GRPO stops after the step that reaches EMPO²'s policy tokens, its tips counted. Every run
-is resumable: a second call continues where the first was stopped.
-Prints Markdown: mean returns (the simulator's score times ``reward_scale``) with bootstrap intervals over the variations, success with
-Wilson's, and costs. Two processes with different ``--first-seed`` may share a folder; a last call prints all seeds.
+A cold start imitates the walkthroughs of training variations. EMPO² and GRPO then train on the first
+``--variations`` of them, few enough that a task comes again and finds its own tips: the memory is one a task
+and ranks by score, whatever the recipe's. They are measured on test variations without tips; GRPO stops after
+the step that reaches EMPO²'s policy tokens, its tips counted. Every run is resumable: a second call continues
+where the first was stopped. Prints Markdown: mean returns (the simulator's score times ``reward_scale``) with
+bootstrap intervals over the variations, success with Wilson's, and costs. Two processes with different
+``--first-seed`` may share a folder; a last call prints all seeds.
 """
 
 import argparse
@@ -17,17 +19,30 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from comparison import at_equal_tokens, evaluations, from_checkpoint, is_after_training, median, policy_tokens, records, train
+from comparison import (
+    at_equal_tokens,
+    evaluations,
+    from_checkpoint,
+    is_after_training,
+    median,
+    policy_tokens,
+    records,
+    train,
+)
 
-from outrider.evals.runner import interval
+from outrider.printing import score
+from outrider.rollout.evaluate import interval
 
 AFTER_COLD_START: Final = "after cold start"
-PER_TASK: Final = ("algorithm.memory.scope=task", "algorithm.memory.rank=score")  # few variations, each played several times
+# few variations, each played several times
+PER_TASK: Final = ("algorithm.memory.scope=task", "algorithm.memory.rank=score")
 GRPO: Final = ("algorithm.memory_probability=0", "algorithm.intrinsic_coefficient=0")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -37,9 +52,14 @@ def main() -> None:
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for seed in seeds:
         play_seed(
-            arguments.out, [arguments.recipe, f"seed={seed}", *PER_TASK, *overrides], seed, num_variations=arguments.variations
+            arguments.out,
+            [arguments.recipe, f"seed={seed}", *PER_TASK, *overrides],
+            seed,
+            num_variations=arguments.variations,
         )
-    print("\n\n".join([panel(arguments.out, seeds), scores(arguments.out, seeds), costs(arguments.out, seeds)]))
+    print(
+        "\n\n".join([panel(arguments.out, seeds), scores(arguments.out, seeds), costs(arguments.out, seeds)])
+    )
 
 
 def play_seed(out: Path, given: Sequence[str], seed: int, *, num_variations: int) -> None:
@@ -59,7 +79,9 @@ def folder(out: Path, name: str, seed: int) -> Path:
 def panel(out: Path, seeds: Sequence[int]) -> str:
     """What all evaluations were played on. Raises SystemExit where they were not played on the same."""
     runs = [folder(out, name, seed) for name in ("cold", "empo2", "grpo") for seed in seeds]
-    played = {(one["panel_hash"], one["num_tasks"], one["temperature"]) for run in runs for one in evaluations(run)}
+    played = {
+        (one["panel_hash"], one["num_tasks"], one["temperature"]) for run in runs for one in evaluations(run)
+    }
     if len({digest for digest, _, _ in played}) != 1:
         raise SystemExit(f"these evaluations are not of one panel: {sorted(played)}")
     digest = next(iter(played))[0]
@@ -85,7 +107,9 @@ def scores(out: Path, seeds: Sequence[int]) -> str:
         rows.append([str(seed), *(cell(one) + spent for one, spent in zip(found[-1], tokens, strict=True))])
     if len(found) > 1:
         columns = zip(*found, strict=True)
-        rows.append(["mean", *(f"{mean_return(column):.3f}; {mean_success(column):.1f} %" for column in columns)])
+        rows.append(
+            ["mean", *(f"{mean_return(column):.3f}; {mean_success(column):.1f} %" for column in columns)]
+        )
     return table(head, rows)
 
 
@@ -93,8 +117,8 @@ def cell(evaluation: Mapping[str, Any]) -> str:
     """``return [low, high]; success % [low, high]``."""
     returns = list(evaluation["task_returns"].values())
     low, high = interval(returns, binary=False)
-    score = evaluation["metric"]["score"]
-    success = f"{100 * score['value']:.1f} % [{100 * score['ci_low']:.1f}, {100 * score['ci_high']:.1f}]"
+    found = evaluation["metric"]["score"]
+    success = score(found["value"], found["ci_low"], found["ci_high"])
     return f"{evaluation['mean_return']:.3f} [{low:.3f}, {high:.3f}]; {success}"
 
 
@@ -109,7 +133,16 @@ def mean_success(column: Sequence[Mapping[str, Any]]) -> float:
 
 def costs(out: Path, seeds: Sequence[int]) -> str:
     """Medians over the training steps."""
-    head = ["", "seed", "steps", "s/step", "policy tokens/step", "of tips", "groups without signal", "reward, first to last step"]
+    head = [
+        "",
+        "seed",
+        "steps",
+        "s/step",
+        "policy tokens/step",
+        "of tips",
+        "groups without signal",
+        "reward, first to last step",
+    ]
     rows = []
     for name, title in (("empo2", "EMPO²"), ("grpo", "GRPO")):
         for seed in seeds:
@@ -118,7 +151,12 @@ def costs(out: Path, seeds: Sequence[int]) -> str:
             acted, tips = (median(run, key) for key in ("tokens/policy", "tokens/remarks"))
             silent = fmean(line["group/fraction_without_signal"] for line in lines)
             rewards = f"{lines[0]['reward/mean']:.2f} to {lines[-1]['reward/mean']:.2f}"
-            numbers = [f"{median(run, 'time/step'):.0f}", f"{acted + tips:,.0f}", f"{tips:,.0f}", f"{silent:.2f}"]
+            numbers = [
+                f"{median(run, 'time/step'):.0f}",
+                f"{acted + tips:,.0f}",
+                f"{tips:,.0f}",
+                f"{silent:.2f}",
+            ]
             rows.append([title, str(seed), str(len(lines)), *numbers, rewards])
     return table(head, rows)
 

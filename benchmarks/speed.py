@@ -1,10 +1,12 @@
-"""Generation and update speed beside what a user would take instead: same model, prompts and machine, in one run.
+"""Generation and update speed beside what a user would take instead: same model, prompts and machine, in one
+run.
 
     python benchmarks/speed.py [--model NAME] [--repeats 5] [--precision auto] [--device cpu]
         [--vllm .venv-vllm/bin/python [--compiled]]
 
-The sides take turns, so that a slow minute of the machine hits all of them. Prints medians of new tokens a second with their
-ratio to plain ``generate``, of trained tokens a second with their ratio to the padded computation, and the log-prob gaps.
+The sides take turns, so that a slow minute of the machine hits all of them. Prints medians of new tokens a
+second with their ratio to plain ``generate``, of trained tokens a second with their ratio to the padded
+computation, and the log-prob gaps.
 """
 
 import argparse
@@ -26,8 +28,8 @@ from speed_sides import WORKLOADS, Outrider, Plain, Vllm, play
 from speed_update import UPDATES, packed, padded
 from transformers import AutoModelForCausalLM
 
-from outrider.engines.model import LanguageModel, load_model, resolve_model, resolve_precision
-from outrider.train.policy import OptimizerSettings, Policy, set_threads
+from outrider.engines.local.model import LanguageModel, load_model, resolve_model, resolve_precision
+from outrider.train.update.policy import OptimizerSettings, Policy, set_threads
 
 
 def main() -> None:
@@ -38,16 +40,31 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm", help="the Python of an environment with vLLM (make test-vllm builds one)")
-    parser.add_argument("--compiled", action="store_true", help="vLLM with its compiler too, whose start takes minutes")
-    parser.add_argument("--workloads", type=int, nargs="+", help="numbers of the generation workloads, from 1")
-    parser.add_argument("--updates", type=int, nargs="+", help="numbers of the update workloads, from 1")
-    parser.add_argument("--layers", type=int, help="updates with the first layers only: cheaper, the head weighs more")
     parser.add_argument(
-        "--clock", choices=("wall", "processor"), default="wall", help="of updates; processor time where others compute too"
+        "--compiled", action="store_true", help="vLLM with its compiler too, whose start takes minutes"
+    )
+    parser.add_argument(
+        "--workloads", type=int, nargs="+", help="numbers of the generation workloads, from 1"
+    )
+    parser.add_argument("--updates", type=int, nargs="+", help="numbers of the update workloads, from 1")
+    parser.add_argument(
+        "--layers", type=int, help="updates with the first layers only: cheaper, the head weighs more"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="of updates; processor time where others compute too",
     )
     parser.add_argument("--gap-tokens", type=int, default=48, help="sampled tokens of a request in the gap")
-    parser.add_argument("--inverse-cdf", action="store_true", help="the gap of the sampling rule before (benchmarks/sampling.py)")
-    parser.add_argument("--only", choices=("generation", "update", "gap"), nargs="+", default=["generation", "update", "gap"])
+    parser.add_argument(
+        "--inverse-cdf",
+        action="store_true",
+        help="the gap of the sampling rule before (benchmarks/sampling.py)",
+    )
+    parser.add_argument(
+        "--only", choices=("generation", "update", "gap"), nargs="+", default=["generation", "update", "gap"]
+    )
     arguments = parser.parse_args()
     set_threads(arguments.threads, device=arguments.device)
     precision = resolve_precision(arguments.precision, arguments.device)
@@ -70,24 +87,37 @@ def gaps(ours: LanguageModel, precision: str, arguments: argparse.Namespace) -> 
     """What a log-prob and a sequence depend on beside the request: the trainer, the batch, the processor."""
     new = arguments.gap_tokens
     values = trainer_gap(ours, new)
-    print(f"log-prob gap engine - trainer, {precision}: mean {values.mean():.1e}, max {values.max():.1e} nats", flush=True)
+    print(
+        f"log-prob gap engine - trainer, {precision}: mean {values.mean():.1e}, max {values.max():.1e} nats",
+        flush=True,
+    )
     here = written_together(ours, new)
     others = {"alone": partial(written_alone, ours, new)}
     if arguments.device == "cpu":
         others["on a lesser processor"] = partial(
-            written_elsewhere, arguments.model, precision, arguments.threads, new, inverse_cdf=arguments.inverse_cdf
+            written_elsewhere,
+            arguments.model,
+            precision,
+            arguments.threads,
+            new,
+            inverse_cdf=arguments.inverse_cdf,
         )
     for other, write in others.items():
         there = write()
         for kind, sequences in here.items():
-            print(f"in a batch - {other}, {kind}, {new} tokens, {precision}: {compared(there[kind], sequences)}", flush=True)
+            print(
+                f"in a batch - {other}, {kind}, {new} tokens, {precision}: {compared(there[kind], sequences)}",
+                flush=True,
+            )
 
 
 def plain_model(folder: str, dtype: torch.dtype, device: str) -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
 
 
-def generation(title: str, ours: LanguageModel, folder: str, precision: str, arguments: argparse.Namespace) -> None:
+def generation(
+    title: str, ours: LanguageModel, folder: str, precision: str, arguments: argparse.Namespace
+) -> None:
     plain = plain_model(folder, getattr(torch, precision), arguments.device)
     sides = {
         "generate, dynamic": Plain(plain, static=False),
@@ -110,7 +140,9 @@ def generation(title: str, ours: LanguageModel, folder: str, precision: str, arg
         one.close()
 
 
-def updates(title: str, ours: LanguageModel, folder: str, precision: str, arguments: argparse.Namespace) -> None:
+def updates(
+    title: str, ours: LanguageModel, folder: str, precision: str, arguments: argparse.Namespace
+) -> None:
     """The plain side has float32 weights, with autocast where the working precision is lower."""
     plain = plain_model(folder, torch.float32, arguments.device)
     for model in (plain, ours.model):
@@ -119,7 +151,10 @@ def updates(title: str, ours: LanguageModel, folder: str, precision: str, argume
     table = Table("trained row", "plain, padded", "outrider", title=f"{title}: padded tokens/s")
     chosen = arguments.updates or range(1, len(UPDATES) + 1)
     for name, shape in (list(UPDATES.items())[number - 1] for number in chosen):
-        sides = {"plain, padded": padded(plain, shape, lower=precision == "bfloat16"), "outrider": packed(policy, shape)}
+        sides = {
+            "plain, padded": padded(plain, shape, lower=precision == "bfloat16"),
+            "outrider": packed(policy, shape),
+        }
         clock = time.process_time if arguments.clock == "processor" else time.perf_counter
         rates = alternate(sides, arguments.repeats, device=arguments.device, clock=clock)
         table.add_row(name, *against(rates, "plain, padded"))
@@ -128,9 +163,15 @@ def updates(title: str, ours: LanguageModel, folder: str, precision: str, argume
 
 
 def alternate(
-    sides: dict[str, Callable[[], int]], repeats: int, *, device: str, clock: Callable[[], float] = time.perf_counter
+    sides: dict[str, Callable[[], int]],
+    repeats: int,
+    *,
+    device: str,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median rate of every side; the first round warms up. A GPU is waited for: what one side queued is not the other's time."""
+    """Median rate of every side; the first round warms up. A GPU is waited for: what one side queued is not
+    the other's time.
+    """
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for name, run in sides.items():

@@ -1,6 +1,8 @@
-"""How far the engine's log-probs are from the trainer's, and from its own in another batch or on another processor.
+"""How far the engine's log-probs are from the trainer's, and from its own in another batch or on another
+processor.
 
-python benchmarks/speed_gap.py MODEL PRECISION THREADS NEW RULE   (what speed.py starts as its lesser processor)
+python benchmarks/speed_gap.py MODEL PRECISION THREADS NEW RULE   (what speed.py starts as its lesser
+processor)
 """
 
 import json
@@ -17,14 +19,14 @@ from unittest.mock import patch
 import sampling
 import torch
 
-from outrider.engines import local
 from outrider.engines.base import Generation, Request
-from outrider.engines.local import LocalEngine
-from outrider.engines.model import LanguageModel, Precision, load_model
+from outrider.engines.local import engine as local
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.model import LanguageModel, Precision, load_model
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
-from outrider.train.pack import RolloutPath, pack
-from outrider.train.policy import OptimizerSettings, Policy, set_threads
+from outrider.train.update.pack import RolloutPath, pack
+from outrider.train.update.policy import OptimizerSettings, Policy, set_threads
 from outrider.types import Message, Origin, Task
 
 _BATCH = 32
@@ -48,13 +50,17 @@ def _questions(lm: LanguageModel, num: int) -> list[list[int]]:
     """What a model is asked in use."""
     renderer = ChatRenderer(lm.tokenizer)
     asked = [
-        f"A train leaves at {i % 12 + 1} o'clock and needs {i + 7} minutes. When does it arrive, and why?" for i in range(num)
+        f"A train leaves at {i % 12 + 1} o'clock and needs {i + 7} minutes. When does it arrive, and why?"
+        for i in range(num)
     ]
     return [list(renderer.prompt([Message(role="user", content=text)])) for text in asked]
 
 
 def _requests(prompts: list[list[int]], new: int) -> list[Request]:
-    return [Request(request_id=str(i), token_ids=tuple(row), max_tokens=new, seed=i) for i, row in enumerate(prompts)]
+    return [
+        Request(request_id=str(i), token_ids=tuple(row), max_tokens=new, seed=i)
+        for i, row in enumerate(prompts)
+    ]
 
 
 def trainer_gap(lm: LanguageModel, new: int) -> torch.Tensor:
@@ -68,7 +74,12 @@ def trainer_gap(lm: LanguageModel, new: int) -> torch.Tensor:
         root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=request.token_ids, message=message)
         ids, logprobs, entropies = generation_.token_ids, generation_.logprobs, generation_.entropies
         node = trace.append(
-            parent=root.node_id, origin=Origin.POLICY, token_ids=ids, message=message, logprobs=logprobs, entropies=entropies
+            parent=root.node_id,
+            origin=Origin.POLICY,
+            token_ids=ids,
+            message=message,
+            logprobs=logprobs,
+            entropies=entropies,
         )
         node.credit = (1.0,) * len(ids)
         path = RolloutPath(nodes=trace.path(node.node_id), rollout_index=0)
@@ -85,7 +96,9 @@ def drawing(*, inverse_cdf: bool) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The largest difference of a log-prob in nats over the tokens before the first different one, and the sequences that differ."""
+    """The largest difference of a log-prob in nats over the tokens before the first different one, and the
+    sequences that differ.
+    """
 
     largest: float
     num_different: int
@@ -100,27 +113,49 @@ def compared(ours: Sequence[Written], theirs: Sequence[Written]) -> Gap:
     for (ids, logprobs), (other_ids, other_logprobs) in zip(ours, theirs, strict=True):
         num = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=True))))
         num_different += num < len(ids)
-        largest = max([largest, *(abs(a - b) for a, b in zip(logprobs[:num], other_logprobs[:num], strict=True))])
+        largest = max(
+            [largest, *(abs(a - b) for a, b in zip(logprobs[:num], other_logprobs[:num], strict=True))]
+        )
     return Gap(largest=largest, num_different=num_different, num_sequences=len(ours))
 
 
 def written_together(lm: LanguageModel, new: int) -> dict[str, list[Written]]:
-    """What every request (random tokens, questions) writes beside all others of its kind; no sequence ends early."""
-    engine = LocalEngine(replace(lm, eos_token_ids=frozenset(), eos_texts=()))
-    return {kind: [_written(one) for one in engine.generate(requests)] for kind, requests in _both_kinds(lm, new).items()}
-
-
-def written_alone(lm: LanguageModel, new: int) -> dict[str, list[Written]]:
-    """The same requests one by one; one without a cache key leaves nothing behind, so each is computed anew."""
+    """What every request (random tokens, questions) writes beside all others of its kind; no sequence ends
+    early.
+    """
     engine = LocalEngine(replace(lm, eos_token_ids=frozenset(), eos_texts=()))
     return {
-        kind: [_written(engine.generate([request])[0]) for request in requests] for kind, requests in _both_kinds(lm, new).items()
+        kind: [_written(one) for one in engine.generate(requests)]
+        for kind, requests in _both_kinds(lm, new).items()
     }
 
 
-def written_elsewhere(model: str, precision: str, threads: int, new: int, *, inverse_cdf: bool) -> dict[str, list[Written]]:
-    """What :func:`written_together` gives on a lesser processor: another process whose libraries keep to older instructions."""
-    command = [sys.executable, __file__, model, precision, str(threads), str(new), "inverse" if inverse_cdf else "race"]
+def written_alone(lm: LanguageModel, new: int) -> dict[str, list[Written]]:
+    """The same requests one by one; one without a cache key leaves nothing behind, so each is computed
+    anew.
+    """
+    engine = LocalEngine(replace(lm, eos_token_ids=frozenset(), eos_texts=()))
+    return {
+        kind: [_written(engine.generate([request])[0]) for request in requests]
+        for kind, requests in _both_kinds(lm, new).items()
+    }
+
+
+def written_elsewhere(
+    model: str, precision: str, threads: int, new: int, *, inverse_cdf: bool
+) -> dict[str, list[Written]]:
+    """What :func:`written_together` gives on a lesser processor: another process whose libraries keep to
+    older instructions.
+    """
+    command = [
+        sys.executable,
+        __file__,
+        model,
+        precision,
+        str(threads),
+        str(new),
+        "inverse" if inverse_cdf else "race",
+    ]
     done = subprocess.run(command, env=os.environ | LESSER, stdout=subprocess.PIPE, text=True, check=True)
     told: dict[str, list[Written]] = json.loads(done.stdout.splitlines()[-1])
     return told

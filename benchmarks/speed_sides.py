@@ -1,4 +1,6 @@
-"""Generation workloads of ``speed.py`` and who plays them: plain transformers, Outrider, vLLM in a process of its own."""
+"""Generation workloads of ``speed.py`` and who plays them: plain transformers, Outrider, vLLM in a process of
+its own.
+"""
 
 import json
 import os
@@ -12,15 +14,17 @@ from typing import Any, Protocol
 import torch
 
 from outrider.engines.base import Request
-from outrider.engines.local import LocalEngine
-from outrider.engines.model import LanguageModel
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.model import LanguageModel
 
 Contexts = list[list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """``num_prompts`` different prompts with ``samples`` rows each; after a turn every row gets ``observed`` tokens."""
+    """``num_prompts`` different prompts with ``samples`` rows each; after a turn every row gets ``observed``
+    tokens.
+    """
 
     num_prompts: int
     samples: int
@@ -33,7 +37,9 @@ class Workload:
 WORKLOADS = {
     "32 prompts of 256, 64 new": Workload(num_prompts=32, samples=1, prompt=256, new=64),
     "4 prompts of 256 x 8, 64 new": Workload(num_prompts=4, samples=8, prompt=256, new=64),
-    "8 rows x 6 turns, 32 new, 80 observed": Workload(num_prompts=8, samples=1, prompt=200, new=32, turns=6, observed=80),
+    "8 rows x 6 turns, 32 new, 80 observed": Workload(
+        num_prompts=8, samples=1, prompt=200, new=32, turns=6, observed=80
+    ),
 }
 
 
@@ -109,9 +115,17 @@ class Vllm:
     """Talks to ``vllm_worker.py``, one JSON line a turn."""
 
     def __init__(self, python: str, folder: str, precision: str, *, eager: bool, threads: int) -> None:
-        command = [python, str(Path(__file__).with_name("vllm_worker.py")), folder, precision, str(int(eager))]
+        command = [
+            python,
+            str(Path(__file__).with_name("vllm_worker.py")),
+            folder,
+            precision,
+            str(int(eager)),
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self._ask({"begin": True})
 
     def begin(self) -> None:

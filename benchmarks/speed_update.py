@@ -1,4 +1,5 @@
-"""Update workloads of ``speed.py``: forward and backward of a group, padded by transformers and packed by Outrider.
+"""Update workloads of ``speed.py``: forward and backward of a group, padded by transformers and packed by
+Outrider.
 
 Both sides are credited with the padded tokens, so that the ratio of their rates is one of time.
 """
@@ -10,14 +11,16 @@ from typing import Any
 import torch
 
 from outrider.trace import Trace
-from outrider.train.pack import RolloutPath, pack
-from outrider.train.policy import Policy
+from outrider.train.update.pack import RolloutPath, pack
+from outrider.train.update.policy import Policy
 from outrider.types import Message, Origin, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """``rollouts`` rows of ``shared`` common, ``own`` different and ``new`` trained tokens; plain micro-batches of ``rows``."""
+    """``rollouts`` rows of ``shared`` common, ``own`` different and ``new`` trained tokens; plain
+    micro-batches of ``rows``.
+    """
 
     rollouts: int
     shared: int
@@ -42,17 +45,26 @@ def _paths(shape: Shape) -> list[RolloutPath]:
     trace = Trace(task=Task(key="benchmark", question=""))
     message = Message(role="user", content="")
     common = ids(shape.shared)
-    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=common, message=message) if common else None
+    root = (
+        trace.append(parent=None, origin=Origin.PROMPT, token_ids=common, message=message) if common else None
+    )
     paths = []
     for index in range(shape.rollouts):
         tip = root
         if shape.own:
             parent = None if tip is None else tip.node_id
-            tip = trace.append(parent=parent, origin=Origin.ENVIRONMENT, token_ids=ids(shape.own), message=message)
+            tip = trace.append(
+                parent=parent, origin=Origin.ENVIRONMENT, token_ids=ids(shape.own), message=message
+            )
         assert tip is not None
         zeros = (0.0,) * shape.new
         node = trace.append(
-            parent=tip.node_id, origin=Origin.POLICY, token_ids=ids(shape.new), message=message, logprobs=zeros, entropies=zeros
+            parent=tip.node_id,
+            origin=Origin.POLICY,
+            token_ids=ids(shape.new),
+            message=message,
+            logprobs=zeros,
+            entropies=zeros,
         )
         node.credit = (1.0,) * shape.new
         paths.append(RolloutPath(nodes=trace.path(node.node_id), rollout_index=index))
@@ -60,7 +72,9 @@ def _paths(shape: Shape) -> list[RolloutPath]:
 
 
 def padded(model: Any, shape: Shape, *, lower: bool) -> Callable[[], int]:
-    rows = torch.tensor([[t for node in path.nodes for t in node.token_ids] for path in _paths(shape)], device=model.device)
+    rows = torch.tensor(
+        [[t for node in path.nodes for t in node.token_ids] for path in _paths(shape)], device=model.device
+    )
 
     def run() -> int:
         for batch in rows.split(shape.rows):

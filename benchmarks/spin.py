@@ -1,4 +1,5 @@
-"""How long idle OpenMP threads should spin: generation speed for several values of GOMP_SPINCOUNT, one process each.
+"""How long idle OpenMP threads should spin: generation speed for several values of GOMP_SPINCOUNT, one
+process each.
 
     python benchmarks/spin.py [--batch 96] [--busy]
 
@@ -27,7 +28,10 @@ def main() -> None:
         print(*measure(arguments.batch))
         return
     table = Table(
-        "GOMP_SPINCOUNT", "prefill tokens/s", "decode tokens/s", title=f"batch {arguments.batch}, busy beside: {arguments.busy}"
+        "GOMP_SPINCOUNT",
+        "prefill tokens/s",
+        "decode tokens/s",
+        title=f"batch {arguments.batch}, busy beside: {arguments.busy}",
     )
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if arguments.busy else None
     try:
@@ -35,7 +39,10 @@ def main() -> None:
             command = [sys.executable, __file__, "--measure", "--batch", str(arguments.batch)]
             environment = {**os.environ, "GOMP_SPINCOUNT": value}
             table.add_row(
-                value, *subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+                value,
+                *subprocess.run(
+                    command, env=environment, capture_output=True, text=True, check=True
+                ).stdout.split(),
             )
     finally:
         if busy is not None:
@@ -48,8 +55,8 @@ def measure(batch: int) -> tuple[int, int]:
     import torch
 
     from outrider.engines.base import Request
-    from outrider.engines.local import LocalEngine
-    from outrider.engines.model import load_model
+    from outrider.engines.local.engine import LocalEngine
+    from outrider.engines.local.model import load_model
 
     torch.set_num_threads(2)
     engine = LocalEngine(load_model("smollm2-135m-instruct", precision="bfloat16"))

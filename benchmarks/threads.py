@@ -1,9 +1,11 @@
-"""How many threads, and which precision, training should have on this machine: generation and update speed, in one process.
+"""How many threads, and which precision, training should have on this machine: generation and update speed,
+in one process.
 
     python benchmarks/threads.py [--model NAME] [--repeats 3] [--threads 1 2] [--precisions bfloat16 float32]
 
-Two virtual processors are often two hyper-threads of one core: they share its matrix unit, and a thread that waits at a
-barrier takes time from the one that works. The counts take turns, so that a slow minute of the machine hits all of them.
+Two virtual processors are often two hyper-threads of one core: they share its matrix unit, and a thread that
+waits at a barrier takes time from the one that works. The counts take turns, so that a slow minute of the
+machine hits all of them.
 """
 
 import argparse
@@ -20,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.engines.base import Request
-from outrider.engines.local import LocalEngine
-from outrider.engines.model import load_model
-from outrider.engines.processor import read_processor
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.model import load_model
+from outrider.engines.local.processor import read_processor
 from outrider.trace import Trace
-from outrider.train.pack import RolloutPath, pack
-from outrider.train.policy import OptimizerSettings, Policy
+from outrider.train.update.pack import RolloutPath, pack
+from outrider.train.update.policy import OptimizerSettings, Policy
 from outrider.types import Message, Origin, Task
 
 
@@ -37,7 +39,9 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["bfloat16", "float32"])
     arguments = parser.parse_args()
     policies = {
-        precision: Policy(load_model(arguments.model, precision=precision), OptimizerSettings(learning_rate=1e-9))
+        precision: Policy(
+            load_model(arguments.model, precision=precision), OptimizerSettings(learning_rate=1e-9)
+        )
         for precision in arguments.precisions
     }
     rates: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
@@ -49,22 +53,29 @@ def main() -> None:
     amx = "with" if read_processor().multiplies_bfloat16 else "without"
     table = Table(*columns, title=f"{arguments.model}, processor {amx} AMX, medians of {arguments.repeats}")
     for (precision, count), measured in rates.items():
-        medians = [statistics.median(column) for column in zip(*measured[1:], strict=True)]  # the first round warms up
+        # the first round warms up
+        medians = [statistics.median(column) for column in zip(*measured[1:], strict=True)]
         table.add_row(precision, str(count), *(f"{median:.0f}" for median in medians))
     Console().print(table)
 
 
 def tokens(number: int, seed: int) -> tuple[int, ...]:
-    return tuple(torch.randint(100, 10_000, (number,), generator=torch.Generator().manual_seed(seed)).tolist())
+    return tuple(
+        torch.randint(100, 10_000, (number,), generator=torch.Generator().manual_seed(seed)).tolist()
+    )
 
 
-def generated(engine: LocalEngine, *, batch: int = 32, prompt: int = 200, new: int = 24) -> tuple[float, float]:
+def generated(
+    engine: LocalEngine, *, batch: int = 32, prompt: int = 200, new: int = 24
+) -> tuple[float, float]:
     """Prefill and decode rate of different prompts; one token more tells the two apart."""
     seconds = []
     for length in (1, new + 1):
         engine.weights_changed()
         requests = [
-            Request(request_id=str(i), token_ids=tokens(prompt, i), max_tokens=length, seed=i, cache_key=str(i))
+            Request(
+                request_id=str(i), token_ids=tokens(prompt, i), max_tokens=length, seed=i, cache_key=str(i)
+            )
             for i in range(batch)
         ]
         began = time.perf_counter()
@@ -85,12 +96,20 @@ def updated(policy: Policy, *, num_rollouts: int = 6) -> float:
         for turn in range(3):
             ids, zeros = tokens(20, 7 * index + turn + 1), (0.0,) * 20
             tip = trace.append(
-                parent=tip.node_id, origin=Origin.POLICY, token_ids=ids, message=message, logprobs=zeros, entropies=zeros
+                parent=tip.node_id,
+                origin=Origin.POLICY,
+                token_ids=ids,
+                message=message,
+                logprobs=zeros,
+                entropies=zeros,
             )
             tip.credit = (1.0,) * 20
             if turn < 2:
                 tip = trace.append(
-                    parent=tip.node_id, origin=Origin.ENVIRONMENT, token_ids=tokens(80, 7 * index + turn + 4), message=message
+                    parent=tip.node_id,
+                    origin=Origin.ENVIRONMENT,
+                    token_ids=tokens(80, 7 * index + turn + 4),
+                    message=message,
                 )
         paths.append(RolloutPath(nodes=trace.path(tip.node_id), rollout_index=index))
     began = time.perf_counter()

@@ -1,14 +1,16 @@
-"""Do tips help, and is it what they say? One policy, the same tasks and draws, tips as they are, of other worlds, and none.
+"""Do tips help, and is it what they say? One policy, the same tasks and draws, tips as they are, of other
+worlds, and none.
 
     python -m benchmarks.tips_counterfactual --out DIR [--seeds 5] [--first-seed 0] [--rounds 2] [section.field=value ...]
 
-A seed: the recipe's cold start, then ``--rounds`` rounds of the panel without tips, in which only the memory learns, then the panel
-three times with that memory as it is: tips shown, tips of another world shown (of another task where the memory is one a task), none
-shown. Nothing is written meanwhile, so that the three differ in what is read alone. A gain that survives with the tips of other
-worlds does not come from what tips say.
+A seed: the recipe's cold start, then ``--rounds`` rounds of the panel without tips, in which only the memory
+learns, then the panel three times with that memory as it is: tips shown, tips of another world shown (of
+another task where the memory is one a task), none shown. Nothing is written meanwhile, so that the three
+differ in what is read alone. A gain that survives with the tips of other worlds does not come from what tips
+say.
 
-Results are kept in DIR by seed, and a second call plays what is missing. Prints Markdown: scores, and paired differences with 95 %
-intervals over tasks.
+Results are kept in DIR by seed, and a second call plays what is missing. Prints Markdown: scores, and paired
+differences with 95 % intervals over tasks.
 """
 
 import argparse
@@ -22,22 +24,22 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from benchmarks.markdown_table import markdown
-from outrider.algorithms.empo2 import Empo2Settings
-from outrider.algorithms.tip_hook import MemorySettings, TipHook
-from outrider.algorithms.tip_modes import PLAIN, TIPS_ON
+from outrider.algorithms.empo2.algorithm import Empo2Settings
+from outrider.algorithms.empo2.hook import MemorySettings, TipHook
+from outrider.algorithms.empo2.modes import PLAIN, TIPS_ON
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult
 from outrider.errors import ConfigError, OutriderError
 from outrider.evals.paired import difference_interval
-from outrider.evals.runner import evaluate
 from outrider.memory.embedder import Embedder, load_embedder
 from outrider.memory.tips import TipMemory
 from outrider.rollout.episode import Sampling
+from outrider.rollout.evaluate import evaluate
 from outrider.rollout.hooks import EpisodeState
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Trace
 from outrider.train.components import Components, build, token_counter
-from outrider.train.imitation import imitate_experts
+from outrider.train.data.imitation import imitate_experts
 from outrider.train.settings import RunSettings
 from outrider.types import Message, Origin, Task
 
@@ -48,9 +50,13 @@ Scores = Mapping[str, Mapping[str, float]]
 
 
 class ReadOnlyTips(TipHook):
-    """Shows tips of a memory that others filled, writes none. ``exchanged`` names the buffer that a task reads in place of its own."""
+    """Shows tips of a memory that others filled, writes none. ``exchanged`` names the buffer that a task
+    reads in place of its own.
+    """
 
-    def __init__(self, settings: MemorySettings, *, memory: TipMemory, exchanged: Mapping[str, str], **others: Any) -> None:
+    def __init__(
+        self, settings: MemorySettings, *, memory: TipMemory, exchanged: Mapping[str, str], **others: Any
+    ) -> None:
         super().__init__(settings, **others)
         self.memory = memory
         self._exchanged = exchanged
@@ -74,7 +80,9 @@ def shifted(buffers: Sequence[str]) -> dict[str, str]:
     """Every buffer's next one, so that none keeps its own. Raises ConfigError where there is only one."""
     names = sorted(set(buffers))
     if len(names) < 2:
-        raise ConfigError("tips cannot be exchanged: all tasks of the panel read one buffer (algorithm.memory.scope)")
+        raise ConfigError(
+            "tips cannot be exchanged: all tasks of the panel read one buffer (algorithm.memory.scope)"
+        )
     return dict(zip(names, names[1:] + names[:1], strict=True))
 
 
@@ -100,19 +108,27 @@ class Play:
         exchanged = shifted([writer.task_key(task) for task in self.parts.test_tasks])
         scores: dict[str, dict[str, float]] = {}
         imitate_experts(
-            self.parts, stage=lambda name, size: _note(f"{name}: {size}"), note=_note, on_step=lambda done, metrics: None
+            self.parts,
+            stage=lambda name, size: _note(f"{name}: {size}"),
+            note=_note,
+            on_step=lambda done, metrics: None,
         )
         for number in range(self.num_rounds):
             found, _ = self._panel((writer,), PLAIN, stream_step=-2 - number)
             _note(f"round {number + 1}: {100 * fmean(found.values()):.1f} %, {len(writer.memory)} tips")
-        own, other = (ReadOnlyTips(self.memory, memory=writer.memory, exchanged=map_, **others) for map_ in ({}, exchanged))
+        own, other = (
+            ReadOnlyTips(self.memory, memory=writer.memory, exchanged=map_, **others)
+            for map_ in ({}, exchanged)
+        )
         scores[REMOVED], _ = self._panel((own,), PLAIN)
         scores[SHUFFLED], num_others = self._panel((other,), TIPS_ON)
         scores[KEPT], num_own = self._panel((own,), TIPS_ON)
         shown = {KEPT: num_own, SHUFFLED: num_others}
         return {"scores": scores, "num_tips": len(writer.memory), "shown_an_episode": shown}
 
-    def _panel(self, hooks: Sequence[TipHook], mode: str, *, stream_step: int = -1) -> tuple[dict[str, float], float]:
+    def _panel(
+        self, hooks: Sequence[TipHook], mode: str, *, stream_step: int = -1
+    ) -> tuple[dict[str, float], float]:
         settings = self.parts.settings
         scheduler = Scheduler(
             engine=self.parts.engine,
@@ -135,7 +151,9 @@ class Play:
             stream_step=stream_step,
         )
         paths = [path for trace in traces for _, path in trace.rollouts()]
-        num_shown = sum(len(n.metadata["tip_ids"]) for path in paths for n in path if n.origin is Origin.MEMORY)
+        num_shown = sum(
+            len(n.metadata["tip_ids"]) for path in paths for n in path if n.origin is Origin.MEMORY
+        )
         return dict(evaluation.task_scores), num_shown / len(paths)
 
 
@@ -143,7 +161,11 @@ def play_seed(settings: RunSettings, *, num_rounds: int) -> dict[str, Any]:
     """All of one seed, from the recipe's model."""
     with TemporaryDirectory() as folder:
         parts = build(
-            settings, buffer_path=Path(folder) / "buffer.sqlite", resumed=False, on_tokens=lambda number: None, note=_note
+            settings,
+            buffer_path=Path(folder) / "buffer.sqlite",
+            resumed=False,
+            on_tokens=lambda number: None,
+            note=_note,
         )
         try:
             embedder = load_embedder(memory_of(settings).embedder)
@@ -162,7 +184,10 @@ def memory_of(settings: RunSettings) -> MemorySettings:
 def completed_seed(out: Path, settings: RunSettings, *, num_rounds: int) -> Scores:
     """The scores on file, or played now. Raises ConfigError where the file is of other settings."""
     file = out / f"seed-{settings.seed}.json"
-    identity = {"settings": settings.model_dump(mode="json", exclude={"num_threads"}), "num_rounds": num_rounds}
+    identity = {
+        "settings": settings.model_dump(mode="json", exclude={"num_threads"}),
+        "num_rounds": num_rounds,
+    }
     if file.exists():
         held: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if held["identity"] != identity:
@@ -177,15 +202,21 @@ def completed_seed(out: Path, settings: RunSettings, *, num_rounds: int) -> Scor
 
 def score_table(seeds: Mapping[int, Scores]) -> str:
     """Success in percent, a row a seed and their mean."""
-    rows = [[str(seed), *(100 * fmean(scores[line].values()) for line in LINES)] for seed, scores in seeds.items()]
+    rows = [
+        [str(seed), *(100 * fmean(scores[line].values()) for line in LINES)] for seed, scores in seeds.items()
+    ]
     means = ["mean", *(fmean(float(row[i]) for row in rows) for i in range(1, len(LINES) + 1))]
     shown = [[str(row[0]), *(f"{float(value):.1f}" for value in row[1:])] for row in [*rows, means]]
     return markdown(("seed", *LINES), shown)
 
 
 def gain_table(seeds: Mapping[int, Scores]) -> str:
-    """Paired differences in points: every seed over its tasks, and all seeds together, each task with its mean over seeds."""
-    rows = [[str(seed), *(_gain(differences(scores, *pair)) for pair in PAIRS)] for seed, scores in seeds.items()]
+    """Paired differences in points: every seed over its tasks, and all seeds together, each task with its
+    mean over seeds.
+    """
+    rows = [
+        [str(seed), *(_gain(differences(scores, *pair)) for pair in PAIRS)] for seed, scores in seeds.items()
+    ]
     together = []
     for pair in PAIRS:
         each = [differences(scores, *pair) for scores in seeds.values()]
@@ -205,7 +236,9 @@ def _gain(found: Mapping[str, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a seed failed, 2 bad configuration."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tips_counterfactual", description="Do tips help?")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tips_counterfactual", description="Do tips help?"
+    )
     parser.add_argument("--recipe", type=Path, default=Path("recipes/house-empo2.toml"))
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--seeds", type=int, default=5)
@@ -216,7 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(parsed.first_seed, parsed.first_seed + parsed.seeds)
     try:
         each = {
-            seed: load_settings(RunSettings, file=parsed.recipe, overrides=[*parsed.overrides, f"seed={seed}"]) for seed in seeds
+            seed: load_settings(
+                RunSettings, file=parsed.recipe, overrides=[*parsed.overrides, f"seed={seed}"]
+            )
+            for seed in seeds
         }
         played = {}
         for seed, settings in each.items():

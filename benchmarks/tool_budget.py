@@ -2,7 +2,8 @@
 
     python benchmarks/tool_budget.py --checkpoint runs/demo/checkpoints/step-000000 [--leaves 8] [--groups 16] [key=value ...]
 
-A call in a shared prefix was executed once. The paper (arXiv 2507.19849, Fig. 7) claims about half of GRPO's calls in training.
+A call in a shared prefix was executed once. The paper (arXiv 2507.19849, Fig. 7) claims about half of GRPO's
+calls in training.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from outrider.config import load_settings
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.train.components import Components, build
+from outrider.train.metrics.step_metrics import branch_metrics, rollout_metrics
 from outrider.train.settings import RunSettings
-from outrider.train.step_metrics import branch_metrics, rollout_metrics
 
 
 def main() -> None:
@@ -49,18 +50,29 @@ def row(arguments: argparse.Namespace, overrides: list[str]) -> list[str]:
         "train.tasks_per_step=1",
         "cold_start.num_examples=0",
     ]
-    text = arguments.recipe.read_text().replace('type = "rapo"', 'type = "arpo"').replace("num_hybrid = 4\n", "")
+    text = (
+        arguments.recipe.read_text().replace('type = "rapo"', 'type = "arpo"').replace("num_hybrid = 4\n", "")
+    )
     with TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.toml"
         recipe.write_text(text)
         settings = load_settings(RunSettings, file=recipe, overrides=[*fixed, *overrides])
-        parts = build(settings, buffer_path=Path(folder) / "buffer", resumed=False, on_tokens=lambda _: None, note=print)
+        parts = build(
+            settings, buffer_path=Path(folder) / "buffer", resumed=False, on_tokens=lambda _: None, note=print
+        )
         began = time.perf_counter()
-        report = scheduler(parts).run(parts.train_tasks[: arguments.groups], modes=parts.algorithm.modes, training_step=0)
+        report = scheduler(parts).run(
+            parts.train_tasks[: arguments.groups], modes=parts.algorithm.modes, training_step=0
+        )
         seconds = time.perf_counter() - began
         parts.factory.close()
     values = rollout_metrics(report.traces) | branch_metrics(report.traces)
-    shown = ("rollout/num_tool_calls", "rollout/tool_calls_per_leaf", "rollout/num_tool_calls_shared", "branch/num_forks")
+    shown = (
+        "rollout/num_tool_calls",
+        "rollout/tool_calls_per_leaf",
+        "rollout/num_tool_calls_shared",
+        "branch/num_forks",
+    )
     cells = [f"{values.get(key, 0.0):.4g}" for key in (*shown, "reward/mean", "tokens/policy")]
     return [*cells, f"{seconds:.1f}"]
 

@@ -1,9 +1,11 @@
-"""What a call of the Python tool costs, and how long the slowest of many callers waits, here and at an earlier commit.
+"""What a call of the Python tool costs, and how long the slowest of many callers waits, here and at an
+earlier commit.
 
     python -m benchmarks.tool_calls [--against COMMIT] [--calls 200] [--threads 8] [--rounds 3]
 
-Every thread calls again as soon as it has its answer. A fair queue serves the callers in the order in which they came: its
-slowest wait is computed from the measured arrivals and services. Rounds of the two commits alternate, in processes of their own.
+Every thread calls again as soon as it has its answer. A fair queue serves the callers in the order in which
+they came: its slowest wait is computed from the measured arrivals and services. Rounds of the two commits
+alternate, in processes of their own.
 """
 
 import argparse
@@ -22,14 +24,16 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.tools.python import PythonTool, PythonToolConfig
-from outrider.train.doctor_machine import processor
+from outrider.train.machine.processor import processor
 
 _CODE = "print(sum(i * i for i in range(1000)))"
 _ROOT = Path(__file__).resolve().parents[1]
 
 
 def fair_waits(arrivals: Sequence[float], services: Sequence[float]) -> list[float]:
-    """Waits, in seconds, of callers whom one server takes in the order of ``arrivals`` (ascending), each for its service time."""
+    """Waits, in seconds, of callers whom one server takes in the order of ``arrivals`` (ascending), each for
+    its service time.
+    """
     free, waits = 0.0, []
     for arrival, service in zip(arrivals, services, strict=True):
         waits.append(max(0.0, free - arrival))
@@ -38,7 +42,9 @@ def fair_waits(arrivals: Sequence[float], services: Sequence[float]) -> list[flo
 
 
 def measure(num_calls: int, num_threads: int) -> dict[str, float]:
-    """Milliseconds: median and 95th percentile of a lone call and of a call among others; slowest wait, measured and fair."""
+    """Milliseconds: median and 95th percentile of a lone call and of a call among others; slowest wait,
+    measured and fair.
+    """
     calls: list[tuple[float, float, float]] = []  # arrival, whole time, service
     left = iter(range(num_calls))
     lock = threading.Lock()
@@ -61,7 +67,8 @@ def measure(num_calls: int, num_threads: int) -> dict[str, float]:
             thread.join()
     arrivals, whole, services = zip(*sorted(calls), strict=True)
     waits = [one - service for one, service in zip(whole, services, strict=True)]
-    # What the tool takes beside the program (to hand over, to clean up) belongs to the service that others wait for.
+    # What the tool takes beside the program (to hand over, to clean up) belongs to the service that others
+    # wait for.
     busy = (max(a + w for a, w, _ in calls) - arrivals[0]) / num_calls
     figures = {
         "alone, median": statistics.median(alone),
@@ -92,13 +99,25 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def round_of(source: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """One measurement in a process of its own, with the library of ``source``."""
-    command = [sys.executable, __file__, "--measure", "--calls", str(arguments.calls), "--threads", str(arguments.threads)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": f"{source}"}, check=True, stdout=subprocess.PIPE)
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        "--calls",
+        str(arguments.calls),
+        "--threads",
+        str(arguments.threads),
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": f"{source}"}, check=True, stdout=subprocess.PIPE
+    )
     return dict(json.loads(done.stdout))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", metavar="COMMIT")
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--threads", type=int, default=8)
@@ -112,7 +131,9 @@ def main() -> None:
         sources = {"here": _ROOT / "src"}
         if arguments.against:
             archive = subprocess.run(
-                ["git", "-C", str(_ROOT), "archive", arguments.against, "src"], check=True, capture_output=True
+                ["git", "-C", str(_ROOT), "archive", arguments.against, "src"],
+                check=True,
+                capture_output=True,
             )
             subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
             sources[arguments.against] = Path(folder) / "src"
@@ -126,7 +147,9 @@ def main() -> None:
         title=f"{arguments.calls} calls from {arguments.threads} threads, median of {arguments.rounds} rounds",
     )
     for figure in rounds["here"][0]:
-        table.add_row(figure, *(f"{statistics.median(one[figure] for one in rounds[name]):.1f}" for name in sources))
+        table.add_row(
+            figure, *(f"{statistics.median(one[figure] for one in rounds[name]):.1f}" for name in sources)
+        )
     Console().print(table, f"processor: {processor()}", sep="\n")
 
 

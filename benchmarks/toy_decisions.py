@@ -1,11 +1,13 @@
-"""RAPO's gain against the number of decisions that the policy must learn, on locks (tests/toys.py, docs/algorithms/rapo.md).
+"""RAPO's gain against the number of decisions that the policy must learn, on locks (tests/toys.py,
+docs/algorithms/rapo.md).
 
     python -m benchmarks.toy_decisions --out runs/decisions [--records records]
 
-Series ``equal`` holds the chance of an untrained rollout to be rewarded at 1 in 10,000 and varies the decisions that share it,
-``twenty`` gives every decision one chance in twenty. A wrong turn does nothing, or ends the episode (``strict``); there is one
-turn a decision. Every method has as many policy tokens as 1,500 rollouts of the untrained policy. The expected return is exact, at
-temperature 1 and without retrieval. What is in ``--out`` is not played again; ``--records`` writes the tables for ``make figures``.
+Series ``equal`` holds the chance of an untrained rollout to be rewarded at 1 in 10,000 and varies the
+decisions that share it, ``twenty`` gives every decision one chance in twenty. A wrong turn does nothing, or
+ends the episode (``strict``); there is one turn a decision. Every method has as many policy tokens as 1,500
+rollouts of the untrained policy. The expected return is exact, at temperature 1 and without retrieval. What
+is in ``--out`` is not played again; ``--records`` writes the tables for ``make figures``.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from benchmarks.decisions import Lock, rewarded
 from benchmarks.learning_methods import Method
 from benchmarks.learning_toys import ARENAS, Arena, play_all
 from benchmarks.markdown_table import markdown
-from outrider.train.policy import set_threads
+from outrider.train.update.policy import set_threads
 
 NUM_ROLLOUTS: Final = 1500
 METHODS: Final = {"grpo": "GRPO", "rapo": "RAPO"}
@@ -34,7 +36,9 @@ HEADER: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Locks that differ in their number of doors; ``product`` of the chances, None for one in twenty a door."""
+    """Locks that differ in their number of doors; ``product`` of the chances, None for one in twenty a
+    door.
+    """
 
     name: str
     is_strict: bool
@@ -58,7 +62,9 @@ class Series:
         """RAPO's toy with this many doors and turns."""
 
         def toy(seed: int) -> Toy:
-            return Toy(seed=seed, depth=depth, num_turns=depth, is_strict=self.is_strict, chance=self.chance(depth))
+            return Toy(
+                seed=seed, depth=depth, num_turns=depth, is_strict=self.is_strict, chance=self.chance(depth)
+            )
 
         return replace(ARENAS[0], name=f"{self.name}-{depth}", toy=toy)
 
@@ -71,7 +77,9 @@ SERIES: Final = (
 
 
 def row(series: Series, depth: int, results: Mapping[str, Sequence[Result]]) -> tuple[str, ...]:
-    """One lock: exact chances of a reward before training, returns after it, and how many training rollouts were rewarded."""
+    """One lock: exact chances of a reward before training, returns after it, and how many training rollouts
+    were rewarded.
+    """
     lock = series.lock(depth)
     before = rewarded(replace(lock, probability=0.0)), rewarded(lock)
     own = ", ".join(f"{10_000 * rewarded(lock, own=door):.1f}" for door in range(1, depth + 1))
@@ -90,14 +98,19 @@ def _returns(results: Sequence[Result]) -> str:
 
 def _shares(results: Sequence[Result]) -> tuple[str, str]:
     num_rollouts = sum(result.num_rollouts for result in results)
-    counts = sum(result.num_on_policy_rewards for result in results), sum(result.num_hybrid_rewards for result in results)
+    counts = (
+        sum(result.num_on_policy_rewards for result in results),
+        sum(result.num_hybrid_rewards for result in results),
+    )
     on_policy, hybrid = (f"{100 * count / num_rollouts:.2f} %" for count in counts)
     return on_policy, hybrid
 
 
 def main() -> None:
     """Play what is missing, print a table a series."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.toy_decisions", description="Gain against decisions.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.toy_decisions", description="Gain against decisions."
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--series", nargs="+", default=[series.name for series in SERIES])
@@ -112,7 +125,13 @@ def main() -> None:
         print(f"\n{series.name}\n\n{markdown(HEADER, rows)}", flush=True)
         if arguments.records:
             command = f"python -m benchmarks.toy_decisions --out runs/decisions --series {series.name}"
-            record = {"kind": "cells", "source": arguments.source, "command": command, "columns": HEADER, "rows": rows}
+            record = {
+                "kind": "cells",
+                "source": arguments.source,
+                "command": command,
+                "columns": HEADER,
+                "rows": rows,
+            }
             text = json.dumps(record, indent=1) + "\n"
             (arguments.records / f"toy-{series.name}.json").write_text(text, encoding="utf-8")
 

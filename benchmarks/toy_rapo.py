@@ -2,8 +2,9 @@
 
     python -m benchmarks.toy_rapo [--seeds 10] [--tokens 6000]
 
-Every row has the same number of policy tokens, learning rate, clip and aggregation; the expected return is exact, at
-temperature 1 and without retrieval. "on-policy" and "hybrid" count rewarded training rollouts over all seeds.
+Every row has the same number of policy tokens, learning rate, clip and aggregation; the expected return is
+exact, at temperature 1 and without retrieval. "on-policy" and "hybrid" count rewarded training rollouts over
+all seeds.
 """
 
 import argparse
@@ -11,8 +12,8 @@ import argparse
 from tests.toys import MAX_POLICY_TOKENS, TABLE_HEAD, grpo, play, rapo, table_row
 
 from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.rapo import RapoSettings
-from outrider.train.policy import set_threads
+from outrider.algorithms.rapo.algorithm import RapoSettings
+from outrider.train.update.policy import set_threads
 
 
 def rows() -> dict[str, GrpoSettings | RapoSettings]:
@@ -35,7 +36,9 @@ def main() -> None:
     set_threads(1)
     print(TABLE_HEAD)
     for name, settings in rows().items():
-        results = [play(settings, seed=seed, max_policy_tokens=arguments.tokens) for seed in range(arguments.seeds)]
+        results = [
+            play(settings, seed=seed, max_policy_tokens=arguments.tokens) for seed in range(arguments.seeds)
+        ]
         print(table_row(name, results), flush=True)
 
 

@@ -1,9 +1,10 @@
-"""Where the seconds of an update go, beside plain transformers, and how far that is from what the machine can multiply.
+"""Where the seconds of an update go, beside plain transformers, and how far that is from what the machine can
+multiply.
 
     python benchmarks/update_profile.py [--model NAME] [--repeats 3] [--precision auto]
 
-Forward and backward of four rows of 512 tokens with nothing common (the update workload of speed.py without sharing). Then
-attention's backward pass alone: the fused kernel against plain products in blocks.
+Forward and backward of four rows of 512 tokens with nothing common (the update workload of speed.py without
+sharing). Then attention's backward pass alone: the fused kernel against plain products in blocks.
 """
 
 import argparse
@@ -22,10 +23,10 @@ from speed_update import UPDATES, packed, padded
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from outrider.engines.machine_rate import product_rate
-from outrider.engines.model import load_model, resolve_model, resolve_precision
-from outrider.engines.segment_attention import _CpuAttention, _fused
-from outrider.train.policy import OptimizerSettings, Policy
+from outrider.engines.local.machine_rate import product_rate
+from outrider.engines.local.model import load_model, resolve_model, resolve_precision
+from outrider.engines.local.segment_attention import _CpuAttention, _fused
+from outrider.train.update.policy import OptimizerSettings, Policy
 
 SHAPE = UPDATES["4 rows of 512, nothing common"]
 KINDS = ("linear layers", "attention", "the rest")
@@ -42,20 +43,30 @@ def main() -> None:
     precision = resolve_precision(arguments.precision, "cpu")
     plain = AutoModelForCausalLM.from_pretrained(resolve_model(arguments.model), dtype=torch.float32)
     policy = Policy(load_model(arguments.model, precision=precision), OptimizerSettings(learning_rate=1e-9))
-    sides = {"plain, padded": padded(plain, SHAPE, lower=precision == "bfloat16"), "outrider": packed(policy, SHAPE)}
+    sides = {
+        "plain, padded": padded(plain, SHAPE, lower=precision == "bfloat16"),
+        "outrider": packed(policy, SHAPE),
+    }
     kept: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for _ in range(arguments.repeats + 1):
         for name, run in sides.items():
             kept[name].append(seconds_by_kind(run))
-    table = Table("", *KINDS, "whole", title=f"seconds of an update, {precision}, medians of {arguments.repeats}")
+    table = Table(
+        "", *KINDS, "whole", title=f"seconds of an update, {precision}, medians of {arguments.repeats}"
+    )
     for name, rounds in kept.items():
         medians = {kind: statistics.median(one[kind] for one in rounds[1:]) for kind in (*KINDS, "whole")}
-        table.add_row(name, *(f"{medians[kind]:.2f} ({medians[kind] / medians['whole']:.0%})" for kind in (*KINDS, "whole")))
+        table.add_row(
+            name,
+            *(f"{medians[kind]:.2f} ({medians[kind] / medians['whole']:.0%})" for kind in (*KINDS, "whole")),
+        )
     Console().print(table)
     flops = 6 * SHAPE.rollouts * (SHAPE.own + SHAPE.new) * block_parameters(plain)
     flops += 6 * SHAPE.rollouts * SHAPE.new * plain.lm_head.weight.numel()
     rate = product_rate(2048, getattr(torch, precision))
-    print(f"linear layers: {flops / 1e12:.2f} TFLOP, {flops / rate / 1e12:.2f} s at the machine's {rate:.3f} TFLOP/s")
+    print(
+        f"linear layers: {flops / 1e12:.2f} TFLOP, {flops / rate / 1e12:.2f} s at the machine's {rate:.3f} TFLOP/s"
+    )
     attention(precision)
 
 
@@ -84,7 +95,11 @@ def seconds_by_kind(run: Callable[[], int]) -> dict[str, float]:
         if any("attention" in name.lower() for name in names):
             kind = "attention"
         else:
-            kind = "linear layers" if event.name in ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise") else "the rest"
+            kind = (
+                "linear layers"
+                if event.name in ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise")
+                else "the rest"
+            )
         seconds[kind] += event.self_cpu_time_total / 1e6
     return dict(seconds)
 
@@ -92,7 +107,10 @@ def seconds_by_kind(run: Callable[[], int]) -> dict[str, float]:
 def attention(precision: str) -> None:
     """Milliseconds of the backward pass of nine query and three key-value heads of 64."""
     table = Table(
-        "queries x keys", "fused", "products in blocks", title=f"attention's backward pass, ms, {precision}, medians of 7"
+        "queries x keys",
+        "fused",
+        "products in blocks",
+        title=f"attention's backward pass, ms, {precision}, medians of 7",
     )
     for queries, keys in ((128, 640), (512, 512), (1024, 1024), (2048, 2048)):
         inputs = [

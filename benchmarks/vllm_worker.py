@@ -1,4 +1,6 @@
-"""vLLM's side of ``speed.py``, run by the Python of an environment that has it: folder, precision, eager (0 or 1)."""
+"""vLLM's side of ``speed.py``, run by the Python of an environment that has it: folder, precision, eager (0
+or 1).
+"""
 
 import json
 import os
@@ -12,7 +14,11 @@ from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     llm = LLM(
-        model=sys.argv[1], dtype=sys.argv[2], enforce_eager=sys.argv[3] == "1", max_model_len=2048, enable_prefix_caching=True
+        model=sys.argv[1],
+        dtype=sys.argv[2],
+        enforce_eager=sys.argv[3] == "1",
+        max_model_len=2048,
+        enable_prefix_caching=True,
     )
     for line in sys.stdin:
         question = json.loads(line)
@@ -23,7 +29,8 @@ if __name__ == "__main__":
             new = question["new"]
             params = [
                 SamplingParams(temperature=1.0, max_tokens=new, min_tokens=new, ignore_eos=True, logprobs=1)
-                for _ in question["contexts"]  # without seeds: vLLM 0.32 on a CPU ends when a seeded prompt is split
+                # without seeds: vLLM 0.32 on a CPU ends when a seeded prompt is split
+                for _ in question["contexts"]
             ]
             prompts = [{"prompt_token_ids": context} for context in question["contexts"]]
             answer = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)]

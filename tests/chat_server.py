@@ -12,7 +12,9 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """``body``: bytes as they are, or an object for JSON. The answer is held back while ``hold`` is not set."""
+    """``body``: bytes as they are, or an object for JSON. The answer is held back while ``hold`` is not
+    set.
+    """
 
     body: Any = None
     status: int = 200
@@ -26,7 +28,9 @@ class Answer:
 def completion(text: str | None, *, finish: str = "stop", num_tokens: int = 7, **choice: Any) -> Answer:
     message = {"role": "assistant", "content": text}
     usage = {"completion_tokens": num_tokens}
-    return Answer({"choices": [{"index": 0, "message": message, "finish_reason": finish, **choice}], "usage": usage})
+    return Answer(
+        {"choices": [{"index": 0, "message": message, "finish_reason": finish, **choice}], "usage": usage}
+    )
 
 
 @dataclass

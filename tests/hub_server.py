@@ -1,4 +1,6 @@
-"""A Hugging Face hub on 127.0.0.1 for tests: repositories from memory, over the paths that its client libraries ask for."""
+"""A Hugging Face hub on 127.0.0.1 for tests: repositories from memory, over the paths that its client
+libraries ask for.
+"""
 
 import hashlib
 import json
@@ -83,7 +85,11 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in repository.files:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         raw = repository.files[path]
-        self._send(200, raw, {"ETag": f'"{hashlib.sha1(raw).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"})
+        self._send(
+            200,
+            raw,
+            {"ETag": f'"{hashlib.sha1(raw).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"},
+        )
 
     def _api(self, kind: str, name: str, what: str | None, under: str, body: bytes) -> None:
         repository = self.hub.repositories.get(f"{kind}/{name}")
@@ -96,8 +102,17 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "paths-info":
             wanted = json.loads(body)["paths"] if body.startswith(b"{") else []
             return self._json([entry for entry in entries if entry["path"] in wanted])
-        about = {"id": name, "sha": COMMIT, "private": False, "gated": "manual" if repository.gated else False, "disabled": False}
-        self._json(about | {"siblings": [{"rfilename": path} for path in files], "tags": [], "downloads": 0, "likes": 0})
+        about = {
+            "id": name,
+            "sha": COMMIT,
+            "private": False,
+            "gated": "manual" if repository.gated else False,
+            "disabled": False,
+        }
+        self._json(
+            about
+            | {"siblings": [{"rfilename": path} for path in files], "tags": [], "downloads": 0, "likes": 0}
+        )
 
     def _json(self, value: Any) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -117,7 +132,11 @@ def _entry(path: str, raw: bytes) -> dict[str, Any]:
 
 
 def _tree(files: Mapping[str, bytes], under: str) -> list[dict[str, Any]]:
-    """Files and folders below ``under``, however deep: what is asked for recursively is also right for one level of these tests."""
+    """Files and folders below ``under``, however deep: what is asked for recursively is also right for one
+    level of these tests.
+    """
     inside = {path: raw for path, raw in files.items() if not under or path.startswith(f"{under}/")}
     folders = sorted({path.rpartition("/")[0] for path in inside if "/" in path} - {under})
-    return [{"type": "directory", "path": folder, "oid": COMMIT} for folder in folders] + [_entry(*one) for one in inside.items()]
+    return [{"type": "directory", "path": folder, "oid": COMMIT} for folder in folders] + [
+        _entry(*one) for one in inside.items()
+    ]

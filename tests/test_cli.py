@@ -1,4 +1,5 @@
-"""The command line: bad input is one line and the right exit status, and leaves nothing behind; imports stay light.
+"""The command line: bad input is one line and the right exit status, and leaves nothing behind; imports stay
+light.
 
 Exit status 2 is bad configuration, 1 anything else that has a name.
 """
@@ -39,30 +40,75 @@ BAD = [
     Bad(name="unknown key", overrides=("train.num_stepz=3",), status=2, says="train.num_stepz: unknown key"),
     Bad(name="unknown section", overrides=("trian.num_steps=3",), status=2, says="trian: unknown key"),
     Bad(name="wrong type", overrides=("train.num_steps=many",), status=2, says="train.num_steps"),
-    Bad(name="not finite", overrides=("optimizer.learning_rate=inf",), status=2, says="optimizer.learning_rate"),
+    Bad(
+        name="not finite",
+        overrides=("optimizer.learning_rate=inf",),
+        status=2,
+        says="optimizer.learning_rate",
+    ),
     Bad(name="out of range", overrides=("train.tasks_per_step=0",), status=2, says="train.tasks_per_step"),
     Bad(name="value as section", overrides=("seed.x=1",), status=2, says="seed is a value"),
     Bad(name="no override", overrides=("=1",), status=2, says="section.key=value"),
     Bad(name="unknown algorithm", overrides=("algorithm.type=magic",), status=2, says="algorithm"),
     Bad(
-        name="hybrids beyond the group", overrides=("algorithm.num_hybrid=9",), status=2, says="num_hybrid 9 exceeds group_size 4"
+        name="hybrids beyond the group",
+        overrides=("algorithm.num_hybrid=9",),
+        status=2,
+        says="num_hybrid 9 exceeds group_size 4",
     ),
-    Bad(name="turn beyond response", overrides=("rollout.max_turn_tokens=999",), status=2, says="max_turn_tokens exceeds"),
-    Bad(name="execute without state", overrides=("algorithm.retrieval.mode=execute",), status=2, says="stateful environment"),
-    Bad(name="mini-batches", overrides=("update.num_mini_batches=5",), status=2, says="num_mini_batches exceeds"),
-    Bad(name="search without corpus", overrides=('environment={type="tools"}',), status=2, says="needs a corpus"),
+    Bad(
+        name="turn beyond response",
+        overrides=("rollout.max_turn_tokens=999",),
+        status=2,
+        says="max_turn_tokens exceeds",
+    ),
+    Bad(
+        name="execute without state",
+        overrides=("algorithm.retrieval.mode=execute",),
+        status=2,
+        says="stateful environment",
+    ),
+    Bad(
+        name="mini-batches",
+        overrides=("update.num_mini_batches=5",),
+        status=2,
+        says="num_mini_batches exceeds",
+    ),
+    Bad(
+        name="search without corpus",
+        overrides=('environment={type="tools"}',),
+        status=2,
+        says="needs a corpus",
+    ),
     Bad(name="missing model", overrides=("model.name=no/such/folder",), status=1, says="no/such/folder"),
-    Bad(name="missing data set", overrides=("environment.train.path=gone.jsonl",), status=1, says="gone.jsonl: no such file"),
+    Bad(
+        name="missing data set",
+        overrides=("environment.train.path=gone.jsonl",),
+        status=1,
+        says="gone.jsonl: no such file",
+    ),
     Bad(name="missing corpus", overrides=("environment.corpus=gone.jsonl",), status=1, says="gone.jsonl"),
     Bad(name="missing buffer", overrides=("buffer.path=gone.sqlite",), status=1, says="gone.sqlite"),
     Bad(name="other embedder", overrides=("buffer.embedder=minilm",), status=2, says="built with embedder"),
-    Bad(name="too few tasks", overrides=("train.tasks_per_step=50",), status=1, says="6 training tasks are fewer"),
-    Bad(name="no such split", overrides=("evaluation.split=valid",), status=1, says="no data set is configured"),
+    Bad(
+        name="too few tasks",
+        overrides=("train.tasks_per_step=50",),
+        status=1,
+        says="6 training tasks are fewer",
+    ),
+    Bad(
+        name="no such split",
+        overrides=("evaluation.split=valid",),
+        status=1,
+        says="no data set is configured",
+    ),
     Bad(name="missing checkpoint", overrides=("model.initial_checkpoint=gone",), status=1, says="gone"),
 ]
 
 
-def _assert_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *, status: int, says: str) -> None:
+def _assert_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], *, status: int, says: str
+) -> None:
     capsys.readouterr()
     assert main(arguments) == status
     told = capsys.readouterr().err.splitlines()
@@ -72,13 +118,21 @@ def _assert_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *,
 
 def _files(folder: Path) -> dict[Path, bytes]:
     """Contents by path; what SQLite keeps beside a database while it is read is not the user's."""
-    kept = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.endswith(("-shm", "-wal"))]
+    kept = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.endswith(("-shm", "-wal"))
+    ]
     return {path: path.read_bytes() for path in kept}
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 def test_bad_input_is_one_line_and_writes_nothing(
-    bad: Bad, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bad: Bad,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if "minilm" in bad.overrides[0] and find_spec("onnxruntime") is None:
         pytest.skip("needs the extra minilm")
@@ -93,7 +147,16 @@ def test_bad_input_is_one_line_and_writes_nothing(
 def test_a_failed_set_up_leaves_a_folder_that_was_there_empty(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train", str(recipe), "--run", str(tmp_path), "--progress", "none", "--model", "no/such/folder"]
+    arguments = [
+        "train",
+        str(recipe),
+        "--run",
+        str(tmp_path),
+        "--progress",
+        "none",
+        "--model",
+        "no/such/folder",
+    ]
     _assert_refused(capsys, arguments, status=1, says="no/such/folder")
     assert list(tmp_path.iterdir()) == []
 
@@ -101,16 +164,24 @@ def test_a_failed_set_up_leaves_a_folder_that_was_there_empty(
 def test_missing_and_malformed_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("seed = \n")
-    for path, says in ((tmp_path / "gone.toml", "cannot read"), (broken, "not valid TOML"), (tmp_path, "cannot read")):
+    for path, says in (
+        (tmp_path / "gone.toml", "cannot read"),
+        (broken, "not valid TOML"),
+        (tmp_path, "cannot read"),
+    ):
         _assert_refused(capsys, ["train", str(path), "--run", str(tmp_path / "run")], status=2, says=says)
     assert list(tmp_path.iterdir()) == [broken]
 
 
-def test_commands_that_do_not_go_together(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_do_not_go_together(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _assert_refused(capsys, ["train"], status=2, says="give a recipe")
     _assert_refused(capsys, ["train", str(recipe)], status=2, says="--run DIRECTORY")
     _assert_refused(capsys, ["train", str(recipe), "--resume", str(tmp_path)], status=2, says="give a recipe")
-    _assert_refused(capsys, ["train", "--resume", str(tmp_path), "--model", "x"], status=2, says="keeps its settings")
+    _assert_refused(
+        capsys, ["train", "--resume", str(tmp_path), "--model", "x"], status=2, says="keeps its model"
+    )
     with pytest.raises(SystemExit) as stopped:
         main(["train", str(recipe), "--no-such-option"])
     assert stopped.value.code == 2
@@ -138,18 +209,36 @@ def test_a_bad_data_file_is_named_with_its_line(
 ) -> None:
     data = tmp_path / "data.jsonl"
     says = spoil(data)
-    arguments = ["train", str(recipe), f"environment.train.path={data}", "--run", str(tmp_path / "run"), "--progress", "none"]
+    arguments = [
+        "train",
+        str(recipe),
+        f"environment.train.path={data}",
+        "--run",
+        str(tmp_path / "run"),
+        "--progress",
+        "none",
+    ]
     _assert_refused(capsys, arguments, status=1, says=says)
     assert list(tmp_path.iterdir()) == [data]
 
 
-def test_a_corrupt_buffer_is_refused_and_left_as_it_is(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupt_buffer_is_refused_and_left_as_it_is(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     buffer = tmp_path / "buffer.sqlite"
     content = bytearray((recipe.parent / "buffer.sqlite").read_bytes())
     content[len(content) // 2 :] = b"\xff" * (len(content) - len(content) // 2)
     for damaged in (bytes(content), b"not a database at all" * 100):
         buffer.write_bytes(damaged)
-        arguments = ["train", str(recipe), f"buffer.path={buffer}", "--run", str(tmp_path / "run"), "--progress", "none"]
+        arguments = [
+            "train",
+            str(recipe),
+            f"buffer.path={buffer}",
+            "--run",
+            str(tmp_path / "run"),
+            "--progress",
+            "none",
+        ]
         _assert_refused(capsys, arguments, status=1, says=str(buffer))
         assert buffer.read_bytes() == damaged and not (tmp_path / "run").exists()
 
@@ -166,23 +255,41 @@ def test_a_run_directory_is_never_overwritten_shared_or_guessed(
     assert _files(tmp_path) == {note: b"mine"}
 
 
-def test_a_run_in_use_is_refused_and_left_alone(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_use_is_refused_and_left_alone(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(to_toml(load_settings(RunSettings, file=recipe).model_dump(mode="json")))
-    with (run / "lock").open("w") as held:  # another open file description is another holder, as another process is
+    # another open file description is another holder, as another process is
+    with (run / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         before = _files(run)
         _assert_refused(capsys, ["train", "--resume", str(run)], status=2, says="in use by another process")
         assert _files(run) == before
 
 
-@pytest.mark.parametrize(("tracker", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")])
+@pytest.mark.parametrize(
+    ("tracker", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")]
+)
 def test_a_missing_tracker_names_its_extra(
-    tracker: str, module: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tracker: str,
+    module: str,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # the import fails, whatever is installed
-    arguments = ["train", str(recipe), f'trackers=["{tracker}"]', "--run", str(tmp_path / "run"), "--progress", "none"]
+    arguments = [
+        "train",
+        str(recipe),
+        f'trackers=["{tracker}"]',
+        "--run",
+        str(tmp_path / "run"),
+        "--progress",
+        "none",
+    ]
     _assert_refused(capsys, arguments, status=2, says=f"outrider[{tracker}]")
     assert list(tmp_path.iterdir()) == []
 
@@ -211,7 +318,18 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
     orders = [
         ["train", str(recipe), "seed=9", "train.num_steps=3", "--dry-run", "--model", "m"],
         ["train", str(recipe), "--model", "m", "seed=9", "--dry-run", "train.num_steps=3"],
-        ["train", "--dry-run", str(recipe), "--model", "m", "seed=1", "--progress", "none", "train.num_steps=3", "seed=9"],
+        [
+            "train",
+            "--dry-run",
+            str(recipe),
+            "--model",
+            "m",
+            "seed=1",
+            "--progress",
+            "none",
+            "train.num_steps=3",
+            "seed=9",
+        ],
     ]
     outputs = []
     for arguments in orders:

@@ -1,5 +1,8 @@
-"""Fault D4: nobody who can put a link into a folder makes us write through it; a write is whole or has not happened."""
+"""Fault D4: nobody who can put a link into a folder makes us write through it; a write is whole or has not
+happened.
+"""
 
+import fcntl
 import os
 import secrets
 import stat
@@ -7,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.durable import TEMPORARY, append, replace_file, replacing
-from outrider.evals.compare_render import compare_runs
-from outrider.memory.database import Database, copy_database
+from outrider.atomic_io import TEMPORARY, append, remove_leftovers, replace_file, replacing
+from outrider.evals.compare.render import compare_runs
+from outrider.memory.steps.database import Database, copy_database
 from outrider.metrics.writer import MetricsWriter
 from outrider.watch.report import write_report
 from outrider.watch.traces import TraceWriter
@@ -64,7 +67,8 @@ def test_d4_appending_follows_no_link(tmp_path: Path, victim: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic links"):
         append(tmp_path / "metrics.jsonl", b"x")
-    MetricsWriter(tmp_path / "metrics.jsonl").close()  # what it finds is no line, and goes: the link, not what it points to
+    # what it finds is no line, and goes: the link, not what it points to
+    MetricsWriter(tmp_path / "metrics.jsonl").close()
     assert victim.read_text() == "precious"
 
 
@@ -80,7 +84,7 @@ def test_d4_traces_and_copies_of_buffers_follow_no_link(tmp_path: Path, victim: 
 def test_d4_comparing_follows_no_link(tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    from outrider.evals import compare_render
+    from outrider.evals.compare import render as compare_render
 
     for name in ("compare_runs", "page"):
         (tmp_path / f"{name}.html.tmp").symlink_to(victim)
@@ -89,3 +93,33 @@ def test_d4_comparing_follows_no_link(tmp_path: Path, victim: Path, monkeypatch:
     monkeypatch.setattr(compare_render, "html_page", lambda comparison: "page \ud800")
     compare_runs([], markdown=None, html=tmp_path / "page.html", console=Console(quiet=True))
     assert (tmp_path / "page.html").read_text() == "page ?" and victim.read_text() == "precious"
+
+
+def test_leftovers_of_a_kill_go_and_what_is_being_written_stays(tmp_path: Path) -> None:
+    """Also a report's: three broken runs of the campaign of kills kept theirs for ever."""
+    (tmp_path / f"report.html.{'0' * 16}.tmp").write_bytes(b"half")
+    (tmp_path / f"a.{'1' * 16}.tmp").symlink_to(tmp_path / "victim")
+    with replacing(tmp_path / "report.html") as stream:
+        remove_leftovers(tmp_path)
+        stream.write(b"whole")
+        stream.flush()
+        [own] = tmp_path.glob(TEMPORARY)
+        assert own.read_bytes() == b"whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_file_taken_for_a_leftover_before_its_lock_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = iter([tmp_path / "first.tmp", tmp_path / "second.tmp"])
+    monkeypatch.setattr("outrider.atomic_io.temporary_name", lambda path: next(names))
+    lock = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and (tmp_path / "first.tmp").exists():
+            remove_leftovers(tmp_path)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr("outrider.atomic_io.fcntl.flock", late)
+    replace_file(tmp_path / "a", b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"new")]

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.config import load_settings
-from outrider.engines.model import load_model
-from outrider.environments.datasets import DatasetConfig, load_tasks
+from outrider.engines.local.model import load_model
+from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import ConfigError, DataError, ModelError, OutriderError
-from outrider.memory.sources import import_trajectories
-from outrider.memory.steps import StepTraceBuffer
-from outrider.rows import read_rows
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.steps.sources import import_trajectories
+from outrider.records import read_rows
 from outrider.train.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Step, Trajectory
 from outrider.watch.report import write_report
@@ -42,7 +42,9 @@ def parquet(path: Path, **columns: pa.Array) -> Path:
 
 def no_utf8(num: int = 1) -> pa.Array:
     return pa.Array.from_buffers(
-        pa.string(), num, [None, pa.py_buffer(np.arange(0, 2 * num + 1, 2, np.int32)), pa.py_buffer(b"\xff\xfe" * num)]
+        pa.string(),
+        num,
+        [None, pa.py_buffer(np.arange(0, 2 * num + 1, 2, np.int32)), pa.py_buffer(b"\xff\xfe" * num)],
     )
 
 
@@ -51,7 +53,9 @@ def no_date(num: int = 1) -> pa.Array:
 
 
 @pytest.mark.parametrize("column", [no_utf8, no_date], ids=["invalid UTF-8", "a date out of range"])
-def test_d5_parquet_that_holds_what_it_should_not_is_a_data_error(tmp_path: Path, column: Callable[[], pa.Array]) -> None:
+def test_d5_parquet_that_holds_what_it_should_not_is_a_data_error(
+    tmp_path: Path, column: Callable[[], pa.Array]
+) -> None:
     path = parquet(tmp_path / "a.parquet", question=column(), answer=pa.array(["a"]))
     with pytest.raises(DataError, match="malformed Parquet"):
         read_rows(path)
@@ -60,7 +64,9 @@ def test_d5_parquet_that_holds_what_it_should_not_is_a_data_error(tmp_path: Path
 
 
 @pytest.mark.parametrize("column", [no_utf8, no_date], ids=["invalid UTF-8", "a date out of range"])
-def test_d5_a_bad_row_of_trajectories_is_skipped_alone(tmp_path: Path, column: Callable[[int], pa.Array]) -> None:
+def test_d5_a_bad_row_of_trajectories_is_skipped_alone(
+    tmp_path: Path, column: Callable[[int], pa.Array]
+) -> None:
     """Row 2 of 3 cannot be read."""
     odd = pa.concat_arrays([pa.nulls(1, column(1).type), column(1), pa.nulls(1, column(1).type)])
     whole = {key: pa.array([value] * 3) for key, value in GOOD.items()}
@@ -89,14 +95,23 @@ def test_d5_hostile_lines_of_a_data_set_name_the_line(tmp_path: Path, line: str)
 def test_d5_names_that_are_no_unicode_are_malformed_records(tmp_path: Path, field: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
-        json.dumps(GOOD | {field: "\ud800"}) + "\n" + json.dumps(GOOD | {"reward": 10**400}) + "\n" + json.dumps(GOOD)
+        json.dumps(GOOD | {field: "\ud800"})
+        + "\n"
+        + json.dumps(GOOD | {"reward": 10**400})
+        + "\n"
+        + json.dumps(GOOD)
     )
     found = import_trajectories(path, on_malformed="skip")
     assert len(found.trajectories) == 1 and len(found.problems) == 2
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["\ud800", "", "policy"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["\ud800", "", "policy"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
@@ -162,7 +177,9 @@ def line(kind: str, step: object, value: object) -> str:
 @pytest.mark.parametrize("kind", ["metrics", "evaluations"])
 @pytest.mark.parametrize("step", ["1", HUGE, "-5", "1000000000000", DEEP])
 @pytest.mark.parametrize("value", ["1", HUGE, "1.7e308", "-1.7e308", ENDLESS, "1e999", "NaN"])
-def test_d5_numbers_that_no_page_can_draw_are_left_out(tmp_path: Path, kind: str, step: str, value: str) -> None:
+def test_d5_numbers_that_no_page_can_draw_are_left_out(
+    tmp_path: Path, kind: str, step: str, value: str
+) -> None:
     lines = [line(kind, step, value), line(kind, 1, "1.7e308"), line(kind, 2, "-1.7e308"), line(kind, 3, 0.5)]
     (tmp_path / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
     assert b"</svg>" in write_report(tmp_path).read_bytes() or kind == "evaluations"
@@ -212,7 +229,15 @@ def buffer_file(folder: Path) -> Path:
     path = folder / "a.db"
     step = Step(text="t", observation="o", is_terminal=False)
     prompt = (Message(role="user", content="q"),)
-    made = Trajectory(trajectory_id="i", task_key="k", agent="a", prompt=prompt, steps=(step, step), reward=1.0, num_tokens=4)
+    made = Trajectory(
+        trajectory_id="i",
+        task_key="k",
+        agent="a",
+        prompt=prompt,
+        steps=(step, step),
+        reward=1.0,
+        num_tokens=4,
+    )
     with StepTraceBuffer(path, Embedder(), mode="write") as buffer:
         buffer.add_trajectories([made])
     return path
@@ -268,8 +293,16 @@ def test_d5_a_count_that_is_a_lie_is_found_before_it_is_allocated(tmp_path: Path
 )
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
 def test_d5_hostile_weights_are_a_model_error(tmp_path: Path, weights: bytes, name: str) -> None:
-    shape = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape}))
+    shape = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape})
+    )
     (tmp_path / name).write_bytes(weights)
     with pytest.raises(ModelError) as error:
         load_model(str(tmp_path), precision="float32")

@@ -1,4 +1,6 @@
-"""Metrics: declarations are the only names; the file survives kills and equals an unbroken run after a resume."""
+"""Metrics: declarations are the only names; the file survives kills and equals an unbroken run after a
+resume.
+"""
 
 import json
 import math
@@ -92,7 +94,12 @@ def test_non_finite_values_become_null_and_are_counted_while_none_is_not(tmp_pat
     writer.write(
         3,
         "train",
-        {"loss/policy": math.nan, "ratio/max": np.float32("inf"), "retrieval/g_mean": None, "reward/mean": np.float32(0.5)},
+        {
+            "loss/policy": math.nan,
+            "ratio/max": np.float32("inf"),
+            "retrieval/g_mean": None,
+            "reward/mean": np.float32(0.5),
+        },
     )
     writer.close()
     assert lines(tmp_path / "metrics.jsonl") == [
@@ -184,7 +191,9 @@ Event = tuple[int, str]
 
 
 def schedule(num_sft: int, num_train: int, every: int) -> list[Event]:
-    """Every line of an unbroken run in order: evaluation, cold start, evaluation, training with evaluations."""
+    """Every line of an unbroken run in order: evaluation, cold start, evaluation, training with
+    evaluations.
+    """
     events: list[Event] = [(0, "eval"), *((step, "sft") for step in range(1, num_sft + 1)), (0, "eval")]
     for step in range(1, num_train + 1):
         events.append((step, "train"))
@@ -206,7 +215,8 @@ def test_kill_anywhere_and_resume_gives_the_file_of_an_unbroken_run(
     data: st.DataObject, num_sft: int, num_train: int, every: int
 ) -> None:
     events = schedule(num_sft, num_train, every)
-    # A checkpoint follows a step's own evaluation; the cold start's last one precedes the evaluation after it.
+    # A checkpoint follows a step's own evaluation; the cold start's last one precedes the evaluation after
+    # it.
     checkpoints = [
         i for i, (step, kind) in enumerate(events)
         if kind == "sft" or (kind == "train" and step % every) or (kind == "eval" and step > 0)
@@ -223,7 +233,8 @@ def test_kill_anywhere_and_resume_gives_the_file_of_an_unbroken_run(
         writer = MetricsWriter(broken)
         report = writer.resume(step, kind)  # type: ignore[arg-type]
         writer.close()
-        # The evaluation after the cold start belongs to the last sft step, so it is kept by a resume at that step.
+        # The evaluation after the cold start belongs to the last sft step, so it is kept by a resume at that
+        # step.
         kept = at + 2 if (kind, step) == ("sft", num_sft) and killed_at > at + 1 else at + 1
         assert (report.num_kept, report.num_cut) == (kept, killed_at - kept)
         write(broken, events[kept:])
@@ -237,7 +248,8 @@ def test_cut_keeps_a_number_of_lines_and_refuses_a_file_that_is_too_short(tmp_pa
     at_checkpoint = path.read_bytes()
     writer = MetricsWriter(path)
     saved = writer.num_records
-    writer.write(2, "eval", {"eval/score": 0.5})  # the evaluation of the checkpoint's own step, written after it
+    # the evaluation of the checkpoint's own step, written after it
+    writer.write(2, "eval", {"eval/score": 0.5})
     writer.write(3, "train", {})
     assert writer.cut(saved).num_cut == 2
     assert path.read_bytes() == at_checkpoint

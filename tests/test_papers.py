@@ -1,4 +1,6 @@
-"""docs/papers.md: every command is parsed by the real command line, and its recipe and overrides make a run; nothing runs."""
+"""docs/papers.md: every command is parsed by the real command line, and its recipe and overrides make a run;
+nothing runs.
+"""
 
 import re
 import shlex
@@ -10,10 +12,10 @@ import pytest
 from benchmarks.learning import make_parser
 
 from outrider import cli
-from outrider.environments.scienceworld_tasks import NUM_VARIATIONS
-from outrider.evals import compare_render
-from outrider.train import buffer_commands
-from outrider.train.run_directory import RunDirectory
+from outrider.environments.scienceworld.tasks import NUM_VARIATIONS
+from outrider.evals.compare import render as compare_render
+from outrider.train.data import buffer_commands
+from outrider.train.state.run_directory import RunDirectory
 from outrider.watch import report
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +58,10 @@ def test_every_command_would_begin(command: str, nothing_runs: None) -> None:
     [
         ("train recipes/gone.toml --run runs/x", 2),
         ("train recipes/demo.toml --run runs/x algorithm.num_hybrids=1", 2),
-        ("eval recipes/scienceworld-empo2.toml --run runs/x 'environment.task_names=[\"lifespan-shortest\"]'", 2),
+        (
+            "eval recipes/scienceworld-empo2.toml --run runs/x 'environment.task_names=[\"lifespan-shortest\"]'",
+            2,
+        ),
     ],
 )
 def test_a_wrong_command_would_be_seen(command: str, status: int, nothing_runs: None) -> None:
@@ -65,7 +70,9 @@ def test_a_wrong_command_would_be_seen(command: str, status: int, nothing_runs: 
 
 def test_the_ablations_also_run_on_the_demo(nothing_runs: None) -> None:
     of_rapo = TEXT[TEXT.index("## RAPO") : TEXT.index("## ARPO")]
-    first, last = (of_rapo.index(f"| {row} |") for row in ("without retrieval-aware optimisation", "sweep of N_hybrid"))
+    first, last = (
+        of_rapo.index(f"| {row} |") for row in ("without retrieval-aware optimisation", "sweep of N_hybrid")
+    )
     commands = [one for one in COMMANDS if one in of_rapo[first:last]]
     assert len(commands) == 11
     for command in commands:

@@ -12,7 +12,9 @@ KEYS = st.lists(PART, max_size=4).map(tuple)
 
 
 def reference(run_seed: int, key: tuple[str | int, ...]) -> int:
-    """Written from the description: type and text, length first, 8 bytes of BLAKE2b, the lowest bit dropped."""
+    """Written from the description: type and text, length first, 8 bytes of BLAKE2b, the lowest bit
+    dropped.
+    """
     data = b""
     for part in (run_seed, *key):
         text = f"{'int' if isinstance(part, int) else 'str'}:{part}".encode()
@@ -23,7 +25,10 @@ def reference(run_seed: int, key: tuple[str | int, ...]) -> int:
 def test_values_are_fixed_across_versions_and_machines() -> None:
     assert stream_seed(0) == reference(0, ())
     assert stream_seed(7, "sample", 3, "task/1", 0, 2) == reference(7, ("sample", 3, "task/1", 0, 2))
-    assert stream(0, "task order", 1).permutation(8).tolist() == stream(0, "task order", 1).permutation(8).tolist()
+    assert (
+        stream(0, "task order", 1).permutation(8).tolist()
+        == stream(0, "task order", 1).permutation(8).tolist()
+    )
 
 
 @given(seed=st.integers(0, 2**40), one=KEYS, other=KEYS)

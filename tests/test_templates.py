@@ -23,12 +23,15 @@ ALTERNATE = (
     "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{% endfor %}"
 )
 MISTRAL = (
-    ALTERNATE + "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    ALTERNATE
+    + "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set told = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
-    "{% set messages = messages[1:] %}{% else %}{% set told = '' %}{% endif %}" + ALTERNATE + "{% for m in messages %}"
+    "{% set messages = messages[1:] %}{% else %}{% set told = '' %}{% endif %}"
+    + ALTERNATE
+    + "{% for m in messages %}"
     "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (told if loop.first else '') + m['content'] | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
@@ -50,7 +53,14 @@ EOS = {
     "phi3 twice": "<|end|>",
     "silent": "<|end|>",
 }
-TEMPLATES = {"mistral": MISTRAL, "llama2": LLAMA2, "gemma": GEMMA, "phi3": TURNS, "phi3 twice": TURNS, "silent": SILENT}
+TEMPLATES = {
+    "mistral": MISTRAL,
+    "llama2": LLAMA2,
+    "gemma": GEMMA,
+    "phi3": TURNS,
+    "phi3 twice": TURNS,
+    "silent": SILENT,
+}
 SPECIAL = [
     "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>",
 ]  # fmt: skip
@@ -95,7 +105,9 @@ def test_a_conversation_with_rules_an_answer_and_an_observation(name: str) -> No
     prompt, answer, observation = SAID[name]
     rendered = renderer.prompt([message("system", "rules"), message("user", "q")])
     assert rendered == ids(name, prompt)
-    assert renderer.bridge((*rendered, *ids(name, answer)), [message("user", "obs")]) == ids(name, observation)
+    assert renderer.bridge((*rendered, *ids(name, answer)), [message("user", "obs")]) == ids(
+        name, observation
+    )
     unclosed = (*rendered, *ids(name, "hello"))
     assert (*unclosed, *renderer.bridge(unclosed, [message("user", "obs")])) == (
         *rendered, *ids(name, answer.replace("hello", "hello " if name == "llama2" else "hello") + observation)
@@ -104,8 +116,12 @@ def test_a_conversation_with_rules_an_answer_and_an_observation(name: str) -> No
 
 @pytest.mark.parametrize("name", ["gemma", "mistral", "phi3"])
 @settings(deadline=None, max_examples=40)
-@given(question=CONTENT, turns=st.lists(st.tuples(CONTENT, CONTENT, st.integers(0, 9)), min_size=1, max_size=3))
-def test_appended_ids_are_those_of_the_whole_conversation(name: str, question: str, turns: list[tuple[str, str, int]]) -> None:
+@given(
+    question=CONTENT, turns=st.lists(st.tuples(CONTENT, CONTENT, st.integers(0, 9)), min_size=1, max_size=3)
+)
+def test_appended_ids_are_those_of_the_whole_conversation(
+    name: str, question: str, turns: list[tuple[str, str, int]]
+) -> None:
     renderer = RENDERERS[name]
     chat = [{"role": "user", "content": question}]
     so_far = list(renderer.prompt([message("user", question)]))
@@ -129,20 +145,28 @@ def test_an_end_behind_a_space_stands_there_once(answer: str, written: str) -> N
 
 
 def test_which_of_them_take_a_system_message() -> None:
-    assert {name for name, renderer in RENDERERS.items() if renderer.takes_system} == {"llama2", "phi3", "phi3 twice"}
+    assert {name for name, renderer in RENDERERS.items() if renderer.takes_system} == {
+        "llama2",
+        "phi3",
+        "phi3 twice",
+    }
 
 
 @pytest.mark.parametrize("name", ["gemma", "mistral", "llama2"])
 def test_neighbours_of_one_role_are_one_message_where_roles_must_alternate(name: str) -> None:
     renderer = RENDERERS[name]
     asked = [message("system", "rules"), message("user", "one"), message("user", "two")]
-    assert renderer.prompt(asked) == renderer.prompt([message("system", "rules"), message("user", "one\n\ntwo")])
+    assert renderer.prompt(asked) == renderer.prompt(
+        [message("system", "rules"), message("user", "one\n\ntwo")]
+    )
     turn = ids(name, "hello")
     assert renderer.bridge(turn, asked[1:]) == renderer.bridge(turn, [message("user", "one\n\ntwo")])
 
 
 def test_a_system_message_alone_is_asked_as_the_user() -> None:
-    assert RENDERERS["mistral"].prompt([message("system", "rules")]) == ids("mistral", "<s>[INST] rules [/INST]")
+    assert RENDERERS["mistral"].prompt([message("system", "rules")]) == ids(
+        "mistral", "<s>[INST] rules [/INST]"
+    )
 
 
 def test_no_marker_is_made_of_two_texts_that_are_joined() -> None:
@@ -183,7 +207,9 @@ def test_a_rollout_with_rules_and_observations_ends_well(name: str) -> None:
             return (message("system", "rules"), message("user", self.question))
 
     factory = Factory(
-        lambda task, number: Ruled(on_step=lambda n, t: say("obs", "user") if n < 2 else StepResult(message=None, done=True))
+        lambda task, number: Ruled(
+            on_step=lambda n, t: say("obs", "user") if n < 2 else StepResult(message=None, done=True)
+        )
     )
     engine = scripted(lambda request, context: "go.")
     engine.tokenizer = RENDERERS[name].tokenizer
@@ -197,5 +223,7 @@ def test_a_rollout_with_rules_and_observations_ends_well(name: str) -> None:
     )
     [trace] = runs.run(tasks(1), modes=("m",), training_step=0).traces
     assert trace.leaves[0].outcome is Outcome.FINISHED
-    shown = text_of(engine.tokenizer, trace.token_ids(trace.leaves[0].node_id or 0), skip_special_tokens=False)
+    shown = text_of(
+        engine.tokenizer, trace.token_ids(trace.leaves[0].node_id or 0), skip_special_tokens=False
+    )
     assert shown.count("rules") == 1 and shown.count("obs") == 2

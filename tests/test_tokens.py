@@ -23,9 +23,18 @@ QWEN = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
     + CHATML
 )
-STRIPPING = CHATML.replace("m['content']", "(m['content'] | trim if m['role'] == 'assistant' else m['content'])")
+STRIPPING = CHATML.replace(
+    "m['content']", "(m['content'] | trim if m['role'] == 'assistant' else m['content'])"
+)
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "stripping": STRIPPING}
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|eot_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+]
 
 
 def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -72,7 +81,9 @@ def said(name: str, text: str) -> list[int]:
 def test_appended_ids_are_those_of_the_whole_conversation(
     name: str, system: str | None, question: str, turns: list[tuple[str, str, int]]
 ) -> None:
-    """However much of the closing ids the policy wrote itself: nothing, the end-of-turn token, or all of them."""
+    """However much of the closing ids the policy wrote itself: nothing, the end-of-turn token, or all of
+    them.
+    """
     renderer = RENDERERS[name]
     messages = ([message("system", system)] if system is not None else []) + [message("user", question)]
     ids = list(renderer.prompt(messages))
@@ -88,7 +99,12 @@ def test_appended_ids_are_those_of_the_whole_conversation(
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_several_messages_answer_one_turn(name: str) -> None:
-    messages = [message("user", "q"), message("assistant", "a"), message("user", "one"), message("user", "two")]
+    messages = [
+        message("user", "q"),
+        message("assistant", "a"),
+        message("user", "one"),
+        message("user", "two"),
+    ]
     ids = [*RENDERERS[name].prompt(messages[:1]), *said(name, "a")]
     assert [*ids, *RENDERERS[name].bridge(ids, messages[2:])] == whole(name, messages)
 
@@ -104,7 +120,9 @@ def test_smollm_template_closed_by_the_policy_with_and_without_the_newline(writt
     renderer = ChatRenderer(tokenizer)
     assert len(renderer.end_of_turn) == 2
     turn = (*tokenizer.encode("hi", add_special_tokens=False), *renderer.end_of_turn[:written])
-    joined = tokenizer.decode([*turn, *renderer.bridge(turn, [message("user", "next")])], skip_special_tokens=False)
+    joined = tokenizer.decode(
+        [*turn, *renderer.bridge(turn, [message("user", "next")])], skip_special_tokens=False
+    )
     assert joined == "hi<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -129,7 +147,9 @@ def test_inline_text_in_the_prompt_opens_the_answer() -> None:
 
 
 def test_text_of_the_policy_is_never_made_into_ids_again() -> None:
-    """Ids that no tokenizer would produce (half a character) stay as they were sampled, and no text of theirs is encoded."""
+    """Ids that no tokenizer would produce (half a character) stay as they were sampled, and no text of theirs
+    is encoded.
+    """
     encoded: list[str] = []
     tokenizer = byte_tokenizer(CHATML)
     encode = tokenizer.encode

@@ -16,16 +16,24 @@ def trace() -> Trace:
     return Trace(task=Task(key="t", question="q"))
 
 
-def add(tree: Trace, parent: int | None, ids: tuple[int, ...], origin: Origin = Origin.ENVIRONMENT, **fields: Any) -> Node:
-    values = {"logprobs": (-1.0,) * len(ids), "entropies": (0.5,) * len(ids)} if origin is Origin.POLICY else {}
+def add(
+    tree: Trace, parent: int | None, ids: tuple[int, ...], origin: Origin = Origin.ENVIRONMENT, **fields: Any
+) -> Node:
+    values = (
+        {"logprobs": (-1.0,) * len(ids), "entropies": (0.5,) * len(ids)} if origin is Origin.POLICY else {}
+    )
     return tree.append(parent=parent, origin=origin, token_ids=ids, message=TEXT, **(values | fields))
 
 
-def leaf(rollout: int, node_id: int | None, outcome: Outcome = Outcome.FINISHED, episode_return: float | None = 1.0) -> Leaf:
+def leaf(
+    rollout: int, node_id: int | None, outcome: Outcome = Outcome.FINISHED, episode_return: float | None = 1.0
+) -> Leaf:
     return Leaf(node_id=node_id, rollout=rollout, outcome=outcome, episode_return=episode_return)
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=30))
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=30)
+)
 def test_token_ids_of_a_node_are_its_ancestors_then_its_own(pieces: list[tuple[int, list[int]]]) -> None:
     tree = trace()
     whole: list[tuple[int, ...]] = []
@@ -41,11 +49,20 @@ def test_token_ids_of_a_node_are_its_ancestors_then_its_own(pieces: list[tuple[i
 @pytest.mark.parametrize("origin", list(Origin))
 def test_values_pair_with_the_tokens_of_the_policy_and_with_no_others(origin: Origin) -> None:
     right = (-0.1, -0.2) if origin is Origin.POLICY else ()
-    node = trace().append(parent=None, origin=origin, token_ids=(1, 2), message=TEXT, logprobs=right, entropies=right)
+    node = trace().append(
+        parent=None, origin=origin, token_ids=(1, 2), message=TEXT, logprobs=right, entropies=right
+    )
     assert node.trainable is (origin is Origin.POLICY) and node.credit is None and node.ratio_scale == 1.0
     for logprobs, entropies in (((-0.1,), right), (right, (0.1,)), ((-0.1,) * 3, (0.1,) * 3)):
         with pytest.raises(ValueError, match="log-probs and entropies"):
-            trace().append(parent=None, origin=origin, token_ids=(1, 2), message=TEXT, logprobs=logprobs, entropies=entropies)
+            trace().append(
+                parent=None,
+                origin=origin,
+                token_ids=(1, 2),
+                message=TEXT,
+                logprobs=logprobs,
+                entropies=entropies,
+            )
 
 
 @pytest.mark.parametrize("parent", [-1, 0, 7])
@@ -98,7 +115,9 @@ def test_numbering_does_not_depend_on_arrival(order: list[int]) -> None:
     tips = [root, root, root]
     count = [0, 0, 0]
     for rollout in order:
-        tips[rollout] = add(tree, tips[rollout].node_id, (10 * rollout + count[rollout],), metadata={"rollout": rollout})
+        tips[rollout] = add(
+            tree, tips[rollout].node_id, (10 * rollout + count[rollout],), metadata={"rollout": rollout}
+        )
         count[rollout] += 1
     tree.finish(leaf(2, tips[2].node_id))
     tree.finish(leaf(0, tips[0].node_id))

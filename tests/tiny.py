@@ -6,8 +6,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.engines.attention import IMPLEMENTATION, register
-from outrider.engines.model import LanguageModel
+from outrider.engines.local.attention import IMPLEMENTATION, register
+from outrider.engines.local.model import LanguageModel
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -38,7 +38,9 @@ def tiny_config(*, num_layers: int = 2, hidden_size: int = 32, context: int = 51
     )  # fmt: skip
 
 
-def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 5.0, **sizes: int) -> LanguageModel:
+def tiny_model(
+    *, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 5.0, **sizes: int
+) -> LanguageModel:
     """Random weights, scaled up so that the distribution over tokens is far from uniform."""
     register()
     config = tiny_config(**sizes)

@@ -4,13 +4,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.tag_protocol import render_result
+from outrider.environments.tool_qa.tag_protocol import render_result
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.types import Message, Step, Task
 
 
 class ToyEnvironment:
-    """``<ask>..</ask>`` tells the number (the seed's share in it included), ``<answer>..</answer>`` ends the episode."""
+    """``<ask>..</ask>`` tells the number (the seed's share in it included), ``<answer>..</answer>`` ends the
+    episode.
+    """
 
     def __init__(self, task: Task, family: "ToyFamily") -> None:
         self.task = task
@@ -21,10 +23,16 @@ class ToyEnvironment:
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.family.num_resets[self.task.key] += 1
-        if self.task.key in self.family.broken or self.family.num_resets[self.task.key] <= self.family.num_early_faults:
+        if (
+            self.task.key in self.family.broken
+            or self.family.num_resets[self.task.key] <= self.family.num_early_faults
+        ):
             raise EnvironmentFault("the toy broke")
         self.number = seed % 1000
-        return (Message(role="system", content="rules"), Message(role="user", content=f"{self.task.question} {seed % 7}"))
+        return (
+            Message(role="system", content="rules"),
+            Message(role="user", content=f"{self.task.question} {seed % 7}"),
+        )
 
     def step(self, message: Message) -> StepResult:
         text = message.content
@@ -35,7 +43,9 @@ class ToyEnvironment:
         if "</ask>" in text:
             self.num_asked += 1
             said = render_result(f"{self.family.words} {self.number}")
-            return StepResult(message=Message(role=self.family.role, content=said), num_tool_calls=1, tools=("ask",))
+            return StepResult(
+                message=Message(role=self.family.role, content=said), num_tool_calls=1, tools=("ask",)
+            )
         if "</answer>" in text:
             right = text.endswith(f"<answer>{self.number}</answer>")
             self.episode_return = (2.0 if right else 0.25) + self.family.bonus

@@ -1,8 +1,10 @@
-"""A combination lock that on-policy exploration does not open, and a tabular policy that runs in the real loop.
+"""A combination lock that on-policy exploration does not open, and a tabular policy that runs in the real
+loop.
 
-Everything that decides about learning is the library's own: Scheduler, RetrievalHook with a StepTraceBuffer, Grpo and Rapo,
-update and Policy. Only the network is replaced: one row of logits for every room, so that a run takes seconds and the
-expected return is known exactly. Shape letters: N packed tokens, S rooms of all locks, A actions, V vocabulary.
+Everything that decides about learning is the library's own: Scheduler, RetrievalHook with a StepTraceBuffer,
+Grpo and Rapo, update and Policy. Only the network is replaced: one row of logits for every room, so that a
+run takes seconds and the expected return is known exactly. Shape letters: N packed tokens, S rooms of all
+locks, A actions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -19,39 +21,43 @@ from torch import Tensor, nn
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.rapo import Rapo, RapoSettings
-from outrider.algorithms.retrieval_hook import RetrievalSettings
-from outrider.engines.attention import TreePlan
+from outrider.algorithms.rapo.algorithm import Rapo, RapoSettings
+from outrider.algorithms.rapo.hook import RetrievalSettings
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.model import LanguageModel
-from outrider.engines.sampling import request_stream, sample
+from outrider.engines.local.attention import TreePlan
+from outrider.engines.local.model import LanguageModel
+from outrider.engines.local.sampling import request_stream, sample
 from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
 from outrider.memory.embedder import load_embedder
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer, Tokenizer
-from outrider.train.policy import OptimizerSettings, Policy
-from outrider.train.update import UpdateSettings, update
+from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.train.update.update import UpdateSettings, update
 from outrider.types import Message, Step, Task, Trajectory
 from tests.tiny import tiny_tokenizer
 
 LEARNING_RATE = 0.2
 MAX_POLICY_TOKENS = 6000
-_SHARED = ObjectiveSettings(group_size=12, clip_low=0.28, clip_high=0.28, aggregation="sequence_mean_token_mean").model_dump()
+_SHARED = ObjectiveSettings(
+    group_size=12, clip_low=0.28, clip_high=0.28, aggregation="sequence_mean_token_mean"
+).model_dump()
 
-ACTIONS = "!\"#$%&'()*+,-./:;=?@"  # no word characters: the retrieval key is made of what was seen, not of what was tried
-ROOMS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # the newest of these letters in a context is the room, hence the policy's state
+# no word characters: the retrieval key is made of what was seen, not of what was tried
+ACTIONS = "!\"#$%&'()*+,-./:;=?@"
+# the newest of these letters in a context is the room, hence the policy's state
+ROOMS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toy:
     """``num_locks`` locks of ``depth`` rooms; one of twenty actions opens a room's door.
 
-    The others do nothing, or end the episode (``is_strict``). ``chance`` is that of the untrained policy to take the right one
-    in each room, None one in twenty. The return is 1 for opening every door within ``num_turns`` policy turns and else 0, so
-    the optimum is 1.
+    The others do nothing, or end the episode (``is_strict``). ``chance`` is that of the untrained policy to
+    take the right one in each room, None one in twenty. The return is 1 for opening every door within
+    ``num_turns`` policy turns and else 0, so the optimum is 1.
     """
 
     seed: int
@@ -96,7 +102,11 @@ class LockEnvironment:
             return StepResult(message=None, reward=1.0, done=True)
         if self._is_strict and not opened:
             return StepResult(message=None, done=True)
-        return StepResult(message=Message(role="inline", content=f" {'now' if opened else 'still'} {self._rooms[self._room]}\n"))
+        return StepResult(
+            message=Message(
+                role="inline", content=f" {'now' if opened else 'still'} {self._rooms[self._room]}\n"
+            )
+        )
 
     def result(self) -> EpisodeResult:
         """1 when every door is open."""
@@ -124,14 +134,27 @@ def expert_trajectory(task: Task, environment: Environment | None = None) -> Tra
     steps = []
     for action in str(task.metadata["combination"]):
         result = environment.step(Message(role="assistant", content=action))
-        steps.append(Step(text=action, observation=result.message.content if result.message else "", is_terminal=result.done))
+        steps.append(
+            Step(
+                text=action,
+                observation=result.message.content if result.message else "",
+                is_terminal=result.done,
+            )
+        )
     return Trajectory(
-        trajectory_id=f"expert/{task.key}", task_key=task.key, agent="expert", prompt=(), steps=tuple(steps), reward=1.0
+        trajectory_id=f"expert/{task.key}",
+        task_key=task.key,
+        agent="expert",
+        prompt=(),
+        steps=tuple(steps),
+        reward=1.0,
     )
 
 
 class TabularModel(nn.Module):
-    """A softmax over the actions for every room, with the interface of a language model that Policy scores."""
+    """A softmax over the actions for every room, with the interface of a language model that Policy
+    scores.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, *, actions: str = ACTIONS) -> None:
         super().__init__()
@@ -155,7 +178,9 @@ class TabularModel(nn.Module):
         logits_NV[:, self.action_ids] = logits_NA
         return logits_NV
 
-    def base_model(self, *, input_ids: Tensor, position_ids: Tensor, use_cache: bool, plan: TreePlan) -> SimpleNamespace:
+    def base_model(
+        self, *, input_ids: Tensor, position_ids: Tensor, use_cache: bool, plan: TreePlan
+    ) -> SimpleNamespace:
         """Logits of the room that each packed token's own branch saw last."""
         rooms = self.room_of[input_ids[0].numpy()]
         start = 0
@@ -175,7 +200,9 @@ def set_chance(model: TabularModel, tasks: Sequence[Task], chance: float) -> Non
     odds = chance / (1 - chance) * (len(ACTIONS) - 1)
     with torch.no_grad():
         for task in tasks:
-            for room, action in zip(str(task.metadata["rooms"]), str(task.metadata["combination"]), strict=True):
+            for room, action in zip(
+                str(task.metadata["rooms"]), str(task.metadata["combination"]), strict=True
+            ):
                 model.table.weight[ROOMS.index(room), ACTIONS.index(action)] = float(np.log(odds))
 
 
@@ -192,7 +219,10 @@ class TabularEngine:
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """See :class:`outrider.engines.base.Engine`."""
-        rooms = [next(room for i in reversed(r.token_ids) if (room := self._model.room_of[i]) >= 0) for r in requests]
+        rooms = [
+            next(room for i in reversed(r.token_ids) if (room := self._model.room_of[i]) >= 0)
+            for r in requests
+        ]
         logits = self._model(self._model.table(torch.tensor(rooms)))
         streams = [request_stream(request.seed) for request in requests]
         chosen, logprobs, entropies = sample(logits, [request.temperature for request in requests], streams)
@@ -229,9 +259,11 @@ class TabularEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One training run. ``expected_return`` is exact, at temperature 1 and without retrieval, the mean over the locks.
+    """One training run. ``expected_return`` is exact, at temperature 1 and without retrieval, the mean over
+    the locks.
 
-    ``num_on_policy_rewards`` counts rewarded rollouts without a retrieved step, ``num_hybrid_rewards`` those with one.
+    ``num_on_policy_rewards`` counts rewarded rollouts without a retrieved step, ``num_hybrid_rewards`` those
+    with one.
     """
 
     expected_return: float
@@ -259,19 +291,27 @@ class ToyRun:
         if toy.chance is not None:
             set_chance(self.model, self.tasks, toy.chance)
         language_model = LanguageModel(
-            model=cast(Any, self.model), tokenizer=tokenizer, context_length=4096, eos_token_ids=frozenset({1})
+            model=cast(Any, self.model),
+            tokenizer=tokenizer,
+            context_length=4096,
+            eos_token_ids=frozenset({1}),
         )
-        self.policy = Policy(language_model, OptimizerSettings(learning_rate=self.learning_rate), seed=toy.seed)
+        self.policy = Policy(
+            language_model, OptimizerSettings(learning_rate=self.learning_rate), seed=toy.seed
+        )
         self.engine = self.engine_type(self.model, tokenizer)
         self.renderer = ChatRenderer(tokenizer)
         self.buffer = StepTraceBuffer(folder / "buffer.sqlite", load_embedder("hash"), mode="write")
         self.buffer.add_trajectories(
-            [expert_trajectory(t, self.factory(t)) for t in self.tasks], questions={t.key: t.question for t in self.tasks}
+            [expert_trajectory(t, self.factory(t)) for t in self.tasks],
+            questions={t.key: t.question for t in self.tasks},
         )
         self.algorithm = self._algorithm(settings)
 
     def _algorithm(self, settings: GrpoSettings | RapoSettings) -> Grpo | Rapo:
-        """As the trainer builds it; the retrieval probability is constant, so the number of steps is not used."""
+        """As the trainer builds it; the retrieval probability is constant, so the number of steps is not
+        used.
+        """
         if isinstance(settings, RapoSettings):
             return Rapo(settings, buffer=self.buffer, num_training_steps=1)
         return Grpo(settings)
@@ -289,11 +329,14 @@ class ToyRun:
         rewards = {False: 0, True: 0}
         while num_tokens < max_policy_tokens and num_steps != max_steps:
             modes = partial(self.algorithm.modes_of, num_steps)
-            traces = self.scheduler(training=True).run(self.tasks, modes=modes, training_step=num_steps).traces
+            traces = (
+                self.scheduler(training=True).run(self.tasks, modes=modes, training_step=num_steps).traces
+            )
             for trace in traces:
                 self.algorithm.credit(trace)
                 written = {id(node): node for _, path in trace.rollouts() for node in path if node.trainable}
-                num_tokens += sum(len(node.token_ids) for node in written.values())  # a shared node was written once
+                # a shared node was written once
+                num_tokens += sum(len(node.token_ids) for node in written.values())
                 for leaf, path in trace.rollouts():
                     num_rollouts += 1
                     num_tokens += leaf.num_remark_tokens
@@ -311,14 +354,22 @@ class ToyRun:
         )  # fmt: skip
 
     def expected_return(self) -> float:
-        """Exact: the chance that the doors, each open with its own probability a turn, are all open in time."""
+        """Exact: the chance that the doors, each open with its own probability a turn, are all open in
+        time.
+        """
         probabilities = torch.softmax(self.model.table.weight.detach().double(), dim=-1).numpy()
         chances = []
         for task in self.tasks:
             rooms, combination = str(task.metadata["rooms"]), str(task.metadata["combination"])
-            right = np.array([probabilities[ROOMS.index(r), ACTIONS.index(a)] for r, a in zip(rooms, combination, strict=True)])
+            right = np.array(
+                [
+                    probabilities[ROOMS.index(r), ACTIONS.index(a)]
+                    for r, a in zip(rooms, combination, strict=True)
+                ]
+            )
             stays = 0.0 if self.toy.is_strict else 1.0 - right
-            at = np.eye(len(right) + 1)[0]  # distribution over the number of open doors; an ended episode is in none
+            # distribution over the number of open doors; an ended episode is in none
+            at = np.eye(len(right) + 1)[0]
             for _ in range(self.toy.num_turns):
                 at = np.append(at[:-1] * stays, at[-1]) + np.insert(at[:-1] * right, 0, 0.0)
             chances.append(float(at[-1]))
@@ -326,8 +377,12 @@ class ToyRun:
 
     def sampled_return(self, num_samples: int = 32) -> float:
         """The same quantity through the real evaluation loop: streams of step -1, no hooks."""
-        report = self.scheduler(training=False).run(self.tasks, modes=("evaluation",) * num_samples, training_step=-1)
-        return float(np.mean([leaf.episode_return or 0.0 for trace in report.traces for leaf, _ in trace.rollouts()]))
+        report = self.scheduler(training=False).run(
+            self.tasks, modes=("evaluation",) * num_samples, training_step=-1
+        )
+        return float(
+            np.mean([leaf.episode_return or 0.0 for trace in report.traces for leaf, _ in trace.rollouts()])
+        )
 
 
 def grpo() -> GrpoSettings:
@@ -335,16 +390,26 @@ def grpo() -> GrpoSettings:
     return GrpoSettings(**_SHARED)
 
 
-def rapo(*, num_hybrid: int = 9, advantage_weight: float = 0.2, ratio_weight: float = 0.05, noise: float = 0.0) -> RapoSettings:
+def rapo(
+    *, num_hybrid: int = 9, advantage_weight: float = 0.2, ratio_weight: float = 0.05, noise: float = 0.0
+) -> RapoSettings:
     """RAPO with the same objective. A lock has state, so a retrieved step is executed and not only shown."""
     retrieval = RetrievalSettings(mode="execute", noise=noise)
     return RapoSettings(
-        **_SHARED, num_hybrid=num_hybrid, advantage_weight=advantage_weight, ratio_weight=ratio_weight, retrieval=retrieval
+        **_SHARED,
+        num_hybrid=num_hybrid,
+        advantage_weight=advantage_weight,
+        ratio_weight=ratio_weight,
+        retrieval=retrieval,
     )
 
 
 def play(
-    settings: GrpoSettings | RapoSettings, *, seed: int, max_policy_tokens: int = MAX_POLICY_TOKENS, toy: Toy | None = None
+    settings: GrpoSettings | RapoSettings,
+    *,
+    seed: int,
+    max_policy_tokens: int = MAX_POLICY_TOKENS,
+    toy: Toy | None = None,
 ) -> Result:
     """One run in a folder of its own, on ``toy`` or else on the lock of four doors with this seed."""
     with TemporaryDirectory() as folder:
@@ -360,10 +425,11 @@ def table_row(name: str, results: Sequence[Result]) -> str:
     mean = np.mean([result.expected_return for result in results])
     each = " ".join(f"{result.expected_return:.3f}" for result in results)
     tokens = sum(result.num_policy_tokens for result in results) // len(results)
-    found = sum(result.num_on_policy_rewards for result in results), sum(result.num_hybrid_rewards for result in results)
+    found = (
+        sum(result.num_on_policy_rewards for result in results),
+        sum(result.num_hybrid_rewards for result in results),
+    )
     return f"{name:28} {mean:6.3f} {tokens:7d} {found[0]:10d} {found[1]:8d}   {each}"
 
 
-TABLE_HEAD = (
-    f"{'algorithm':28} {'mean':>6} {'tokens':>7} {'on-policy':>10} {'hybrid':>8}   expected return of each seed (optimum 1.000)"
-)
+TABLE_HEAD = f"{'algorithm':28} {'mean':>6} {'tokens':>7} {'on-policy':>10} {'hybrid':>8}   expected return of each seed (optimum 1.000)"

@@ -1,7 +1,8 @@
-"""A corridor that the policy knows and a vault at its end that it does not: what is worth sampling is the last decision.
+"""A corridor that the policy knows and a vault at its end that it does not: what is worth sampling is the
+last decision.
 
-Same loop, credit and update as in :mod:`tests.toys`. A rollout writes one token a room, so a fork in front of the vault costs
-one token and a rollout from the prompt costs the whole corridor.
+Same loop, credit and update as in :mod:`tests.toys`. A rollout writes one token a room, so a fork in front of
+the vault costs one token and a rollout from the prompt costs the whole corridor.
 """
 
 import copy
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.algorithms.arpo import Arpo, ArpoSettings
+from outrider.algorithms.arpo.algorithm import Arpo, ArpoSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.config import validate
 from outrider.environments.base import EpisodeResult, StepResult
@@ -45,7 +46,9 @@ class CorridorEnvironment:
             self._success = right
             return StepResult(message=None, reward=float(right), done=True, num_tool_calls=1)
         self._room += 1
-        return StepResult(message=Message(role="inline", content=f" now {ROOMS[self._room]}\n"), num_tool_calls=1)
+        return StepResult(
+            message=Message(role="inline", content=f" now {ROOMS[self._room]}\n"), num_tool_calls=1
+        )
 
     def result(self) -> EpisodeResult:
         """1 for the right action in the vault."""
@@ -75,7 +78,13 @@ class CorridorToy(Toy):
     def tasks(self) -> list[Task]:
         draws = stream(self.seed, "corridor").integers(len(ACTIONS), size=DEPTH + 1)
         combination = "".join(ACTIONS[i] for i in draws)
-        return [Task(key="corridor", question="corridor", metadata={"combination": combination, "rooms": ROOMS[: DEPTH + 1]})]
+        return [
+            Task(
+                key="corridor",
+                question="corridor",
+                metadata={"combination": combination, "rooms": ROOMS[: DEPTH + 1]},
+            )
+        ]
 
 
 class CorridorRun(ToyRun):
@@ -94,19 +103,31 @@ class CorridorRun(ToyRun):
         return str(self.tasks[0].metadata["combination"])
 
     def _algorithm(self, settings: Any) -> Any:
-        return Arpo(settings, vocabulary_size=len(ACTIONS)) if isinstance(settings, ArpoSettings) else Grpo(settings)
+        return (
+            Arpo(settings, vocabulary_size=len(ACTIONS))
+            if isinstance(settings, ArpoSettings)
+            else Grpo(settings)
+        )
 
     def expected_return(self) -> float:
         """Exact: every right action in a row."""
         probabilities = torch.softmax(self.model.table.weight.detach().double(), dim=-1).numpy()
-        return float(np.prod([probabilities[room, ACTIONS.index(a)] for room, a in enumerate(self._combination())]))
+        return float(
+            np.prod([probabilities[room, ACTIONS.index(a)] for room, a in enumerate(self._combination())])
+        )
 
 
 def branching(*, at_random: bool) -> ArpoSettings:
     """A quarter begins at the prompt; forks where entropy rose, or anywhere with the same chance."""
-    rule = {"entropy_weight": 0.0, "base_probability": 0.3} if at_random else {"decision": "threshold", "threshold": 0.55}
+    rule = (
+        {"entropy_weight": 0.0, "base_probability": 0.3}
+        if at_random
+        else {"decision": "threshold", "threshold": 0.55}
+    )
     shared = {key: value for key, value in _SHARED.items() if key != "type"}
-    return validate(ArpoSettings, shared | {"type": "arpo", "first_wave": 3, "num_children": 3, "window": 1} | rule)
+    return validate(
+        ArpoSettings, shared | {"type": "arpo", "first_wave": 3, "num_children": 3, "window": 1} | rule
+    )
 
 
 def plain() -> GrpoSettings:
@@ -117,7 +138,9 @@ def plain() -> GrpoSettings:
 def play(settings: Any, *, seed: int, max_policy_tokens: int) -> Result:
     """One run in a folder of its own."""
     with TemporaryDirectory() as folder:
-        run = CorridorRun(CorridorToy(seed=seed, depth=DEPTH + 1, num_turns=DEPTH + 1), settings, folder=Path(folder))
+        run = CorridorRun(
+            CorridorToy(seed=seed, depth=DEPTH + 1, num_turns=DEPTH + 1), settings, folder=Path(folder)
+        )
         try:
             return run.train(max_policy_tokens=max_policy_tokens)
         finally:

@@ -1,4 +1,6 @@
-"""Toys whose groups are joined by an expert's rollout (LUFFY): the demonstration is played through the environment in every step."""
+"""Toys whose groups are joined by an expert's rollout (LUFFY): the demonstration is played through the
+environment in every step.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

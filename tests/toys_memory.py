@@ -1,7 +1,9 @@
-"""A hidden object, and a policy that gives up at once: every return ties, so that GRPO has no gradient and only tips explore.
+"""A hidden object, and a policy that gives up at once: every return ties, so that GRPO has no gradient and
+only tips explore.
 
-Same loop, hooks, credit and update as in :mod:`tests.toys`. The stand-in for a language model reads: what a tip says to avoid gets a lower
-logit, what led to a good end a higher one. Without tips it is a table. Shape letters: N packed tokens, A actions.
+Same loop, hooks, credit and update as in :mod:`tests.toys`. The stand-in for a language model reads: what a
+tip says to avoid gets a lower logit, what led to a good end a higher one. Without tips it is a table. Shape
+letters: N packed tokens, A actions.
 """
 
 import re
@@ -15,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.algorithms.empo2 import Empo2, Empo2Settings
+from outrider.algorithms.empo2.algorithm import Empo2, Empo2Settings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.config import validate
-from outrider.engines.attention import TreePlan
 from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.local.attention import TreePlan
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.memory.embedder import HashEmbedder
 from outrider.memory.tips import Key, TipMemory
@@ -43,7 +45,9 @@ _GOOD = re.compile(r"Here: (.); final score 1\.")
 
 
 class HiddenObject:
-    """Three rooms; the right place of a room opens the next one, a wrong one and giving up end the episode with nothing."""
+    """Three rooms; the right place of a room opens the next one, a wrong one and giving up end the episode
+    with nothing.
+    """
 
     def __init__(self, task: Task) -> None:
         self._places = str(task.metadata["places"])
@@ -89,7 +93,13 @@ class HiddenToy(Toy):
         """The places are metadata, which the policy never sees."""
         draws = stream(self.seed, "hidden").integers(len(PLACES), size=DEPTH)
         places = "".join(PLACES[i] for i in draws)
-        return [Task(key="hidden", question="room A", metadata={"places": places, "combination": places, "rooms": ROOMS[:DEPTH]})]
+        return [
+            Task(
+                key="hidden",
+                question="room A",
+                metadata={"places": places, "combination": places, "rooms": ROOMS[:DEPTH]},
+            )
+        ]
 
 
 class ReadingModel(TabularModel):
@@ -108,7 +118,8 @@ class ReadingModel(TabularModel):
 
     def read(self, text: str) -> list[tuple[int, int, np.ndarray]]:
         """(position, room, what tips add) from that position on: newest room, newest tips."""
-        hidden = _TIP.sub(lambda found: "\x00" * len(found[0]), text)  # rooms that tips mention are not where the policy is
+        # rooms that tips mention are not where the policy is
+        hidden = _TIP.sub(lambda found: "\x00" * len(found[0]), text)
         events: list[tuple[int, int | None, np.ndarray | None]] = [
             (place.start(), ROOMS.index(place[1]), None) for place in re.finditer(r"room ([A-Z])", hidden)
         ]
@@ -117,12 +128,15 @@ class ReadingModel(TabularModel):
         states = []
         for position, new_room, new_moved in sorted(events, key=lambda event: event[0]):
             if new_room is not None:
-                room, moved = new_room, np.zeros(len(ACTIONS))  # tips are for the state at which they are shown
+                # tips are for the state at which they are shown
+                room, moved = new_room, np.zeros(len(ACTIONS))
             moved = moved if new_moved is None else new_moved
             states.append((position, room, moved))
         return states
 
-    def base_model(self, *, input_ids: Tensor, position_ids: Tensor, use_cache: bool, plan: TreePlan) -> SimpleNamespace:
+    def base_model(
+        self, *, input_ids: Tensor, position_ids: Tensor, use_cache: bool, plan: TreePlan
+    ) -> SimpleNamespace:
         """Logits over actions at every packed token, from the text of its own branch."""
         texts, outputs, start = [], [], 0
         for segment in plan.segments:
@@ -150,7 +164,9 @@ class ReadingEngine(TabularEngine):
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """See :class:`outrider.engines.base.Engine`."""
-        return [self._remark(one) if one.request_id.endswith("/remark") else self._act(one) for one in requests]
+        return [
+            self._remark(one) if one.request_id.endswith("/remark") else self._act(one) for one in requests
+        ]
 
     @torch.no_grad()
     def _act(self, request: Request) -> Generation:
@@ -160,7 +176,9 @@ class ReadingEngine(TabularEngine):
 
     def _remark(self, request: Request) -> Generation:
         said = re.findall("assistant\n(.)\x00", self._model.text(request.token_ids))
-        ids = self.tokenizer.encode("avoid !" if said and said[-1] == GIVE_UP else "go on", add_special_tokens=False)
+        ids = self.tokenizer.encode(
+            "avoid !" if said and said[-1] == GIVE_UP else "go on", add_special_tokens=False
+        )
         return Generation(
             request_id=request.request_id, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), entropies=(0.0,) * len(ids),
             finish_reason=FinishReason.EOS, weight_version=self.weight_version,
@@ -187,21 +205,38 @@ class HiddenRun(ToyRun):
 
     def _algorithm(self, settings: Any) -> Any:
         if isinstance(settings, Empo2Settings):
-            return Empo2(settings, embedder=HashEmbedder(), num_tokens=len, groups_per_step=1, seed=self.toy.seed)
+            return Empo2(
+                settings, embedder=HashEmbedder(), num_tokens=len, groups_per_step=1, seed=self.toy.seed
+            )
         return Grpo(settings)
 
     def expected_return(self) -> float:
         """Exact, without memory: the chance of three right places in a row."""
         probabilities = torch.softmax(self.model.table.weight.detach().double(), dim=-1).numpy()
         places = str(self.tasks[0].metadata["places"])
-        return float(np.prod([probabilities[room, ACTIONS.index(place)] for room, place in enumerate(places)]))
+        return float(
+            np.prod([probabilities[room, ACTIONS.index(place)] for room, place in enumerate(places)])
+        )
 
 
 def empo2(**given: Any) -> Empo2Settings:
     """The paper's settings, with tips short enough for a toy of one character a token."""
-    memory = {"embedder": "hash", "num_shown": 4, "max_tip_tokens": 8, "max_shown_tokens": 240, "max_prompt_tokens": 2600}
+    memory = {
+        "embedder": "hash",
+        "num_shown": 4,
+        "max_tip_tokens": 8,
+        "max_shown_tokens": 240,
+        "max_prompt_tokens": 2600,
+    }
     return validate(
-        Empo2Settings, {"group_size": 8, "memory_probability": 0.75, "intrinsic_coefficient": 0.0, "memory": memory, **given}
+        Empo2Settings,
+        {
+            "group_size": 8,
+            "memory_probability": 0.75,
+            "intrinsic_coefficient": 0.0,
+            "memory": memory,
+            **given,
+        },
     )
 
 

@@ -1,3 +1,22 @@
-"""Outrider trains LLM agents to explore."""
+"""Outrider trains LLM agents to explore: ``outrider.train``, ``outrider.evaluate``, ``outrider.load_run``,
+imported when used.
+"""
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.api import evaluate, evaluate_tasks, load_run
+    from outrider.api import train as train
+
+__version__ = "0.2.0"
+__all__ = ["__version__", "evaluate", "evaluate_tasks", "load_run", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """The API, at its first use. ``train`` is the package of that name, which can be called."""
+    if name == "train":
+        return import_module("outrider.train")
+    if name in __all__:
+        return getattr(import_module("outrider.api"), name)
+    raise AttributeError(f"module 'outrider' has no attribute {name!r}")

@@ -1,14 +1,17 @@
 """Settings: one pydantic tree, TOML files, dotted overrides, and errors that fit on one line."""
 
+import copy
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from outrider.config_problems import problem_line
 from outrider.errors import ConfigError
+from outrider.plugins.imports import search_in
 
 NONE: Final = "none"
 
@@ -21,30 +24,44 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, values: Any) -> Any:
-        """``"none"`` switches an optional setting off: TOML has no null, and leaving a key out means its default."""
+        """``"none"`` switches an optional setting off: TOML has no null, and leaving a key out means its
+        default.
+        """
         if not isinstance(values, dict):
             return values
-        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        optional = {
+            name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)
+        }
         return {key: None if value == NONE and key in optional else value for key, value in values.items()}
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
-def load_settings(kind: type[SettingsT], *, file: Path | None, overrides: Sequence[str] = ()) -> SettingsT:
-    """Read a TOML file, apply ``section.key=value`` overrides in order, and validate.
+def load_settings(
+    kind: type[SettingsT],
+    *,
+    file: Path | None,
+    overrides: Sequence[str] = (),
+    sections: Mapping[str, Any] | None = None,
+) -> SettingsT:
+    """Read a TOML file, put ``sections`` in the place of its own, apply ``section.key=value`` overrides in
+    order, and validate.
 
     A value is read as TOML (``1``, ``true``, ``[1, 2]``) and, where that fails, as a plain string.
     Raises ConfigError naming the key; nothing is written.
     """
     tree: dict[str, Any] = {}
     if file is not None:
+        search_in(file.parent)  # a recipe may name a class of a module beside it
         try:
             tree = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:  # tomllib passes on those of the numbers and dates that it reads
+        # tomllib passes on those of the numbers and dates that it reads
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    tree.update(copy.deepcopy(dict(sections or {})))
     for override in overrides:
         _apply(tree, override)
     return validate(kind, tree)
@@ -55,13 +72,7 @@ def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("; ".join(_problem(item) for item in error.errors())) from error
-
-
-def _problem(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"])
-    text = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
-    return f"{where}: {text}" if where else str(text)
+        raise ConfigError("; ".join(problem_line(kind, item) for item in error.errors())) from error
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -82,7 +93,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def to_toml(tree: dict[str, Any], *, prefix: str = "") -> str:
-    """Plain settings as TOML text that :func:`load_settings` reads back; None is written as ``"none"`` (TOML has no null).
+    """Plain settings as TOML text that :func:`load_settings` reads back; None is written as ``"none"`` (TOML
+    has no null).
 
     Raises ConfigError for what TOML cannot hold.
     """
@@ -112,7 +124,8 @@ def _literal(value: Any) -> str:
         if any("\ud800" <= c <= "\udfff" for c in value):
             raise ConfigError(f"cannot write {value!r} as TOML: it is not valid Unicode")
         escaped = "".join(
-            f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c for c in value.replace("\\", "\\\\").replace('"', '\\"')
+            f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c
+            for c in value.replace("\\", "\\\\").replace('"', '\\"')
         )
         return f'"{escaped}"'
     if isinstance(value, dict):

@@ -30,7 +30,9 @@ class CheckpointError(OutriderError):
 
 
 class ToolFault(OutriderError):
-    """The infrastructure of a tool broke (not: the model used it wrongly). Retried, then masked; never a reward."""
+    """The infrastructure of a tool broke (not: the model used it wrongly). Retried, then masked; never a
+    reward.
+    """
 
 
 class EnvironmentFault(OutriderError):

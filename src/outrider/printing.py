@@ -1,6 +1,37 @@
-"""Text of others, made fit for a terminal."""
+"""Text for people: that of others made fit for a terminal, and scores, which every command and page writes
+alike.
+"""
+
+import math
 
 
 def one_line(text: str) -> str:
-    """The text with every control character, line breaks and terminal escapes included, replaced by a space."""
+    """The text with every control character, line breaks and terminal escapes included, replaced by a
+    space.
+    """
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+def score(value: float, low: float = math.nan, high: float = math.nan, *, is_share: bool = True) -> str:
+    """A score with its interval, where it has one.
+
+    A share (0 to 1) of solved tasks, or a mean of the task set's own scores from 0 to 1, is written in per
+    cent: ``35.0 % [25.5, 45.9]``. What is no share, as a return, is a number of four digits: ``1.25 [0.9,
+    1.6]``.
+    """
+    if not math.isfinite(value):
+        return "not measured"
+    scale, form = (100.0, ".1f") if is_share else (1.0, ".4g")
+    unit = " %" if is_share else ""
+    return f"{scale * value:{form}}{unit}{_interval(scale * low, scale * high, form)}"
+
+
+def points(difference: float, low: float = math.nan, high: float = math.nan) -> str:
+    """A difference (-1 to 1) of two such shares, in percentage points: ``+28.7 points [+16.0, +40.1]``."""
+    if not math.isfinite(difference):
+        return "not measured"
+    return f"{100 * difference:+.1f} points{_interval(100 * low, 100 * high, '+.1f')}"
+
+
+def _interval(low: float, high: float, form: str) -> str:
+    return f" [{low:{form}}, {high:{form}}]" if math.isfinite(low) and math.isfinite(high) else ""

@@ -1,4 +1,6 @@
-"""Named random streams. Every draw belongs to a stream keyed by what it is for, so order of arrival never matters."""
+"""Named random streams. Every draw belongs to a stream keyed by what it is for, so order of arrival never
+matters.
+"""
 
 import hashlib
 
@@ -18,7 +20,9 @@ def stream_seed(run_seed: int, *key: str | int) -> int:
 
 
 def reset_seed(run_seed: int, training_step: int, task_key: str) -> int:
-    """The seed with which every rollout of a task is reset in a training step: a group shares its initial state."""
+    """The seed with which every rollout of a task is reset in a training step: a group shares its initial
+    state.
+    """
     return stream_seed(run_seed, "reset", training_step, task_key)
 
 

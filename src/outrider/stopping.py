@@ -19,6 +19,12 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _REPEAT_S: Final = 0.1  # `timeout` signals its child and the child's group: one request, which comes twice
 _TELL_S: Final = 0.5  # a pipe that nobody reads must not hold up the end
 _SHOW_CURSOR: Final = b"\x1b[?25h"  # the live display has hidden it
+STOPPING: Final = "stopping (an update in flight ends first); Ctrl-C again ends at once"  # within 80 columns
+_TOLD: Final = (
+    b"\noutrider: stopping (an update in flight ends first); what is finished goes into a checkpoint. "
+    b"A second signal ends at once.\n"
+)
+_live: set[Callable[[], None]] = set()
 
 
 @contextmanager
@@ -44,10 +50,24 @@ def second_signal_ends(how_to_go_on: str) -> Iterator[None]:
         os.close(told)  # which ends the thread
 
 
+def cleared_before_the_end(clear: Callable[[], None]) -> Callable[[], None]:
+    """Have a live display cleared before the line that a second signal writes, which it would draw over. What
+    is returned takes that back.
+
+    ``clear`` is called in a thread of its own, and not waited for longer than half a second.
+    """
+    _live.add(clear)
+    return lambda: _live.discard(clear)
+
+
 @contextmanager
-def first_signal_asks(request_stop: Callable[[], None]) -> Iterator[threading.Event]:
+def first_signal_asks(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
     """Within the block the first SIGINT or SIGTERM calls ``request_stop``. The event tells of an interruption
-    by SIGINT."""
+    by SIGINT.
+
+    The request runs in the signal handler: it must take no lock. Unless it returns True, for a display that
+    says so itself, one line on stderr says what happens now.
+    """
     interrupted, asked = threading.Event(), threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -56,8 +76,8 @@ def first_signal_asks(request_stop: Callable[[], None]) -> Iterator[threading.Ev
         asked.set()
         if number == signal.SIGINT:
             interrupted.set()
-        request_stop()
-        os.write(2, b"\noutrider: stopping; what is finished goes into a checkpoint. A second signal ends at once.\n")
+        if request_stop() is not True:
+            os.write(2, _TOLD)
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
@@ -81,10 +101,17 @@ def _listen(heard: int, how_to_go_on: str) -> None:
 
 
 def _end(number: int, how_to_go_on: str) -> None:
-    teller = threading.Thread(target=_tell, args=(how_to_go_on,), daemon=True)
-    teller.start()
-    teller.join(_TELL_S)
+    # a lock of the display that is never freed costs its line only
+    for work in (_clear, lambda: _tell(how_to_go_on)):
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        worker.join(_TELL_S)
     os._exit(128 + number)
+
+
+def _clear() -> None:
+    for clear in list(_live):
+        clear()
 
 
 def _tell(how_to_go_on: str) -> None:

@@ -1,8 +1,8 @@
 """From messages to ids, appending only: a conversation's ids are never rendered twice.
 
-The generic way to extend a chat with any Hugging Face template: render a stand-in conversation with and without the new
-messages and keep the difference. (The package ``renderers`` does this per model family; it brings the OpenAI client and
-its own config system, which is more than a light core should carry.)
+The generic way to extend a chat with any Hugging Face template: render a stand-in conversation with and
+without the new messages and keep the difference. (The package ``renderers`` does this per model family; it
+brings the OpenAI client and its own config system, which is more than a light core should carry.)
 """
 
 import re
@@ -43,7 +43,9 @@ def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_toke
     Some tokenizers are configured to tidy it (``a , b`` becomes ``a, b``): a tool would get other text than
     the policy wrote.
     """
-    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(
+        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
     return str(text)
 
 
@@ -71,7 +73,9 @@ class ChatRenderer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        markers = sorted((token for token in special if len(token) > 1), key=lambda token: (-len(token), token))
+        markers = sorted(
+            (token for token in special if len(token) > 1), key=lambda token: (-len(token), token)
+        )
         self._markers = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
         closed = self._probe("assistant messages", [_ASKED, _ANSWERED])
         followed = self._probe("an observation after an answer", [_ASKED, _ANSWERED, _ASKED], opened=True)
@@ -90,7 +94,9 @@ class ChatRenderer:
         except Exception as error:  # templates raise what they like
             roles = ", ".join(message["role"] for message in chat)
             reason = " ".join(str(error).split())
-            raise ModelError(f"the tokenizer has no usable chat template: it refuses {roles}: {reason}") from error
+            raise ModelError(
+                f"the tokenizer has no usable chat template: it refuses {roles}: {reason}"
+            ) from error
 
     def _probe(self, what: str, chat: _Chat, *, opened: bool = False) -> str:
         """What the template writes behind the mark."""
@@ -116,7 +122,9 @@ class ChatRenderer:
                 break
             common += piece
         if not self._markers.search(common):
-            raise ModelError("the chat template closes the last assistant message differently from an earlier one")
+            raise ModelError(
+                "the chat template closes the last assistant message differently from an earlier one"
+            )
         return common
 
     def _leading_blanks(self) -> int:
@@ -124,7 +132,9 @@ class ChatRenderer:
         marker has closed."""
         marker = self._turn_end.lstrip()
         ids = tuple(self._encode(marker))
-        is_behind = self._markers.match(marker) and self.end_of_turn[len(self.end_of_turn) - len(ids) :] == ids
+        is_behind = (
+            self._markers.match(marker) and self.end_of_turn[len(self.end_of_turn) - len(ids) :] == ids
+        )
         return len(self.end_of_turn) - len(ids) if is_behind else 0
 
     def _chat(self, messages: Sequence[Message]) -> _Chat:
@@ -157,10 +167,11 @@ class ChatRenderer:
         return tuple(self._encode(text + "".join(self._plain(m.content) for m in inline)))
 
     def bridge(self, previous_ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids that follow ``previous_ids`` (an assistant turn, closed or not) so that ``messages`` are said next.
+        """Ids that follow ``previous_ids`` (an assistant turn, closed or not) so that ``messages`` are said
+        next.
 
-        Inline messages continue the open assistant turn; chat messages close it first, with exactly those of the
-        template's closing ids that the policy has not written itself, and open the next assistant turn.
+        Inline messages continue the open assistant turn; chat messages close it first, with exactly those of
+        the template's closing ids that the policy has not written itself, and open the next assistant turn.
         """
         inline = "".join(self._plain(m.content) for m in messages if m.role == "inline")
         chat = self._chat(messages)
@@ -170,7 +181,9 @@ class ChatRenderer:
             raise ValueError("inline and chat messages cannot answer the same turn")
         following = self._probe("answers", [_ASKED, _ANSWERED, *chat], opened=True)
         if not following.startswith(self._turn_end):
-            raise ModelError("the chat template closes the last assistant message differently from an earlier one")
+            raise ModelError(
+                "the chat template closes the last assistant message differently from an earlier one"
+            )
         rest = self._encode(following[len(self._turn_end) :])
         written = _overlap(previous_ids, self.end_of_turn)
         if self._num_blank and (without := _overlap(previous_ids, self.end_of_turn[self._num_blank :])):
@@ -188,11 +201,13 @@ def _overlap(ids: Sequence[int], ending: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnClosing:
-    """What a policy writes to end its turn, by the template: generation stops there, whatever the tokenizer's EOS is.
+    """What a policy writes to end its turn, by the template: generation stops there, whatever the tokenizer's
+    EOS is.
 
-    ``token_id`` is the marker (`<|im_end|>`, `<end_of_turn>`) where it is a token of its own; white space around it is the template's.
-    ``text`` is what decoding shows of the closing: nothing of a special token; all there is where the marker is spelled in
-    ordinary tokens. Neither is there where a template writes white space only, which answers hold too.
+    ``token_id`` is the marker (`<|im_end|>`, `<end_of_turn>`) where it is a token of its own; white space
+    around it is the template's. ``text`` is what decoding shows of the closing: nothing of a special token;
+    all there is where the marker is spelled in ordinary tokens. Neither is there where a template writes
+    white space only, which answers hold too.
     """
 
     token_id: int | None

@@ -1,6 +1,7 @@
 """The one data structure: a tree of nodes for one task, of which every root-to-leaf path is a rollout.
 
-A node stores only the tokens that it adds. Ids are appended and never made from text a second time (DESIGN section 2).
+A node stores only the tokens that it adds. Ids are appended and never made from text a second time (DESIGN
+section 2).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,28 +13,33 @@ from outrider.types import Message, Origin, Outcome, Task
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rollout gives to a node that it shares: its credit a token and the scale of its importance ratio."""
+    """What one rollout gives to a node that it shares: its credit a token and the scale of its importance
+    ratio.
+    """
 
     credit: tuple[float, ...]
     ratio_scale: float = 1.0
 
     def scaled(self, factors: Sequence[float]) -> "Share":
         """The credit times a factor a token."""
-        return Share(tuple(value * factor for value, factor in zip(self.credit, factors, strict=True)), self.ratio_scale)
+        return Share(
+            tuple(value * factor for value, factor in zip(self.credit, factors, strict=True)),
+            self.ratio_scale,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class Node:
     """One turn's piece of the conversation.
 
-    ``logprobs`` and ``entropies`` hold one value a token on policy nodes (natural log; nats over the whole vocabulary, or
-    lower bounds where ``entropies_are_bounds``) and are empty elsewhere. ``credit`` is None until an algorithm assigns it:
-    unassigned is not zero.
-    ``shares`` holds credit for each leaf on a node that several rollouts train on (soft attribution); ``owner`` is the rollout
-    that counts a shared node whose one ``credit`` stands for all of its leaves (hard attribution).
-    ``kl`` holds log policy - log reference a token on policy nodes, where the algorithm takes a KL from the reward.
-    ``ratio_scale`` multiplies the importance ratio of the node's tokens (RAPO Eq. 8); 1 means plain.
-    ``metadata`` is plain data for metrics and for the viewer (similarity of a retrieved step, tools that ran).
+    ``logprobs`` and ``entropies`` hold one value a token on policy nodes (natural log; nats over the whole
+    vocabulary, or lower bounds where ``entropies_are_bounds``) and are empty elsewhere. ``credit`` is None
+    until an algorithm assigns it: unassigned is not zero. ``shares`` holds credit for each leaf on a node
+    that several rollouts train on (soft attribution); ``owner`` is the rollout that counts a shared node
+    whose one ``credit`` stands for all of its leaves (hard attribution). ``kl`` holds log policy - log
+    reference a token on policy nodes, where the algorithm takes a KL from the reward. ``ratio_scale``
+    multiplies the importance ratio of the node's tokens (RAPO Eq. 8); 1 means plain. ``metadata`` is plain
+    data for metrics and for the viewer (similarity of a retrieved step, tools that ran).
     """
 
     node_id: int
@@ -73,10 +79,11 @@ class Node:
 class Leaf:
     """The end of one rollout.
 
-    ``episode_return`` is the environment's record; it and ``node_id`` are None after an infrastructure fault, whose
-    partial nodes stay in the tree but belong to no rollout, except to those that had left it. ``advantage`` is the algorithm's.
-    ``remark`` is what the policy wrote when a hook asked it about the episode; it is in no node, so it is never trained on.
-    ``intrinsic`` is a reward of the algorithm's own, kept apart from the return. ``is_demonstration``: a demonstrator played it.
+    ``episode_return`` is the environment's record; it and ``node_id`` are None after an infrastructure fault,
+    whose partial nodes stay in the tree but belong to no rollout, except to those that had left it.
+    ``advantage`` is the algorithm's. ``remark`` is what the policy wrote when a hook asked it about the
+    episode; it is in no node, so it is never trained on. ``intrinsic`` is a reward of the algorithm's own,
+    kept apart from the return. ``is_demonstration``: a demonstrator played it.
     """
 
     node_id: int | None
@@ -96,9 +103,10 @@ class Leaf:
 class Trace:
     """All rollouts of one task in one training step (one group).
 
-    ``modes`` holds the mode of every rollout. ``without_memory``: the update renders the rollouts without their memory nodes
-    (EMPO²'s off-policy update), as :func:`without_memory` does. ``is_replayed``: an earlier policy played the group (RolloutReplay).
-    ``pruned`` rollouts were played and are left out of credit and update (Tree-GRPO).
+    ``modes`` holds the mode of every rollout. ``without_memory``: the update renders the rollouts without
+    their memory nodes (EMPO²'s off-policy update), as :func:`without_memory` does. ``is_replayed``: an
+    earlier policy played the group (RolloutReplay). ``pruned`` rollouts were played and are left out of
+    credit and update (Tree-GRPO).
     """
 
     def __init__(self, *, task: Task, modes: Sequence[str] = ()) -> None:
@@ -110,15 +118,33 @@ class Trace:
         self.nodes: list[Node] = []
         self.leaves: dict[int, Leaf] = {}
 
-    def append(self, *, parent: int | None, origin: Origin, token_ids: tuple[int, ...], message: Message, **fields: Any) -> Node:
+    def append(
+        self,
+        *,
+        parent: int | None,
+        origin: Origin,
+        token_ids: tuple[int, ...],
+        message: Message,
+        **fields: Any,
+    ) -> Node:
         """Add a node under ``parent`` (None: a root).
 
-        Raises ValueError when policy log-probs or entropies do not pair with the tokens, or sit on another origin.
+        Raises ValueError when policy log-probs or entropies do not pair with the tokens, or sit on another
+        origin.
         """
-        node = Node(node_id=len(self.nodes), parent=parent, origin=origin, token_ids=token_ids, message=message, **fields)
+        node = Node(
+            node_id=len(self.nodes),
+            parent=parent,
+            origin=origin,
+            token_ids=token_ids,
+            message=message,
+            **fields,
+        )
         expected = len(token_ids) if node.trainable else 0
         if len(node.logprobs) != expected or len(node.entropies) != expected:
-            raise ValueError(f"a {origin} node of {len(token_ids)} tokens needs {expected} log-probs and entropies")
+            raise ValueError(
+                f"a {origin} node of {len(token_ids)} tokens needs {expected} log-probs and entropies"
+            )
         if parent is not None and not 0 <= parent < len(self.nodes):
             raise ValueError(f"parent {parent} is not in the trace")
         self.nodes.append(node)
@@ -129,7 +155,9 @@ class Trace:
         if leaf.rollout in self.leaves:
             raise ValueError(f"rollout {leaf.rollout} already ended as {self.leaves[leaf.rollout].outcome}")
         if leaf.outcome.is_fault != (leaf.episode_return is None):
-            raise ValueError(f"outcome {leaf.outcome} with return {leaf.episode_return}: a fault has none, all else has one")
+            raise ValueError(
+                f"outcome {leaf.outcome} with return {leaf.episode_return}: a fault has none, all else has one"
+            )
         self.leaves[leaf.rollout] = leaf
 
     def path(self, node_id: int) -> list[Node]:
@@ -148,14 +176,16 @@ class Trace:
     def number_by_rollout(self) -> None:
         """Give the nodes the order in which their rollouts would have been played one after the other.
 
-        While rollouts run at the same time, nodes are numbered as they arrive, which depends on how fast tools answer.
-        Nodes that a fault left behind come last, by the rollout in their metadata.
+        While rollouts run at the same time, nodes are numbered as they arrive, which depends on how fast
+        tools answer. Nodes that a fault left behind come last, by the rollout in their metadata.
         """
         owned = {node.node_id: None for _, path in self.rollouts() for node in path}
         lost = [node for node in self.nodes if node.node_id not in owned]
         lost.sort(key=lambda node: int(node.metadata.get("rollout", -1)))
         order = [self.nodes[node_id] for node_id in owned] + lost
-        numbers: dict[int | None, int | None] = {None: None} | {node.node_id: number for number, node in enumerate(order)}
+        numbers: dict[int | None, int | None] = {None: None} | {
+            node.node_id: number for number, node in enumerate(order)
+        }
         for number, node in enumerate(order):
             node.node_id, node.parent = number, numbers[node.parent]
         for leaf in self.leaves.values():
@@ -191,7 +221,9 @@ class PlayedTurn:
 
 
 def played_turns(path: Sequence[Node]) -> list[PlayedTurn]:
-    """The policy's turns with the newest text in front of each that is neither the policy's nor a tip: the state it acted on."""
+    """The policy's turns with the newest text in front of each that is neither the policy's nor a tip: the
+    state it acted on.
+    """
     turns: list[PlayedTurn] = []
     observation = ""
     for node in path:

@@ -8,7 +8,9 @@ from typing import Literal, TypeAlias
 Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
 
 Role = Literal["system", "user", "assistant", "tool", "inline"]
-"""``inline`` continues the open assistant message with text that the policy did not write (the papers' tag protocol)."""
+"""``inline`` continues the open assistant message with text that the policy did not write (the papers' tag
+protocol).
+"""
 
 
 class Origin(StrEnum):
@@ -68,8 +70,8 @@ class Task:
 class Step:
     """One step of a trajectory in plain text: what the agent thought and did, and what came back.
 
-    ``text`` is the agent's output verbatim (thought and action), ``observation`` what the environment answered,
-    ``is_terminal`` whether the step holds the final answer or ended the episode.
+    ``text`` is the agent's output verbatim (thought and action), ``observation`` what the environment
+    answered, ``is_terminal`` whether the step holds the final answer or ended the episode.
     """
 
     text: str

@@ -1,4 +1,6 @@
-"""Groups of episodes for the tests of GiGPO, as traces built by hand, and the vectors: what the released code makes of two."""
+"""Groups of episodes for the tests of GiGPO, as traces built by hand, and the vectors: what the released code
+makes of two.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.algorithms.base import GroupCredit
-from outrider.algorithms.gigpo import Gigpo, GigpoSettings
+from outrider.algorithms.gigpo.algorithm import Gigpo, GigpoSettings
 from outrider.config import validate
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Task
@@ -14,7 +16,9 @@ from outrider.types import Message, Origin, Outcome, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """``states[t]`` is what turn t acted on; ``extra`` is what the environment paid besides the step rewards."""
+    """``states[t]`` is what turn t acted on; ``extra`` is what the environment paid besides the step
+    rewards.
+    """
 
     states: tuple[str, ...]
     rewards: tuple[float, ...]
@@ -59,7 +63,9 @@ def play(episodes: Sequence[Episode]) -> tuple[Trace, list[list[Node]]]:
                     prompts[state] = add(trace, None, Origin.PROMPT, state)
                 tip = prompts[state]
             metadata = {"invalid": episode.is_invalid(turn)}
-            tip = add(trace, tip.node_id, Origin.POLICY, f"{rollout}/{turn}", reward=reward, metadata=metadata)
+            tip = add(
+                trace, tip.node_id, Origin.POLICY, f"{rollout}/{turn}", reward=reward, metadata=metadata
+            )
             turns[-1].append(tip)
         assert tip is not None
         finish(trace, rollout, tip.node_id, episode.episode_return)
@@ -81,7 +87,8 @@ def flat(values: Sequence[Sequence[float]]) -> list[float]:
     return [value for own in values for value in own]
 
 
-# A worked group with the step rewards of the paper's kind of task; episode statistics over turns, no penalty, rounded to 1e-6.
+# A worked group with the step rewards of the paper's kind of task; episode statistics over turns, no penalty,
+# rounded to 1e-6.
 SMALL = (
     Episode(states=("s0", "s1", "s2"), rewards=(0.0, 0.0, 10.0)),
     Episode(states=("s0", "s1", "s1", "s3"), rewards=(0.0,) * 4),
@@ -92,18 +99,43 @@ SMALL_EXPECTED = {
     "none": {
         "episode": [4.444444] * 3 + [-5.555556] * 4 + [4.444444] * 2,
         "step": [2.85, 6.333333, 0.0, -6.175, -3.166667, -3.166667, 0.0, 3.325, 0.0],
-        "joint": [7.294444, 10.777778, 4.444444, -11.730556, -8.722222, -8.722222, -5.555556, 7.769444, 4.444444],
+        "joint": [
+            7.294444,
+            10.777778,
+            4.444444,
+            -11.730556,
+            -8.722222,
+            -8.722222,
+            -5.555556,
+            7.769444,
+            4.444444,
+        ],
     },
     "std": {
         "episode": [0.843274] * 3 + [-1.054092] * 4 + [0.843274] * 2,
         "step": [0.532414, 1.1547, 0.0, -1.153563, -0.57735, -0.57735, 0.0, 0.621149, 0.0],
-        "joint": [1.375688, 1.997974, 0.843274, -2.207656, -1.631443, -1.631443, -1.054092, 1.464423, 0.843274],
+        "joint": [
+            1.375688,
+            1.997974,
+            0.843274,
+            -2.207656,
+            -1.631443,
+            -1.631443,
+            -1.054092,
+            1.464423,
+            0.843274,
+        ],
     },
 }
 
-# The released code's own output (verl-agent) for two tasks, with a penalty of 0.1 on two turns. The second task has no spread.
+# The released code's own output (verl-agent) for two tasks, with a penalty of 0.1 on two turns. The second
+# task has no spread.
 LARGE = (
-    Episode(states=("room", "desk", "desk", "shelf"), rewards=(0.0, 0.0, 0.0, 10.0), invalid=(False, True, False, False)),
+    Episode(
+        states=("room", "desk", "desk", "shelf"),
+        rewards=(0.0, 0.0, 0.0, 10.0),
+        invalid=(False, True, False, False),
+    ),
     Episode(states=("room", "shelf"), rewards=(0.0, 0.0)),
     Episode(states=("room", "desk", "bed"), rewards=(0.0, 0.0, 10.0), invalid=(True, False, False)),
 )

@@ -1,4 +1,6 @@
-"""Groups as the rollout loop leaves them, from returns and masks: 1 is a policy token, 0 one that the policy did not write."""
+"""Groups as the rollout loop leaves them, from returns and masks: 1 is a policy token, 0 one that the policy
+did not write.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ TEXT = Message(role="user", content="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """One rollout: ``value`` None is a fault, whose ``mask`` is left behind in the tree; ``kl`` has a value a policy token."""
+    """One rollout: ``value`` None is a fault, whose ``mask`` is left behind in the tree; ``kl`` has a value a
+    policy token.
+    """
 
     value: float | None
     mask: Sequence[int] = (1,)
@@ -36,7 +40,12 @@ def trace_of(rollouts: Sequence[Played], *, key: str = "t") -> Trace:
             origin = Origin.POLICY if wrote else Origin.ENVIRONMENT
             entropies = tuple(-score for score in scores)
             tip = trace.append(
-                parent=tip.node_id, origin=origin, token_ids=ids, message=TEXT, logprobs=scores, entropies=entropies
+                parent=tip.node_id,
+                origin=origin,
+                token_ids=ids,
+                message=TEXT,
+                logprobs=scores,
+                entropies=entropies,
             )
             if wrote and rollout.kl:
                 tip.kl = tuple(next(kl) for _ in ids)
@@ -56,7 +65,14 @@ def trace_of(rollouts: Sequence[Played], *, key: str = "t") -> Trace:
 def token_credit(traces: Sequence[Trace]) -> np.ndarray:
     """Credit of every policy token of the rollouts with a return, in order."""
     return np.array(
-        [value for trace in traces for _, path in trace.rollouts() for node in path for value in node.credit or ()], dtype=float
+        [
+            value
+            for trace in traces
+            for _, path in trace.rollouts()
+            for node in path
+            for value in node.credit or ()
+        ],
+        dtype=float,
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -11,20 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.losses import (
+from outrider.algorithms.common.losses import (
     Aggregation,
     clipped_surrogate_per_token,
     kl_per_token,
     token_weights,
     weighted_loss,
 )
-from outrider.algorithms.ratios import ImportanceStats, log_ratio, shaped_ratio
-from outrider.algorithms.retrieval import retrieval_ratio_scale
-from outrider.algorithms.sampler_correction import correction_stats, sampler_weights_per_token
+from outrider.algorithms.common.ratios import ImportanceStats, log_ratio, shaped_ratio
+from outrider.algorithms.common.sampler_correction import correction_stats, sampler_weights_per_token
+from outrider.algorithms.rapo.formulas import retrieval_ratio_scale
+from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.success_term import success_nll, success_weights
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "vectors" / "kl_importance_aggregation.json").read_text())
+    for case in json.loads(
+        (Path(__file__).parents[1] / "vectors" / "kl_importance_aggregation.json").read_text()
+    )
 }
 
 
@@ -32,7 +37,9 @@ def flat(rows: Any) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64).reshape(-1)
 
 
-def aggregate(losses: Any, mask: Any, kind: Any, *, num_rollouts: int, max_length: int | None = None) -> float:
+def aggregate(
+    losses: Any, mask: Any, kind: Any, *, num_rollouts: int, max_length: int | None = None
+) -> float:
     rows = torch.tensor(mask).bool()
     weights = token_weights(
         kind=kind,
@@ -71,24 +78,41 @@ def test_old_forks_forget_to_divide_by_the_number_of_sequences() -> None:
 
 
 BATCH = st.lists(
-    st.tuples(st.integers(0, 3), st.floats(-1, 1), st.floats(-2, 0), st.floats(-2, 2), st.booleans()), min_size=1, max_size=20
+    st.tuples(st.integers(0, 3), st.floats(-1, 1), st.floats(-2, 0), st.floats(-2, 2), st.booleans()),
+    min_size=1,
+    max_size=20,
 )
 
 
 @settings(deadline=None)
-@given(batch=BATCH, kind=st.sampled_from(get_args(Aggregation)), parts=st.integers(1, 5), order=st.randoms(use_true_random=False))
-def test_any_split_into_micro_batches_gives_one_loss_and_gradient(batch: Any, kind: Any, parts: int, order: Any) -> None:
+@given(
+    batch=BATCH,
+    kind=st.sampled_from(get_args(Aggregation)),
+    parts=st.integers(1, 5),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_split_into_micro_batches_gives_one_loss_and_gradient(
+    batch: Any, kind: Any, parts: int, order: Any
+) -> None:
     columns = zip(*batch, strict=True)
     rollout_index = torch.tensor(next(columns))
     shift, old, advantages = (flat(next(columns)) for _ in range(3))
     mask = torch.tensor(next(columns))
     max_length = 9 if kind in ("constant_length", "sum_over_length") else None
     weights = token_weights(
-        kind=kind, rollout_index=rollout_index, num_rollouts=4, max_length=max_length, mask=mask, dtype=torch.float64
+        kind=kind,
+        rollout_index=rollout_index,
+        num_rollouts=4,
+        max_length=max_length,
+        mask=mask,
+        dtype=torch.float64,
     )
     assignment = torch.tensor([order.randrange(parts) for _ in batch])
     results = []
-    for pieces in ([torch.arange(len(batch))], [torch.nonzero(assignment == part)[:, 0] for part in range(parts)]):
+    for pieces in (
+        [torch.arange(len(batch))],
+        [torch.nonzero(assignment == part)[:, 0] for part in range(parts)],
+    ):
         logprobs = (old + shift).requires_grad_()
         total, gradient = 0.0, torch.zeros_like(old)
         for piece in pieces:
@@ -104,7 +128,11 @@ def test_any_split_into_micro_batches_gives_one_loss_and_gradient(batch: Any, ki
 
 
 @settings(deadline=None)
-@given(batch=BATCH, kind=st.sampled_from(get_args(Aggregation)), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 7.0]))
+@given(
+    batch=BATCH,
+    kind=st.sampled_from(get_args(Aggregation)),
+    garbage=st.sampled_from([math.nan, math.inf, -math.inf, 7.0]),
+)
 def test_masked_tokens_change_nothing(batch: Any, kind: Any, garbage: float) -> None:
     """Not the loss, not the gradient, not the denominators - whatever stands there, NaN included."""
     columns = list(zip(*batch, strict=True))
@@ -153,30 +181,45 @@ def test_token_weights_reject_what_they_would_ignore() -> None:
     for wrong in (torch.tensor([0, 2]), torch.tensor([-1, 0])):
         with pytest.raises(ValueError, match="outside"):
             token_weights(kind="sequence_mean_token_mean", rollout_index=wrong, num_rollouts=2)
-    nothing = token_weights(kind="token_mean", rollout_index=index, num_rollouts=2, mask=torch.zeros(2, dtype=torch.bool))
+    nothing = token_weights(
+        kind="token_mean", rollout_index=index, num_rollouts=2, mask=torch.zeros(2, dtype=torch.bool)
+    )
     assert nothing.tolist() == [0.0, 0.0] and nothing.dtype == torch.float32
 
 
 def test_kl_vectors() -> None:
     case = CASES["kl.verl.extremes"]
     logprobs, reference = flat(case["inputs"]["log_prob"]), flat(case["inputs"]["ref_log_prob"])
-    k1, k2, k3 = (kl_per_token(estimator=name, logprobs=logprobs, reference_logprobs=reference) for name in ("k1", "k2", "k3"))
-    inside = slice(1, 4)  # upstream leaves k1 and k2 unclamped, and clamps the *value* of k3 to 10, whose gradient is then 0
+    k1, k2, k3 = (
+        kl_per_token(estimator=name, logprobs=logprobs, reference_logprobs=reference)
+        for name in ("k1", "k2", "k3")
+    )
+    # upstream leaves k1 and k2 unclamped, and clamps the *value* of k3 to 10, whose gradient is then 0
+    inside = slice(1, 4)
     np.testing.assert_allclose(k1[inside], case["expected"]["kl"][inside])
     np.testing.assert_allclose(k2[inside], case["expected"]["mse"][inside])
     assert case["expected"]["low_var_kl"][1] == 10.0
     np.testing.assert_allclose(k3[2:4], case["expected"]["low_var_kl"][2:4], rtol=1e-12)
-    np.testing.assert_allclose(k3[[0, 1, 4]], [math.expm1(20.0) - 20.0, math.expm1(5.0) - 5.0, math.expm1(-20.0) + 20.0])
+    np.testing.assert_allclose(
+        k3[[0, 1, 4]], [math.expm1(20.0) - 20.0, math.expm1(5.0) - 5.0, math.expm1(-20.0) + 20.0]
+    )
     assert k1[[0, 4]].tolist() == [-20.0, 20.0]
     for small in CASES["arpo.kl_penalty"]["cases"]:
-        arguments: dict[str, Any] = {"logprobs": flat([small["logprob"]]), "reference_logprobs": flat([small["ref_logprob"]])}
+        arguments: dict[str, Any] = {
+            "logprobs": flat([small["logprob"]]),
+            "reference_logprobs": flat([small["ref_logprob"]]),
+        }
         for name, key in (("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")):
             estimator: Any = name
-            assert float(kl_per_token(estimator=estimator, **arguments)) == pytest.approx(small[key], abs=1e-7)
+            assert float(kl_per_token(estimator=estimator, **arguments)) == pytest.approx(
+                small[key], abs=1e-7
+            )
 
 
 def test_kl_values_and_gradients_in_expectation() -> None:
-    """Enumerated over a five-way categorical: what each estimator estimates, and where its gradient points."""
+    """Enumerated over a five-way categorical: what each estimator estimates, and where its gradient
+    points.
+    """
     generator = np.random.default_rng(0)
     logits = torch.tensor(generator.normal(size=5), requires_grad=True)
     reference = torch.log_softmax(torch.tensor(generator.normal(size=5)), dim=0)
@@ -208,10 +251,14 @@ def test_kl_old_logprobs_only_where_they_are_used() -> None:
         kl_per_token(estimator="k2", logprobs=zeros, reference_logprobs=zeros, old_logprobs=zeros)
 
 
-def corrected(old: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ImportanceStats]:
+def corrected(
+    old: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, ImportanceStats]:
     """The correction that is on by default: each token's own weight, up to 2."""
     index = torch.zeros(len(old), dtype=torch.int64)
-    applied = sampler_weights_per_token(old_logprobs=old, sampler_logprobs=sampler, rollout_index=index, mask=mask)
+    applied = sampler_weights_per_token(
+        old_logprobs=old, sampler_logprobs=sampler, rollout_index=index, mask=mask
+    )
     return applied.weights, correction_stats(applied, old_logprobs=old, sampler_logprobs=sampler, mask=mask)
 
 
@@ -264,7 +311,9 @@ def test_empo2_vectors() -> None:
         np.testing.assert_allclose(surrogate.losses, expected["token_loss"], atol=1e-6)
         kept = aggregate(surrogate.losses.tolist(), [mask.tolist()], "token_mean", num_rollouts=1)
         assert kept == pytest.approx(expected["masked_mean_over_kept"], abs=1e-6)
-        constant = aggregate(surrogate.losses.tolist(), [mask.tolist()], "constant_length", num_rollouts=1, max_length=4)
+        constant = aggregate(
+            surrogate.losses.tolist(), [mask.tolist()], "constant_length", num_rollouts=1, max_length=4
+        )
         assert constant == pytest.approx(expected["paper_mean_over_all_T"], abs=1e-6)
     dual = CASES["dual_clip"]
     surrogate = clipped_surrogate_per_token(
@@ -274,3 +323,29 @@ def test_empo2_vectors() -> None:
         dual_clip=10.0,
     )
     assert surrogate.losses.tolist() == dual["expected"]["loss"] and surrogate.dual_clipped.item()
+
+
+def test_the_likelihood_term_weighs_every_token_of_successful_rollouts_the_same_and_is_reported() -> None:
+    """By hand: rollouts 0 and 2 succeeded; one of 2's tokens is a demonstrator's, over two micro-batches."""
+    paths: Any = [SimpleNamespace(succeeded=success) for success in (True, False, True)]
+    batches: Any = [
+        SimpleNamespace(
+            rollout_index_T=torch.tensor([0, 1, 0]), is_foreign_T=torch.tensor([False, False, False])
+        ),
+        SimpleNamespace(rollout_index_T=torch.tensor([2, 2]), is_foreign_T=torch.tensor([True, False])),
+    ]
+    weights = success_weights(paths, batches)
+    assert [each.tolist() for each in weights] == [
+        pytest.approx([1 / 3, 0.0, 1 / 3]),
+        pytest.approx([0.0, 1 / 3]),
+    ]
+    tally = Tally()
+    losses = [
+        success_nll(torch.tensor(each), own, tally)
+        for each, own in zip(([-1.0, -9.0, -2.0], [-9.0, -3.0]), weights, strict=True)
+    ]
+    assert sum(float(loss) for loss in losses) == pytest.approx(2.0)
+    tally.end_step()
+    assert tally.means() == {"loss/positive_nll": pytest.approx(2.0)}
+    nobody = success_weights([SimpleNamespace(succeeded=False)] * 3, batches)  # type: ignore[list-item]
+    assert all(not each.any() for each in nobody)

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.algorithms.arpo import PRESETS, Arpo, ArpoSettings
-from outrider.algorithms.branch_hook import BranchHook
-from outrider.algorithms.branching import (
+from outrider.algorithms.arpo.algorithm import PRESETS, Arpo, ArpoSettings
+from outrider.algorithms.arpo.formulas import (
     branch_probability,
     branches,
     entropy_advantage_factors,
@@ -22,17 +21,21 @@ from outrider.algorithms.branching import (
     segment_entropy,
     truncated_entropy,
 )
-from outrider.algorithms.losses import clipped_surrogate_per_token, clipped_surrogate_shared_per_token
-from outrider.algorithms.rapo import RapoSettings
+from outrider.algorithms.arpo.hook import BranchHook
+from outrider.algorithms.common.losses import clipped_surrogate_per_token, clipped_surrogate_shared_per_token
+from outrider.algorithms.rapo.algorithm import RapoSettings
 from outrider.config import validate
 from outrider.environments.base import StepResult
 from outrider.errors import ConfigError
 from outrider.rollout.hooks import EpisodeState
+from outrider.seeding import stream
 from outrider.trace import Leaf, Trace
 from outrider.types import Message, Origin, Outcome, Task
 from tests.rollout.fakes import Fake
 
-VECTORS: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parents[1] / "vectors" / "arpo_branching.json").read_text())
+VECTORS: dict[str, list[dict[str, Any]]] = json.loads(
+    (Path(__file__).parents[1] / "vectors" / "arpo_branching.json").read_text()
+)
 TEXT = Message(role="assistant", content="")
 V = 256
 
@@ -55,14 +58,22 @@ def test_released_entropy(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", VECTORS["aepo_budget"])
 def test_aepo_budget(case: dict[str, Any]) -> None:
-    found = first_wave_budget(total=case["n"], entropy_root=case["H_root"], entropy_tools=case["H_tool_mean"], slope=case["beta"])
+    found = first_wave_budget(
+        total=case["n"], entropy_root=case["H_root"], entropy_tools=case["H_tool_mean"], slope=case["beta"]
+    )
     assert found == case["initial_rollouts"]
 
 
 @pytest.mark.parametrize("case", VECTORS["aepo_branch"])
 def test_released_aepo_branching(case: dict[str, Any]) -> None:
     found = branches(
-        case["u"], change=case["delta"], base=0.5, weight=0.2, decision="aepo_released", penalty=0.05, streak=case["consecutive"]
+        case["u"],
+        change=case["delta"],
+        base=0.5,
+        weight=0.2,
+        decision="aepo_released",
+        penalty=0.05,
+        streak=case["consecutive"],
     )
     assert found is case["branch"]
 
@@ -91,10 +102,14 @@ def test_aepo_advantage(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", VECTORS["soft_vs_hard_shared_token"])
 def test_soft_and_hard_on_a_shared_token(case: dict[str, Any]) -> None:
-    """Upstream averages over both branches' copies; our sums are twice that for soft, and hard counts once."""
+    """Upstream averages over both branches' copies; our sums are twice that for soft, and hard counts
+    once.
+    """
     advantages = torch.tensor(case["advantages_of_two_branches"], dtype=torch.float64)
     for kind in ("soft", "hard"):
-        logprobs = torch.tensor([math.log(case["shared_token_ratio"])], dtype=torch.float64, requires_grad=True)
+        logprobs = torch.tensor(
+            [math.log(case["shared_token_ratio"])], dtype=torch.float64, requires_grad=True
+        )
         each = advantages if kind == "soft" else advantages.mean()[None]
         loss = clipped_surrogate_shared_per_token(
             logprobs=logprobs, old_logprobs=torch.zeros(1, dtype=torch.float64), dual_clip=3.0,
@@ -116,7 +131,9 @@ def test_the_share_of_draws_that_branch_is_the_probability(
     options = {"change": change, "base": base, "weight": weight, "penalty": penalty, "streak": streak}
     share = np.mean([branches(float(u), **options) for u in draws])
     assert share == pytest.approx(branch_probability(**options), abs=1e-3)
-    assert branches(0.999, decision="threshold", threshold=0.5, **options) is (branch_probability(**options) > 0.5)
+    assert branches(0.999, decision="threshold", threshold=0.5, **options) is (
+        branch_probability(**options) > 0.5
+    )
 
 
 def test_presets_fill_what_is_not_given() -> None:
@@ -124,7 +141,9 @@ def test_presets_fill_what_is_not_given() -> None:
         chosen = validate(ArpoSettings, {"type": "arpo", "preset": name, "window": 7})
         assert chosen.window == 7 and chosen.preset == name
     released = validate(ArpoSettings, {"preset": "aepo-released", "branch_penalty": 0.5})
-    assert released.decision == "aepo_released" and released.branch_penalty == 0.5 and not released.pre_monitor
+    assert (
+        released.decision == "aepo_released" and released.branch_penalty == 0.5 and not released.pre_monitor
+    )
     assert validate(ArpoSettings, {"preset": "aepo"}).pre_monitor
     assert validate(ArpoSettings, {}).source == "after_result"
 
@@ -190,6 +209,7 @@ def test_the_threshold_rule_of_the_paper_forks_iff_entropy_rose() -> None:
     rule: dict[str, Any] = {"decision": "threshold"}
     assert hook(**rule).num_forks(state_with([[1.0], [1.1]])) == 1
     assert hook(**rule).num_forks(state_with([[1.0], [0.9]])) == 0
+    assert hook(**rule).num_forks(state_with([[1.0], [1.0]])) == 0  # it has to exceed the threshold
 
 
 @pytest.mark.parametrize("scope", ["lineage", "prompt"])
@@ -197,7 +217,8 @@ def test_a_streak_lowers_the_probability(scope: str) -> None:
     branching = hook(base_probability=1.0, branch_penalty=1.0, penalty_scope=scope)
     state = state_with([[1.0], [1.0]])
     assert branching.streak_scope == scope
-    assert branching.num_forks(state) == 1 == branching.num_forks(state)  # it remembers nothing: the loop counts streaks
+    # it remembers nothing: the loop counts streaks
+    assert branching.num_forks(state) == 1 == branching.num_forks(state)
     assert branching.num_forks(replace(state, branch_streak=1)) == 0
 
 
@@ -205,7 +226,9 @@ def test_a_streak_lowers_the_probability(scope: str) -> None:
     change=st.floats(-3, 3), base=st.floats(0, 1), weight=st.floats(0, 2), penalty=st.floats(0, 1), u=st.floats(0, 0.999),
     decision=st.sampled_from(["bernoulli", "threshold", "aepo_released"]),
 )  # fmt: skip
-def test_b2_a_longer_streak_never_branches_where_a_shorter_one_does_not(decision: Any, u: float, **options: float) -> None:
+def test_b2_a_longer_streak_never_branches_where_a_shorter_one_does_not(
+    decision: Any, u: float, **options: float
+) -> None:
     """So a point that wants nothing without a streak needs no copy, whatever the group's streak will be."""
     found = [branches(u, decision=decision, streak=streak, **options) for streak in range(8)]  # type: ignore[arg-type]
     assert found == sorted(found, reverse=True)
@@ -217,25 +240,44 @@ def tree(returns: list[float]) -> Trace:
 
     def policy(parent: int, size: int) -> int:
         values = {"logprobs": (-1.0,) * size, "entropies": tuple(0.5 + i for i in range(size))}
-        return trace.append(parent=parent, origin=Origin.POLICY, token_ids=(3,) * size, message=TEXT, **values).node_id
+        return trace.append(
+            parent=parent, origin=Origin.POLICY, token_ids=(3,) * size, message=TEXT, **values
+        ).node_id
 
     root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(1,), message=TEXT).node_id
     shared = policy(root, 2)
     seen = trace.append(parent=shared, origin=Origin.ENVIRONMENT, token_ids=(2,), message=TEXT).node_id
-    for rollout, (leaf, value) in enumerate(zip((policy(seen, 1), policy(seen, 3), policy(root, 2)), returns, strict=True)):
+    for rollout, (leaf, value) in enumerate(
+        zip((policy(seen, 1), policy(seen, 3), policy(root, 2)), returns, strict=True)
+    ):
         trace.finish(Leaf(node_id=leaf, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value))
     return trace
 
 
 def test_soft_credit_gives_every_leaf_its_own_and_hard_their_mean() -> None:
     soft, hard = tree([1.0, 0.0, 0.0]), tree([1.0, 0.0, 0.0])
-    values = Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V).credit(soft).advantages.values
-    Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1, "attribution": "hard"}), vocabulary_size=V).credit(hard)
+    values = (
+        Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V)
+        .credit(soft)
+        .advantages.values
+    )
+    Arpo(
+        validate(ArpoSettings, {"group_size": 3, "first_wave": 1, "attribution": "hard"}), vocabulary_size=V
+    ).credit(hard)
     assert soft.nodes[1].credit is None
-    assert {r: s.credit for r, s in soft.nodes[1].shares.items()} == {0: (values[0],) * 2, 1: (values[1],) * 2}  # type: ignore[union-attr]
-    assert hard.nodes[1].credit == pytest.approx(((values[0] + values[1]) / 2,) * 2) and hard.nodes[1].owner == 0
+    assert {r: s.credit for r, s in soft.nodes[1].shares.items()} == {
+        0: (values[0],) * 2,
+        1: (values[1],) * 2,
+    }  # type: ignore[union-attr]
+    assert (
+        hard.nodes[1].credit == pytest.approx(((values[0] + values[1]) / 2,) * 2) and hard.nodes[1].owner == 0
+    )
     for trace in (soft, hard):
-        assert [trace.nodes[i].credit for i in (3, 4, 5)] == [(values[0],), (values[1],) * 3, (values[2],) * 2]
+        assert [trace.nodes[i].credit for i in (3, 4, 5)] == [
+            (values[0],),
+            (values[1],) * 3,
+            (values[2],) * 2,
+        ]
 
 
 def test_the_entropy_aware_advantage_scales_every_token() -> None:
@@ -252,10 +294,83 @@ def test_the_entropy_aware_advantage_scales_every_token() -> None:
         if one.shares is not None:
             assert other.shares is not None
             for rollout, share in one.shares.items():
-                assert other.shares[rollout].credit == pytest.approx([c * f for c, f in zip(share.credit, own, strict=True)])
+                assert other.shares[rollout].credit == pytest.approx(
+                    [c * f for c, f in zip(share.credit, own, strict=True)]
+                )
 
 
 def test_a_group_without_spread_gives_no_signal() -> None:
     trace = tree([1.0, 1.0, 1.0])
     credit = Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V).credit(trace)
     assert not credit.advantages.has_signal and not np.any(credit.advantages.values)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("normalizer", ["log_vocabulary", "vocabulary", "none"])
+def test_the_entropy_of_a_segment_by_hand(reduce: Any, normalizer: Any) -> None:
+    divisor = {"log_vocabulary": math.log(8), "vocabulary": 8.0, "none": 1.0}[normalizer] * (
+        2 if reduce == "mean" else 1
+    )
+    found = segment_entropy(
+        [1.0, 3.0, 50.0], vocabulary_size=8, window=2, reduce=reduce, normalizer=normalizer
+    )
+    assert found == pytest.approx(4.0 / divisor)
+    assert segment_entropy([], vocabulary_size=8, reduce=reduce, normalizer=normalizer) == 0.0
+
+
+def test_the_default_window_is_of_twenty_tokens_and_the_smallest_vocabulary_of_two() -> None:
+    assert segment_entropy([1.0] * 20 + [50.0], vocabulary_size=2) == pytest.approx(1.0 / math.log(2))
+    with pytest.raises(ValueError, match="vocabulary of 1"):
+        segment_entropy([1.0], vocabulary_size=1)
+
+
+def test_one_token_has_no_spread_and_none_no_factor() -> None:
+    assert entropy_advantage_factors([0.7], weight=2.0) == [1.0]
+    assert entropy_advantage_factors([0.7, 0.7], weight=2.0) == [1.0, 1.0]
+    assert entropy_advantage_factors([], weight=2.0) == []
+
+
+def group_of_one(entropies: list[list[float]]) -> Trace:
+    """The probing rollout of AEPO, finished."""
+    state = state_with(entropies) if entropies else state_with([[1.0]])
+    trace = state.trace
+    if entropies:
+        trace.finish(Leaf(node_id=state.tip.node_id, rollout=0, outcome=Outcome.FINISHED, episode_return=0.0))
+    else:
+        trace.finish(Leaf(node_id=None, rollout=0, outcome=Outcome.TOOL_FAULT, episode_return=None))
+    return trace
+
+
+def test_the_budget_of_the_first_wave_is_that_of_the_probing_rollout_s_entropies() -> None:
+    """k sigmoid((H_root - H_tool) / 2), rounded down, and one more; H_tool is the mean over the turns after a
+    tool.
+    """
+    probing = hook(preset="aepo", normalizer="none", reduce="mean", window=4)
+    for root, after in ((3.0, [1.0, 2.0]), (1.0, [4.0]), (2.0, [])):
+        trace = group_of_one([[root] * 2, *([value] * 3 for value in after)])
+        tool = sum(after) / len(after) if after else root
+        expected = math.floor(16 / (1 + math.exp(-0.5 * (root - tool)))) + 1
+        assert probing.budget(trace) == expected
+    assert probing.first_wave == 1
+    broken = group_of_one([])
+    assert probing.budget(broken) == probing.settings.first_wave
+    assert hook().budget(broken) is None and hook(first_wave=5).first_wave == 5
+
+
+@pytest.mark.parametrize(
+    ("total", "root", "tools", "expected"),
+    [(8, 0.0, 0.0, 5), (8, 90.0, 0.0, 8), (8, 0.0, 90.0, 1), (1, 0.0, 0.0, 1)],
+)
+def test_the_budget_by_hand(total: int, root: float, tools: float, expected: int) -> None:
+    assert first_wave_budget(total=total, entropy_root=root, entropy_tools=tools) == expected
+
+
+def test_the_draws_of_a_fork_are_the_turn_s_own_stream() -> None:
+    state = state_with([[1.0], [1.0]])
+    draws = stream(0, "branch", 0, "t", 0, 1).random(64)
+    found = hook(base_probability=0.4, num_children=64).num_forks(state)
+    assert found == int((draws <= 0.4).sum()) and 0 < found < 64
+
+
+def test_nothing_is_spliced_in_front_of_a_turn() -> None:
+    assert hook().before_turn(state_with([[1.0]])) == ()

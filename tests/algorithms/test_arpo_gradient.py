@@ -1,7 +1,9 @@
-"""Soft and hard attribution against the exact policy gradient, by enumeration of every group on a two-turn tree.
+"""Soft and hard attribution against the exact policy gradient, by enumeration of every group on a two-turn
+tree.
 
-Two rollouts begin at the prompt, and one leaves each of them after the first turn: four leaves, two shared first turns. With
-leave-one-out advantages a group of independent rollouts is unbiased; here a leaf's sibling sits in its own baseline.
+Two rollouts begin at the prompt, and one leaves each of them after the first turn: four leaves, two shared
+first turns. With leave-one-out advantages a group of independent rollouts is unbiased; here a leaf's sibling
+sits in its own baseline.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import pytest
 
 from outrider.algorithms.base import Attribution, outcome_advantages, write_credit
 from outrider.trace import Leaf, Node, Trace
-from outrider.train.pack import RolloutPath, credits_by_rollout
+from outrider.train.update.pack import RolloutPath, credits_by_rollout
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="assistant", content="")
@@ -26,7 +28,9 @@ def policy_and_returns(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def exact_gradient(first: np.ndarray, second: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    """[1 + ACTIONS, ACTIONS]: of the expected return in the logits of the first turn and of each second turn."""
+    """[1 + ACTIONS, ACTIONS]: of the expected return in the logits of the first turn and of each second
+    turn.
+    """
     values = (second * returns).sum(axis=1)
     top = first * (values - first @ values)
     below = first[:, None] * second * (returns - values[:, None])
@@ -37,7 +41,9 @@ def groups(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[float, tuple
     """Every group with its probability: the shared first actions, and the four second ones."""
     for tops in product(range(ACTIONS), repeat=FIRST_WAVE):
         for belows in product(range(ACTIONS), repeat=LEAVES):
-            chance = np.prod(first[list(tops)]) * np.prod([second[tops[leaf % FIRST_WAVE], b] for leaf, b in enumerate(belows)])
+            chance = np.prod(first[list(tops)]) * np.prod(
+                [second[tops[leaf % FIRST_WAVE], b] for leaf, b in enumerate(belows)]
+            )
             yield float(chance), tops, belows
 
 
@@ -46,7 +52,12 @@ def trace_of(tops: tuple[int, ...], belows: tuple[int, ...], returns: np.ndarray
 
     def policy(parent: Node, action: int) -> Node:
         return trace.append(
-            parent=parent.node_id, origin=Origin.POLICY, token_ids=(action,), message=TEXT, logprobs=(-1.0,), entropies=(1.0,)
+            parent=parent.node_id,
+            origin=Origin.POLICY,
+            token_ids=(action,),
+            message=TEXT,
+            logprobs=(-1.0,),
+            entropies=(1.0,),
         )
 
     root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(0,), message=TEXT)
@@ -59,7 +70,9 @@ def trace_of(tops: tuple[int, ...], belows: tuple[int, ...], returns: np.ndarray
     return trace
 
 
-def expected_estimate(first: np.ndarray, second: np.ndarray, returns: np.ndarray, attribution: Attribution) -> np.ndarray:
+def expected_estimate(
+    first: np.ndarray, second: np.ndarray, returns: np.ndarray, attribution: Attribution
+) -> np.ndarray:
     """The mean over all groups of 1/M times the credited score functions, as the update counts them."""
     total = np.zeros((1 + ACTIONS, ACTIONS))
     for chance, tops, belows in groups(first, second):
@@ -69,7 +82,9 @@ def expected_estimate(first: np.ndarray, second: np.ndarray, returns: np.ndarray
             own = RolloutPath(nodes=path, rollout_index=leaf.rollout, rollout=leaf.rollout)
             turns = [node for node in path if node.trainable]
             rows = (0, 1 + turns[0].token_ids[0])
-            for node, row, probabilities in zip(turns, rows, (first, second[turns[0].token_ids[0]]), strict=True):
+            for node, row, probabilities in zip(
+                turns, rows, (first, second[turns[0].token_ids[0]]), strict=True
+            ):
                 for _, credit, _ in credits_by_rollout(node, [own]):
                     score = np.eye(ACTIONS)[node.token_ids[0]] - probabilities
                     total[row] += chance * credit[0] * score / LEAVES
@@ -78,7 +93,9 @@ def expected_estimate(first: np.ndarray, second: np.ndarray, returns: np.ndarray
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bias_of_soft_and_hard_attribution_is_the_documented_one(seed: int) -> None:
-    """d = 2 leaves share a first turn: soft scales its gradient by (M - d) / (M - 1), hard by that over d; later turns are exact."""
+    """d = 2 leaves share a first turn: soft scales its gradient by (M - d) / (M - 1), hard by that over d;
+    later turns are exact.
+    """
     first, second, returns = policy_and_returns(seed)
     exact = exact_gradient(first, second, returns)
     scale = (LEAVES - 2) / (LEAVES - 1)

@@ -1,14 +1,16 @@
-"""The released rollout loop's scenarios (vector ``rollout_scenarios``), played by ours: the same rows, and each deviation."""
+"""The released rollout loop's scenarios (vector ``rollout_scenarios``), played by ours: the same rows, and
+each deviation.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from outrider.algorithms.branch_hook import BranchHook, BranchSettings
-from outrider.algorithms.branching import branches
+from outrider.algorithms.arpo.formulas import branches
+from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
 from outrider.engines.base import Request
-from outrider.environments.tool_episode import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.episode import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
 from outrider.errors import ToolFault
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
@@ -40,7 +42,14 @@ class Table:
 
 
 def play(
-    script: Script, *, leaves: int, first_wave: int, call_limit: int, probability: float = 1.0, num_tasks: int = 1, tool: Table
+    script: Script,
+    *,
+    leaves: int,
+    first_wave: int,
+    call_limit: int,
+    probability: float = 1.0,
+    num_tasks: int = 1,
+    tool: Table,
 ) -> RolloutReport:
     def say(request: Request, text: str) -> str:
         task, rollout, turn = request.request_id.removeprefix("task ").split("/")
@@ -58,16 +67,25 @@ def play(
 
 
 def said(report: RolloutReport) -> list[list[str]]:
-    return [[n.message.content for n in path if n.trainable] for trace in report.traces for _, path in trace.rollouts()]
+    return [
+        [n.message.content for n in path if n.trainable]
+        for trace in report.traces
+        for _, path in trace.rollouts()
+    ]
 
 
 def loss_masks(report: RolloutReport) -> list[list[bool]]:
-    return [[n.trainable for n in path for _ in n.token_ids] for trace in report.traces for _, path in trace.rollouts()]
+    return [
+        [n.trainable for n in path for _ in n.token_ids]
+        for trace in report.traces
+        for _, path in trace.rollouts()
+    ]
 
 
 def test_branch_then_limit_then_restart() -> None:
-    """Same rows: the child shares prefix, mask and call count, and a missing rollout begins at the prompt. Deviation: a call over the
-    limit is refused in words, where the released loop ends the rollout."""
+    """Same rows: the child shares prefix, mask and call count, and a missing rollout begins at the prompt.
+    Deviation: a call over the limit is refused in words, where the released loop ends the rollout.
+    """
     script = {
         (0, 0, 0): "<search>a</search>", (0, 1, 0): "<answer>x</answer>", (0, 0, 1): "<answer>y</answer>",
         (0, 2, 1): "<search>b</search>", (0, 2, 2): "<answer>w</answer>", (0, 3, 0): "<answer>z</answer>",
@@ -94,8 +112,12 @@ def test_without_a_call_nothing_branches_and_the_rest_begins_at_once() -> None:
 
 
 def test_one_place_is_given_once_and_each_prompt_has_its_own() -> None:
-    """Same rows: the one place of the first prompt is used, the second prompt's rollouts did not branch and one is begun afresh."""
-    assert branches(0.5, change=0.0, base=0.5, weight=0.2) and not branches(0.51, change=0.0, base=0.5, weight=0.2)
+    """Same rows: the one place of the first prompt is used, the second prompt's rollouts did not branch and
+    one is begun afresh.
+    """
+    assert branches(0.5, change=0.0, base=0.5, weight=0.2) and not branches(
+        0.51, change=0.0, base=0.5, weight=0.2
+    )
     script = {
         (0, 0, 0): "<search>a</search>", (0, 1, 0): "<search>b</search>", (0, 0, 1): "<answer>1</answer>",
         (0, 1, 1): "<answer>2</answer>", (0, 2, 1): "<answer>4</answer>",
@@ -112,7 +134,9 @@ def test_one_place_is_given_once_and_each_prompt_has_its_own() -> None:
 
 
 def test_a_tool_that_is_down_is_a_fault_and_no_text_for_the_policy() -> None:
-    """Both try three times. Deviation: the released loop then tells the policy of an empty output; here the rollout has no reward."""
+    """Both try three times. Deviation: the released loop then tells the policy of an empty output; here the
+    rollout has no reward.
+    """
     tool = Table(is_broken=True)
     script = {(0, rollout, 0): "<search>e</search>" for rollout in range(2)}
     report = play(script, leaves=2, first_wave=2, call_limit=3, tool=tool)

@@ -1,8 +1,11 @@
-"""Credit as the trainer asks for it, over all groups of a step: upstream vectors and numpy references through the algorithms."""
+"""Credit as the trainer asks for it, over all groups of a step: upstream vectors and numpy references through
+the algorithms.
+"""
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,17 +13,23 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.base import BatchCredit
+from outrider.algorithms.algorithm import Algorithm
+from outrider.algorithms.base import group_advantages, write_credit
+from outrider.algorithms.common.group_settings import GroupSettings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusSettings
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.trace import Trace
+from outrider.trace import Leaf, Trace
+from outrider.train.update import advantage_stage
+from outrider.types import Outcome
 from tests.algorithms.grouped import Played, grouped, token_credit, trace_of
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case for name in ("credit_family", "group_credit") for case in json.loads((VECTORS / f"{name}.json").read_text())
+    case["id"]: case
+    for name in ("credit_family", "group_credit")
+    for case in json.loads((VECTORS / f"{name}.json").read_text())
 }
 
 
@@ -51,15 +60,21 @@ GROUP_CASES = {
 def test_vectors_of_one_advantage_a_rollout(name: str) -> None:
     """Except that a group of one has 0, where verl hands its raw reward out."""
     inputs, expected = CASES[name]["inputs"], CASES[name]["expected"]["sequence_advantage"]
-    groups = inputs.get("group") or [row // inputs["num_generations"] for row in range(len(inputs["rewards"]))]
+    groups = inputs.get("group") or [
+        row // inputs["num_generations"] for row in range(len(inputs["rewards"]))
+    ]
     order = rows_in_group_order(groups)
     traces = grouped(inputs["rewards"], groups)
-    credits_ = grpo(**GROUP_CASES[name]).credit_batch(traces)
+    credits_ = grpo(**GROUP_CASES[name]).advantages(traces)
     lone = [groups.count(groups[row]) == 1 for row in order]
     np.testing.assert_allclose(
-        token_credit(traces), np.where(lone, 0.0, np.array(expected)[order]), atol=1e-12 if "trl" in name else 1e-9
+        token_credit(traces),
+        np.where(lone, 0.0, np.array(expected)[order]),
+        atol=1e-12 if "trl" in name else 1e-9,
     )
-    assert np.concatenate([one.advantages.values for one in credits_]).tolist() == token_credit(traces).tolist()
+    assert (
+        np.concatenate([one.advantages.values for one in credits_]).tolist() == token_credit(traces).tolist()
+    )
 
 
 @pytest.mark.parametrize("name", ["adv.reinforce_pp.gamma0.95.verl", "adv.reinforce_pp.kl_in_reward.verl"])
@@ -74,11 +89,14 @@ def test_reinforce_plus_plus_vectors(name: str) -> None:
     ]
     weight = inputs.get("kl_coef", 0.0)
     trace = trace_of(played)
-    [credit] = plus(gamma=inputs["gamma"], reward_kl_weight=weight).credit_batch([trace])
-    np.testing.assert_allclose(token_credit([trace]), np.array(CASES[name]["expected"]["token_advantage"])[mask], atol=1e-8)
+    [credit] = plus(gamma=inputs["gamma"], reward_kl_weight=weight).advantages([trace])
+    np.testing.assert_allclose(
+        token_credit([trace]), np.array(CASES[name]["expected"]["token_advantage"])[mask], atol=1e-8
+    )
     sums = [own[row].sum() for row, own in zip(mask, kl, strict=True)]
     assert credit.measurements["reward/kl_mean"] == pytest.approx(sums if weight else [], abs=1e-12)
-    assert all(leaf.intrinsic == 0.0 for leaf, _ in trace.rollouts())  # counted on its tokens, not on the return
+    # counted on its tokens, not on the return
+    assert all(leaf.intrinsic == 0.0 for leaf, _ in trace.rollouts())
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline"])
@@ -86,9 +104,11 @@ def test_openrlhf_vectors(name: str) -> None:
     case = CASES[f"adv.openrlhf.{name}"]
     rewards, size = case["inputs"]["rewards"], case["inputs"]["n_samples_per_prompt"]
     traces = grouped(rewards, [row // size for row in range(len(rewards))], case["inputs"]["action_mask"])
-    plus(variance="population", group_baseline=name != "reinforce").credit_batch(traces)
+    plus(variance="population", group_baseline=name != "reinforce").advantages(traces)
     mask = np.array(case["inputs"]["action_mask"]) > 0
-    np.testing.assert_allclose(token_credit(traces), np.array(case["expected"]["token_advantage"])[mask], atol=1e-6)
+    np.testing.assert_allclose(
+        token_credit(traces), np.array(case["expected"]["token_advantage"])[mask], atol=1e-6
+    )
 
 
 VALUE = st.floats(-10.0, 10.0).map(lambda value: round(value, 2))
@@ -117,25 +137,34 @@ def scored(groups: Any) -> tuple[list[list[float]], np.ndarray]:
 def test_numpy_references(groups: Any) -> None:
     returns, lengths = scored(groups)
     every = np.array([value for own in returns for value in own])
-    assume(lengths.sum() > 1 and all(len(own) < 2 or np.ptp(own) == 0 or np.ptp(own) > 0.1 for own in returns))
+    assume(
+        lengths.sum() > 1 and all(len(own) < 2 or np.ptp(own) == 0 or np.ptp(own) > 0.1 for own in returns)
+    )
     centred = np.concatenate([np.array(own) - np.mean(own) if own else [] for own in returns])
-    flat = np.concatenate([np.full(len(own), len(own) < 2 or np.ptp(own) == 0, dtype=bool) for own in returns])
+    flat = np.concatenate(
+        [np.full(len(own), len(own) < 2 or np.ptp(own) == 0, dtype=bool) for own in returns]
+    )
     centred = np.where(flat, 0.0, centred)
-    left_out = np.concatenate([np.full(len(own), len(own) / max(1, len(own) - 1)) for own in returns]) * centred
-    grpo(advantage_std="batch").credit_batch(traces := batch(groups))
+    left_out = (
+        np.concatenate([np.full(len(own), len(own) / max(1, len(own) - 1)) for own in returns]) * centred
+    )
+    grpo(advantage_std="batch").advantages(traces := batch(groups))
     std = every.std(ddof=1) if every.size > 1 else 0.0
     np.testing.assert_allclose(token_credit(traces), np.repeat(centred / (std + 1e-4), lengths), atol=1e-9)
-    grpo(advantage="leave_one_out", advantage_std="batch").credit_batch(traces := batch(groups))
+    grpo(advantage="leave_one_out", advantage_std="batch").advantages(traces := batch(groups))
     std = left_out.std(ddof=1) if every.size > 1 else 0.0
     np.testing.assert_allclose(token_credit(traces), np.repeat(left_out / (std + 1e-4), lengths), atol=1e-9)
-    grpo(advantage_std="population").credit_batch(traces := batch(groups))
+    grpo(advantage_std="population").advantages(traces := batch(groups))
     z = np.concatenate([np.array(own) - np.mean(own) if own else [] for own in returns]) / np.concatenate(
         [np.full(len(own), np.std(own) + 1e-6 if own else 1.0) for own in returns]
     )
     np.testing.assert_allclose(token_credit(traces), np.repeat(np.where(flat, 0.0, z), lengths), atol=1e-7)
-    for options, tokens in (({}, np.repeat(every, lengths)), ({"group_baseline": True}, np.repeat(centred, lengths))):
+    for options, tokens in (
+        ({}, np.repeat(every, lengths)),
+        ({"group_baseline": True}, np.repeat(centred, lengths)),
+    ):
         for variance, ddof in (("sample", 1), ("population", 0)):
-            plus(variance=variance, **options).credit_batch(traces := batch(groups))
+            plus(variance=variance, **options).advantages(traces := batch(groups))
             if np.ptp(tokens) == 0.0:
                 assert not token_credit(traces).any()
             elif np.ptp(tokens) > 0.1:
@@ -155,30 +184,42 @@ EVERY: list[Any] = [
 
 @settings(deadline=None, max_examples=60)
 @given(groups=GROUPS, number=st.integers(0, len(EVERY) - 1), mask=MASK)
-def test_faults_and_their_tokens_change_no_bit_of_the_others(groups: Any, number: int, mask: list[int]) -> None:
+def test_faults_and_their_tokens_change_no_bit_of_the_others(
+    groups: Any, number: int, mask: list[int]
+) -> None:
     without = [own for rollouts in groups if (own := [one for one in rollouts if one[0] is not None])]
     with_fault = [[(None, mask), *rollouts] for rollouts in without]
-    EVERY[number].credit_batch(base := batch(without))
-    credits_ = EVERY[number].credit_batch(other := batch([*with_fault, [(None, mask)]]))
+    EVERY[number].advantages(base := batch(without))
+    credits_ = EVERY[number].advantages(other := batch([*with_fault, [(None, mask)]]))
     assert token_credit(other).tolist() == token_credit(base).tolist()
     assert all(trace.leaves[0].advantage is None for trace in other)
-    assert all(not credit.advantages.assigned[0] for credit in credits_) and credits_[-1].advantages.reason == "unscorable"
+    assert (
+        all(not credit.advantages.assigned[0] for credit in credits_)
+        and credits_[-1].advantages.reason == "unscorable"
+    )
 
 
 def test_every_page_is_asked_for_the_whole_batch() -> None:
-    """A split into single groups would give other numbers: the first group's credit depends on the second's returns."""
+    """A split into single groups would give other numbers: the first group's credit depends on the second's
+    returns.
+    """
     for algorithm in (grpo(advantage_std="batch"), plus(), plus(group_baseline=True)):
-        assert isinstance(algorithm, BatchCredit)
+        assert type(algorithm).advantages is not Algorithm.advantages
         found = []
         for far in (1.0, 50.0):
             traces = batch([[(0.0, [1]), (1.0, [1])], [(0.0, [1]), (far, [1])]])
-            algorithm.credit_batch(traces)
+            algorithm.advantages(traces)
             found.append(traces[0].leaves[1].advantage)
         assert found[0] != found[1]
-    alone, together = batch([[(0.0, [1]), (1.0, [1])]]), batch([[(0.0, [1]), (1.0, [1])], [(0.0, [1]), (9.0, [1])]])
+    alone, together = (
+        batch([[(0.0, [1]), (1.0, [1])]]),
+        batch([[(0.0, [1]), (1.0, [1])], [(0.0, [1]), (9.0, [1])]]),
+    )
     grpo().credit(alone[0])
-    grpo().credit_batch(together)
-    assert [leaf.advantage for leaf, _ in alone[0].rollouts()] == [leaf.advantage for leaf, _ in together[0].rollouts()]
+    grpo().advantages(together)
+    assert [leaf.advantage for leaf, _ in alone[0].rollouts()] == [
+        leaf.advantage for leaf, _ in together[0].rollouts()
+    ]
 
 
 def test_a_group_of_one_never_gets_its_raw_return() -> None:
@@ -191,27 +232,34 @@ def test_a_group_of_one_never_gets_its_raw_return() -> None:
     algorithm = plus(group_size=1)
     assert algorithm.modes == ("on_policy",)
     traces = batch([[(2.0, [1])], [(4.0, [1, 0, 1])]])
-    first, second = algorithm.credit_batch(traces)
-    assert first.advantages.has_signal and first.advantages.values[0] == pytest.approx(-4 / 3 / math.sqrt(4 / 3), rel=1e-6)
+    first, second = algorithm.advantages(traces)
+    assert first.advantages.has_signal and first.advantages.values[0] == pytest.approx(
+        -4 / 3 / math.sqrt(4 / 3), rel=1e-6
+    )
     assert second.advantages.values[0] == pytest.approx(2 / 3 / math.sqrt(4 / 3), rel=1e-6)
     survivors = batch([[(2.0, [1]), (None, [1])], [(0.0, [1]), (1.0, [1])]])  # faults leave a group of one
     for algorithm in (grpo(), grpo(advantage="leave_one_out", advantage_std="batch")):
         traces = batch([[(2.0, [1]), (None, [1])], [(0.0, [1]), (1.0, [1])]])
-        credit = algorithm.credit_batch(traces)[0]
+        credit = algorithm.advantages(traces)[0]
         assert credit.advantages.reason == "singleton" and traces[0].leaves[0].advantage == 0.0
-    plus(group_baseline=True).credit_batch(survivors)
-    assert survivors[0].leaves[0].advantage == pytest.approx(0.0, abs=1e-12)  # 0 before whitening, and the others' mean is 0
-    [constant] = plus().credit_batch(batch([[(0.3, [1]), (0.3, [1, 1])]]))
+    plus(group_baseline=True).advantages(survivors)
+    # 0 before whitening, and the others' mean is 0
+    assert survivors[0].leaves[0].advantage == pytest.approx(0.0, abs=1e-12)
+    [constant] = plus().advantages(batch([[(0.3, [1]), (0.3, [1, 1])]]))
     assert constant.advantages.reason == "no_spread" and not constant.advantages.values.any()
 
 
 def test_long_rollouts_are_punished_in_credit_and_not_in_the_record() -> None:
-    """DAPO's Eq. 13 on the vector's lengths; verl's own values below the longest length, the paper's floor beyond."""
+    """DAPO's Eq. 13 on the vector's lengths; verl's own values below the longest length, the paper's floor
+    beyond.
+    """
     case = CASES["dapo.overlong.verl"]
     lengths, expected = case["inputs"]["lengths"], case["expected"]["penalty"]
     overlong = {"max_tokens": case["inputs"]["max_len"], "buffer": case["inputs"]["buffer"]}
     trace = trace_of([Played(value=1.0, mask=[0] * 3 + [1] * length) for length in lengths])
-    [credit] = Grpo(validate(GrpoSettings, {"overlong": overlong}), max_response_tokens=10_000).credit_batch([trace])
+    [credit] = Grpo(validate(GrpoSettings, {"overlong": overlong}), max_response_tokens=10_000).advantages(
+        [trace]
+    )
     penalties = [max(-1.0, value) for value in expected]
     assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == pytest.approx(penalties, abs=1e-12)
     assert credit.measurements["reward/overlong_mean"] == pytest.approx(penalties, abs=1e-12)
@@ -225,7 +273,8 @@ def test_long_rollouts_are_punished_in_credit_and_not_in_the_record() -> None:
             node.credit = None
         algorithm.credit(half)
         assert half.leaves[0].intrinsic == penalty
-    derived = Grpo(validate(GrpoSettings, {"overlong": {"factor": 0.5}}), max_response_tokens=50)  # buffer: a fifth
+    # buffer: a fifth
+    derived = Grpo(validate(GrpoSettings, {"overlong": {"factor": 0.5}}), max_response_tokens=50)
     derived.credit(trace := trace_of([Played(value=0.0, mask=[1] * 45), Played(value=0.0, mask=[1] * 40)]))
     assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == [-0.25, 0.0]
 
@@ -238,20 +287,20 @@ def test_the_kl_of_the_reward_is_summed_over_a_rollout() -> None:
         Played(value=0.5, mask=[0], kl=[]),
     ]
     trace = trace_of(played)
-    [credit] = grpo(preset="rloo-paper").credit_batch([trace])
+    [credit] = grpo(preset="rloo-paper").advantages([trace])
     shaped = np.array([1.0 - 0.05 * 0.75, 0.1, 0.5])
     np.testing.assert_allclose(credit.advantages.values, (shaped - shaped.mean()) * 1.5, atol=1e-12)
     assert credit.measurements["reward/kl_mean"] == [0.75, -2.0, 0.0]
     for algorithm in (grpo(reward_kl_weight=0.1), plus(reward_kl_weight=0.1)):
         with pytest.raises(ValueError, match="no KL"):
-            algorithm.credit_batch([trace_of([Played(value=1.0), Played(value=0.0)])])
+            algorithm.advantages([trace_of([Played(value=1.0), Played(value=0.0)])])
 
 
 def test_credit_is_written_once_and_by_one_rollout() -> None:
     for algorithm in (grpo(), plus()):
-        algorithm.credit_batch(traces := batch([[(0.0, [1]), (1.0, [1])]]))
+        algorithm.advantages(traces := batch([[(0.0, [1]), (1.0, [1])]]))
         with pytest.raises(ValueError, match="already has credit"):
-            algorithm.credit_batch(traces)
+            algorithm.advantages(traces)
     shared = trace_of([Played(value=0.0), Played(value=1.0)])
     shared.leaves[1].node_id = shared.leaves[0].node_id
     with pytest.raises(ValueError, match="already has credit"):
@@ -274,3 +323,49 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 def test_what_has_no_meaning_is_refused(kind: Any, wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         validate(kind, wrong)
+
+
+def test_two_rollouts_that_share_a_turn_need_an_attribution() -> None:
+    trace = trace_of([Played(value=1.0)])
+    (leaf,) = trace.leaves.values()
+    trace.finish(Leaf(node_id=leaf.node_id, rollout=1, outcome=Outcome.FINISHED, episode_return=0.0))
+    advantages = group_advantages([1.0, 0.0], "group_centered")
+    with pytest.raises(ValueError, match="already has credit"):
+        write_credit(trace, advantages)
+    write_credit(trace, advantages, attribution="hard")
+    with pytest.raises(ValueError, match="already has credit"):
+        write_credit(trace, advantages, attribution="hard")
+
+
+@pytest.mark.parametrize(
+    ("weight", "has_reference", "is_batch"), [(0.1, True, True), (0.1, False, False), (0.0, True, True)]
+)
+def test_credit_of_a_step_measures_the_kl_that_the_reward_counts_first(
+    weight: float, has_reference: bool, is_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    policy, reference = object(), object() if has_reference else None
+    traces: list[Any] = ["one", "two"]
+    monkeypatch.setattr(
+        advantage_stage, "measure_kl", lambda *given, **options: calls.append((given, options))
+    )
+
+    class Each(Algorithm):
+        def credit(self, trace: Any) -> Any:
+            calls.append(trace)
+            return f"of {trace}"
+
+    class Batch(Each):
+        def advantages(self, traces: Any) -> Any:
+            calls.append(traces)
+            return [f"of {trace}" for trace in traces]
+
+    run = SimpleNamespace(
+        algorithm=GroupSettings(reward_kl_weight=weight), update=SimpleNamespace(max_tokens=77)
+    )
+    parts: Any = SimpleNamespace(
+        settings=run, policy=policy, reference=reference, algorithm=Batch() if is_batch else Each()
+    )
+    assert advantage_stage.credit_step(parts, traces) == ["of one", "of two"]
+    measured = [((policy, reference, traces), {"max_tokens": 77})] if weight and has_reference else []
+    assert calls == [*measured, *([traces] if is_batch else traces)]

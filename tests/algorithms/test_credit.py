@@ -10,13 +10,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.credit import (
+from outrider.algorithms.common.advantages import (
     GroupAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "group_credit.json").read_text())
+CASES: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "vectors" / "group_credit.json").read_text()
+)
 BY_ID = {case["id"]: case for case in CASES}
 BATCHES = [case for case in CASES if "rewards" in case["inputs"]]
 
@@ -24,7 +26,9 @@ RETURNS = st.lists(st.floats(-100.0, 100.0).map(lambda value: round(value, 3)), 
 
 
 def credit_batch(case: dict[str, Any]) -> tuple[list[float], list[str | None]]:
-    """Credit group by group, as the public functions want it; also the reason that each rollout's group gave."""
+    """Credit group by group, as the public functions want it; also the reason that each rollout's group
+    gave.
+    """
     inputs = case["inputs"]
     rewards = inputs["rewards"]
     groups = inputs.get("group") or [index // inputs["num_generations"] for index in range(len(rewards))]
@@ -50,10 +54,16 @@ def test_upstream_vectors_except_that_singletons_get_zero(case: dict[str, Any]) 
     expected = case["expected"]["sequence_advantage"]
     values, reasons = credit_batch(case)
     for value, upstream, reason in zip(values, expected, reasons, strict=True):
-        assert value == (0.0 if reason == "singleton" else pytest.approx(upstream, abs=1e-6 if "arpo" in case["id"] else 1e-12))
+        assert value == (
+            0.0
+            if reason == "singleton"
+            else pytest.approx(upstream, abs=1e-6 if "arpo" in case["id"] else 1e-12)
+        )
 
 
-@pytest.mark.parametrize("name", ["adv.grpo.std.verl", "adv.dr_grpo.verl", "adv.rloo.verl", "arpo.grpo_advantage.2"])
+@pytest.mark.parametrize(
+    "name", ["adv.grpo.std.verl", "adv.dr_grpo.verl", "adv.rloo.verl", "arpo.grpo_advantage.2"]
+)
 def test_the_difference_to_upstream_on_singletons_is_on_purpose(name: str) -> None:
     """Upstream hands the raw reward of a lone rollout out as its advantage; a gradient without a baseline."""
     values, reasons = credit_batch(BY_ID[name])
@@ -82,17 +92,28 @@ def test_numpy_reference(returns: list[float], std_ddof: Any) -> None:
     array = np.array(returns)
     assume(np.ptp(array) > 0.0)
     credit = group_normalized_advantages_per_rollout(returns=returns, std_ddof=std_ddof)
-    np.testing.assert_allclose(credit.values, (array - array.mean()) / (array.std(ddof=std_ddof) + 1e-6), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        credit.values, (array - array.mean()) / (array.std(ddof=std_ddof) + 1e-6), rtol=1e-9, atol=1e-9
+    )
     others = [np.delete(array, index).mean() for index in range(array.size)]
-    np.testing.assert_allclose(leave_one_out_advantages_per_rollout(returns=returns).values, array - others, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        leave_one_out_advantages_per_rollout(returns=returns).values, array - others, rtol=1e-9, atol=1e-9
+    )
 
 
 @settings(deadline=None)
-@given(returns=RETURNS, shift=st.floats(-50.0, 50.0), scale=st.floats(0.5, 20.0), order=st.randoms(use_true_random=False))
+@given(
+    returns=RETURNS,
+    shift=st.floats(-50.0, 50.0),
+    scale=st.floats(0.5, 20.0),
+    order=st.randoms(use_true_random=False),
+)
 def test_rules_of_every_group(returns: list[float], shift: float, scale: float, order: Any) -> None:
     base = group_normalized_advantages_per_rollout(returns=returns, eps=0.0)
     assert abs(base.values.sum()) < 1e-9
-    moved = group_normalized_advantages_per_rollout(returns=[scale * value + shift for value in returns], eps=0.0)
+    moved = group_normalized_advantages_per_rollout(
+        returns=[scale * value + shift for value in returns], eps=0.0
+    )
     np.testing.assert_allclose(moved.values, base.values, atol=1e-7)
     centred = group_normalized_advantages_per_rollout(returns=returns, normalize_std=False)
     left_out = leave_one_out_advantages_per_rollout(returns=returns)
@@ -100,13 +121,17 @@ def test_rules_of_every_group(returns: list[float], shift: float, scale: float, 
     np.testing.assert_allclose(left_out.values, centred.values * num / (num - 1), rtol=1e-12)
     permutation = list(range(num))
     order.shuffle(permutation)
-    permuted = group_normalized_advantages_per_rollout(returns=[returns[index] for index in permutation], eps=0.0)
+    permuted = group_normalized_advantages_per_rollout(
+        returns=[returns[index] for index in permutation], eps=0.0
+    )
     assert permuted.values.tolist() == base.values[permutation].tolist()
 
 
 @settings(deadline=None)
 @given(returns=RETURNS, position=st.integers(0, 16))
-def test_an_unscorable_rollout_leaves_the_others_bit_for_bit_alone(returns: list[float], position: int) -> None:
+def test_an_unscorable_rollout_leaves_the_others_bit_for_bit_alone(
+    returns: list[float], position: int
+) -> None:
     position = min(position, len(returns))
     for credit in (group_normalized_advantages_per_rollout, leave_one_out_advantages_per_rollout):
         base = credit(returns=returns)
@@ -131,7 +156,9 @@ def test_an_unscorable_rollout_leaves_the_others_bit_for_bit_alone(returns: list
         ([0.0, 1e-6], None),
     ],
 )
-def test_no_signal_has_a_reason_and_exactly_zero_credit(returns: list[float | None], reason: str | None) -> None:
+def test_no_signal_has_a_reason_and_exactly_zero_credit(
+    returns: list[float | None], reason: str | None
+) -> None:
     for credit in (group_normalized_advantages_per_rollout, leave_one_out_advantages_per_rollout):
         group: GroupAdvantages = credit(returns=returns)
         assert (group.reason, group.has_signal) == (reason, reason is None)

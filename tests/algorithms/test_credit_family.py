@@ -1,4 +1,6 @@
-"""Batch, tree and mixed-group credit, whitening, DAPO's shaping and filters: upstream vectors, references, rules for every group."""
+"""Batch, tree and mixed-group credit, whitening, DAPO's shaping and filters: upstream vectors, references,
+rules for every group.
+"""
 
 import json
 import math
@@ -10,11 +12,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.credit import (
+from outrider.algorithms.common.advantages import (
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
 )
-from outrider.algorithms.credit_family import (
+from outrider.algorithms.common.batch_advantages import (
     batch_scaled_advantages_per_rollout,
     difficulty_probabilities,
     groups_with_spread,
@@ -29,10 +31,11 @@ from outrider.algorithms.credit_family import (
     tree_advantages_per_leaf,
     whitened_per_token,
 )
-from outrider.algorithms.gigpo_credit import episode_advantages_per_turn
+from outrider.algorithms.gigpo.formulas import episode_advantages_per_turn
 
 CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
+    case["id"]: case
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
 }
 
 
@@ -44,7 +47,9 @@ def packed(mask: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", ["adv.reinforce_pp.gamma0.95.verl", "adv.reinforce_pp.kl_in_reward.verl"])
 def test_reinforce_plus_plus_vectors(name: str) -> None:
-    """Rows 0 and 4 have a hole: the reward behind it reaches the tokens before it, and the hole takes no time."""
+    """Rows 0 and 4 have a hole: the reward behind it reaches the tokens before it, and the hole takes no
+    time.
+    """
     inputs, expected = CASES[name]["inputs"], CASES[name]["expected"]
     mask, owners = packed(inputs["response_mask"])
     kl: dict[str, Any] = {}
@@ -69,7 +74,9 @@ def test_openrlhf_vectors(name: str) -> None:
     groups = [position // size for position in range(len(rewards))]
     expected = np.array(case["expected"]["token_advantage"])[mask]
     if name == "reinforce":
-        found = reinforce_plus_plus_advantages_per_token(returns=rewards, rollout_index=owners, variance="population")
+        found = reinforce_plus_plus_advantages_per_token(
+            returns=rewards, rollout_index=owners, variance="population"
+        )
     elif name == "reinforce_baseline":
         found = reinforce_plus_plus_baseline_advantages_per_token(
             returns=rewards, groups=groups, rollout_index=owners, variance="population"
@@ -98,7 +105,9 @@ def test_trl_batch_vectors() -> None:
 
 
 def test_verl_agent_vectors() -> None:
-    """Rows are turns. Over turns (its default) or over the first row of each trajectory; its RLOO is the latter, times n / (n - 1)."""
+    """Rows are turns. Over turns (its default) or over the first row of each trajectory; its RLOO is the
+    latter, times n / (n - 1).
+    """
     inputs = CASES["adv.verl_agent.grpo.cross_steps_True"]["inputs"]
     scores, groups, rollouts = inputs["episode_reward_minus_penalty"], inputs["prompt_group"], inputs["traj"]
     for group in ("p0", "p1"):
@@ -110,14 +119,19 @@ def test_verl_agent_vectors() -> None:
             ("grpo.cross_steps_False", first, "std", 1.0),
             ("rloo.cross_steps_False", first, "none", len(first) / (len(first) - 1)),
         ):
-            found = factor * episode_advantages_per_turn(own, population=population, normalization=normalization)  # type: ignore[arg-type]
+            found = factor * episode_advantages_per_turn(
+                own, population=population, normalization=normalization
+            )  # type: ignore[arg-type]
             expected = CASES[f"adv.verl_agent.{name}"]["expected"]["row_advantage"]
             np.testing.assert_allclose(found, [expected[row] for row in rows], atol=1e-9)
 
 
 def test_tree_vectors_except_that_a_lone_leaf_gets_zero() -> None:
     for name, combination in (("tree_inner", "inner"), ("tree_2norm", "nested")):
-        inputs, expected = CASES[f"tree_grpo.{name}"]["inputs"], CASES[f"tree_grpo.{name}"]["expected"]["advantage"]
+        inputs, expected = (
+            CASES[f"tree_grpo.{name}"]["inputs"],
+            CASES[f"tree_grpo.{name}"]["expected"]["advantage"],
+        )
         for prompt in ("q0", "q1"):
             rows = [row for row, own in enumerate(inputs["prompt"]) if own == prompt]
             credit = tree_advantages_per_leaf(
@@ -189,7 +203,9 @@ def test_dynamic_sampling_vector_and_rounding() -> None:
     inputs = CASES["dapo.filter_groups.verl_agent"]["inputs"]
     groups = [position // inputs["group_size"] for position in range(len(inputs["rewards"]))]
     kept = groups_with_spread(inputs["rewards"], groups=groups)
-    assert [row for rows in kept.values() for row in rows] == CASES["dapo.filter_groups.verl_agent"]["expected"]["kept_indices"]
+    assert [row for rows in kept.values() for row in rows] == CASES["dapo.filter_groups.verl_agent"][
+        "expected"
+    ]["kept_indices"]
     assert np.std([0.1] * 3) > 0.0  # a test on the std would keep this group
     metric = [0.1, 0.1, 0.1, 1.0, None, 0.0, 0.5, None, None]
     names = ["a", "a", "a", "b", "b", "b", "lone", "fault", "fault"]
@@ -201,7 +217,9 @@ def test_dynamic_sampling_vector_and_rounding() -> None:
 
 def test_rollout_replay_vectors() -> None:
     case = CASES["rollout_replay.select_prob.tau0.1"]
-    found = difficulty_probabilities(case["inputs"]["predicted_mean_reward"], target=case["inputs"]["alpha"], temperature=0.1)
+    found = difficulty_probabilities(
+        case["inputs"]["predicted_mean_reward"], target=case["inputs"]["alpha"], temperature=0.1
+    )
     np.testing.assert_allclose(found, case["expected"]["prob"], rtol=1e-9)
     near = difficulty_probabilities([0.45, 0.5])
     assert near[0] == pytest.approx(math.exp(-50.0)) and near.sum() == pytest.approx(1.0)
@@ -210,15 +228,21 @@ def test_rollout_replay_vectors() -> None:
     case = CASES["rollout_replay.select_buffer"]
     inputs, expected = case["inputs"], case["expected"]
     keys, means = inputs["group_ids_oldest_first"], [count / 8 for count in inputs["successes_of_8"]]
-    assert [keys[row] for row in replayable_groups(keys, mean_rewards=means)] == expected["eligible_after_dedup_and_filter"]
+    assert [keys[row] for row in replayable_groups(keys, mean_rewards=means)] == expected[
+        "eligible_after_dedup_and_filter"
+    ]
     room = inputs["buffer_size"] - int(inputs["sigma"] * inputs["train_batch_size"])
-    assert [keys[row] for row in replayable_groups(keys, mean_rewards=means, room=room)] == expected["buffer_after"]
+    assert [keys[row] for row in replayable_groups(keys, mean_rewards=means, room=room)] == expected[
+        "buffer_after"
+    ]
     assert replayable_groups(keys, mean_rewards=means, room=0) == []
     assert len(replayable_groups(keys, mean_rewards=means, room=99)) == 4
 
 
 RETURN = st.floats(-10.0, 10.0).map(lambda value: round(value, 3))
-BATCH = st.lists(st.tuples(RETURN, st.integers(0, 2), st.integers(0, 2), st.integers(1, 4)), min_size=2, max_size=14)
+BATCH = st.lists(
+    st.tuples(RETURN, st.integers(0, 2), st.integers(0, 2), st.integers(1, 4)), min_size=2, max_size=14
+)
 
 
 def split(batch: Any) -> tuple[list[float], list[int], list[int], np.ndarray]:
@@ -227,7 +251,9 @@ def split(batch: Any) -> tuple[list[float], list[int], list[int], np.ndarray]:
     return returns, groups, trees, np.repeat(np.arange(len(batch)), lengths)
 
 
-def every_credit(returns: Any, groups: list[int], trees: list[int], owners: np.ndarray) -> dict[str, np.ndarray]:
+def every_credit(
+    returns: Any, groups: list[int], trees: list[int], owners: np.ndarray
+) -> dict[str, np.ndarray]:
     """One array a method, per rollout or per token."""
     demonstration = [tree == 0 for tree in trees]
     return {
@@ -271,7 +297,9 @@ def test_shift_and_positive_scale_leave_all_of_them_unchanged(batch: Any, shift:
         if name == "batch_scaled" and not values.any():
             assert not moved[name].any()
             continue
-        np.testing.assert_allclose(moved[name], values, atol=1e-3 if "r_plus_plus" in name else 1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            moved[name], values, atol=1e-3 if "r_plus_plus" in name else 1e-6, err_msg=name
+        )
 
 
 @settings(deadline=None, max_examples=60)
@@ -283,7 +311,9 @@ def test_order_and_rollouts_without_a_return_change_no_bit(batch: Any, order: An
     permutation = list(range(len(batch)))
     order.shuffle(permutation)
     permuted = every_credit(*split([batch[index] for index in permutation]))
-    with_fault = every_credit([None, *returns], [groups[0], *groups], [trees[0], *trees], np.append([0, 0], owners + 1))
+    with_fault = every_credit(
+        [None, *returns], [groups[0], *groups], [trees[0], *trees], np.append([0, 0], owners + 1)
+    )
     for name in rollouts:
         assert permuted[name].tolist() == base[name][permutation].tolist(), name
         assert with_fault[name][0] == 0.0 and with_fault[name][1:].tolist() == base[name].tolist(), name
@@ -313,7 +343,10 @@ def test_numpy_reference_and_sums(batch: Any) -> None:
     normalized = leave_one_out_batch_normalized_advantages_per_rollout(returns=returns, groups=groups)
     np.testing.assert_allclose(normalized, left_out / (left_out.std(ddof=1) + eps), atol=1e-9)
     for name in set(groups):
-        assert abs(scaled[np.array(groups) == name].sum()) < 1e-9 and abs(normalized[np.array(groups) == name].sum()) < 1e-9
+        assert (
+            abs(scaled[np.array(groups) == name].sum()) < 1e-9
+            and abs(normalized[np.array(groups) == name].sum()) < 1e-9
+        )
     whole = group_normalized_advantages_per_rollout(returns=returns, eps=0.0).values
     inner = tree_advantages_per_leaf(returns=returns, trees=trees, combination="inner", eps=0.0).values
     nested = tree_advantages_per_leaf(returns=returns, trees=trees, combination="nested", eps=0.0).values
@@ -339,19 +372,28 @@ def test_numpy_reference_and_sums(batch: Any) -> None:
         )
         np.testing.assert_allclose(alone.values, plain, atol=1e-12)
     tokens = centred[owners]
-    baseline = reinforce_plus_plus_baseline_advantages_per_token(returns=returns, groups=groups, rollout_index=owners)
+    baseline = reinforce_plus_plus_baseline_advantages_per_token(
+        returns=returns, groups=groups, rollout_index=owners
+    )
     if np.ptp(tokens) > 0.01:
-        np.testing.assert_allclose(baseline, (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), atol=1e-9)
+        np.testing.assert_allclose(
+            baseline, (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), atol=1e-9
+        )
 
 
 @settings(deadline=None)
-@given(rewards=st.lists(st.tuples(st.integers(0, 2), RETURN), min_size=1, max_size=12), gamma=st.sampled_from([0.0, 0.9, 1.0]))
+@given(
+    rewards=st.lists(st.tuples(st.integers(0, 2), RETURN), min_size=1, max_size=12),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+)
 def test_returns_to_go_loop_over_the_definition(rewards: Any, gamma: float) -> None:
     owners, values = [owner for owner, _ in rewards], np.array([value for _, value in rewards])
     found = returns_to_go_per_token(values, rollout_index=owners, gamma=gamma)
     for token, owner in enumerate(owners):
         later = [value for other, value in rewards[token:] if other == owner]
-        assert found[token] == pytest.approx(math.fsum(gamma**k * value for k, value in enumerate(later)), abs=1e-9)
+        assert found[token] == pytest.approx(
+            math.fsum(gamma**k * value for k, value in enumerate(later)), abs=1e-9
+        )
 
 
 def test_no_signal_is_exactly_zero_and_impossible_input_raises() -> None:
@@ -359,7 +401,11 @@ def test_no_signal_is_exactly_zero_and_impossible_input_raises() -> None:
     assert not reinforce_plus_plus_advantages_per_token(**same).any()
     assert not reinforce_plus_plus_baseline_advantages_per_token(**same, groups=["a", "a", "b"]).any()
     assert whitened_per_token(np.array([3.0])).tolist() == [0.0]
-    assert whitened_per_token(np.array([math.nan, 1.0, 3.0]), variance="population").tolist() == [0.0, -1.0, 1.0]
+    assert whitened_per_token(np.array([math.nan, 1.0, 3.0]), variance="population").tolist() == [
+        0.0,
+        -1.0,
+        1.0,
+    ]
     assert not batch_scaled_advantages_per_rollout(returns=[0.5, 0.5], groups=[0, 0], eps=0.1).any()
     for returns, trees, combination, reason in (
         ([0.5], ["a"], "sum", "singleton"),

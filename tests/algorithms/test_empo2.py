@@ -1,4 +1,6 @@
-"""EMPO²: the vectors, exact mode proportions, tips inside their budgets, novelty that does not depend on the rollouts' order."""
+"""EMPO²: the vectors, exact mode proportions, tips inside their budgets, novelty that does not depend on the
+rollouts' order.
+"""
 
 import math
 from collections import Counter
@@ -12,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.algorithms.base import OffPolicyObjective
-from outrider.algorithms.credit import group_normalized_advantages_per_rollout
-from outrider.algorithms.empo2 import Empo2Settings, intrinsic_return, never_shows_a_tip, states_of
-from outrider.algorithms.losses import clipped_surrogate_per_token
-from outrider.algorithms.tip_hook import MemorySettings, TipHook, cleaned, record_text, rendered_tips
-from outrider.algorithms.tip_modes import ModeSchedule, mode_of_draw
+from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
+from outrider.algorithms.common.loss_kinds import student_mask
+from outrider.algorithms.common.losses import clipped_surrogate_per_token
+from outrider.algorithms.empo2.algorithm import Empo2Settings, intrinsic_return, never_shows_a_tip, states_of
+from outrider.algorithms.empo2.hook import MemorySettings, TipHook, cleaned, record_text, rendered_tips
+from outrider.algorithms.empo2.modes import ModeSchedule, mode_of_draw
 from outrider.config import load_settings, validate
 from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Trace
-from outrider.train.off_policy import student_mask
-from outrider.train.sampling import TaskOrder
+from outrider.train.data.task_sampling import TaskOrder
 from outrider.train.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Task
 from tests.algorithms.tip_groups import algorithm, played, vector
@@ -31,7 +33,9 @@ def test_released_modes() -> None:
     given_, expected = vector("mode_schedule")
     names = {"off-policy": "tips_off", "on-policy-with-tips": "tips_on", "on-policy": "plain"}
     found = [
-        mode_of_draw(u, memory_probability=expected["p_memory"], off_policy_probability=expected["q_off_given_memory"])
+        mode_of_draw(
+            u, memory_probability=expected["p_memory"], off_policy_probability=expected["q_off_given_memory"]
+        )
         for u in given_["uniform_draws"]
     ]
     assert found == [names[mode] for mode in expected["mode"]]
@@ -51,13 +55,18 @@ def test_the_paper_s_proportions_and_their_order() -> None:
     schedule = ModeSchedule(memory_probability=0.25, off_policy_probability=2 / 3, seed=0)
     modes = [schedule.mode(group) for group in range(240)]
     assert Counter(modes) == {"plain": 180, "tips_on": 20, "tips_off": 40}
-    assert modes != [ModeSchedule(memory_probability=0.25, off_policy_probability=2 / 3, seed=1).mode(g) for g in range(240)]
+    assert modes != [
+        ModeSchedule(memory_probability=0.25, off_policy_probability=2 / 3, seed=1).mode(g)
+        for g in range(240)
+    ]
     assert modes[:24] != modes[24:48]
 
 
 def test_ratios_of_the_modes() -> None:
     given_, expected = vector("importance_ratio_by_mode")
-    logprobs = {name: torch.tensor(values, dtype=torch.float64) for name, values in given_["logprobs"].items()}
+    logprobs = {
+        name: torch.tensor(values, dtype=torch.float64) for name, values in given_["logprobs"].items()
+    }
     pairs = {
         "regular_on_policy": ("new_plain", "old_plain"),
         "on_policy_with_tips": ("new_tips", "old_tips"),
@@ -66,7 +75,10 @@ def test_ratios_of_the_modes() -> None:
     }
     for name, (new, old) in pairs.items():
         losses = clipped_surrogate_per_token(
-            logprobs=logprobs[new], old_logprobs=logprobs[old], advantages=torch.ones(4, dtype=torch.float64), clip_high=99.0
+            logprobs=logprobs[new],
+            old_logprobs=logprobs[old],
+            advantages=torch.ones(4, dtype=torch.float64),
+            clip_high=99.0,
         ).losses
         np.testing.assert_allclose(-losses.numpy(), expected[name], atol=1e-5)
 
@@ -91,7 +103,10 @@ def test_masked_clipped_loss(sign: float) -> None:
         for kind in ("token", "turn", "none")
     }  # fmt: skip
     assert masks["token"].tolist() == expected["mask_paper_token_level"]
-    assert masks["turn"].tolist() == expected["mask_released_code_row_level"] and masks["none"].tolist() == [1.0] * 4
+    assert (
+        masks["turn"].tolist() == expected["mask_released_code_row_level"]
+        and masks["none"].tolist() == [1.0] * 4
+    )
     mean = float((surrogate.losses.detach() * masks["token"].detach()).sum() / 4)
     assert mean == pytest.approx(wanted["paper_mean_over_all_T"], abs=1e-5)
     assert mean * 4 / float(masks["token"].sum()) == pytest.approx(wanted["masked_mean_over_kept"], abs=1e-5)
@@ -101,7 +116,8 @@ def test_masked_clipped_loss(sign: float) -> None:
     slopes = vector("grad_weight_on_logp")[1]["A=+1 table3" if sign > 0 else "A=-1 table3"]
     assert new.grad is not None
     np.testing.assert_allclose(new.grad.numpy(), slopes, atol=1e-5)
-    student = torch.tensor(given_["new_plain"], dtype=torch.float64, requires_grad=True)  # Algorithm 1 at the first step: ratio 1
+    # Algorithm 1 at the first step: ratio 1
+    student = torch.tensor(given_["new_plain"], dtype=torch.float64, requires_grad=True)
     clipped_surrogate_per_token(
         logprobs=student, old_logprobs=student.detach(), advantages=torch.full((4,), sign, dtype=torch.float64), clip_high=0.3,
         dual_clip=10.0,
@@ -127,7 +143,9 @@ def test_tokens_of_other_rollouts_are_never_masked() -> None:
     low, is_off = torch.tensor([-9.0, -9.0]), torch.tensor([True, False])
     for kind in ("token", "turn"):
         objective = OffPolicyObjective(student_mask=kind)
-        kept = student_mask(objective, logprobs_T=low, acting_T=low, is_off_T=is_off, turn_T=torch.tensor([0, 1]))
+        kept = student_mask(
+            objective, logprobs_T=low, acting_T=low, is_off_T=is_off, turn_T=torch.tensor([0, 1])
+        )
         assert kept.tolist() == [0.0, 1.0]
 
 
@@ -152,21 +170,26 @@ def test_intrinsic_reward_decides_where_returns_tie() -> None:
     assert credit.advantages.has_signal and credit.advantages.values[3] > 0 > credit.advantages.values[0]
     intrinsic = [leaf.intrinsic for leaf, _ in trace.rollouts()]
     assert intrinsic == pytest.approx([0.01 * (1 / 4 + 1 / 3)] * 3 + [0.01 * (1 / 4 + 1)])
-    assert [leaf.episode_return for leaf, _ in trace.rollouts()] == [0.0] * 4  # the environment's record stays what it was
+    # the environment's record stays what it was
+    assert [leaf.episode_return for leaf, _ in trace.rollouts()] == [0.0] * 4
     released = algorithm(preset="empo2-released").credit(played([0.0] * 4, told))
     assert released.advantages.reason == "no_spread"
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_an_episode_has_as_many_states_as_turns_however_it_ended(num_turns: int) -> None:
-    """Ended by the environment, with or without a last word, or cut by the loop behind an observation that nobody answered."""
+    """Ended by the environment, with or without a last word, or cut by the loop behind an observation that
+    nobody answered.
+    """
     told = ["start", "kitchen", "garden"][:num_turns]
     for ending in (None, "", "cellar"):
         trace = played([0.0], [told])
         node_id = trace.leaves[0].node_id
         if ending is not None:
             said = Message(role="user", content=ending)
-            node_id = trace.append(parent=node_id, origin=Origin.ENVIRONMENT, token_ids=(1,), message=said).node_id
+            node_id = trace.append(
+                parent=node_id, origin=Origin.ENVIRONMENT, token_ids=(1,), message=said
+            ).node_id
         assert node_id is not None and states_of(trace.path(node_id)) == told
 
 
@@ -189,7 +212,9 @@ def test_a_state_is_what_the_turn_acted_on_and_never_a_tip() -> None:
 
 @pytest.mark.parametrize("scope", ["task", "all"])
 def test_novelty_is_a_task_s_own_whatever_the_tips_scope_is(scope: str) -> None:
-    """A state that another task has seen a hundred times may be new here, and the reward is for what is new here."""
+    """A state that another task has seen a hundred times may be new here, and the reward is for what is new
+    here.
+    """
     method = algorithm(memory={"scope": scope})
     for task in ("one", "other"):
         trace = played([0.0] * 4, [["start", "kitchen"]] * 4)
@@ -210,7 +235,11 @@ def test_novelty_is_a_task_s_own_whatever_the_tips_scope_is(scope: str) -> None:
 def test_a_run_knows_whether_a_task_ever_finds_its_own_tips(
     num_steps: int, tasks_per_step: int, num_tasks: int, scope: str
 ) -> None:
-    order = TaskOrder(tasks=[Task(key=str(n), question="q") for n in range(num_tasks)], tasks_per_step=tasks_per_step, seed=1)
+    order = TaskOrder(
+        tasks=[Task(key=str(n), question="q") for n in range(num_tasks)],
+        tasks_per_step=tasks_per_step,
+        seed=1,
+    )
     played_keys: list[str] = []
     cursor = 0
     for _ in range(num_steps):
@@ -227,7 +256,9 @@ def test_the_shipped_recipes_show_tips() -> None:
     """Of the 1,000-product set, training has 5,401 goals; the shipped catalogue has fewer."""
     sizes = {"webshop-empo2": 5401, "scienceworld-cpu": 36, "scienceworld-empo2": 5}
     for name, num_tasks in sizes.items():
-        recipe = load_settings(RunSettings, file=Path(__file__).parents[2] / "recipes" / f"{name}.toml", overrides=[])
+        recipe = load_settings(
+            RunSettings, file=Path(__file__).parents[2] / "recipes" / f"{name}.toml", overrides=[]
+        )
         assert isinstance(recipe.algorithm, Empo2Settings)
         num_groups = recipe.train.num_steps * recipe.train.tasks_per_step
         assert not never_shows_a_tip(recipe.algorithm, num_groups=num_groups, num_tasks=num_tasks), name
@@ -240,19 +271,28 @@ def test_equal_rollouts_get_equal_intrinsic_rewards_whatever_their_number() -> N
 
 
 def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retrieved_tips() -> None:
-    """That code takes for n - 1 the tips that a query returned, at most 10; it logs the reward and does not train on it."""
+    """That code takes for n - 1 the tips that a query returned, at most 10; it logs the reward and does not
+    train on it.
+    """
     given_, expected = vector("intrinsic_reward_code")
-    found = [intrinsic_return([1 + min(10, number)], coefficient=1.0) for number in given_["similar_entries_in_buffer"]]
+    found = [
+        intrinsic_return([1 + min(10, number)], coefficient=1.0)
+        for number in given_["similar_entries_in_buffer"]
+    ]
     np.testing.assert_allclose(found, expected["reward"], atol=1e-6)
     assert intrinsic_return([1, 2, 4], coefficient=2.0) == 3.5
 
 
 def test_every_different_action_of_an_episode_is_a_record() -> None:
     hook = TipHook(MemorySettings(), embedder=HashEmbedder(), num_tokens=len, seed=0)
-    trace = played([7.04, 1.0], [["start", "room"], ["start", "room"]], remarks=["\n Try the door. \nmore", "   "])
+    trace = played(
+        [7.04, 1.0], [["start", "room"], ["start", "room"]], remarks=["\n Try the door. \nmore", "   "]
+    )
     hook.after_group(trace)
     tips = hook.memory.tips("t")
-    assert [tip.text for tip in tips] == [f"Try the door. Here: act {turn}; final score 7.04." for turn in (0, 1)]
+    assert [tip.text for tip in tips] == [
+        f"Try the door. Here: act {turn}; final score 7.04." for turn in (0, 1)
+    ]
     assert [(tip.score, tip.rollout_id) for tip in tips] == [(7.04, "t/0")] * 2
     assert (hook.counts["written"], hook.counts["empty"], hook.counts["stored"]) == (1, 1, 2)
     assert cleaned("") == "" and cleaned(" \n\n a \nb") == "a"
@@ -268,7 +308,8 @@ def test_tips_fit_their_budget_and_the_oldest_go_first(lengths: list[int], budge
     hits = hook.memory.query("t", key, k=10)
     shown, text = hook._within(hits, budget)
     assert len(text) <= budget and (text == "") == (not shown)
-    fitting = [hit for hit in hits if len(rendered_tips([hit.tip])) <= budget]  # one long record must not hide all others
+    # one long record must not hide all others
+    fitting = [hit for hit in hits if len(rendered_tips([hit.tip])) <= budget]
     kept = {hit.tip.tip_id for hit in shown}
     lost = {hit.tip.tip_id for hit in fitting} - kept
     assert all(one < other for one in lost for other in kept)
@@ -282,13 +323,18 @@ def test_presets_fill_what_is_not_given() -> None:
     assert validate(Empo2Settings, {"preset": "empo2-alg1"}).old_context == "student"
     released = validate(Empo2Settings, {"preset": "empo2-released", "memory": {"capacity": 7}})
     assert (released.student_mask, released.memory.state_key, released.memory.capacity) == ("turn", "chat", 7)
-    assert validate(Empo2Settings, {"preset": "empo2-released", "student_mask": "none"}).student_mask == "none"
+    assert (
+        validate(Empo2Settings, {"preset": "empo2-released", "student_mask": "none"}).student_mask == "none"
+    )
     again = validate(Empo2Settings, released.model_dump(mode="json"))
     assert again == released
 
 
 def test_a_thought_is_no_action_and_no_tip() -> None:
-    assert record_text("T", action="<think>long</think><action>go  home</action>", score=1.0) == "T Here: go home; final score 1."
+    assert (
+        record_text("T", action="<think>long</think><action>go  home</action>", score=1.0)
+        == "T Here: go home; final score 1."
+    )
     assert record_text("T", action="plain", score=0.5) == "T Here: plain; final score 0.5."
     assert cleaned("<think>hm</think>\nTry left.") == "Try left." and cleaned("<think>cut") == ""
 
@@ -296,7 +342,11 @@ def test_a_thought_is_no_action_and_no_tip() -> None:
 RETURNS = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=8)
 
 
-@given(returns=RETURNS, data=st.data(), advantage=st.sampled_from(["group_normalized", "group_centered", "leave_one_out"]))
+@given(
+    returns=RETURNS,
+    data=st.data(),
+    advantage=st.sampled_from(["group_normalized", "group_centered", "leave_one_out"]),
+)
 @settings(max_examples=80, deadline=None)
 def test_without_pay_for_ties_novelty_never_makes_a_signal_of_its_own(
     returns: list[float], data: st.DataObject, advantage: str
@@ -323,7 +373,9 @@ def test_a_group_with_one_return_is_no_tie_that_pays() -> None:
 
 
 def test_the_preset_for_small_models_bounds_what_novelty_adds() -> None:
-    """The paper's division by the std makes novelty as large as a success; this leaves it c a state, and 0 where returns tie."""
+    """The paper's division by the std makes novelty as large as a success; this leaves it c a state, and 0
+    where returns tie.
+    """
     chosen = validate(Empo2Settings, {"preset": "empo2-centered"})
     assert (chosen.advantage, chosen.intrinsic_where_tied) == ("group_centered", False)
     paper = validate(Empo2Settings, {})

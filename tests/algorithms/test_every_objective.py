@@ -1,30 +1,34 @@
-"""Rules of credit for every page and every preset, as a run builds them: lone rollouts, no spread, faults, sums, shift and scale."""
+"""Rules of credit for every page and every preset, as a run builds them: lone rollouts, no spread, faults,
+sums, shift and scale.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.arpo import PRESETS as ARPO_PRESETS
-from outrider.algorithms.base import BatchCredit, GroupCredit, ObjectiveSettings
-from outrider.algorithms.empo2 import PRESETS as EMPO2_PRESETS
+from outrider.algorithms.arpo.algorithm import PRESETS as ARPO_PRESETS
+from outrider.algorithms.base import GroupCredit, ObjectiveSettings
+from outrider.algorithms.common.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
+from outrider.algorithms.common.ratios import LOG_RATIO_LIMIT
+from outrider.algorithms.empo2.algorithm import PRESETS as EMPO2_PRESETS
 from outrider.algorithms.luffy import PRESETS as LUFFY_PRESETS
-from outrider.algorithms.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
-from outrider.algorithms.ratios import LOG_RATIO_LIMIT
-from outrider.algorithms.rollout_replay import PRESETS as REPLAY_PRESETS
+from outrider.algorithms.rollout_replay.algorithm import PRESETS as REPLAY_PRESETS
 from outrider.algorithms.tree_grpo import PRESETS as TREE_PRESETS
 from outrider.config import validate
 from outrider.errors import ConfigError
+from outrider.plugins.names import BUILT_IN
 from outrider.trace import Trace
 from outrider.train.components import make_algorithm
-from outrider.train.settings import AlgorithmSettings, RunSettings
+from outrider.train.settings import RunSettings
 from tests.algorithms.grouped import Played, token_credit, trace_of
 
-PLAIN: dict[str, Any] = {"reward_kl_weight": 0.0, "overlong": "none"}  # what is not a function of the returns alone
+# what is not a function of the returns alone
+PLAIN: dict[str, Any] = {"reward_kl_weight": 0.0, "overlong": "none"}
 EVERY: dict[str, dict[str, Any]] = (
     {name: {"type": "grpo", "preset": name, **PLAIN} for name in GRPO_PRESETS}
     | {"batch std": {"type": "grpo", "advantage_std": "batch"}}
@@ -52,17 +56,17 @@ def credited(name: str, groups: Sequence[Sequence[Played]]) -> tuple[list[Trace]
     traces = [trace_of(rollouts, key=str(number)) for number, rollouts in enumerate(groups)]
     for trace, rollouts in zip(traces, groups, strict=True):
         trace.modes = ("plain",) * len(rollouts)
-    return traces, page.credit_batch(traces) if isinstance(page, BatchCredit) else [page.credit(trace) for trace in traces]
+    return traces, page.advantages(traces)
 
 
 def advantages(traces: Sequence[Trace]) -> list[list[float]]:
-    return [[leaf.advantage for leaf, _ in trace.rollouts() if leaf.advantage is not None] for trace in traces]
+    return [
+        [leaf.advantage for leaf, _ in trace.rollouts() if leaf.advantage is not None] for trace in traces
+    ]
 
 
 def test_no_page_is_missing() -> None:
-    union = get_args(AlgorithmSettings)[0]
-    kinds = {get_args(kind.model_fields["type"].annotation)[0] for kind in get_args(union)}
-    assert kinds == {table["type"] for table in EVERY.values()}
+    assert set(BUILT_IN["algorithms"]) == {table["type"] for table in EVERY.values()}
 
 
 def chosen(name: str) -> ObjectiveSettings:
@@ -71,10 +75,17 @@ def chosen(name: str) -> ObjectiveSettings:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_what_is_on_by_default_is_what_the_specification_chose(name: str) -> None:
-    """Token weights up to 2 against the engine, no KL, no dual clip; scripts say where theirs differ, EMPO²'s dual clip is its paper's."""
+    """Token weights up to 2 against the engine, no KL, no dual clip; scripts say where theirs differ, EMPO²'s
+    dual clip is its paper's.
+    """
     settings_, is_script = chosen(name), any(mark in name for mark in ("official", "released", "verl", "trl"))
     if not is_script and name != "rejection":
-        found = (settings_.sampler_correction, settings_.sampler_level, settings_.sampler_floor, settings_.sampler_outside)
+        found = (
+            settings_.sampler_correction,
+            settings_.sampler_level,
+            settings_.sampler_floor,
+            settings_.sampler_outside,
+        )
         assert found == (2.0, "token", None, "truncate")
     assert is_script or "empo2" in name or settings_.dual_clip is None
     assert is_script or "-paper" in name or settings_.kl_weight == 0.0
@@ -82,7 +93,9 @@ def test_what_is_on_by_default_is_what_the_specification_chose(name: str) -> Non
 
 
 def test_the_other_defaults_of_the_specification() -> None:
-    """Sample std with 1e-6 on it, one value a rollout, global token mean, a constant length, an absolute cap, the clamp at 20."""
+    """Sample std with 1e-6 on it, one value a rollout, global token mean, a constant length, an absolute cap,
+    the clamp at 20.
+    """
     plain = ObjectiveSettings()
     assert (plain.advantage, plain.loss, plain.aggregation, plain.kl_estimator) == (
         "group_normalized",
@@ -90,7 +103,11 @@ def test_the_other_defaults_of_the_specification() -> None:
         "token_mean",
         "k2",
     )
-    assert (plain.clip_low, plain.clip_high, plain.positive_nll) == (0.2, 0.2, 0.0) and LOG_RATIO_LIMIT == 20.0
+    assert (plain.clip_low, plain.clip_high, plain.positive_nll) == (
+        0.2,
+        0.2,
+        0.0,
+    ) and LOG_RATIO_LIMIT == 20.0
     long = [Played(value=1.0, mask=[1, 0, 1, 0, 1]), Played(value=0.0)]  # three turns are one value
     traces, _ = credited("grpo", [long])
     z = 0.5 / (math.sqrt(0.5) + 1e-6)
@@ -134,43 +151,62 @@ GROUPS = st.lists(st.lists(RETURN, min_size=2, max_size=7), min_size=1, max_size
 
 
 def is_spread(groups: Sequence[Sequence[float]]) -> bool:
-    """No group, and no tree of three in it, has a spread so small that scaling could carry it over the tolerance."""
-    parts = [part for own in groups for part in (own, *(own[start : start + 3] for start in range(0, len(own), 3)))]
+    """No group, and no tree of three in it, has a spread so small that scaling could carry it over the
+    tolerance.
+    """
+    parts = [
+        part for own in groups for part in (own, *(own[start : start + 3] for start in range(0, len(own), 3)))
+    ]
     every = [value for own in groups for value in own]
     return np.ptp(every) > 0.1 and all(np.ptp(part) == 0.0 or np.ptp(part) > 0.1 for part in parts)
 
 
-@settings(deadline=None, max_examples=80)
-@given(groups=GROUPS, name=st.sampled_from(list(EVERY)), num_faults=st.integers(1, 3))
+@pytest.mark.parametrize("name", EVERY)
+@settings(max_examples=10)
+@given(groups=GROUPS, num_faults=st.integers(1, 3))
 def test_faults_change_no_bit_of_the_others(groups: Any, name: str, num_faults: int) -> None:
     """They come last here, so that the leaves of a tree keep their tree."""
     base, _ = credited(name, [[Played(value=value) for value in own] for own in groups])
-    faulty = [[*(Played(value=value) for value in own), *[Played(value=None, mask=[1, 1])] * num_faults] for own in groups]
+    faulty = [
+        [*(Played(value=value) for value in own), *[Played(value=None, mask=[1, 1])] * num_faults]
+        for own in groups
+    ]
     found, _ = credited(name, faulty)
-    assert token_credit(found).tolist() == token_credit(base).tolist() and advantages(found) == advantages(base)
+    assert token_credit(found).tolist() == token_credit(base).tolist() and advantages(found) == advantages(
+        base
+    )
 
 
-@settings(deadline=None, max_examples=80)
-@given(groups=GROUPS, name=st.sampled_from(GROUPS_))
+@pytest.mark.parametrize("name", GROUPS_)
+@settings(max_examples=10)
+@given(groups=GROUPS)
 def test_the_advantages_of_a_group_sum_to_zero(groups: Any, name: str) -> None:
     traces, _ = credited(name, [[Played(value=value) for value in own] for own in groups])
     for trace in traces:
         assert abs(math.fsum(token_credit([trace]))) < 1e-6
 
 
-@settings(deadline=None, max_examples=80)
-@given(
-    groups=GROUPS, name=st.sampled_from([name for name in EVERY if name != "rejection"]), shift=RETURN, scale=st.floats(0.5, 20.0)
-)
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "rejection"])
+@settings(max_examples=10)
+@given(groups=GROUPS, shift=RETURN, scale=st.floats(0.5, 20.0))
 def test_returns_may_be_shifted_and_scaled(groups: Any, name: str, shift: float, scale: float) -> None:
     assume(is_spread(groups))
 
     def found(by: float, to: float) -> np.ndarray:
-        return token_credit(credited(name, [[Played(value=by * value + to) for value in own] for own in groups])[0])
+        return token_credit(
+            credited(name, [[Played(value=by * value + to) for value in own] for own in groups])[0]
+        )
 
     base = found(1.0, 0.0)
     if name in BATCH:
         assume(np.ptp(base) > 0.1)
     np.testing.assert_allclose(found(1.0, shift), base, atol=1e-3)
-    divides_by_no_std = name in ("dr-grpo", "luffy-official", *GIGPO_PRESETS) or name.startswith("rloo")
-    np.testing.assert_allclose(found(scale, 0.0), (scale if divides_by_no_std else 1.0) * base, rtol=1e-3, atol=1e-3)
+    divides_by_no_std = name in (
+        "dr-grpo",
+        "luffy-official",
+        "empo2-centered",
+        *GIGPO_PRESETS,
+    ) or name.startswith("rloo")
+    np.testing.assert_allclose(
+        found(scale, 0.0), (scale if divides_by_no_std else 1.0) * base, rtol=1e-3, atol=1e-3
+    )

@@ -1,7 +1,7 @@
 """Credit, ratio, loss and aggregation against policy gradients that are enumerated, not typed in.
 
-The tree, its exact gradient and the enumeration over groups come from ``benchmarks/grpo_bias.py``; the first test checks
-that gradient by finite differences of the expected return, so the rest stands on its own feet.
+The tree, its exact gradient and the enumeration over groups come from ``benchmarks/grpo_bias.py``; the first
+test checks that gradient by finite differences of the expected return, so the rest stands on its own feet.
 """
 
 import dataclasses
@@ -17,8 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.algorithms.credit import leave_one_out_advantages_per_rollout
-from outrider.algorithms.losses import Aggregation, clipped_surrogate_per_token, token_weights, weighted_loss
+from outrider.algorithms.common.advantages import leave_one_out_advantages_per_rollout
+from outrider.algorithms.common.losses import (
+    Aggregation,
+    clipped_surrogate_per_token,
+    token_weights,
+    weighted_loss,
+)
 
 
 def load_benchmark() -> ModuleType:
@@ -55,7 +60,9 @@ def test_exact_gradient_is_the_derivative_of_the_expected_return() -> None:
 
 @pytest.mark.parametrize("share", [None, 0.25])
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_leave_one_out_is_unbiased_and_centring_is_off_by_its_known_factor(group_size: int, share: float | None) -> None:
+def test_leave_one_out_is_unbiased_and_centring_is_off_by_its_known_factor(
+    group_size: int, share: float | None
+) -> None:
     tree = bias.make_tree(seed=1, success_share=share)
     truth = tree.policy_gradient()
     left_out = bias.expected_gradient(tree, bias.leave_one_out(tree), group_size=group_size)
@@ -81,17 +88,23 @@ def test_dividing_by_the_std_bends_the_gradient() -> None:
 
 @pytest.mark.parametrize(("row", "cosine"), [("token mean", 0.990174), ("sequence mean", 0.927701)])
 def test_means_over_lengths_bend_unbiased_credit(row: str, cosine: float) -> None:
-    """As docs/algorithms/grpo.md quotes it (row C2): ``token_mean`` has a length bias too, which falls with the group's size."""
+    """As docs/algorithms/grpo.md quotes it (row C2): ``token_mean`` has a length bias too, which falls with
+    the group's size.
+    """
     ragged = [bias.make_tree(seed=0, environment_nodes=bias.RAGGED_NODES)]
     found = {size: bias.measure(ragged, ROW[f"leave-one-out, {row}"], group_size=size)[0] for size in (2, 3)}
     assert found[2] == pytest.approx(cosine, abs=2e-6)
     assert bias.measure(ragged, ROW["leave-one-out"], group_size=2)[0] == pytest.approx(1.0, abs=1e-12)
-    assert found[3] > found[2] + 0.005 if row == "token mean" else found[3] == pytest.approx(found[2], abs=1e-12)
+    assert (
+        found[3] > found[2] + 0.005 if row == "token mean" else found[3] == pytest.approx(found[2], abs=1e-12)
+    )
 
 
 @pytest.mark.parametrize(("kind", "mean"), [("token_mean", "group"), ("sequence_mean_token_mean", "rollout")])
 def test_the_benchmark_s_means_are_those_of_the_loss(kind: Aggregation, mean: str) -> None:
-    """Every ordered pair of paths, with the weights that the loss gives to its tokens, against the enumeration."""
+    """Every ordered pair of paths, with the weights that the loss gives to its tokens, against the
+    enumeration.
+    """
     tree = bias.make_tree(seed=0, environment_nodes=bias.RAGGED_NODES)
     lengths = tree.is_trainable.sum(axis=1)
     assert set(lengths.tolist()) == {1, 2, 3}
@@ -107,7 +120,9 @@ def test_the_benchmark_s_means_are_those_of_the_loss(kind: Aggregation, mean: st
 
 
 def test_group_multisets_agree_with_plain_enumeration() -> None:
-    """Independent of the multiset counting: all ordered triples, vectorised, with the formula in plain numpy."""
+    """Independent of the multiset counting: all ordered triples, vectorised, with the formula in plain
+    numpy.
+    """
     tree = bias.make_tree(seed=2)
     paths = np.array(list(itertools.product(range(tree.returns.size), repeat=3)))
     probabilities = tree.path_probabilities[paths].prod(axis=1)
@@ -118,21 +133,33 @@ def test_group_multisets_agree_with_plain_enumeration() -> None:
     weights = np.zeros(tree.returns.size)
     np.add.at(weights, paths, probabilities[:, None] * advantages / 3.0)
     expected = np.tensordot(weights, tree.scores, axes=1)
-    np.testing.assert_allclose(bias.expected_gradient(tree, bias.normalized(tree), group_size=3), expected, atol=1e-12)
+    np.testing.assert_allclose(
+        bias.expected_gradient(tree, bias.normalized(tree), group_size=3), expected, atol=1e-12
+    )
 
 
-def sampled_gradients(tree: Any, *, num_groups: int, group_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Per-group gradients with leave-one-out credit and with raw returns but the mean taken from the whole group."""
+def sampled_gradients(
+    tree: Any, *, num_groups: int, group_size: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Per-group gradients with leave-one-out credit and with raw returns but the mean taken from the whole
+    group.
+    """
     generator = np.random.default_rng(seed)
     paths = generator.choice(tree.returns.size, size=(num_groups, group_size), p=tree.path_probabilities)
-    advantages = np.stack([leave_one_out_advantages_per_rollout(returns=tree.returns[group]).values for group in paths])
+    advantages = np.stack(
+        [leave_one_out_advantages_per_rollout(returns=tree.returns[group]).values for group in paths]
+    )
     scores = tree.scores.reshape(tree.returns.size, -1)
     shrunk = advantages * (group_size - 1) / group_size
-    return tuple(np.einsum("gi,gik->gk", credit, scores[paths]) / group_size for credit in (advantages, shrunk))
+    return tuple(
+        np.einsum("gi,gik->gk", credit, scores[paths]) / group_size for credit in (advantages, shrunk)
+    )
 
 
 def test_sampled_leave_one_out_gradient_lies_within_its_standard_errors() -> None:
-    """Bonferroni over the moving coordinates at a family level of 0.27 %, which is three standard errors for one."""
+    """Bonferroni over the moving coordinates at a family level of 0.27 %, which is three standard errors for
+    one.
+    """
     tree = bias.make_tree(seed=4)
     unbiased, shrunk = sampled_gradients(tree, num_groups=20_000, group_size=4, seed=0)
     truth = tree.policy_gradient().reshape(-1)
@@ -149,14 +176,22 @@ def test_sampled_leave_one_out_gradient_lies_within_its_standard_errors() -> Non
 
 
 @pytest.mark.parametrize("kind", ["sequence_mean_token_sum", "constant_length"])
-def test_autograd_through_the_loss_is_the_exact_gradient(kind: Literal["sequence_mean_token_sum", "constant_length"]) -> None:
-    """Every pair of paths is one batch; its loss, weighted by the pair's probability, adds up to minus the gradient."""
+def test_autograd_through_the_loss_is_the_exact_gradient(
+    kind: Literal["sequence_mean_token_sum", "constant_length"],
+) -> None:
+    """Every pair of paths is one batch; its loss, weighted by the pair's probability, adds up to minus the
+    gradient.
+    """
     tree = bias.make_tree(seed=5)
     pairs = np.array(list(itertools.product(range(tree.returns.size), repeat=2)))
     probabilities = tree.path_probabilities[pairs].prod(axis=1)
-    advantages = np.stack([leave_one_out_advantages_per_rollout(returns=tree.returns[pair]).values for pair in pairs])
+    advantages = np.stack(
+        [leave_one_out_advantages_per_rollout(returns=tree.returns[pair]).values for pair in pairs]
+    )
     logits = torch.tensor(tree.logits, requires_grad=True)
-    nodes, actions = (torch.tensor(field[pairs].reshape(-1)) for field in (tree.path_nodes, tree.path_actions))
+    nodes, actions = (
+        torch.tensor(field[pairs].reshape(-1)) for field in (tree.path_nodes, tree.path_actions)
+    )
     logprobs = torch.log_softmax(logits, dim=1)[nodes, actions]
     mask = torch.tensor(tree.is_trainable[pairs].reshape(-1))
     weights = token_weights(

@@ -1,4 +1,6 @@
-"""GiGPO's formulas: the released code's numbers, a numpy reference that loops over the definition, and rules for every group."""
+"""GiGPO's formulas: the released code's numbers, a numpy reference that loops over the definition, and rules
+for every group.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.gigpo import Gigpo, GigpoSettings
-from outrider.algorithms.gigpo_credit import (
+from outrider.algorithms.gigpo.algorithm import Gigpo, GigpoSettings
+from outrider.algorithms.gigpo.formulas import (
     anchor_groups,
     discounted_returns_per_turn,
     episode_advantages_per_turn,
@@ -146,13 +148,20 @@ def test_numpy_reference(
 def test_the_order_of_the_rollouts_changes_no_bit(
     episodes: list[Episode], order: Any, similarity: Any, normalization: str, statistics: str
 ) -> None:
-    chosen = {"similarity": similarity, "normalization": normalization, "episode_statistics": statistics, "invalid_penalty": 0.1}
+    chosen = {
+        "similarity": similarity,
+        "normalization": normalization,
+        "episode_statistics": statistics,
+        "invalid_penalty": 0.1,
+    }
     permutation = list(range(len(episodes)))
     order.shuffle(permutation)
     base, credit = credited(episodes, **chosen)
     moved, other = credited([episodes[index] for index in permutation], **chosen)
     assert moved == [base[index] for index in permutation]
-    assert other.advantages.values.tolist() == [credit.advantages.values.tolist()[index] for index in permutation]
+    assert other.advantages.values.tolist() == [
+        credit.advantages.values.tolist()[index] for index in permutation
+    ]
     for name, values in credit.measurements.items():
         assert sorted(other.measurements[name]) == sorted(values)
 
@@ -163,21 +172,35 @@ def test_without_the_step_part_it_is_grpo_bit_for_bit(episodes: list[Episode], n
     chosen = validate(GigpoSettings, {"normalization": normalization, "step_weight": 0.0})
     trace, _ = play(episodes)
     other, _ = play(episodes)
-    credit, plain = Gigpo(chosen).credit(trace), Grpo(validate(GrpoSettings, {"advantage": chosen.advantage})).credit(other)
+    credit, plain = (
+        Gigpo(chosen).credit(trace),
+        Grpo(validate(GrpoSettings, {"advantage": chosen.advantage})).credit(other),
+    )
     assert [node.credit for node in trace.nodes] == [node.credit for node in other.nodes]
-    assert [leaf.advantage for leaf in trace.leaves.values()] == [leaf.advantage for leaf in other.leaves.values()]
+    assert [leaf.advantage for leaf in trace.leaves.values()] == [
+        leaf.advantage for leaf in other.leaves.values()
+    ]
     assert credit.advantages.values.tolist() == plain.advantages.values.tolist()
-    assert (credit.advantages.reason, credit.advantages.has_signal) == (plain.advantages.reason, plain.advantages.has_signal)
+    assert (credit.advantages.reason, credit.advantages.has_signal) == (
+        plain.advantages.reason,
+        plain.advantages.has_signal,
+    )
 
 
 @settings(deadline=None)
-@given(episodes=groups_of_episodes(), omega=st.sampled_from([0.5, 1.0]), normalization=st.sampled_from(["std", "none"]))
+@given(
+    episodes=groups_of_episodes(),
+    omega=st.sampled_from([0.5, 1.0]),
+    normalization=st.sampled_from(["std", "none"]),
+)
 def test_distinct_anchors_leave_the_episode_part_and_a_common_start_counts_twice(
     episodes: list[Episode], omega: float, normalization: str
 ) -> None:
     """With gamma 1 the step return of a first turn is the return of its episode."""
     alone = [
-        Episode(states=("start", *(f"{n}/{t}" for t in range(1, len(e.states)))), rewards=e.rewards, extra=e.extra)
+        Episode(
+            states=("start", *(f"{n}/{t}" for t in range(1, len(e.states)))), rewards=e.rewards, extra=e.extra
+        )
         for n, e in enumerate(episodes)
     ]
     values, credit = credited(alone, gamma=1.0, step_weight=omega, normalization=normalization)
@@ -204,7 +227,9 @@ def test_gamma_at_its_ends_and_what_raises() -> None:
 
 def test_the_std_is_that_of_the_sample_and_no_spread_is_exactly_zero() -> None:
     found = step_advantages_per_turn([1.0, 0.0, 7.0], groups=[0, 0, 1], normalization="std")
-    assert found.tolist() == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-6), -0.5 / (math.sqrt(0.5) + 1e-6), 0.0], rel=1e-12)
+    assert found.tolist() == pytest.approx(
+        [0.5 / (math.sqrt(0.5) + 1e-6), -0.5 / (math.sqrt(0.5) + 1e-6), 0.0], rel=1e-12
+    )
     for normalization in ("none", "std"):
         chosen: dict[str, Any] = {"normalization": normalization}
         assert not step_advantages_per_turn([0.3, 0.1 + 0.2], groups=[0, 0], **chosen).any()
@@ -231,7 +256,9 @@ def plain_leaders(texts: Sequence[str], threshold: float) -> dict[str, str]:
     texts=st.lists(st.text("ab c", max_size=9), max_size=8), threshold=st.sampled_from([0.5, 0.8, 0.95, 1.0]),
     order=st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_similar_texts_share_an_anchor_whatever_their_order(texts: list[str], threshold: float, order: Any) -> None:
+def test_similar_texts_share_an_anchor_whatever_their_order(
+    texts: list[str], threshold: float, order: Any
+) -> None:
     groups = anchor_groups(texts, similarity=threshold)
     leaders = plain_leaders(texts, threshold)
     shuffled = list(texts)
@@ -239,7 +266,11 @@ def test_similar_texts_share_an_anchor_whatever_their_order(texts: list[str], th
     of_shuffled = dict(zip(shuffled, anchor_groups(shuffled, similarity=threshold), strict=True))
     for first, one in zip(texts, groups, strict=True):
         for second, other in zip(texts, groups, strict=True):
-            assert (one == other) is (leaders[first] == leaders[second]) is (of_shuffled[first] == of_shuffled[second])
+            assert (
+                (one == other)
+                is (leaders[first] == leaders[second])
+                is (of_shuffled[first] == of_shuffled[second])
+            )
     if threshold == 1.0:
         assert groups == anchor_groups(texts)
 
@@ -252,7 +283,9 @@ def test_a_chain_of_similar_texts_is_cut_at_the_same_place_in_every_order(texts:
 
 
 def test_long_texts_are_compared_whole() -> None:
-    """difflib's autojunk, which the released code leaves on, ignores the characters that make up a long text."""
+    """difflib's autojunk, which the released code leaves on, ignores the characters that make up a long
+    text.
+    """
     one, other = "x" + "ab" * 150, "y" + "ab" * 150
     assert SequenceMatcher(None, one, other).ratio() < 0.5
     assert anchor_groups([one, other], similarity=0.95) == [0, 0]

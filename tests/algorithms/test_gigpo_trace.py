@@ -1,10 +1,12 @@
-"""GiGPO through traces built by hand: anchors, step rewards, faults, shared nodes, what it reports, and its settings."""
+"""GiGPO through traces built by hand: anchors, step rewards, faults, shared nodes, what it reports, and its
+settings.
+"""
 
 import tomllib
 
 import pytest
 
-from outrider.algorithms.gigpo import Gigpo, GigpoSettings, reward_without_step, step_returns
+from outrider.algorithms.gigpo.algorithm import Gigpo, GigpoSettings, reward_without_step, step_returns
 from outrider.config import to_toml, validate
 from outrider.errors import ConfigError
 from outrider.trace import Trace, played_turns
@@ -33,8 +35,10 @@ def test_a_retrieved_step_takes_one_step_of_time_and_its_reward_belongs_to_earli
     for origin, reward in steps:
         tip = add(trace, tip.node_id, origin, "text", reward=reward)
     path = trace.path(tip.node_id)
-    assert step_returns(path, episode_return=1.75, gamma=0.5) == [0.53125, 1.125]  # 0.25 + 0.25 + 0.03125 and 1 + 0.125
-    assert step_returns(path, episode_return=3.75, gamma=0.5) == [1.03125, 3.125]  # 2 more on the last policy turn
+    # 0.25 + 0.25 + 0.03125 and 1 + 0.125
+    assert step_returns(path, episode_return=1.75, gamma=0.5) == [0.53125, 1.125]
+    # 2 more on the last policy turn
+    assert step_returns(path, episode_return=3.75, gamma=0.5) == [1.03125, 3.125]
     assert step_returns(path[:1], episode_return=1.0, gamma=0.5) == []
 
 
@@ -57,19 +61,31 @@ def test_the_measurements_of_a_small_group() -> None:
     _, credit = credited(SMALL)
     assert credit.measurements["gigpo/anchor_group_size"] == [3.0, 3.0, 2.0, 1.0]
     assert credit.measurements["gigpo/share_alone"] == [0.0] * 6 + [1.0] + [0.0] * 2
-    episode, step = credit.measurements["gigpo/episode_advantage_abs"], credit.measurements["gigpo/step_advantage_abs"]
-    assert episode == pytest.approx([10.0 / 3.0] * 3 + [20.0 / 3.0] * 4 + [10.0 / 3.0] * 2)  # one return a rollout
+    episode, step = (
+        credit.measurements["gigpo/episode_advantage_abs"],
+        credit.measurements["gigpo/step_advantage_abs"],
+    )
+    # one return a rollout
+    assert episode == pytest.approx([10.0 / 3.0] * 3 + [20.0 / 3.0] * 4 + [10.0 / 3.0] * 2)
     assert step == pytest.approx([abs(value) for value in SMALL_EXPECTED["none"]["step"]], abs=1e-6)
     assert credit.advantages.values.tolist() == pytest.approx([10.0 / 3.0, -20.0 / 3.0, 10.0 / 3.0])
 
 
 def test_the_step_part_alone_is_a_signal() -> None:
-    """Equal returns: the quicker rollout is preferred, and a rollout that comes back prefers what it did the last time."""
+    """Equal returns: the quicker rollout is preferred, and a rollout that comes back prefers what it did the
+    last time.
+    """
     values, credit = credited(
-        [Episode(states=("s",), rewards=(1.0,)), Episode(states=("s", "x"), rewards=(0.0, 1.0))], gamma=0.9, step_weight=2.0
+        [Episode(states=("s",), rewards=(1.0,)), Episode(states=("s", "x"), rewards=(0.0, 1.0))],
+        gamma=0.9,
+        step_weight=2.0,
     )
     assert values == [pytest.approx([0.1]), pytest.approx([-0.1, 0.0])]
-    assert credit.advantages.values.tolist() == [0.0, 0.0] and credit.advantages.has_signal and credit.advantages.reason is None
+    assert (
+        credit.advantages.values.tolist() == [0.0, 0.0]
+        and credit.advantages.has_signal
+        and credit.advantages.reason is None
+    )
     values, credit = credited([Episode(states=("s", "x", "x"), rewards=(0.0, 0.0, 1.0))])
     assert values == [pytest.approx([0.0, -0.025, 0.025])]
     assert credit.advantages.has_signal and credit.advantages.reason is None
@@ -78,14 +94,20 @@ def test_the_step_part_alone_is_a_signal() -> None:
 def test_no_signal_has_a_reason() -> None:
     same, silent = Episode(states=("s",), rewards=(1.0,)), Episode(states=(), rewards=(), extra=1.0)
     nothing = Episode(states=(), rewards=())
-    for episodes, reason in (([same, same], "no_spread"), ([same], "singleton"), ([silent, nothing], "no_spread")):
+    for episodes, reason in (
+        ([same, same], "no_spread"),
+        ([same], "singleton"),
+        ([silent, nothing], "no_spread"),
+    ):
         values, credit = credited(episodes)
         assert flat(values) == [0.0] * sum(len(episode.states) for episode in episodes)
         assert (credit.advantages.has_signal, credit.advantages.reason) == (False, reason)
 
 
 def test_a_rollout_without_a_turn_counts_in_the_episode_part_only() -> None:
-    values, credit = credited([Episode(states=(), rewards=(), extra=-1.0), Episode(states=("s",), rewards=(1.0,))])
+    values, credit = credited(
+        [Episode(states=(), rewards=(), extra=-1.0), Episode(states=("s",), rewards=(1.0,))]
+    )
     assert values == [[], [1.0]] and credit.advantages.values.tolist() == [-1.0, 1.0]
 
 
@@ -97,7 +119,9 @@ def test_a_faulty_rollout_leaves_the_others_bit_for_bit_alone(statistics: str) -
     lost = add(trace, 0, Origin.POLICY, "lost", reward=99.0)
     finish(trace, len(SMALL), None, None)
     plain, credit = algorithm.credit(base), algorithm.credit(trace)
-    assert [[node.credit for node in own] for own in others] == [[node.credit for node in own] for own in turns]
+    assert [[node.credit for node in own] for own in others] == [
+        [node.credit for node in own] for own in turns
+    ]
     assert lost.credit is None and trace.leaves[3].advantage is None
     assert credit.advantages.values.tolist() == [*plain.advantages.values.tolist(), 0.0]
     assert credit.advantages.assigned.tolist() == [True, True, True, False]
@@ -112,7 +136,9 @@ def test_shared_and_credited_nodes_are_refused_before_anything_is_written() -> N
     root = add(trace, None, Origin.PROMPT, "question")
     shared = add(trace, root.node_id, Origin.POLICY, "shared")
     for rollout in range(2):
-        finish(trace, rollout, add(trace, shared.node_id, Origin.POLICY, str(rollout)).node_id, float(rollout))
+        finish(
+            trace, rollout, add(trace, shared.node_id, Origin.POLICY, str(rollout)).node_id, float(rollout)
+        )
     algorithm = Gigpo(validate(GigpoSettings, {}))
     with pytest.raises(ValueError, match=f"node {shared.node_id} already has credit"):
         algorithm.credit(trace)
@@ -125,15 +151,31 @@ def test_shared_and_credited_nodes_are_refused_before_anything_is_written() -> N
 
 def test_settings() -> None:
     chosen = validate(GigpoSettings, {})
-    assert (chosen.gamma, chosen.step_weight, chosen.normalization, chosen.similarity) == (0.95, 1.0, "none", "exact")
-    assert (chosen.advantage, chosen.episode_statistics, chosen.invalid_penalty) == ("group_centered", "rollouts", 0.0)
+    assert (chosen.gamma, chosen.step_weight, chosen.normalization, chosen.similarity) == (
+        0.95,
+        1.0,
+        "none",
+        "exact",
+    )
+    assert (chosen.advantage, chosen.episode_statistics, chosen.invalid_penalty) == (
+        "group_centered",
+        "rollouts",
+        0.0,
+    )
     with_std = validate(GigpoSettings, {"normalization": "std", "similarity": 0.95})
     assert with_std.advantage == "group_normalized"
     for one in (chosen, with_std):
-        assert validate(GigpoSettings, tomllib.loads(to_toml(one.model_dump()))) == one  # as a run directory saves it
+        # as a run directory saves it
+        assert validate(GigpoSettings, tomllib.loads(to_toml(one.model_dump()))) == one
     with pytest.raises(ConfigError, match="contradicts normalization"):
         validate(GigpoSettings, {"advantage": "leave_one_out"})
-    for wrong in ({"similarity": 0.0}, {"similarity": "near"}, {"gamma": 1.1}, {"normalization": "mean"}, {"step_weight": -1.0}):
+    for wrong in (
+        {"similarity": 0.0},
+        {"similarity": "near"},
+        {"gamma": 1.1},
+        {"normalization": "mean"},
+        {"step_weight": -1.0},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             validate(GigpoSettings, wrong)
     assert Gigpo(validate(GigpoSettings, {"group_size": 3})).modes == ("on_policy",) * 3

@@ -1,6 +1,7 @@
 """What must hold for every method of the group family, through the algorithms that a run uses.
 
-docs/algorithms/objectives.md lists all rules with their tests; those about gradients are in ``tests/train/test_objective_rules.py``.
+docs/algorithms/objectives.md lists all rules with their tests; those about gradients are in
+``tests/train/test_objective_rules.py``.
 """
 
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.base import BatchCredit
+from outrider.algorithms.algorithm import Algorithm
+from outrider.algorithms.common.losses import clipped_surrogate_per_token
+from outrider.algorithms.common.presets import GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
 from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.losses import clipped_surrogate_per_token
-from outrider.algorithms.presets import GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
 from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusSettings
 from outrider.config import validate
 from tests.algorithms.grouped import Played, token_credit, trace_of
@@ -25,19 +26,21 @@ ROLLOUT = st.tuples(RETURN, st.lists(st.integers(0, 1), min_size=1, max_size=6))
 GROUPS = st.lists(st.lists(ROLLOUT, min_size=2, max_size=4), min_size=1, max_size=3)
 
 
-def algorithm(name: str, **options: Any) -> BatchCredit:
+def algorithm(name: str, **options: Any) -> Algorithm:
     if name in GRPO_PRESETS:
         return Grpo(validate(GrpoSettings, {"preset": name, **PLAIN, **options}))
     return ReinforcePlusPlus(validate(ReinforcePlusPlusSettings, {"preset": name, **PLAIN, **options}))
 
 
-def credit(page: BatchCredit, groups: Any, *, shift: float = 0.0, scale: float = 1.0) -> np.ndarray:
+def credit(page: Algorithm, groups: Any, *, shift: float = 0.0, scale: float = 1.0) -> np.ndarray:
     """One value a policy token."""
     traces = [
-        trace_of([Played(value=scale * value + shift, mask=mask) for value, mask in rollouts], key=str(number))
+        trace_of(
+            [Played(value=scale * value + shift, mask=mask) for value, mask in rollouts], key=str(number)
+        )
         for number, rollouts in enumerate(groups)
     ]
-    page.credit_batch(traces)
+    page.advantages(traces)
     return token_credit(traces)
 
 
@@ -68,8 +71,10 @@ def test_a_kl_in_the_reward_has_a_scale_of_its_own() -> None:
     """The exception: the reward's scale sets what a nat costs."""
     found = []
     for scale in (1.0, 10.0):
-        trace = trace_of([Played(value=0.0, mask=[1], kl=[1.0]), Played(value=scale, mask=[1, 1], kl=[0.5, 0.0])])
-        algorithm("reinforce++", reward_kl_weight=0.5).credit_batch([trace])
+        trace = trace_of(
+            [Played(value=0.0, mask=[1], kl=[1.0]), Played(value=scale, mask=[1, 1], kl=[0.5, 0.0])]
+        )
+        algorithm("reinforce++", reward_kl_weight=0.5).advantages([trace])
         found.append(token_credit([trace]))
     assert np.abs(found[0] - found[1]).max() > 0.05
 
@@ -79,33 +84,44 @@ def test_a_kl_in_the_reward_has_a_scale_of_its_own() -> None:
 def test_the_advantages_of_a_group_sum_to_zero(groups: Any, name: str, std: str | None) -> None:
     assume(std is None or GRPO_PRESETS[name].get("advantage") != "group_centered")
     page = algorithm(name, **({"advantage_std": std} if std else {}))
-    traces = [trace_of([Played(value=value) for value, _ in rollouts], key=str(n)) for n, rollouts in enumerate(groups)]
-    page.credit_batch(traces)
+    traces = [
+        trace_of([Played(value=value) for value, _ in rollouts], key=str(n))
+        for n, rollouts in enumerate(groups)
+    ]
+    page.advantages(traces)
     for trace in traces:
         assert abs(token_credit([trace]).sum()) < 1e-6
 
 
 @settings(deadline=None, max_examples=60)
 @given(groups=GROUPS, name=st.sampled_from(NAMES), holes=st.lists(st.integers(0, 3), min_size=8, max_size=8))
-def test_tokens_that_the_policy_did_not_write_change_no_credit(groups: Any, name: str, holes: list[int]) -> None:
-    """Other observations, of other lengths and with other rewards: a discount, a whitening or a mean that saw them would move."""
+def test_tokens_that_the_policy_did_not_write_change_no_credit(
+    groups: Any, name: str, holes: list[int]
+) -> None:
+    """Other observations, of other lengths and with other rewards: a discount, a whitening or a mean that saw
+    them would move.
+    """
     options = {"gamma": 0.9} if name == "reinforce++" else {}
     page = algorithm(name, **options)
     base = credit(page, groups)
     stuffed = [
         [
-            (value, [one for i, wrote in enumerate(mask) for one in ([wrote] if wrote else []) + [0] * holes[i]])
+            (
+                value,
+                [one for i, wrote in enumerate(mask) for one in ([wrote] if wrote else []) + [0] * holes[i]],
+            )
             for value, mask in own
         ]
         for own in groups
     ]
     traces = [
-        trace_of([Played(value=value, mask=mask or [0]) for value, mask in own], key=str(n)) for n, own in enumerate(stuffed)
+        trace_of([Played(value=value, mask=mask or [0]) for value, mask in own], key=str(n))
+        for n, own in enumerate(stuffed)
     ]
     for trace in traces:
         for node in trace.nodes:
             node.reward, node.kl = (0.0, ()) if node.trainable else (77.0, (5.0,))
-    page.credit_batch(traces)
+    page.advantages(traces)
     assert token_credit(traces).tolist() == base.tolist()
 
 
@@ -115,8 +131,12 @@ def test_tokens_that_the_policy_did_not_write_change_no_credit(groups: Any, name
     delta=st.floats(1.3, 6.0),
 )
 def test_a_bound_on_the_unclipped_ratio_is_the_dual_clip(tokens: Any, delta: float) -> None:
-    """TRL's ``delta``: max(-A min(r, delta), -A clip(r)) is verl's dual clip with c = delta, in value and gradient."""
-    log_ratio, advantages = (torch.tensor(list(column), dtype=torch.float64) for column in zip(*tokens, strict=True))
+    """TRL's ``delta``: max(-A min(r, delta), -A clip(r)) is verl's dual clip with c = delta, in value and
+    gradient.
+    """
+    log_ratio, advantages = (
+        torch.tensor(list(column), dtype=torch.float64) for column in zip(*tokens, strict=True)
+    )
     logprobs = log_ratio.requires_grad_()
     ratio = logprobs.exp()
     bounded = torch.where(ratio > delta, torch.full_like(ratio, delta), ratio)
@@ -126,7 +146,9 @@ def test_a_bound_on_the_unclipped_ratio_is_the_dual_clip(tokens: Any, delta: flo
     ).losses
     np.testing.assert_allclose(ours.detach(), written.detach(), atol=1e-12)
     moved = torch.tensor([abs(a) > 1e-9 and abs(abs(x) - 0.2) > 1e-9 for x, a in tokens])
-    gradients = [torch.autograd.grad(losses.sum(), logprobs, retain_graph=True)[0][moved] for losses in (ours, written)]
+    gradients = [
+        torch.autograd.grad(losses.sum(), logprobs, retain_graph=True)[0][moved] for losses in (ours, written)
+    ]
     np.testing.assert_allclose(gradients[0], gradients[1], atol=1e-12)
 
 

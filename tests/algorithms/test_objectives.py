@@ -1,4 +1,6 @@
-"""GPPO, CISPO, GSPO, REINFORCE, LUFFY and replay: upstream vectors, scalar references, and rules that hold for all inputs."""
+"""GPPO, CISPO, GSPO, REINFORCE, LUFFY and replay: upstream vectors, scalar references, and rules that hold
+for all inputs.
+"""
 
 import json
 import math
@@ -12,8 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.losses import SurrogateLoss, clipped_surrogate_per_token, token_weights, weighted_loss
-from outrider.algorithms.objectives import (
+from outrider.algorithms.common.losses import (
+    SurrogateLoss,
+    clipped_surrogate_per_token,
+    token_weights,
+    weighted_loss,
+)
+from outrider.algorithms.common.objectives import (
     cispo_per_token,
     gppo_per_token,
     gspo_per_token,
@@ -21,9 +28,11 @@ from outrider.algorithms.objectives import (
     reinforce_per_token,
     replay_centred_per_token,
 )
+from outrider.algorithms.common.ratios import log_ratio
 
 CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case for case in json.loads((Path(__file__).parents[1] / "vectors" / "objectives.json").read_text())
+    case["id"]: case
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "objectives.json").read_text())
 }
 
 
@@ -42,7 +51,8 @@ class Packed:
         rows = torch.tensor(inputs["response_mask"] if "response_mask" in inputs else inputs["mask"]).bool()
         self.mask, self.shape = rows.reshape(-1), rows.shape
         self.rollout_index = torch.nonzero(rows)[:, 0]
-        self.num_rollouts = int(self.rollout_index.max()) + 1  # without the empty last row: upstream does not count it
+        # without the empty last row: upstream does not count it
+        self.num_rollouts = int(self.rollout_index.max()) + 1
         self.logprobs = self.of(inputs["log_prob"]).requires_grad_()
         self.old = self.of(inputs["old_log_prob"]) if "old_log_prob" in inputs else self.logprobs.detach()
         if "advantages" in inputs:
@@ -57,9 +67,13 @@ class Packed:
         return three(self.logprobs, self.old, self.advantages)
 
     def weights(self, kind: Any) -> torch.Tensor:
-        return token_weights(kind=kind, rollout_index=self.rollout_index, num_rollouts=self.num_rollouts, dtype=torch.float64)
+        return token_weights(
+            kind=kind, rollout_index=self.rollout_index, num_rollouts=self.num_rollouts, dtype=torch.float64
+        )
 
-    def check(self, losses: torch.Tensor, weights: torch.Tensor, expected: dict[str, Any], atol: float = 1e-9) -> None:
+    def check(
+        self, losses: torch.Tensor, weights: torch.Tensor, expected: dict[str, Any], atol: float = 1e-9
+    ) -> None:
         loss = weighted_loss(losses=losses, weights=weights)
         assert loss.item() == pytest.approx(expected["loss"], abs=atol)
         (gradient,) = torch.autograd.grad(loss, self.logprobs)
@@ -91,17 +105,24 @@ def test_sequence_ratio_vectors(name: str) -> None:
         surrogate = gspo_per_token(**arguments, clip_low=0.2, clip_high=0.2)
         packed.check(surrogate.losses, packed.weights(kind), expected)
         clipped = share(surrogate.clipped_high | surrogate.clipped_low)
-        assert "metrics" not in expected or clipped == pytest.approx(expected["metrics"]["actor/pg_clipfrac"], abs=1e-8)
+        assert "metrics" not in expected or clipped == pytest.approx(
+            expected["metrics"]["actor/pg_clipfrac"], abs=1e-8
+        )
 
 
 def test_cispo_vectors_of_both_conventions() -> None:
     """verl's bounds are around 1, TRL's cap is the number itself, and it has no floor."""
-    for name, bounds in (("loss.cispo.low0.2_high0.28.verl", (1.28, 0.8)), ("loss.trl.cispo.eh0.2", (0.2, 0.0))):
+    for name, bounds in (
+        ("loss.cispo.low0.2_high0.28.verl", (1.28, 0.8)),
+        ("loss.trl.cispo.eh0.2", (0.2, 0.0)),
+    ):
         packed, expected = Packed(CASES[name]["inputs"]), CASES[name]["expected"]
         surrogate = cispo_per_token(**packed.tensors, cap=bounds[0], floor=bounds[1])
         packed.check(surrogate.losses, packed.weights("token_mean"), expected)
         clipped = share(surrogate.clipped_high | surrogate.clipped_low)
-        assert "metrics" not in expected or clipped == pytest.approx(expected["metrics"]["actor/pg_clipfrac"], abs=1e-8)
+        assert "metrics" not in expected or clipped == pytest.approx(
+            expected["metrics"]["actor/pg_clipfrac"], abs=1e-8
+        )
         assert bool(surrogate.clipped_low.any()) == (bounds[1] > 0.0)
 
 
@@ -110,19 +131,28 @@ def test_gppo_vector() -> None:
     packed = Packed(case["inputs"])
     surrogate = gppo_per_token(**packed.tensors, dual_clip=case["inputs"]["clip_c"])
     packed.check(surrogate.losses, packed.weights("token_mean"), case["expected"], atol=1e-7)
-    assert share(surrogate.clipped_high | surrogate.clipped_low) == pytest.approx(case["expected"]["clipfrac"], abs=1e-8)
+    assert share(surrogate.clipped_high | surrogate.clipped_low) == pytest.approx(
+        case["expected"]["clipfrac"], abs=1e-8
+    )
     assert share(surrogate.dual_clipped) == case["expected"]["clipfrac_lower"]
 
 
 @pytest.mark.parametrize(
-    ("name", "shaping"), [("loss.luffy.official", 0.1), ("loss.luffy.no_shaping", None), ("loss.luffy.gamma0.5", 0.5)]
+    ("name", "shaping"),
+    [("loss.luffy.official", 0.1), ("loss.luffy.no_shaping", None), ("loss.luffy.gamma0.5", 0.5)],
 )
 def test_luffy_vectors(name: str, shaping: float | None) -> None:
-    """The released script sums over everything and divides by the width of the response; the others average over tokens."""
+    """The released script sums over everything and divides by the width of the response; the others average
+    over tokens.
+    """
     case = CASES[name]
     packed = Packed(case["inputs"])
     foreign = packed.of(case["inputs"]["is_off_policy_token"]) > 0
-    clip = {"clip_low": 1.0, "clip_high": math.inf} if case["inputs"]["remove_clip"] else {"clip_low": 0.2, "clip_high": 0.2}
+    clip = (
+        {"clip_low": 1.0, "clip_high": math.inf}
+        if case["inputs"]["remove_clip"]
+        else {"clip_low": 0.2, "clip_high": 0.2}
+    )
     surrogate = luffy_per_token(**packed.tensors, is_demonstration=foreign, shaping=shaping, **clip)
     width = packed.shape[1]
     summed = case["inputs"]["remove_token_mean"]
@@ -141,9 +171,13 @@ def test_negative_log_likelihood_and_replay_vectors() -> None:
     case = CASES["loss.rollout_replay"]
     packed = Packed(case["inputs"])
     start, wrote = (packed.of(case["inputs"][name]) for name in ("step_start_log_prob", "behaviour_log_prob"))
-    surrogate = replay_centred_per_token(**three(packed.logprobs, start, packed.advantages), behaviour_logprobs=wrote)
+    surrogate = replay_centred_per_token(
+        **three(packed.logprobs, start, packed.advantages), behaviour_logprobs=wrote
+    )
     packed.check(surrogate.losses, packed.weights("token_mean"), case["expected"])
-    assert share(surrogate.clipped_high | surrogate.clipped_low) == pytest.approx(case["expected"]["clipfrac"], abs=1e-8)
+    assert share(surrogate.clipped_high | surrogate.clipped_low) == pytest.approx(
+        case["expected"]["clipfrac"], abs=1e-8
+    )
 
 
 NAMES = ("gppo_code", "gppo_paper", "cispo_cap", "cispo_verl", "clip")
@@ -187,13 +221,20 @@ def test_gradients_are_those_of_the_table_and_gppo_has_the_value_of_the_clip(tok
     surrogate = per_token(name, logprobs=logprobs, old_logprobs=old, advantages=advantages)
     (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
     ratios = (logprobs.detach() - old).exp().tolist()
-    expected = [-advantage * table(name, ratio, advantage) for ratio, advantage in zip(ratios, advantages.tolist(), strict=True)]
+    expected = [
+        -advantage * table(name, ratio, advantage)
+        for ratio, advantage in zip(ratios, advantages.tolist(), strict=True)
+    ]
     np.testing.assert_allclose(gradient, expected, atol=1e-12)
     if name.startswith("gppo"):
         dual_clip = C if name == "gppo_code" else None
-        plain = clipped_surrogate_per_token(**three(logprobs, old, advantages), clip_high=0.28, dual_clip=dual_clip)
+        plain = clipped_surrogate_per_token(
+            **three(logprobs, old, advantages), clip_high=0.28, dual_clip=dual_clip
+        )
         assert torch.equal(surrogate.losses, plain.losses)
-        assert torch.equal(surrogate.clipped_high, plain.clipped_high) and torch.equal(surrogate.clipped_low, plain.clipped_low)
+        assert torch.equal(surrogate.clipped_high, plain.clipped_high) and torch.equal(
+            surrogate.clipped_low, plain.clipped_low
+        )
     if name.startswith("cispo"):
         floor = 0.8 if name == "cispo_verl" else 0.0
         values = -np.clip(ratios, floor, 1.28) * (advantages * logprobs.detach()).numpy()
@@ -217,7 +258,9 @@ def test_gppo_keeps_a_finite_gradient_where_the_ratio_overflows() -> None:
 
 ADVANTAGE = st.floats(-2.0, 2.0).map(lambda value: round(value, 3))
 ROLLOUTS = st.lists(
-    st.tuples(ADVANTAGE, st.lists(st.tuples(st.floats(-1.5, 1.5), st.floats(-4.0, 0.0)), min_size=1, max_size=5)),
+    st.tuples(
+        ADVANTAGE, st.lists(st.tuples(st.floats(-1.5, 1.5), st.floats(-4.0, 0.0)), min_size=1, max_size=5)
+    ),
     min_size=1,
     max_size=5,
 )
@@ -228,7 +271,12 @@ def unpack(rollouts: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     index = [number for number, (_, tokens) in enumerate(rollouts) for _ in tokens]
     tokens = [token for _, own in rollouts for token in own]
     advantages = [advantage for advantage, own in rollouts for _ in own]
-    return torch.tensor(index), flat([token[0] for token in tokens]), flat([token[1] for token in tokens]), flat(advantages)
+    return (
+        torch.tensor(index),
+        flat([token[0] for token in tokens]),
+        flat([token[1] for token in tokens]),
+        flat(advantages),
+    )
 
 
 def every_loss(logprobs: Any, old: Any, advantages: Any, index: torch.Tensor) -> dict[str, SurrogateLoss]:
@@ -259,9 +307,15 @@ def test_on_policy_all_gradients_are_that_of_reinforce(rollouts: Any, kind: Any)
 def test_gspo_is_its_formula_and_a_clipped_rollout_has_no_gradient(rollouts: Any, form: Any) -> None:
     index, shift, old, advantages = unpack(rollouts)
     logprobs = (old + shift).requires_grad_()
-    surrogate = gspo_per_token(**three(logprobs, old, advantages), rollout_index=index, clip_low=0.2, clip_high=0.3, form=form)
-    weights = token_weights(kind="sequence_mean_token_mean", rollout_index=index, num_rollouts=len(rollouts), dtype=torch.float64)
-    (gradient,) = torch.autograd.grad(loss := weighted_loss(losses=surrogate.losses, weights=weights), logprobs)
+    surrogate = gspo_per_token(
+        **three(logprobs, old, advantages), rollout_index=index, clip_low=0.2, clip_high=0.3, form=form
+    )
+    weights = token_weights(
+        kind="sequence_mean_token_mean", rollout_index=index, num_rollouts=len(rollouts), dtype=torch.float64
+    )
+    (gradient,) = torch.autograd.grad(
+        loss := weighted_loss(losses=surrogate.losses, weights=weights), logprobs
+    )
     total, slopes = 0.0, []
     for number, (advantage, _) in enumerate(rollouts):
         own = (logprobs.detach() - old)[index == number].numpy()
@@ -289,12 +343,16 @@ def test_only_the_token_form_gives_each_token_its_own_advantage() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(rollouts=ROLLOUTS, seed=st.integers(0, 99), garbage=st.sampled_from([7.0, -300.0, math.inf]))
-def test_gspo_does_not_see_masked_tokens_nor_how_rollouts_are_split(rollouts: Any, seed: int, garbage: float) -> None:
+def test_gspo_does_not_see_masked_tokens_nor_how_rollouts_are_split(
+    rollouts: Any, seed: int, garbage: float
+) -> None:
     index, shift, old, advantages = unpack(rollouts)
     generator = np.random.default_rng(seed)
     mask = torch.tensor(generator.random(len(index)) < 0.6)
     part = torch.tensor(generator.integers(0, 3, len(rollouts)))[index]
-    weights = token_weights(kind="token_mean", rollout_index=index, num_rollouts=len(rollouts), mask=mask, dtype=torch.float64)
+    weights = token_weights(
+        kind="token_mean", rollout_index=index, num_rollouts=len(rollouts), mask=mask, dtype=torch.float64
+    )
     spoiled = torch.where(mask, old + shift, torch.full_like(old, garbage))
     everything = [torch.arange(len(index))]
     results = []
@@ -319,9 +377,15 @@ def test_gspo_does_not_see_masked_tokens_nor_how_rollouts_are_split(rollouts: An
 
 
 @settings(deadline=None)
-@given(tokens=st.lists(st.tuples(TOKEN, st.floats(-2.0, 2.0)), min_size=1, max_size=10), cap=st.sampled_from([None, 0.5, 1.5]))
+@given(
+    tokens=st.lists(st.tuples(TOKEN, st.floats(-2.0, 2.0)), min_size=1, max_size=10),
+    cap=st.sampled_from([None, 0.5, 1.5]),
+)
 def test_replay_is_the_printed_formula_and_on_fresh_rollouts_the_clip(tokens: Any, cap: float | None) -> None:
-    (shift, advantages, behaviour), age = zip(*[token for token, _ in tokens], strict=True), [age for _, age in tokens]
+    (shift, advantages, behaviour), age = (
+        zip(*[token for token, _ in tokens], strict=True),
+        [age for _, age in tokens],
+    )
     behaviour_T, old = flat(list(behaviour)), flat(list(behaviour)) + flat(age)
     logprobs = (old + flat(list(shift))).requires_grad_()
     given_ = three(logprobs, old, flat(list(advantages)))
@@ -344,12 +408,18 @@ def test_replay_is_the_printed_formula_and_on_fresh_rollouts_the_clip(tokens: An
     shaping=st.sampled_from([None, 0.1, 0.5]),
     garbage=st.sampled_from([math.nan, -50.0]),
 )
-def test_luffy_shapes_demonstrations_and_clips_the_rest(tokens: Any, shaping: float | None, garbage: float) -> None:
-    shift, advantages, old = (flat(list(column)) for column in zip(*[token for token, _ in tokens], strict=True))
+def test_luffy_shapes_demonstrations_and_clips_the_rest(
+    tokens: Any, shaping: float | None, garbage: float
+) -> None:
+    shift, advantages, old = (
+        flat(list(column)) for column in zip(*[token for token, _ in tokens], strict=True)
+    )
     foreign = torch.tensor([mark for _, mark in tokens])
     logprobs = (old + shift).clamp(max=0.0).requires_grad_()
     holes = torch.where(foreign, torch.full_like(old, garbage), old)  # demonstrations have no old log-probs
-    surrogate = luffy_per_token(**three(logprobs, holes, advantages), is_demonstration=foreign, shaping=shaping)
+    surrogate = luffy_per_token(
+        **three(logprobs, holes, advantages), is_demonstration=foreign, shaping=shaping
+    )
     plain = clipped_surrogate_per_token(**three(logprobs, old, advantages))
     (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
     (plain_gradient,) = torch.autograd.grad(plain.losses.sum(), logprobs)
@@ -373,9 +443,18 @@ def test_only_the_current_policy_carries_gradient() -> None:
         replay_centred_per_token(**tensors, behaviour_logprobs=weights),
         luffy_per_token(**tensors, is_demonstration=torch.tensor([True, False])),
     ):
-        gradients = torch.autograd.grad(surrogate.losses.sum(), [logprobs, old, advantages, weights], allow_unused=True)
-        assert gradients[0] is not None and gradients[0].all() and all(gradient is None for gradient in gradients[1:])
-        assert not any(mask.requires_grad for mask in (surrogate.clipped_high, surrogate.clipped_low, surrogate.dual_clipped))
+        gradients = torch.autograd.grad(
+            surrogate.losses.sum(), [logprobs, old, advantages, weights], allow_unused=True
+        )
+        assert (
+            gradients[0] is not None
+            and gradients[0].all()
+            and all(gradient is None for gradient in gradients[1:])
+        )
+        assert not any(
+            mask.requires_grad
+            for mask in (surrogate.clipped_high, surrogate.clipped_low, surrogate.dual_clipped)
+        )
 
 
 def test_reinforce_weights_and_impossible_input() -> None:
@@ -384,10 +463,16 @@ def test_reinforce_weights_and_impossible_input() -> None:
     assert weighted.losses.tolist() == [2.0, -4.0] and not weighted.clipped_high.any()
     zeros = three(torch.zeros(3), torch.zeros(3), torch.zeros(3))
     index = torch.zeros(3, dtype=torch.int64)
-    shapes: list[dict[str, Any]] = [{"advantages": torch.zeros(3, 1)}, {"old_logprobs": torch.zeros(3, dtype=torch.bfloat16)}]
+    shapes: list[dict[str, Any]] = [
+        {"advantages": torch.zeros(3, 1)},
+        {"old_logprobs": torch.zeros(3, dtype=torch.bfloat16)},
+    ]
     impossible: dict[Callable[..., SurrogateLoss], list[dict[str, Any]]] = {
         gppo_per_token: [{"clip_low": 1.5}, {"dual_clip": 1.0}, *shapes],
-        cispo_per_token: [{"cap": 0.0}, *({"cap": 1.0} | c for c in ({"floor": 1.0}, {"floor": -0.1}, *shapes))],
+        cispo_per_token: [
+            {"cap": 0.0},
+            *({"cap": 1.0} | c for c in ({"floor": 1.0}, {"floor": -0.1}, *shapes)),
+        ],
         gspo_per_token: [{"rollout_index": index} | change for change in ({"clip_high": -1.0}, *shapes)],
         luffy_per_token: [{"is_demonstration": index.bool(), "shaping": 0.0}],
         replay_centred_per_token: [{"behaviour_logprobs": torch.zeros(2)}],
@@ -398,3 +483,67 @@ def test_reinforce_weights_and_impossible_input() -> None:
         for change in changes:
             with pytest.raises(ValueError):
                 function(**(zeros | change))
+
+
+def test_a_weight_exactly_on_a_bound_of_cispo_is_inside_and_masks_are_masks() -> None:
+    tensors = three(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -1.0]))  # every ratio is exactly 1
+    for bounds in ({"cap": 1.0}, {"cap": 2.0, "floor": 1.0}):
+        surrogate = cispo_per_token(**tensors, **bounds)
+        assert not (surrogate.clipped_high | surrogate.clipped_low).any()
+    for surrogate in every_loss(*tensors.values(), torch.tensor([0, 1])).values():
+        for mask in (surrogate.clipped_high, surrogate.clipped_low, surrogate.dual_clipped):
+            assert mask.dtype == torch.bool and mask.shape == (2,)
+
+
+def test_bounds_of_the_clip_reach_every_loss_that_has_them() -> None:
+    """Ratios of 3 and 1 / 3 against bounds of their own: what the clip gives, centred on r0 = 1 or shaped by
+    nothing.
+    """
+    ratio, advantages = torch.tensor([3.0, 1 / 3]), torch.tensor([1.0, -1.0])
+    tensors = three(ratio.log(), torch.zeros(2), advantages)
+    bounds = {"clip_low": 0.5, "clip_high": 0.75}
+    expected = [-1.75, 0.5]
+    nobody = torch.zeros(2, dtype=torch.bool)
+    for surrogate in (
+        gppo_per_token(**tensors, **bounds),
+        gspo_per_token(**tensors, **bounds, rollout_index=torch.tensor([0, 1])),
+        luffy_per_token(**tensors, **bounds, is_demonstration=nobody),
+        replay_centred_per_token(**tensors, **bounds, behaviour_logprobs=torch.zeros(2)),
+    ):
+        assert surrogate.losses.tolist() == pytest.approx(expected)
+        assert surrogate.clipped_high.tolist() == [True, False] and surrogate.clipped_low.tolist() == [
+            False,
+            True,
+        ]
+
+
+def test_default_bounds_are_those_of_the_papers() -> None:
+    ratio, advantages = torch.tensor([3.0, 1 / 3]), torch.tensor([1.0, -1.0])
+    tensors = three(ratio.log(), torch.zeros(2), advantages)
+    assert clipped_surrogate_per_token(**tensors).losses.tolist() == pytest.approx([-1.2, 0.8])
+    assert gppo_per_token(**tensors).losses.tolist() == pytest.approx([-1.28, 0.8])
+    gspo = gspo_per_token(**tensors, rollout_index=torch.tensor([0, 1]))
+    assert gspo.losses.tolist() == pytest.approx([-1.0004, 0.9997])
+    replay = replay_centred_per_token(**tensors, behaviour_logprobs=torch.zeros(2))
+    assert replay.losses.tolist() == pytest.approx([-1.2, 0.8])
+    assert not cispo_per_token(**tensors, cap=5.0).clipped_low.any()  # no floor
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3, 1), torch.zeros(2), torch.zeros(3, dtype=torch.bfloat16)], ids=str
+)
+def test_log_probs_of_another_shape_or_in_half_precision_are_refused(wrong: torch.Tensor) -> None:
+    zeros = torch.zeros(3)
+    with pytest.raises(ValueError):
+        reinforce_per_token(logprobs=wrong, advantages=zeros)
+    for pair in ((wrong, zeros), (zeros, wrong)):
+        with pytest.raises(ValueError):
+            log_ratio(logprobs=pair[0], reference_logprobs=pair[1])
+
+
+@pytest.mark.parametrize("cap", [0.25, 1.0, 3.0])
+def test_a_cap_bounds_the_weight_of_stored_rollouts_on_either_side_of_one(cap: float) -> None:
+    old = torch.tensor([2.0]).log()
+    tensors = three(old, old, torch.tensor([1.0]))
+    surrogate = replay_centred_per_token(**tensors, behaviour_logprobs=torch.zeros(1), weight_cap=cap)
+    assert surrogate.losses.tolist() == pytest.approx([-min(2.0, cap)])

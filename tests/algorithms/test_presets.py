@@ -7,10 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from outrider.algorithms.gigpo import GigpoSettings
-from outrider.algorithms.group_settings import GroupSettings
-from outrider.algorithms.grpo import Grpo, GrpoSettings
-from outrider.algorithms.presets import (
+from outrider.algorithms.common.group_settings import GroupSettings
+from outrider.algorithms.common.presets import (
     GIGPO_PRESETS,
     GRPO_PRESETS,
     REINFORCE_PLUS_PLUS_PRESETS,
@@ -18,6 +16,8 @@ from outrider.algorithms.presets import (
     GrpoPreset,
     ReinforcePlusPlusPreset,
 )
+from outrider.algorithms.gigpo.algorithm import GigpoSettings
+from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusSettings
 from outrider.config import to_toml, validate
 from outrider.errors import ConfigError
@@ -70,7 +70,16 @@ def row_of(name: str) -> str:
     more += [f"overlong, {s.overlong.counted} tokens"] if s.overlong else []
     more += [f"dynamic sampling on {s.dynamic_sampling.metric}"] if s.dynamic_sampling else []
     more += [f"NLL {s.positive_nll:g}"] if s.positive_nll else []
-    cells = [f"`{name}`", credit, loss, clip, SHORT[s.aggregation] + length, kl, engine, "; ".join(more) or "none"]
+    cells = [
+        f"`{name}`",
+        credit,
+        loss,
+        clip,
+        SHORT[s.aggregation] + length,
+        kl,
+        engine,
+        "; ".join(more) or "none",
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -88,7 +97,9 @@ def test_every_name_that_the_settings_allow_is_a_preset() -> None:
         validate(GrpoSettings, {"preset": "reinforce++"})
 
 
-EVERY = [("grpo", name) for name in GRPO_PRESETS] + [("reinforce++", name) for name in REINFORCE_PLUS_PLUS_PRESETS]
+EVERY = [("grpo", name) for name in GRPO_PRESETS] + [
+    ("reinforce++", name) for name in REINFORCE_PLUS_PLUS_PRESETS
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY, ids=lambda value: value)
@@ -107,7 +118,9 @@ def test_a_preset_fills_what_is_not_given_and_survives_the_run_directory(kind: s
     assert (given.clip_high, given.sampler_correction) == (0.111, 1.5)
     without = validate(type(settings), {"preset": name, "overlong": "none", "dynamic_sampling": "none"})
     assert without.overlong is None and without.dynamic_sampling is None
-    run = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": {"type": kind, "preset": name}})
+    run = validate(
+        RunSettings, {"environment": {"type": "factbook"}, "algorithm": {"type": kind, "preset": name}}
+    )
     assert run.algorithm == settings
 
 
@@ -120,7 +133,10 @@ def test_a_table_that_both_name_is_merged() -> None:
 
 
 def test_a_punishment_that_no_rollout_can_reach_is_refused() -> None:
-    tree: dict[str, Any] = {"environment": {"type": "factbook"}, "rollout": {"max_response_tokens": 400, "max_turn_tokens": 40}}
+    tree: dict[str, Any] = {
+        "environment": {"type": "factbook"},
+        "rollout": {"max_response_tokens": 400, "max_turn_tokens": 40},
+    }
     algorithm: dict[str, Any] = {"type": "grpo", "preset": "dapo-paper"}
     assert validate(RunSettings, tree | {"algorithm": algorithm}).algorithm.type == "grpo"
     far = algorithm | {"overlong": {"max_tokens": 20480, "buffer": 4096}}
@@ -133,7 +149,9 @@ def test_no_preset_needs_more_than_its_settings() -> None:
         assert Grpo(validate(GrpoSettings, {"preset": name})).hooks == ()
     for name in REINFORCE_PLUS_PLUS_PRESETS:
         settings = validate(ReinforcePlusPlusSettings, {"preset": name})
-        assert ReinforcePlusPlus(settings).objective.needs_reference == (settings.kl_weight > 0 or settings.reward_kl_weight > 0)
+        assert ReinforcePlusPlus(settings).objective.needs_reference == (
+            settings.kl_weight > 0 or settings.reward_kl_weight > 0
+        )
 
 
 def test_gigpo_as_published_and_as_released() -> None:
@@ -146,5 +164,7 @@ def test_gigpo_as_published_and_as_released() -> None:
     for chosen in (paper, official):
         assert (chosen.kl_weight, chosen.kl_estimator, chosen.advantage) == (0.01, "k3", "group_centered")
         assert (chosen.clip_low, chosen.clip_high, chosen.aggregation) == (0.2, 0.2, "token_mean")
-    std = validate(GigpoSettings, {"preset": "gigpo-official", "normalization": "std", "invalid_penalty": 0.01})
+    std = validate(
+        GigpoSettings, {"preset": "gigpo-official", "normalization": "std", "invalid_penalty": 0.01}
+    )
     assert (std.advantage, std.invalid_penalty, std.episode_statistics) == ("group_normalized", 0.01, "turns")

@@ -51,10 +51,15 @@ def test_what_is_written_and_reported() -> None:
     trace = credited_trace = group()
     credit = Rejection(validate(RejectionSettings, {})).credit(trace)
     assert [leaf.advantage for leaf, _ in trace.rollouts()] == [0.0, 1.0, 1.0, 0.0, 1.0, None]
-    assert token_credit([trace]).tolist() == [1.0] * 6  # rejected tokens have no credit: they are in no denominator
+    # rejected tokens have no credit: they are in no denominator
+    assert token_credit([trace]).tolist() == [1.0] * 6
     assert (credit.advantages.has_signal, credit.advantages.reason) == (True, None)
     means = {name: np.mean(values) for name, values in credit.measurements.items()}
-    assert means == {"rejection/passed_fraction": 0.8, "rejection/kept_fraction": 0.6, "rejection/task_fraction": 1.0}
+    assert means == {
+        "rejection/passed_fraction": 0.8,
+        "rejection/kept_fraction": 0.6,
+        "rejection/task_fraction": 1.0,
+    }
     nobody = Rejection(validate(RejectionSettings, {"threshold": 3.0})).credit(trace := group())
     assert (nobody.advantages.reason, nobody.measurements["rejection/task_fraction"]) == ("rejected", [0.0])
     assert token_credit([trace]).size == 0 and trace.leaves[0].advantage == 0.0
@@ -71,12 +76,18 @@ def test_what_is_written_and_reported() -> None:
     deduplicate=st.booleans(),
     tokens=st.lists(st.integers(1, 3), min_size=8, max_size=8),
 )
-def test_no_rollout_below_the_threshold_is_ever_kept(values: Any, keep: str, deduplicate: bool, tokens: list[int]) -> None:
-    trace = trace_of([Played(value=value, first_token=token) for value, token in zip(values, tokens, strict=False)])
+def test_no_rollout_below_the_threshold_is_ever_kept(
+    values: Any, keep: str, deduplicate: bool, tokens: list[int]
+) -> None:
+    trace = trace_of(
+        [Played(value=value, first_token=token) for value, token in zip(values, tokens, strict=False)]
+    )
     found = kept(trace, threshold=0.5, keep=keep, deduplicate=deduplicate)
     good = [row for row, value in enumerate(values) if value is not None and value >= 0.5]
     assert set(found) <= set(good) and bool(found) == bool(good)
-    assert len(found) <= (1 if keep != "all" else len({tokens[row] for row in good}) if deduplicate else len(good))
+    assert len(found) <= (
+        1 if keep != "all" else len({tokens[row] for row in good}) if deduplicate else len(good)
+    )
     if keep == "all":
         assert {tokens[row] for row in found} == {tokens[row] for row in good}
     elif found:
@@ -85,12 +96,16 @@ def test_no_rollout_below_the_threshold_is_ever_kept(values: Any, keep: str, ded
 
 
 def test_it_climbs_the_chance_of_passing_and_nothing_else() -> None:
-    """Over all groups the expected gradient is exactly that of P(return >= threshold), whatever the returns above are."""
+    """Over all groups the expected gradient is exactly that of P(return >= threshold), whatever the returns
+    above are.
+    """
     tree = bias.make_tree(seed=2)
     algorithm = Rejection(validate(RejectionSettings, {"threshold": 0.6, "deduplicate": False}))
 
     def credit(paths: Any) -> Any:
-        return algorithm.credit(trace_of([Played(value=float(tree.returns[path])) for path in paths])).advantages
+        return algorithm.credit(
+            trace_of([Played(value=float(tree.returns[path])) for path in paths])
+        ).advantages
 
     found = bias.expected_gradient(tree, credit, group_size=2)
     weights = tree.path_probabilities * (tree.returns >= 0.6)

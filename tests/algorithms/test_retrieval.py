@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.credit import group_normalized_advantages_per_rollout
-from outrider.algorithms.losses import clipped_surrogate_per_token
-from outrider.algorithms.retrieval import (
+from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
+from outrider.algorithms.common.losses import clipped_surrogate_per_token
+from outrider.algorithms.rapo.formulas import (
     combined_advantages_per_rollout,
     retrieval_advantages_per_rollout,
     retrieval_factors_per_rollout,
@@ -71,7 +71,9 @@ def test_zero_entropy_before_is_defined_and_counted() -> None:
         reward = retrieval_reward_per_rollout(entropies_before=[0.0], entropies_after=[after])
         assert (reward.value, reward.gains, reward.num_floored) == (0.0, (gain,), 1)
     assert step_entropy_change(entropy_before=1e-5, entropy_after=2e-5) == pytest.approx(-0.01)
-    flipped = retrieval_reward_per_rollout(entropies_before=[0.0], entropies_after=[1.0], timing="inverse_entropy")
+    flipped = retrieval_reward_per_rollout(
+        entropies_before=[0.0], entropies_after=[1.0], timing="inverse_entropy"
+    )
     assert flipped.value == pytest.approx(-1000.0)
 
 
@@ -94,14 +96,19 @@ def test_group_of_hybrid_and_on_policy_rollouts_by_hand() -> None:
     np.testing.assert_allclose(retrieval.values, np.array([-1, -1, 1, 1]) * math.sqrt(3) / 2, rtol=1e-15)
     outcome = group_normalized_advantages_per_rollout(returns=[0.0, 1.0, 1.0, 0.0], eps=0.0)
     factors = retrieval_factors_per_rollout(retrieval=retrieval, weight=0.2)
-    np.testing.assert_allclose(factors, [1 - math.sqrt(0.03), 1 - math.sqrt(0.03), 1 + math.sqrt(0.03), 1 + math.sqrt(0.03)])
+    np.testing.assert_allclose(
+        factors, [1 - math.sqrt(0.03), 1 - math.sqrt(0.03), 1 + math.sqrt(0.03), 1 + math.sqrt(0.03)]
+    )
     combined = combined_advantages_per_rollout(outcome=outcome, factors=factors)
     half = math.sqrt(3) / 2
-    np.testing.assert_allclose(combined.values, [-half + 0.15, half - 0.15, half + 0.15, -half - 0.15], rtol=1e-12)
+    np.testing.assert_allclose(
+        combined.values, [-half + 0.15, half - 0.15, half + 0.15, -half - 0.15], rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
-    ("rewards", "reason"), [([0.0] * 4, "no_spread"), ([0.3] * 4, "no_spread"), ([0.3], "singleton"), ([None], "unscorable")]
+    ("rewards", "reason"),
+    [([0.0] * 4, "no_spread"), ([0.3] * 4, "no_spread"), ([0.3], "singleton"), ([None], "unscorable")],
 )
 def test_retrieval_without_spread_leaves_the_outcome_alone(rewards: list[float | None], reason: str) -> None:
     """No rollout retrieved, all retrieved equally well, one rollout, one faulted rollout."""
@@ -141,7 +148,9 @@ def test_lengths_must_agree() -> None:
 def test_weights_of_zero_are_grpo_bit_for_bit(rollouts: list[tuple[float, ...]]) -> None:
     returns, rewards, new, old, shares = (list(column) for column in zip(*rollouts, strict=True))
     outcome = group_normalized_advantages_per_rollout(returns=returns)
-    factors = retrieval_factors_per_rollout(retrieval=retrieval_advantages_per_rollout(rewards=rewards), weight=0.0)
+    factors = retrieval_factors_per_rollout(
+        retrieval=retrieval_advantages_per_rollout(rewards=rewards), weight=0.0
+    )
     combined = combined_advantages_per_rollout(outcome=outcome, factors=factors)
     assert combined.values.tobytes() == outcome.values.tobytes()
     scale = torch.tensor([retrieval_ratio_scale(retrieved_token_share=share, weight=0.0) for share in shares])
@@ -158,3 +167,10 @@ def test_weights_of_zero_are_grpo_bit_for_bit(rollouts: list[tuple[float, ...]])
         (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
         results.append((surrogate.losses.detach().numpy().tobytes(), gradient.numpy().tobytes()))
     assert results[0] == results[1]
+
+
+def test_an_entropy_may_be_below_zero_by_rounding_alone() -> None:
+    assert step_entropy_per_step(token_entropies=[-1e-5, 1.0]) == 0.5
+    for wrong in (-1.1e-5, math.inf, math.nan):
+        with pytest.raises(ValueError, match="not an entropy"):
+            step_entropy_per_step(token_entropies=[wrong])

@@ -1,4 +1,6 @@
-"""Retrieval where an action changes the state: steps of experts in the text shop, through the real loop and a real buffer."""
+"""Retrieval where an action changes the state: steps of experts in the text shop, through the real loop and a
+real buffer.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from outrider.algorithms.rapo import Rapo, RapoSettings
-from outrider.algorithms.retrieval_hook import RetrievalHook, RetrievalSettings
-from outrider.environments import webshop_text
+from outrider.algorithms.rapo.algorithm import Rapo, RapoSettings
+from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings
 from outrider.environments.base import played_steps
-from outrider.environments.webshop import WebShopConfig, WebShopFamily
+from outrider.environments.webshop import text as webshop_text
+from outrider.environments.webshop.family import WebShopConfig, WebShopFamily
 from outrider.memory.embedder import load_embedder
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.expert import trajectory_of
 from outrider.rollout.scheduler import Scheduler
@@ -33,7 +35,9 @@ def buffer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepTraceBuffer
         paths = {task.key: FAMILY.expert(task, 0) for task in tasks}
         made.add_trajectories(
             [
-                Trajectory(trajectory_id=key, task_key=key, agent="expert", prompt=(), steps=tuple(steps), reward=1.0)
+                Trajectory(
+                    trajectory_id=key, task_key=key, agent="expert", prompt=(), steps=tuple(steps), reward=1.0
+                )
                 for key, steps in paths.items()
                 if steps
             ],
@@ -47,7 +51,10 @@ def play(buffer: StepTraceBuffer, said: str, **chosen: Any) -> tuple[list[Trace]
     settings = RetrievalSettings(mode="execute", probability=1.0, **chosen)
     hook = RetrievalHook(settings, buffer=buffer, num_training_steps=1)
     scheduler = Scheduler(
-        engine=scripted(lambda r, _: said if int(r.request_id[-3:]) else "<action>search[lamp]</action>", context_length=60000),
+        engine=scripted(
+            lambda r, _: said if int(r.request_id[-3:]) else "<action>search[lamp]</action>",
+            context_length=60000,
+        ),
         renderer=ChatRenderer(TOKENIZER),
         factory=FAMILY.make(),
         limits=LIMITS,
@@ -59,20 +66,27 @@ def play(buffer: StepTraceBuffer, said: str, **chosen: Any) -> tuple[list[Trace]
 
 
 @pytest.mark.parametrize("scope", ["all", "other_tasks"])
-def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_is_not_paid_for(buffer: StepTraceBuffer, scope: str) -> None:
+def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_is_not_paid_for(
+    buffer: StepTraceBuffer, scope: str
+) -> None:
     """B1: the shop answers it in words, and the policy goes on without having been shown anything."""
     traces, hook = play(buffer, "<action>click[back to search]</action>", scope=scope)
     shown = [node for trace in traces for node in trace.nodes if node.origin is Origin.BUFFER]
     refusals = (webshop_text.NO_SUCH_NAME, webshop_text.NO_SEARCH_BAR)
     assert shown and not any(refusal in node.message.content for node in shown for refusal in refusals)
     assert hook.counts["refused"] > 0 and hook.counts["retrievals"] == hook.counts["refused"] + len(shown)
-    credit = [Rapo(RapoSettings(group_size=2, num_hybrid=2), buffer=buffer, num_training_steps=1).credit(t) for t in traces]
+    credit = [
+        Rapo(RapoSettings(group_size=2, num_hybrid=2), buffer=buffer, num_training_steps=1).credit(t)
+        for t in traces
+    ]
     num_paid = sum(len(one.measurements["retrieval/z_mean"]) for one in credit)
     assert 0 < num_paid <= len(shown)
 
 
 def test_what_a_rollout_did_can_be_done_again_from_its_stored_trajectory(buffer: StepTraceBuffer) -> None:
-    """B6: a retrieved step that was done is a step of the episode, or the pages behind it would be in no order."""
+    """B6: a retrieved step that was done is a step of the episode, or the pages behind it would be in no
+    order.
+    """
     traces, _ = play(buffer, "<action>click[buy now]</action>", scope="same_task")
     factory, num_done = FAMILY.make(), 0
     for trace in traces:

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.algorithms.credit_family import difficulty_probabilities
-from outrider.algorithms.rollout_replay import RolloutReplay, RolloutReplaySettings
-from outrider.algorithms.stored_groups import StoredGroup, restored_groups, snapshot_groups
+from outrider.algorithms.common.batch_advantages import difficulty_probabilities
+from outrider.algorithms.rollout_replay.algorithm import RolloutReplay, RolloutReplaySettings
+from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restored_groups, snapshot_groups
 from outrider.config import validate
 from outrider.errors import CheckpointError
 from outrider.trace import Leaf, Trace
 from outrider.types import Message, Origin, Outcome, Task
 
 CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
+    case["id"]: case
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
 }
 TEXT = Message(role="assistant", content="said")
 
@@ -27,15 +28,27 @@ def group(key: str, returns: Sequence[float | None], *, salt: int = 0) -> Trace:
     trace = Trace(task=Task(key=key, question="?"), modes=("on_policy",) * len(returns))
     root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(5, 6), message=TEXT)
     for rollout, value in enumerate(returns):
-        said: dict[str, Any] = {"message": TEXT, "logprobs": (-0.1 - rollout, -1 / 3), "entropies": (0.5, 0.25)}
-        first = trace.append(parent=root.node_id, origin=Origin.POLICY, token_ids=(7 + rollout, 8 + salt), **said)
+        said: dict[str, Any] = {
+            "message": TEXT,
+            "logprobs": (-0.1 - rollout, -1 / 3),
+            "entropies": (0.5, 0.25),
+        }
+        first = trace.append(
+            parent=root.node_id, origin=Origin.POLICY, token_ids=(7 + rollout, 8 + salt), **said
+        )
         if value is None:
             trace.finish(Leaf(node_id=None, rollout=rollout, outcome=Outcome.TOOL_FAULT, episode_return=None))
             continue
         seen = trace.append(parent=first.node_id, origin=Origin.ENVIRONMENT, token_ids=(9,), message=TEXT)
         last = trace.append(parent=seen.node_id, origin=Origin.POLICY, token_ids=(10, 11), **said)
         trace.finish(
-            Leaf(node_id=last.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value, success=value == 1.0)
+            Leaf(
+                node_id=last.node_id,
+                rollout=rollout,
+                outcome=Outcome.FINISHED,
+                episode_return=value,
+                success=value == 1.0,
+            )
         )
     return trace
 
@@ -49,20 +62,25 @@ def keys(algorithm: RolloutReplay) -> list[str]:
 
 
 def test_upstream_selection_through_the_buffer() -> None:
-    """Seven groups come in one a step, so that all stay; then a step of two replays from those that are eligible."""
+    """Seven groups come in one a step, so that all stay; then a step of two replays from those that are
+    eligible.
+    """
     case = CASES["rollout_replay.select_buffer"]
     inputs, expected = case["inputs"], case["expected"]
     algorithm = replay(buffer_size=inputs["buffer_size"], num_fresh_steps=0)
     algorithm.stored = [
         StoredGroup.of(group(str(key), [1.0] * won + [0.0] * (8 - won)), step=step)
-        for step, (key, won) in enumerate(zip(inputs["group_ids_oldest_first"], inputs["successes_of_8"], strict=True))
+        for step, (key, won) in enumerate(
+            zip(inputs["group_ids_oldest_first"], inputs["successes_of_8"], strict=True)
+        )
     ]
     replayed, metrics = algorithm.replay([group("x", [1.0, 0.0]), group("y", [0.0, 0.0])], step=9)
     eligible = [str(key) for key in expected["eligible_after_dedup_and_filter"]]
     chosen = [trace.task.key for trace in replayed]
     assert len(chosen) == expected["replay_prompts_per_step"] == metrics["replay/num_groups"]
     assert set(chosen) <= set(eligible) and metrics["replay/num_eligible"] == len(eligible)
-    assert keys(algorithm) == [str(key) for key in expected["buffer_after"]] + ["x", "y"]  # fresh ones whatever they are worth
+    # fresh ones whatever they are worth
+    assert keys(algorithm) == [str(key) for key in expected["buffer_after"]] + ["x", "y"]
     assert metrics["replay/num_stored"] == 5 and metrics["replay/age_max"] <= 9
     drawn = set()
     for step in range(60):
@@ -81,8 +99,14 @@ def test_a_stored_group_is_the_group_without_its_faults_credit_and_texts() -> No
     assert again.is_replayed and sorted(again.leaves) == [0, 2] and again.task.key == "t" and stored.step == 4
     kept = [(leaf, path) for leaf, path in trace.rollouts() if path]
     for (leaf, path), (twin, copied) in zip(kept, again.rollouts(), strict=True):
-        assert (leaf.rollout, leaf.episode_return, leaf.success) == (twin.rollout, twin.episode_return, twin.success)
-        assert [(n.origin, n.token_ids, n.logprobs) for n in path] == [(n.origin, n.token_ids, n.logprobs) for n in copied]
+        assert (leaf.rollout, leaf.episode_return, leaf.success) == (
+            twin.rollout,
+            twin.episode_return,
+            twin.success,
+        )
+        assert [(n.origin, n.token_ids, n.logprobs) for n in path] == [
+            (n.origin, n.token_ids, n.logprobs) for n in copied
+        ]
     assert len(again.nodes) == 7  # the prompt once, and nothing of the fault
     algorithm = replay()
     algorithm.credit(again)
@@ -95,10 +119,12 @@ def test_a_stored_group_is_the_group_without_its_faults_credit_and_texts() -> No
 def test_a_buffer_comes_back_bit_for_bit_from_plain_data_and_arrays() -> None:
     algorithm = replay(selection="difficulty", num_fresh_steps=0)
     for step in range(3):
-        algorithm.replay([group(f"t{step}", [1.0, None, 0.1 + 0.2], salt=step), group("u", [0.0, 1.0])], step=step)
-    state, arrays = algorithm.memory_state()
+        algorithm.replay(
+            [group(f"t{step}", [1.0, None, 0.1 + 0.2], salt=step), group("u", [0.0, 1.0])], step=step
+        )
+    state, arrays = algorithm.state()
     other = replay(selection="difficulty", num_fresh_steps=0)
-    other.restore_memory(json.loads(json.dumps(state)), arrays)
+    other.restore(json.loads(json.dumps(state)), arrays)
     assert other.stored == algorithm.stored and other.estimates == algorithm.estimates
     following = [group("v", [1.0, 0.0])]
     first, second = algorithm.replay(following, step=3), other.replay(following, step=3)
@@ -141,11 +167,15 @@ def test_a_group_of_faults_is_not_stored() -> None:
 
 
 def test_tasks_are_drawn_as_the_probabilities_say() -> None:
-    """First draws, against the probabilities of the released rule; and the released temperature does not break."""
+    """First draws, against the probabilities of the released rule; and the released temperature does not
+    break.
+    """
     predicted = [0.0, 0.2, 0.45, 0.5, 0.8]
     known = {f"t{i}": value for i, value in enumerate(predicted)}
     known_tasks = [Task(key=key, question="") for key in known]
-    algorithm = replay(groups_per_step=3, selection="difficulty", temperature=0.2, num_fresh_steps=0, fresh_share=1.0)
+    algorithm = replay(
+        groups_per_step=3, selection="difficulty", temperature=0.2, num_fresh_steps=0, fresh_share=1.0
+    )
     algorithm.estimates = dict(known)
     draws = [algorithm.choose(known_tasks, step=step) for step in range(4000)]
     assert all(chosen is not None and len({task.key for task in chosen}) == 3 for chosen in draws)
@@ -154,7 +184,8 @@ def test_tasks_are_drawn_as_the_probabilities_say() -> None:
     sharp = replay(groups_per_step=3, selection="difficulty", num_fresh_steps=0, fresh_share=1.0)
     sharp.estimates = dict(known)
     nearest = sharp.choose([*known_tasks, Task(key="new", question="")], step=0)
-    assert nearest is not None and {task.key for task in nearest} == {"t3", "t2", "new"}  # never played: at the target
+    # never played: at the target
+    assert nearest is not None and {task.key for task in nearest} == {"t3", "t2", "new"}
     assert replay().choose(known_tasks, step=0) is None
 
 

@@ -1,4 +1,6 @@
-"""Weights, masks and rejection between engine and trainer: upstream vectors, a numpy reference, and rules for all inputs."""
+"""Weights, masks and rejection between engine and trainer: upstream vectors, a numpy reference, and rules for
+all inputs.
+"""
 
 import json
 import math
@@ -11,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.losses import clipped_surrogate_per_token, token_weights, weighted_loss
-from outrider.algorithms.sampler_correction import (
+from outrider.algorithms.common.losses import clipped_surrogate_per_token, token_weights, weighted_loss
+from outrider.algorithms.common.sampler_correction import (
     Level,
     correction_stats,
     importance_weights_per_token,
@@ -22,7 +24,8 @@ from outrider.algorithms.sampler_correction import (
 )
 
 CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case for case in json.loads((Path(__file__).parents[1] / "vectors" / "sampler_correction.json").read_text())
+    case["id"]: case
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "sampler_correction.json").read_text())
 }
 
 
@@ -51,7 +54,10 @@ def test_verl_masked_weights(level: Any) -> None:
     raw = importance_weights_per_token(**tokens, level=level)
     assert torch.equal(applied.changed, (applied.weights != raw)) and applied.changed.any()
     stats = correction_stats(
-        applied, old_logprobs=tokens["old_logprobs"], sampler_logprobs=tokens["sampler_logprobs"], mask=tokens["mask"]
+        applied,
+        old_logprobs=tokens["old_logprobs"],
+        sampler_logprobs=tokens["sampler_logprobs"],
+        mask=tokens["mask"],
     )
     assert stats.mean == pytest.approx(case["expected"]["mean"], abs=1e-8)
     assert stats.effective_sample_share == pytest.approx(case["expected"]["ess"], abs=1e-7)
@@ -112,7 +118,9 @@ def test_the_bounds_of_k1_are_those_of_the_inverse_weight() -> None:
     assert symmetric.tolist() == [True, True, True, True, True, False, False]
 
 
-@pytest.mark.parametrize("name", ["loss.trl.dapo.token_tis2", "loss.openrlhf.icepop", "loss.openrlhf.seq-mask-tis"])
+@pytest.mark.parametrize(
+    "name", ["loss.trl.dapo.token_tis2", "loss.openrlhf.icepop", "loss.openrlhf.seq-mask-tis"]
+)
 def test_weighted_losses(name: str) -> None:
     """Weight times clipped loss, over the denominators without the weight."""
     case = CASES[name]
@@ -126,14 +134,20 @@ def test_weighted_losses(name: str) -> None:
         if "seq-mask" in name:
             chosen["decided_by"] = "geometric"
         low, high = inputs["thresholds"]
-        weights = sampler_weights_per_token(**tokens_of(inputs, "old_log_prob"), lower=low, upper=high, **chosen).weights
+        weights = sampler_weights_per_token(
+            **tokens_of(inputs, "old_log_prob"), lower=low, upper=high, **chosen
+        ).weights
     logprobs = flat(inputs["log_prob"]).requires_grad_()
     surrogate = clipped_surrogate_per_token(
         logprobs=logprobs, old_logprobs=flat(inputs["old_log_prob"]), advantages=advantages, clip_high=0.28
     )
     index = torch.arange(len(mask)).repeat_interleave(mask.shape[1])
     every = token_weights(
-        kind="token_mean", rollout_index=index, num_rollouts=len(mask), mask=mask.reshape(-1), dtype=torch.float64
+        kind="token_mean",
+        rollout_index=index,
+        num_rollouts=len(mask),
+        mask=mask.reshape(-1),
+        dtype=torch.float64,
     )
     loss = weighted_loss(losses=surrogate.losses * weights, weights=every)
     assert loss.item() == pytest.approx(case["expected"]["loss"], abs=1e-9)
@@ -148,7 +162,9 @@ def test_a_whole_rollout_goes_when_its_geometric_mean_is_outside() -> None:
         "rollout_index": torch.tensor([0, 0, 1, 1]),
         "mask": torch.ones(4, dtype=torch.bool),
     }
-    applied = sampler_weights_per_token(**tokens, lower=0.5, upper=2.0, outside="zero", decided_by="geometric")
+    applied = sampler_weights_per_token(
+        **tokens, lower=0.5, upper=2.0, outside="zero", decided_by="geometric"
+    )
     np.testing.assert_allclose(applied.weights, [6.0, 0.25, 0.0, 0.0])
     assert applied.changed.tolist() == [False, False, True, True]
     both = sampler_weights_per_token(**tokens, lower=0.5, upper=5.0, outside="truncate")
@@ -156,7 +172,11 @@ def test_a_whole_rollout_goes_when_its_geometric_mean_is_outside() -> None:
     assert both.changed.tolist() == [True, True, True, False]
 
 
-BATCH = st.lists(st.tuples(st.integers(0, 3), st.floats(-3.0, 0.0), st.floats(-3.0, 0.0), st.booleans()), min_size=1, max_size=16)
+BATCH = st.lists(
+    st.tuples(st.integers(0, 3), st.floats(-3.0, 0.0), st.floats(-3.0, 0.0), st.booleans()),
+    min_size=1,
+    max_size=16,
+)
 GARBAGE = st.sampled_from([math.nan, math.inf, -math.inf, 9.0])
 
 
@@ -179,13 +199,19 @@ def test_numpy_reference(batch: Any, level: Any, upper: float | None) -> None:
     zeroed = sampler_weights_per_token(**tokens, level=level, upper=upper, lower=0.5, outside="zero")
     for token, (owner, old, sampler, mask) in enumerate(batch):
         own = [o - s for other, o, s, kept in batch if other == owner and kept]
-        logs = {"token": old - sampler, "sequence": math.fsum(own), "geometric": math.fsum(own) / max(1, len(own))}
+        logs = {
+            "token": old - sampler,
+            "sequence": math.fsum(own),
+            "geometric": math.fsum(own) / max(1, len(own)),
+        }
         weight = math.exp(min(max(logs[level], -20.0), 20.0)) if mask else 0.0
         assert raw[token] == pytest.approx(weight, rel=1e-9)
         assert truncated.weights[token].item() == pytest.approx(min(weight, upper or math.inf), rel=1e-9)
         assert zeroed.weights[token].item() in (0.0, pytest.approx(weight, rel=1e-9))
         if mask and min(abs(weight - bound) for bound in (0.5, upper or 2.0)) > 1e-9:
-            assert (zeroed.weights[token].item() == 0.0) == (weight < 0.5 or (upper is not None and weight > upper))
+            assert (zeroed.weights[token].item() == 0.0) == (
+                weight < 0.5 or (upper is not None and weight > upper)
+            )
             assert zeroed.changed[token].item() == (zeroed.weights[token].item() == 0.0)
 
 
@@ -227,7 +253,11 @@ def test_an_engine_that_agrees_is_a_no_op(batch: Any, level: Any, outside: Any) 
 
 
 @settings(deadline=None)
-@given(batch=BATCH, scope=st.sampled_from(["token", "sum", "mean", "max"]), statistic=st.sampled_from(["k2", "k3"]))
+@given(
+    batch=BATCH,
+    scope=st.sampled_from(["token", "sum", "mean", "max"]),
+    statistic=st.sampled_from(["k2", "k3"]),
+)
 def test_rejection_reference(batch: Any, scope: Any, statistic: Any) -> None:
     kept = rejection_mask_per_token(**columns(batch), statistic=statistic, scope=scope, upper=0.3)
 
@@ -253,9 +283,16 @@ def test_over_rollouts_keeps_the_gradient_and_empty_batches() -> None:
     assert mean.tolist() == [2.5, 2.0, 2.5, 0.0]
     (gradient,) = torch.autograd.grad(mean[0], values)
     assert gradient.tolist() == [0.5, 0.0, 0.5, 0.0]
-    assert over_rollouts(values, rollout_index=index, mask=mask, reduce="max").tolist() == [4.0, 2.0, 4.0, 0.0]
+    assert over_rollouts(values, rollout_index=index, mask=mask, reduce="max").tolist() == [
+        4.0,
+        2.0,
+        4.0,
+        0.0,
+    ]
     nothing = torch.zeros(0, dtype=torch.int64)
-    assert over_rollouts(torch.zeros(0), rollout_index=nothing, mask=nothing.bool(), reduce="sum").shape == (0,)
+    assert over_rollouts(torch.zeros(0), rollout_index=nothing, mask=nothing.bool(), reduce="sum").shape == (
+        0,
+    )
 
 
 def test_faults_and_impossible_settings_raise() -> None:
@@ -288,6 +325,44 @@ def test_faults_and_impossible_settings_raise() -> None:
             rejection_mask_per_token(**tokens, **choice)
     with pytest.raises(ValueError, match="shape"):
         sampler_weights_per_token(**(tokens | {"old_logprobs": torch.zeros(3)}))
-    rejected = sampler_weights_per_token(**(tokens | {"sampler_logprobs": torch.full((2,), -5.0)}), upper=2.0, outside="zero")
+    rejected = sampler_weights_per_token(
+        **(tokens | {"sampler_logprobs": torch.full((2,), -5.0)}), upper=2.0, outside="zero"
+    )
     stats = correction_stats(rejected, **(three | {"sampler_logprobs": torch.full((2,), -5.0)}))
     assert (stats.mean, stats.effective_sample_share, stats.num_truncated) == (0.0, 0.0, 2)
+
+
+@pytest.mark.parametrize("bounds", [{"upper": 1.0}, {"lower": 1.0, "upper": 2.0}], ids=str)
+@pytest.mark.parametrize("outside", ["truncate", "zero"])
+def test_a_weight_exactly_on_a_bound_is_inside(bounds: dict[str, float], outside: Any) -> None:
+    tokens: dict[str, Any] = columns([(0, -1.0, -1.0, True), (1, -2.0, -2.0, True)])
+    applied = sampler_weights_per_token(**tokens, **bounds, outside=outside)
+    assert applied.weights.tolist() == [1.0, 1.0] and not applied.changed.any()
+
+
+@pytest.mark.parametrize(("level", "expected"), [("token", [20.0, -20.0]), ("sequence", [10.0, 10.0])])
+def test_the_logarithm_of_a_weight_is_limited_on_both_sides(level: Any, expected: list[float]) -> None:
+    """A sum is limited as a whole: 50 - 40 stays 10."""
+    tokens: dict[str, Any] = columns([(0, 0.0, -50.0, True), (0, -40.0, 0.0, True)])
+    assert importance_weights_per_token(**tokens, level=level).log().tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("decided_by", "kept"), [("token", [0, 0, 1, 1]), ("sequence", [0, 0, 1, 1]), ("geometric", [1, 1, 1, 1])]
+)
+def test_the_bounds_are_held_against_the_weights_of_the_deciding_level(
+    decided_by: Any, kept: list[int]
+) -> None:
+    """A rollout of two weights of 3: its product is 9, its geometric mean 3; the other one's are 1."""
+    weights = flat([3.0, 3.0, 1.0, 1.0])
+    tokens: dict[str, Any] = columns([(0, 0.0, 0.0, True)] * 2 + [(1, 0.0, 0.0, True)] * 2)
+    tokens["old_logprobs"] = weights.log()
+    upper = {"token": 2.5, "sequence": 5.0, "geometric": 5.0}[decided_by]
+    applied = sampler_weights_per_token(**tokens, upper=upper, outside="zero", decided_by=decided_by)
+    np.testing.assert_allclose(applied.weights, weights * torch.tensor(kept))
+
+
+def test_a_statistic_exactly_on_a_bound_is_kept() -> None:
+    tokens: dict[str, Any] = columns([(0, -1.0, -1.0, True)])
+    for bounds in ({"lower": 1.0, "upper": 2.0}, {"lower": 0.5, "upper": 1.0}):
+        assert rejection_mask_per_token(**tokens, statistic="k1", **bounds).tolist() == [True]

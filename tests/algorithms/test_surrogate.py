@@ -1,4 +1,6 @@
-"""The clipped surrogate, alone and shared by several rollouts, against upstream vectors and scalar references."""
+"""The clipped surrogate, alone and shared by several rollouts, against upstream vectors and scalar
+references.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.losses import (
+from outrider.algorithms.common.losses import (
     clipped_surrogate_per_token,
     clipped_surrogate_shared_per_token,
     kl_per_token,
@@ -18,7 +20,9 @@ from outrider.algorithms.losses import (
     weighted_loss,
 )
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "surrogate_losses.json").read_text())
+CASES: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "vectors" / "surrogate_losses.json").read_text()
+)
 KINDS = {
     "token-mean": "token_mean",
     "token-sum": "token_sum",
@@ -36,8 +40,12 @@ def flat(rows: Any) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64).reshape(-1)
 
 
-def padded_weights(mask: Any, agg: str, *, num_rollouts: int | None = None, max_length: int | None = None) -> torch.Tensor:
-    """Token weights for padded rows. Upstream leaves empty rows out of the sequence count unless told otherwise."""
+def padded_weights(
+    mask: Any, agg: str, *, num_rollouts: int | None = None, max_length: int | None = None
+) -> torch.Tensor:
+    """Token weights for padded rows. Upstream leaves empty rows out of the sequence count unless told
+    otherwise.
+    """
     rows = torch.tensor(mask).bool()
     kept = [index for index in range(len(rows)) if rows[index].any() or num_rollouts is not None]
     number = torch.zeros(len(rows), dtype=torch.int64)
@@ -90,7 +98,9 @@ def test_upstream_loss_and_gradient(case: dict[str, Any]) -> None:
     if "rollout_is_weights" in inputs:
         weights = weights * flat(inputs["rollout_is_weights"])
     loss = weighted_loss(losses=losses, weights=weights)
-    assert loss.item() == pytest.approx(expected["loss"], abs=1e-7 if "klear" in case["id"] or "tree" in case["id"] else 1e-9)
+    assert loss.item() == pytest.approx(
+        expected["loss"], abs=1e-7 if "klear" in case["id"] or "tree" in case["id"] else 1e-9
+    )
     (gradient,) = torch.autograd.grad(loss, logprobs)
     np.testing.assert_allclose(gradient, flat(expected["grad_log_prob"]), atol=1e-8)
     if "metrics" in expected:
@@ -101,7 +111,9 @@ def test_upstream_loss_and_gradient(case: dict[str, Any]) -> None:
         assert float(dual) == pytest.approx(expected["metrics"]["actor/pg_clipfrac_lower"], abs=1e-8)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "inputs" not in case], ids=lambda case: case["id"])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "inputs" not in case], ids=lambda case: case["id"]
+)
 def test_arpo_loss_and_gradient(case: dict[str, Any]) -> None:
     logprobs = flat(case["ratio"]).log().requires_grad_()
     surrogate = clipped_surrogate_per_token(
@@ -118,7 +130,9 @@ def test_arpo_loss_and_gradient(case: dict[str, Any]) -> None:
     np.testing.assert_allclose(gradient, flat(case["grad_wrt_logprob"]), atol=1e-7)
 
 
-def reference(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> tuple[float, float]:
+def reference(
+    ratio: float, advantage: float, low: float, high: float, dual: float | None
+) -> tuple[float, float]:
     """Loss and its derivative by the log-prob, as the papers print them, one scalar at a time."""
     plain, clipped = -advantage * ratio, -advantage * min(max(ratio, 1.0 - low), 1.0 + high)
     loss, slope = (plain, plain) if plain >= clipped else (clipped, 0.0)
@@ -127,14 +141,22 @@ def reference(ratio: float, advantage: float, low: float, high: float, dual: flo
     return loss, slope
 
 
-ADVANTAGE = st.floats(-2.0, 2.0).map(lambda value: value if abs(value) > 1e-9 else 0.0)  # below, products underflow into ties
+# below, products underflow into ties
+ADVANTAGE = st.floats(-2.0, 2.0).map(lambda value: value if abs(value) > 1e-9 else 0.0)
 TOKEN = st.tuples(st.floats(-3.0, 3.0), ADVANTAGE, st.floats(1.0, 1.05))
 DUAL = st.sampled_from([None, 1.5, 3.0, 10.0])
 
 
 @settings(deadline=None)
-@given(tokens=st.lists(TOKEN, min_size=1, max_size=12), dual=DUAL, high=st.sampled_from([0.2, 0.28]), scaled=st.booleans())
-def test_scalar_reference(tokens: list[tuple[float, float, float]], dual: float | None, high: float, scaled: bool) -> None:
+@given(
+    tokens=st.lists(TOKEN, min_size=1, max_size=12),
+    dual=DUAL,
+    high=st.sampled_from([0.2, 0.28]),
+    scaled=st.booleans(),
+)
+def test_scalar_reference(
+    tokens: list[tuple[float, float, float]], dual: float | None, high: float, scaled: bool
+) -> None:
     log_ratios, advantages, scales = (list(column) for column in zip(*tokens, strict=True))
     logprobs = flat(log_ratios).requires_grad_()
     surrogate = clipped_surrogate_per_token(
@@ -158,7 +180,9 @@ def test_scalar_reference(tokens: list[tuple[float, float, float]], dual: float 
     ("ratio", "advantage", "loss", "slope"),
     [(1.28, 1.0, -1.28, -1.28), (0.8, -1.0, 0.8, 0.8), (3.0, -1.0, 3.0, 3.0), (1.0, 2.0, -2.0, -2.0)],
 )
-def test_a_ratio_exactly_on_a_bound_keeps_its_whole_gradient(ratio: float, advantage: float, loss: float, slope: float) -> None:
+def test_a_ratio_exactly_on_a_bound_keeps_its_whole_gradient(
+    ratio: float, advantage: float, loss: float, slope: float
+) -> None:
     """minimum() would hand half of it to the constant branch."""
     logprobs = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     surrogate = clipped_surrogate_per_token(
@@ -211,7 +235,9 @@ def test_shared_token_is_the_sum_over_its_leaves(
 
 
 def test_averaging_the_leaves_instead_is_wrong_once_something_clips() -> None:
-    """Ratio 1.5, leaves +1 and -0.5: the sum over leaves is -1.2 + 0.75, the mean advantage would give -1.2 * 0.5."""
+    """Ratio 1.5, leaves +1 and -0.5: the sum over leaves is -1.2 + 0.75, the mean advantage would give -1.2 *
+    0.5.
+    """
     logprobs = flat([1.5]).log().requires_grad_()
     together = clipped_surrogate_shared_per_token(
         logprobs=logprobs,
@@ -237,7 +263,9 @@ def test_only_the_current_policy_carries_gradient() -> None:
 
 def test_huge_log_ratios_stay_finite() -> None:
     logprobs = torch.tensor([900.0, -900.0], requires_grad=True)
-    surrogate = clipped_surrogate_per_token(logprobs=logprobs, old_logprobs=torch.zeros(2), advantages=torch.tensor([-1.0, 1.0]))
+    surrogate = clipped_surrogate_per_token(
+        logprobs=logprobs, old_logprobs=torch.zeros(2), advantages=torch.tensor([-1.0, 1.0])
+    )
     (gradient,) = torch.autograd.grad(surrogate.losses.sum(), logprobs)
     assert torch.isfinite(surrogate.losses).all() and not gradient.any()
 

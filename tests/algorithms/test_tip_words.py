@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.tip_hook import MemorySettings, TipHook
-from outrider.algorithms.tip_modes import PLAIN, TIPS_ON
-from outrider.algorithms.tip_words import environment_tip
-from outrider.environments.house import HouseConfig, HouseFamily
-from outrider.environments.house_plan import make_house
-from outrider.environments.scienceworld_text import render_action
+from outrider.algorithms.empo2.environment_tips import environment_tip
+from outrider.algorithms.empo2.hook import MemorySettings, TipHook
+from outrider.algorithms.empo2.modes import PLAIN, TIPS_ON
+from outrider.environments.house.family import HouseConfig, HouseFamily
+from outrider.environments.house.plan import make_house
+from outrider.environments.scienceworld.text import render_action
 from outrider.memory.embedder import HashEmbedder
 from outrider.rollout.episode import Limits
 from outrider.rollout.scheduler import RolloutReport
@@ -40,7 +40,9 @@ def make_hook(**changes: Any) -> TipHook:
 def play(hook: TipHook, tasks: list[Task], said: list[str], *, mode: str = PLAIN) -> RolloutReport:
     """Every task's one rollout says ``said``, turn by turn."""
     script = scripted(lambda request, context: said[int(request.request_id.split("/")[-1])])
-    return scheduler(script, FAMILY.make(), hooks=(hook,), limits=LIMITS).run(tasks, modes=(mode,), training_step=3)
+    return scheduler(script, FAMILY.make(), hooks=(hook,), limits=LIMITS).run(
+        tasks, modes=(mode,), training_step=3
+    )
 
 
 def test_what_was_found_and_what_failed_are_tips_and_nobody_is_asked() -> None:
@@ -59,7 +61,9 @@ def test_what_was_found_and_what_failed_are_tips_and_nobody_is_asked() -> None:
         f"open {place}: In the {place} in the {room} is the {goal}.",
         f"take {goal}: You take the {goal}.",  # said as the episode ended, in no node
     ]
-    assert {(tip.policy_version, tip.score) for tip in hook.memory.tips(str(task.metadata["world"]))} == {(3, 1.0)}
+    assert {(tip.policy_version, tip.score) for tip in hook.memory.tips(str(task.metadata["world"]))} == {
+        (3, 1.0)
+    }
     leaf = report.traces[0].leaves[0]
     assert (leaf.success, leaf.remark, leaf.num_remark_tokens) == (True, "", 0)
     assert (hook.counts["written"], hook.counts["stored"]) == (4, 4)
@@ -71,10 +75,16 @@ def test_an_episode_that_the_loop_cuts_tells_its_last_answer_too() -> None:
     hook = make_hook()
     play(hook, [TASKS[0]], [render_action("go sauna")] * 5 + [render_action("open sauna")])
     texts = [tip.text for tip in hook.memory.tips(str(TASKS[0].metadata["world"]))]
-    assert texts == ["go sauna: No door leads from the hall to the sauna.", "open sauna: There is no sauna in the hall."]
+    assert texts == [
+        "go sauna: No door leads from the hall to the sauna.",
+        "open sauna: There is no sauna in the hall.",
+    ]
     behind = played([0.0], [["start"]])
     answer = behind.append(
-        parent=1, origin=Origin.ENVIRONMENT, token_ids=(1,), message=Message(role="user", content="It is dark.")
+        parent=1,
+        origin=Origin.ENVIRONMENT,
+        token_ids=(1,),
+        message=Message(role="user", content="It is dark."),
     )
     behind.leaves[0].node_id = answer.node_id
     hook.after_group(behind)
@@ -105,9 +115,20 @@ def test_what_the_task_asks_finds_the_tip_that_speaks_of_it_among_those_about_ro
     for state_key in ("observation", "question"):
         hook = make_hook(state_key=state_key, num_shown=2)
         for other in plan.parent:
-            said = [f"go {other}", f"open {plan.furniture[other]}", "go hall", f"go {other}", "take nothing", "go hall"]
+            said = [
+                f"go {other}",
+                f"open {plan.furniture[other]}",
+                "go hall",
+                f"go {other}",
+                "take nothing",
+                "go hall",
+            ]
             play(hook, [task], list(map(render_action, said)))
-        first = next(n for n in play(hook, [task], ["x"] * 9, mode=TIPS_ON).traces[0].nodes if n.origin is Origin.MEMORY)
+        first = next(
+            n
+            for n in play(hook, [task], ["x"] * 9, mode=TIPS_ON).traces[0].nodes
+            if n.origin is Origin.MEMORY
+        )
         found[state_key] = fact in first.message.content
     assert found == {"observation": False, "question": True}
 

@@ -1,4 +1,6 @@
-"""Tree-GRPO on trees that the scheduler grew: upstream's advantages, sums over leaves as gradients, what its settings refuse."""
+"""Tree-GRPO on trees that the scheduler grew: upstream's advantages, sums over leaves as gradients, what its
+settings refuse.
+"""
 
 import json
 from dataclasses import replace
@@ -9,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.algorithms.credit import group_normalized_advantages_per_rollout
+from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
 from outrider.algorithms.tree_grpo import TreeGrpo, TreeGrpoSettings
 from outrider.config import load_settings, validate
 from outrider.errors import ConfigError
 from outrider.rollout.episode import Limits
 from outrider.trace import Trace
-from outrider.train.pack import RolloutPath
 from outrider.train.settings import RunSettings
-from outrider.train.update import UpdateSettings, update
+from outrider.train.update.pack import RolloutPath
+from outrider.train.update.update import UpdateSettings, update
 from tests.rollout.fakes import Factory, scheduler, tasks
 from tests.rollout.test_branch import Copying, answers
 from tests.rollout.test_scheduler import chatty
@@ -34,7 +36,8 @@ from tests.train.test_pack_update import (  # noqa: F401
 )
 
 CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
+    case["id"]: case
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "credit_family.json").read_text())
 }
 
 
@@ -68,7 +71,9 @@ def test_upstream_advantages_on_grown_trees(name: str, combination: str) -> None
     both.credit(sums)
     outer = group_normalized_advantages_per_rollout(returns=returns).values
     inner = np.array(CASES["tree_grpo.tree_inner"]["expected"]["advantage"][:6])
-    np.testing.assert_allclose([leaf.advantage or 0.0 for leaf, _ in sums.rollouts()], outer + inner, atol=1e-9)
+    np.testing.assert_allclose(
+        [leaf.advantage or 0.0 for leaf, _ in sums.rollouts()], outer + inner, atol=1e-9
+    )
 
 
 def test_within_a_tree_the_sum_is_zero_and_one_tree_is_twice_grpo() -> None:
@@ -82,12 +87,18 @@ def test_within_a_tree_the_sum_is_zero_and_one_tree_is_twice_grpo() -> None:
     trace = grown(alone, returns)
     alone.credit(trace)
     grpo = group_normalized_advantages_per_rollout(returns=returns).values
-    np.testing.assert_allclose([leaf.advantage or 0.0 for leaf, _ in trace.rollouts()], 2.0 * grpo, rtol=1e-12)
+    np.testing.assert_allclose(
+        [leaf.advantage or 0.0 for leaf, _ in trace.rollouts()], 2.0 * grpo, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [1, 60, 10_000])
-@pytest.mark.parametrize("options", [{}, {"num_kept": 2}, {"num_rounds": 2, "aggregation": "sequence_mean_token_mean"}], ids=str)
-def test_a_shared_tokens_gradient_is_the_sum_over_its_leaves(options: dict[str, Any], max_tokens: int) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kept": 2}, {"num_rounds": 2, "aggregation": "sequence_mean_token_mean"}], ids=str
+)
+def test_a_shared_tokens_gradient_is_the_sum_over_its_leaves(
+    options: dict[str, Any], max_tokens: int
+) -> None:
     """Against every kept leaf as a sequence of its own, in float64, over two epochs in which clips act."""
     chosen = algorithm(dual_clip=1.05, clip_high=0.01, clip_low=0.02, **options)
     returns = np.random.default_rng(1).random(chosen.settings.group_size).round(2).tolist()
@@ -99,12 +110,17 @@ def test_a_shared_tokens_gradient_is_the_sum_over_its_leaves(options: dict[str, 
     paths = []
     for index, (leaf, path) in enumerate(kept):
         assert leaf.advantage is not None
-        own = [replace(node, shares=None, owner=None, credit=(leaf.advantage,) * len(node.token_ids)) for node in path]
+        own = [
+            replace(node, shares=None, owner=None, credit=(leaf.advantage,) * len(node.token_ids))
+            for node in path
+        ]
         paths.append(RolloutPath(nodes=own, rollout_index=index))
     model = tiny_model(dtype=torch.float64)
     plain, policy = eager(model), Recorder(model, shift)
     settings = UpdateSettings(num_epochs=2, max_tokens=max_tokens)
-    report = update(policy, [trace], objective=chosen.objective, settings=settings, reference=None, first=False)
+    report = update(
+        policy, [trace], objective=chosen.objective, settings=settings, reference=None, first=False
+    )
     with torch.no_grad():
         olds = padded_logprobs(plain, paths)
     for found in policy.gradients:

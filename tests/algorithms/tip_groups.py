@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outrider.algorithms.empo2 import Empo2, Empo2Settings
+from outrider.algorithms.empo2.algorithm import Empo2, Empo2Settings
 from outrider.config import validate
 from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Leaf, Trace
@@ -21,24 +21,41 @@ def played(
     returns: list[float], observations: list[list[str]], *, modes: str = "plain", remarks: list[str] | None = None,
     actions: list[str] | None = None,
 ) -> Trace:  # fmt: skip
-    """One group by hand: what every rollout was told, turn by turn, and what all of them did (else: act 0, act 1 and so on)."""
+    """One group by hand: what every rollout was told, turn by turn, and what all of them did (else: act 0,
+    act 1 and so on).
+    """
     trace = Trace(task=Task(key="t", question="q"), modes=(modes,) * len(returns))
     for rollout, (value, told) in enumerate(zip(returns, observations, strict=True)):
         parent = None
         for turn, text in enumerate(told):
             said = Message(role="assistant", content=actions[turn] if actions else f"act {turn}")
             origin = Origin.ENVIRONMENT if turn else Origin.PROMPT
-            observed = trace.append(parent=parent, origin=origin, token_ids=(1,), message=Message(role="user", content=text))
+            observed = trace.append(
+                parent=parent, origin=origin, token_ids=(1,), message=Message(role="user", content=text)
+            )
             node = trace.append(
-                parent=observed.node_id, origin=Origin.POLICY, token_ids=(2,), message=said, logprobs=(-1.0,), entropies=(0.5,)
+                parent=observed.node_id,
+                origin=Origin.POLICY,
+                token_ids=(2,),
+                message=said,
+                logprobs=(-1.0,),
+                entropies=(0.5,),
             )
             parent = node.node_id
         remark = remarks[rollout] if remarks else ""
-        trace.finish(Leaf(node_id=parent, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value, remark=remark))
+        trace.finish(
+            Leaf(
+                node_id=parent, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value, remark=remark
+            )
+        )
     return trace
 
 
 def algorithm(**given_: Any) -> Empo2:
     return Empo2(
-        validate(Empo2Settings, {"group_size": 4, **given_}), embedder=HashEmbedder(), num_tokens=len, groups_per_step=2, seed=0
+        validate(Empo2Settings, {"group_size": 4, **given_}),
+        embedder=HashEmbedder(),
+        num_tokens=len,
+        groups_per_step=2,
+        seed=0,
     )

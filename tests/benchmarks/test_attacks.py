@@ -38,9 +38,13 @@ def test_all_attacks(tmp_path: Path) -> None:
     assert len(results) >= 1300 and through(results) == []
 
 
-def test_a_stopped_campaign_goes_on_behind_what_is_on_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_campaign_goes_on_behind_what_is_on_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[int] = []
-    monkeypatch.setitem(attacks.CHECKS, "tokens", lambda seed: str(ran.append(seed) or "") if seed != 2 else "broke out")
+    monkeypatch.setitem(
+        attacks.CHECKS, "tokens", lambda seed: str(ran.append(seed) or "") if seed != 2 else "broke out"
+    )
     out = tmp_path / "out.jsonl"
     attacks.attack(["tokens"], 2, out)
     with out.open("a") as file:

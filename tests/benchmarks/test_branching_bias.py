@@ -2,7 +2,14 @@
 
 import numpy as np
 import pytest
-from benchmarks.branching_bias import RULES, expected_gradient, lowest_cosines, make_tree, one_first_turn, shapes
+from benchmarks.branching_bias import (
+    RULES,
+    expected_gradient,
+    lowest_cosines,
+    make_tree,
+    one_first_turn,
+    shapes,
+)
 
 from tests.algorithms.test_arpo_gradient import exact_gradient, expected_estimate, policy_and_returns
 
@@ -15,7 +22,9 @@ def test_the_shapes_of_a_group_are_all_that_there_are(rule: str) -> None:
 
 
 def test_it_agrees_with_the_credit_that_the_update_gets() -> None:
-    """Forks that always leave: the fixed shape of tests/algorithms/test_arpo_gradient.py, through traces and credit."""
+    """Forks that always leave: the fixed shape of tests/algorithms/test_arpo_gradient.py, through traces and
+    credit.
+    """
     tree = make_tree(2)
     found = expected_gradient(tree, lambda change: 1.0, leaves=4, first_wave=2)
     np.testing.assert_allclose(found, expected_estimate(*policy_and_returns(2), "soft"), atol=1e-12)
@@ -23,7 +32,9 @@ def test_it_agrees_with_the_credit_that_the_update_gets() -> None:
 
 
 def test_c1_forks_that_depend_on_what_was_written_turn_the_second_turn_s_gradient() -> None:
-    second = {name: lowest_cosines(rule, num_trees=4, leaves=3, first_wave=2)[1] for name, rule in RULES.items()}
+    second = {
+        name: lowest_cosines(rule, num_trees=4, leaves=3, first_wave=2)[1] for name, rule in RULES.items()
+    }
     coin, bernoulli, threshold = second.values()
     assert coin == pytest.approx(1.0, abs=1e-12)
     assert 0.99 < bernoulli < 1.0 - 1e-6 and threshold < bernoulli

@@ -11,13 +11,17 @@ from benchmarks.figure_records import Score, render_all
 from benchmarks.figures import differences, main, rewritten
 
 from outrider.errors import DataError, PackError
-from outrider.evals.pack_make import make_pack
+from outrider.evals.pack.make import make_pack
 from outrider.types import Json
 from tests.evals.pack_runs import write_exact, write_questions, write_run
 
 ROOT = Path(__file__).parents[2]
 ORIGIN: dict[str, Json] = {"source": "a test", "command": "none"}
-TABLE: dict[str, Json] = {"kind": "cells", "columns": ["method", "a|b"], "rows": [["GRPO", "0.5"], ["RAPO", "0.9"]]}
+TABLE: dict[str, Json] = {
+    "kind": "cells",
+    "columns": ["method", "a|b"],
+    "rows": [["GRPO", "0.5"], ["RAPO", "0.9"]],
+}
 DOCUMENT = """# Title
 
 The score is <!-- figure: demo/end -->28.0 % [21.4,
@@ -47,7 +51,11 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "README.md").write_text("# Nothing here\n")
     (tmp_path / "docs" / "page.md").write_text(DOCUMENT)
     write_record(tmp_path, "lock", TABLE)
-    write_record(tmp_path, "demo", {"kind": "values", "values": {"end": {"percent": 28.0, "num_tasks": 150}, "steps": "5"}})
+    write_record(
+        tmp_path,
+        "demo",
+        {"kind": "values", "values": {"end": {"percent": 28.0, "num_tasks": 150}, "steps": "5"}},
+    )
     return tmp_path
 
 
@@ -57,9 +65,12 @@ def test_the_documents_of_this_project_are_what_is_recorded(capsys: pytest.Captu
 
 def test_every_record_is_shown_somewhere() -> None:
     marks = re.findall(
-        r"<!-- figures?: (\S+) -->", "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+        r"<!-- figures?: (\S+) -->",
+        "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]),
     )
-    assert {name.partition("/")[0] for name in marks} == {file.stem for file in (ROOT / "records").glob("*.json")}
+    assert {name.partition("/")[0] for name in marks} == {
+        file.stem for file in (ROOT / "records").glob("*.json")
+    }
 
 
 def test_line_breaks_are_the_editor_s_business(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,14 +109,20 @@ def test_what_differs_is_named_by_document_and_line_and_written_anew(
      ("<!-- figure: demo/end -->1 <!-- figure: demo/steps -->2<!-- /figure -->", "has no other half"),
      ("a\nb <!-- figure: demo/start -->1<!-- /figure -->", "page.md:2: no record has the figure demo/start")],
 )  # fmt: skip
-def test_marks_that_do_not_pair_are_refused(root: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_marks_that_do_not_pair_are_refused(
+    root: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (root / "docs" / "page.md").write_text(text)
     assert main(["--root", str(root)]) == 1
     assert said in capsys.readouterr().err and (root / "docs" / "page.md").read_text() == text
 
 
 def test_malformed_records_are_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for record in ({"kind": "magic"}, {"kind": "cells"}, {"kind": "values", "values": {"a": {"percent": 101, "num_tasks": 1}}}):
+    for record in (
+        {"kind": "magic"},
+        {"kind": "cells"},
+        {"kind": "values", "values": {"a": {"percent": 101, "num_tasks": 1}}},
+    ):
         write_record(root, "other", record)  # type: ignore[arg-type]
         assert main(["--check", "--root", str(root)]) == 1
         assert "other.json" in capsys.readouterr().err
@@ -123,14 +140,24 @@ def packed(root: Path) -> Path:
     runs = []
     for seed, solved in enumerate((3, 4)):
         runs.append(
-            write_run(root / f"rapo-{seed}", data, scores=[1.0] * solved + [0.0] * (6 - solved), algorithm="rapo", seed=seed)
+            write_run(
+                root / f"rapo-{seed}",
+                data,
+                scores=[1.0] * solved + [0.0] * (6 - solved),
+                algorithm="rapo",
+                seed=seed,
+            )
         )
         runs.append(write_run(root / f"grpo-{seed}", data, scores=[1.0] + [0.0] * 5, seed=seed))
-    toys = [write_exact(root / "lock", "grpo", [0.0] * 10), write_exact(root / "lock", "rapo", [0.95] * 10)][:1]
+    toys = [write_exact(root / "lock", "grpo", [0.0] * 10), write_exact(root / "lock", "rapo", [0.95] * 10)][
+        :1
+    ]
     (root / "records" / "packs").mkdir()
     make_pack([*runs, *toys], root / "records" / "packs" / "first")
     names = {"before": "before", "RAPO": "after RAPO", "GRPO": "after GRPO"}
-    views = {form: {"form": form, "corner": "seed", "names": names} for form in ("seeds", "intervals", "summary")}
+    views = {
+        form: {"form": form, "corner": "seed", "names": names} for form in ("seeds", "intervals", "summary")
+    }
     evaluations = {
         "before": ["rapo-{seed}", "before training"],
         "RAPO": ["rapo-{seed}", "after RAPO"],
@@ -138,7 +165,11 @@ def packed(root: Path) -> Path:
     }
     write_record(root, "seeds", {"kind": "scores", "num_tasks": 6, "pack": "first", "pack_seeds": [0, 1], "views": views,
                                  "evaluations": evaluations})  # type: ignore[dict-item]  # fmt: skip
-    write_record(root, "toy", {"kind": "toys", "pack": "first", "toy": "lock", "methods": ["grpo", "rapo"], "num_seeds": 10})
+    write_record(
+        root,
+        "toy",
+        {"kind": "toys", "pack": "first", "toy": "lock", "methods": ["grpo", "rapo"], "num_seeds": 10},
+    )
     write_record(root, "runs", {"kind": "factbook", "pack": "first", "methods": ["grpo", "rapo"]})
     return root
 
@@ -150,8 +181,14 @@ def test_tables_follow_from_a_pack(packed: Path) -> None:
         "| 1 | 0.0 | 66.7 | 16.7 |",
         "| mean | 0.0 | 58.3 | 16.7 |",
     ]
-    assert "| 0 | 0.0 [0.0, 39.0] | 50.0 [18.8, 81.2] (200) | 16.7 [3.0, 56.4] (200) |" in figures["seeds/intervals"]
-    assert "| after RAPO | 58.3 % (50.0, 66.7) |" in figures["seeds/summary"] and "| before | 0.0 % |" in figures["seeds/summary"]
+    assert (
+        "| 0 | 0.0 [0.0, 39.0] | 50.0 [18.8, 81.2] (200) | 16.7 [3.0, 56.4] (200) |"
+        in figures["seeds/intervals"]
+    )
+    assert (
+        "| after RAPO | 58.3 % (50.0, 66.7) |" in figures["seeds/summary"]
+        and "| before | 0.0 % |" in figures["seeds/summary"]
+    )
     assert "| RAPO | 10 | 0.950 |" in figures["toy"] and "**RAPO** scores higher" in figures["toy"]
     assert "| RAPO | 2 | 58.3 |" in figures["runs"] and figures["runs/notes"].startswith("- ")
 
@@ -181,9 +218,7 @@ def test_pure_functions_leave_other_text_alone() -> None:
 
 
 def test_marks_in_a_block_of_code_are_examples() -> None:
-    text = (
-        "```markdown\n<!-- figure: gone -->1<!-- /figure -->\n<!-- figures: gone -->\n```\n<!-- figure: a -->1<!-- /figure -->\n"
-    )
+    text = "```markdown\n<!-- figure: gone -->1<!-- /figure -->\n<!-- figures: gone -->\n```\n<!-- figure: a -->1<!-- /figure -->\n"
     assert rewritten(text, {"a": "2"}, document="x") == text.replace("a -->1", "a -->2")
     [one] = differences(text, {"a": "2"}, document="x")
     assert (one.line, one.recorded, one.written) == (5, "2", "1")

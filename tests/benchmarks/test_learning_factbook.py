@@ -1,4 +1,6 @@
-"""The Factbook task of benchmarks.learning with scripted runs: one start a seed, one budget a seed, skipped, resumed or refused."""
+"""The Factbook task of benchmarks.learning with scripted runs: one start a seed, one budget a seed, skipped,
+resumed or refused.
+"""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +9,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from benchmarks.learning_factbook import Plan, compare_all, factbook_jobs, is_finished, policy_tokens, train_all, write_recipe
+from benchmarks.learning_factbook import (
+    Plan,
+    compare_all,
+    factbook_jobs,
+    is_finished,
+    policy_tokens,
+    train_all,
+    write_recipe,
+)
 from benchmarks.learning_tables import factbook_notes, factbook_table
 
 from benchmarks import learning
-from outrider.algorithms.empo2 import Empo2Settings
+from outrider.algorithms.empo2.algorithm import Empo2Settings
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
 from outrider.metrics import MetricsWriter
@@ -24,7 +34,9 @@ SHARES = {"sft": 0.2, "grpo": 0.3, "rapo": 0.9, "gigpo": 0.3}
 
 @dataclass
 class Runs:
-    """Writes what ``outrider train`` would have written. ``stops`` names a run that is killed before its end, once."""
+    """Writes what ``outrider train`` would have written. ``stops`` names a run that is killed before its end,
+    once.
+    """
 
     started: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     stops: str = ""
@@ -54,11 +66,16 @@ class Runs:
             writer.write(step, "train", spent | {"reward/mean": 0.1})
         writer.close()
         if settings.evaluation.at_start:
-            self.evaluate(run, f"of {settings.model.initial_checkpoint}", step=0, key="sft", seed=settings.seed)
+            self.evaluate(
+                run, f"of {settings.model.initial_checkpoint}", step=0, key="sft", seed=settings.seed
+            )
         self.evaluate(run, f"after {key.upper()}", step=5, key=key, seed=settings.seed)
 
     def evaluate(self, run: Path, label: str, *, step: int, key: str, seed: int) -> None:
-        scores = {task: float(number < len(TASKS) * SHARES.get(key, 0.5) + seed) for number, task in enumerate(TASKS)}
+        scores = {
+            task: float(number < len(TASKS) * SHARES.get(key, 0.5) + seed)
+            for number, task in enumerate(TASKS)
+        }
         mean = sum(scores.values()) / len(scores)
         line = {
             "label": label, "split": "test", "num_tasks": len(TASKS), "step": step, "temperature": 1.0, "panel_hash": "ab" * 32,
@@ -86,17 +103,25 @@ def test_all_begin_at_one_cold_start_and_end_at_the_reference_s_tokens(plan: Pla
     train(plan, runs)
     every = [method.key for method in plan.methods()]
     assert [name for name, _ in runs.started[:2]] == ["sft-0", "rapo-0"]
-    assert sorted(name for name, _ in runs.started) == sorted(f"{key}-{seed}" for key in every for seed in range(3))
+    assert sorted(name for name, _ in runs.started) == sorted(
+        f"{key}-{seed}" for key in every for seed in range(3)
+    )
     for seed in range(3):
         start = runs.settings_of(plan.out, f"sft-{seed}")
-        assert (start.train.num_steps, start.seed, start.num_threads) == (0, seed, 1) and start.cold_start.num_examples == 44
+        assert (start.train.num_steps, start.seed, start.num_threads) == (
+            0,
+            seed,
+            1,
+        ) and start.cold_start.num_examples == 44
         spent = policy_tokens(plan.out / f"rapo-{seed}")
         for key in every:
             settings = runs.settings_of(plan.out, f"{key}-{seed}")
             assert settings.algorithm.group_size == 8
             if key == "sft":
                 continue
-            assert settings.model.initial_checkpoint == str(plan.out / f"sft-{seed}" / "checkpoints" / "step-000000")
+            assert settings.model.initial_checkpoint == str(
+                plan.out / f"sft-{seed}" / "checkpoints" / "step-000000"
+            )
             assert settings.cold_start.num_examples == 0
             assert settings.train.max_policy_tokens == (None if key == "rapo" else spent)
             assert settings.train.num_steps == (5 if key == "rapo" else 100_000)
@@ -105,7 +130,9 @@ def test_all_begin_at_one_cold_start_and_end_at_the_reference_s_tokens(plan: Pla
 def test_what_all_share_is_the_recipe_s_objective(plan: Plan) -> None:
     runs = Runs()
     train(replace(plan, seeds=range(1)), runs)
-    settings = {method.key: runs.settings_of(plan.out, f"{method.key}-0").algorithm for method in plan.methods()}
+    settings = {
+        method.key: runs.settings_of(plan.out, f"{method.key}-0").algorithm for method in plan.methods()
+    }
     for key in ("grpo", "gigpo", "rapo", "arpo", "aepo", "empo2"):
         found = settings[key]
         assert (found.clip_low, found.clip_high, found.dual_clip) == (0.28, 0.28, None)
@@ -119,13 +146,19 @@ def test_empo2_for_small_models_is_the_preset_whatever_is_shared(plan: Plan) -> 
     method = next(method for method in plan.methods() if method.key == "empo2-centered")
     algorithm = load_settings(RunSettings, file=write_recipe(plan, method), overrides=[]).algorithm
     assert isinstance(algorithm, Empo2Settings)
-    assert (algorithm.preset, algorithm.advantage, algorithm.intrinsic_where_tied) == ("empo2-centered", "group_centered", False)
+    assert (algorithm.preset, algorithm.advantage, algorithm.intrinsic_where_tied) == (
+        "empo2-centered",
+        "group_centered",
+        False,
+    )
 
 
 def test_a_given_budget_is_everybody_s(plan: Plan) -> None:
     runs = Runs()
     train(replace(plan, policy_tokens=777, seeds=range(1)), runs, "grpo", "rapo")
-    assert {name: runs.settings_of(plan.out, name).train.max_policy_tokens for name in ("grpo-0", "rapo-0")} == {
+    assert {
+        name: runs.settings_of(plan.out, name).train.max_policy_tokens for name in ("grpo-0", "rapo-0")
+    } == {
         "grpo-0": 777,
         "rapo-0": 777,
     }
@@ -141,7 +174,13 @@ def test_finished_runs_are_skipped_and_a_killed_one_is_resumed(plan: Plan) -> No
     num_before = len(runs.started)
     train(plan, runs, "grpo", "rapo", "gigpo")
     assert runs.started[num_before] == ("gigpo-1", ("--resume", str(plan.out / "gigpo-1")))
-    assert [name for name, _ in runs.started[num_before:]] == ["gigpo-1", "sft-2", "rapo-2", "grpo-2", "gigpo-2"]
+    assert [name for name, _ in runs.started[num_before:]] == [
+        "gigpo-1",
+        "sft-2",
+        "rapo-2",
+        "grpo-2",
+        "gigpo-2",
+    ]
     train(plan, runs, "grpo", "rapo", "gigpo")
     assert runs.started[-1][0] == "gigpo-2"
 
@@ -162,8 +201,13 @@ def test_other_settings_in_the_same_folder_are_refused(plan: Plan) -> None:
     train(replace(plan, overrides=("num_threads=2", "train.checkpoint_every=1")), runs, "grpo", "rapo")
     assert len(runs.started) == num_before  # how fast and how safely it runs may change
     with pytest.raises(ConfigError, match=r"sft-0 was begun with other settings \(optimizer.learning_rate\)"):
-        train(replace(plan, overrides=("num_threads=1", "optimizer.learning_rate=1e-3")), runs, "grpo", "rapo")
-    with pytest.raises(ConfigError, match=r"rapo-0 was begun with other settings \(train.max_policy_tokens, train.num_steps\)"):
+        train(
+            replace(plan, overrides=("num_threads=1", "optimizer.learning_rate=1e-3")), runs, "grpo", "rapo"
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"rapo-0 was begun with other settings \(train.max_policy_tokens, train.num_steps\)",
+    ):
         train(replace(plan, policy_tokens=5), runs, "grpo", "rapo")
 
 
@@ -188,12 +232,19 @@ def test_the_table_has_every_method_with_the_verdict_of_compare(plan: Plan) -> N
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
     assert list(rows) == ["GRPO", "GiGPO", "imitation alone", "RAPO", "ARPO"]
     assert len({line.count(" | ") for line in (header, *lines)}) == 1
-    assert "**RAPO** scores higher" in rows["RAPO"] and "1.00 [1.00, 1.00]" in rows["RAPO"] and "1,001" in rows["RAPO"]
-    assert "**GRPO** scores higher" in rows["imitation alone"] and "0.00 [0.00, 0.00]" in rows["imitation alone"]
+    assert (
+        "**RAPO** scores higher" in rows["RAPO"]
+        and "1.00 [1.00, 1.00]" in rows["RAPO"]
+        and "1,001" in rows["RAPO"]
+    )
+    assert (
+        "**GRPO** scores higher" in rows["imitation alone"] and "0.00 [0.00, 0.00]" in rows["imitation alone"]
+    )
     assert "no winner" in rows["GiGPO"] and "not run" in rows["ARPO"] and "| 3 |" in rows["imitation alone"]
     said = factbook_notes(chosen, comparison)
     assert "final scores are not at equal training steps: GiGPO took 5, imitation alone none" in said
-    assert any(note.startswith("no curve of held-out scores: gigpo-0 and ") for note in said)  # a run's name is not its group's
+    # a run's name is not its group's
+    assert any(note.startswith("no curve of held-out scores: gigpo-0 and ") for note in said)
     assert "| 0: 30.0, 1: 31.2, 2: 32.5 |" in rows["GRPO"]  # of 80 tasks 24, 25 and 26
 
 
@@ -205,11 +256,23 @@ def test_one_seed_names_nobody_and_reasons_use_the_shown_names(plan: Plan) -> No
     comparison = compare_all(single, chosen)
     assert comparison is not None
     table = factbook_table(chosen, comparison)
-    assert "scores higher" not in table and "Dr. GRPO has 1 seed, at least 3 are needed" in table and "one seed" in table
+    assert (
+        "scores higher" not in table
+        and "Dr. GRPO has 1 seed, at least 3 are needed" in table
+        and "one seed" in table
+    )
 
 
 def test_the_command_shows_what_is_finished(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["factbook", "--out", str(plan.out), "--recipe", str(RECIPE), "--only-report", "num_threads=1"]
+    arguments = [
+        "factbook",
+        "--out",
+        str(plan.out),
+        "--recipe",
+        str(RECIPE),
+        "--only-report",
+        "num_threads=1",
+    ]
     assert learning.main(arguments) == 0 and capsys.readouterr().out == ""
     train(plan, Runs(), "grpo", "rapo")
     assert learning.main(arguments) == 0
@@ -220,7 +283,9 @@ def test_the_command_shows_what_is_finished(plan: Plan, capsys: pytest.CaptureFi
 
 
 def test_a_recipe_is_whole_at_every_moment(tmp_path: Path) -> None:
-    """Two processes with different first seeds share a folder: one writes a recipe anew while the other's run reads it."""
+    """Two processes with different first seeds share a folder: one writes a recipe anew while the other's run
+    reads it.
+    """
     plan = Plan(recipe=RECIPE, out=tmp_path, seeds=[0], policy_tokens=100, overrides=())
     method = plan.methods()[0]
     path = write_recipe(plan, method)
@@ -234,7 +299,9 @@ def test_a_recipe_is_whole_at_every_moment(tmp_path: Path) -> None:
 
 
 def test_as_jobs_the_same_runs_come_in_the_same_order(plan: Plan) -> None:
-    """A method's job knows its budget when the reference is done; played one after another they are train_all's runs."""
+    """A method's job knows its budget when the reference is done; played one after another they are
+    train_all's runs.
+    """
     chosen = [method for method in plan.methods() if method.key in ("grpo", "rapo")]
     jobs = {job.name: job for job in factbook_jobs(plan, chosen)}
     assert jobs["factbook/sft-0"].after == () and jobs["factbook/rapo-0"].after == ("factbook/sft-0",)
@@ -253,4 +320,44 @@ def test_as_jobs_the_same_runs_come_in_the_same_order(plan: Plan) -> None:
     given = {job.name: job.after for job in factbook_jobs(replace(plan, policy_tokens=9), chosen)}
     assert given["factbook/grpo-0"] == ("factbook/sft-0",)
     with pytest.raises(ConfigError, match="begun with other settings"):
-        factbook_jobs(replace(plan, overrides=("num_threads=1", "optimizer.learning_rate=1e-3")), chosen)[0].is_done()
+        factbook_jobs(replace(plan, overrides=("num_threads=1", "optimizer.learning_rate=1e-3")), chosen)[
+            0
+        ].is_done()
+
+
+def test_a_recipe_with_an_algorithm_of_its_own_is_played_as_it_is(tmp_path: Path) -> None:
+    """What the recipe says of its algorithm holds for its row; the shared objective, and nothing else, for
+    the other rows.
+    """
+    for name, key in (("demo", "rapo"), ("house-empo2", "empo2")):
+        plan = Plan(
+            recipe=RECIPE.with_name(f"{name}.toml"),
+            out=tmp_path / name,
+            seeds=range(1),
+            policy_tokens=9,
+            overrides=(),
+        )
+        written = {
+            method.key: load_settings(
+                RunSettings, file=write_recipe(plan, method), overrides=["cold_start.num_examples=0"]
+            )
+            for method in plan.methods()
+        }
+        own = load_settings(RunSettings, file=plan.recipe).algorithm
+        assert written[key].algorithm == own
+        assert written["grpo"].algorithm.positive_nll == own.positive_nll
+        assert written["grpo"].algorithm.type == "grpo"
+
+
+def test_imitation_that_shows_tips_is_of_the_algorithm_that_has_them(tmp_path: Path) -> None:
+    plan = Plan(
+        recipe=RECIPE.with_name("house-empo2.toml"),
+        out=tmp_path,
+        seeds=range(1),
+        policy_tokens=9,
+        overrides=(),
+    )
+    imitation = next(method for method in plan.methods() if method.key == "sft")
+    begun = load_settings(RunSettings, file=write_recipe(plan, imitation), overrides=["train.num_steps=0"])
+    assert begun.cold_start.tip_share and begun.algorithm.type == "empo2"
+    factbook_jobs(plan, plan.methods()[:1])  # possible: GRPO begins from that cold start and shows no tip

@@ -1,4 +1,6 @@
-"""Unattended trainings, with shell commands in their place: what is killed is continued, what fails stops nothing, nothing runs twice."""
+"""Unattended trainings, with shell commands in their place: what is killed is continued, what fails stops
+nothing, nothing runs twice.
+"""
 
 import json
 import os
@@ -32,7 +34,9 @@ def job(folder: Path, name: str, script: str = "", *, after: tuple[str, ...] = (
 
 
 def run(folder: Path, *jobs: Job, num_processes: int = 2) -> dict[str, str]:
-    return Runner(jobs=jobs, folder=folder, num_processes=num_processes, note=lambda text: None, poll_s=0.01).run()
+    return Runner(
+        jobs=jobs, folder=folder, num_processes=num_processes, note=lambda text: None, poll_s=0.01
+    ).run()
 
 
 def started(folder: Path) -> list[str]:
@@ -44,7 +48,10 @@ def events(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_what_is_done_does_not_run_again_and_what_depends_comes_after(tmp_path: Path) -> None:
-    jobs = [job(tmp_path, "b", "test -e a.done && touch b.done", after=("a",)), job(tmp_path, "a", "sleep 0.1; touch a.done")]
+    jobs = [
+        job(tmp_path, "b", "test -e a.done && touch b.done", after=("a",)),
+        job(tmp_path, "a", "sleep 0.1; touch a.done"),
+    ]
     assert run(tmp_path, *jobs) == {} and started(tmp_path) == ["a", "b"]
     assert run(tmp_path, *jobs) == {} and started(tmp_path) == ["a", "b"]
     (tmp_path / "b.done").unlink()
@@ -54,7 +61,14 @@ def test_what_is_done_does_not_run_again_and_what_depends_comes_after(tmp_path: 
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_never_more_processes_than_asked_for(tmp_path: Path, num_processes: int) -> None:
     count = "n=$(ls | grep -c running); echo $n >> seen; touch {0}.running; sleep 0.05; rm {0}.running; touch {0}.done"
-    assert run(tmp_path, *(job(tmp_path, f"j{n}", count.format(f"j{n}")) for n in range(6)), num_processes=num_processes) == {}
+    assert (
+        run(
+            tmp_path,
+            *(job(tmp_path, f"j{n}", count.format(f"j{n}")) for n in range(6)),
+            num_processes=num_processes,
+        )
+        == {}
+    )
     assert max(map(int, (tmp_path / "seen").read_text().split())) < num_processes
 
 
@@ -65,7 +79,11 @@ def test_a_failing_run_is_told_and_stops_only_what_needs_it(tmp_path: Path) -> N
     ]  # fmt: skip
     failed = run(tmp_path, *jobs, num_processes=1)
     assert failed["bad"] == "exit status 3: because" and failed["after-bad"] == "not begun: bad has no result"
-    assert "/no/such/program" in failed["none"] and failed["lazy"] == "exit status 0: it said nothing" and "good" not in failed
+    assert (
+        "/no/such/program" in failed["none"]
+        and failed["lazy"] == "exit status 0: it said nothing"
+        and "good" not in failed
+    )
     assert started(tmp_path) == ["bad", "good", *["lazy"] * MAX_ATTEMPTS]
     assert ("bad", "failed") in events(tmp_path) and ("good", "done") in events(tmp_path)
     assert last_line(log_file(tmp_path, "bad")) == "because"
@@ -129,13 +147,18 @@ def test_a_stopped_call_waits_for_the_checkpoints(tmp_path: Path) -> None:
     os.kill(parent.pid, signal.SIGTERM)
     _, told = parent.communicate(timeout=60)
     assert parent.returncode != 0 and b"KeyboardInterrupt" in told
-    assert (tmp_path / "checkpoint").exists() and events(tmp_path)[-1] == ("a", "stopped") and not is_running(tmp_path, "a")
+    assert (
+        (tmp_path / "checkpoint").exists()
+        and events(tmp_path)[-1] == ("a", "stopped")
+        and not is_running(tmp_path, "a")
+    )
 
 
 def write_journal(folder: Path, *lines: tuple[str, str, float]) -> None:
     """(job, event, seconds)"""
     records = [
-        {"job": name, "kind": name.rpartition("-")[0], "event": event, "time": 0.0, "seconds": s} for name, event, s in lines
+        {"job": name, "kind": name.rpartition("-")[0], "event": event, "time": 0.0, "seconds": s}
+        for name, event, s in lines
     ]
     (folder / "jobs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
 
@@ -148,7 +171,8 @@ def test_what_is_left_is_estimated_from_its_like(tmp_path: Path) -> None:
         (tmp_path / f"toys_lock_grpo-{n}.done").touch()
     [row] = progress(jobs, tmp_path)
     assert (row.num_done, row.num_running, row.num_failed, row.num_waiting) == (2, 0, 1, 1)
-    assert row.seconds_each == 15.0 and row.seconds_left == (15 - 4) + (15 - 1)  # a job's tries count together
+    # a job's tries count together
+    assert row.seconds_each == 15.0 and row.seconds_left == (15 - 4) + (15 - 1)
 
 
 def test_a_method_without_a_run_is_estimated_by_its_neighbours(tmp_path: Path) -> None:
@@ -176,9 +200,23 @@ def test_durations_in_words() -> None:
     ]
 
 
-def test_the_toys_run_as_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_toys_run_as_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command's own jobs, each played in this process: what they are asked is what a worker is told."""
-    arguments = ["toys", "--out", str(tmp_path), "--seeds", "2", "--toys", "lock", "--methods", "grpo", "--policy-tokens", "40"]
+    arguments = [
+        "toys",
+        "--out",
+        str(tmp_path),
+        "--seeds",
+        "2",
+        "--toys",
+        "lock",
+        "--methods",
+        "grpo",
+        "--policy-tokens",
+        "40",
+    ]
 
     def in_process(self: Runner) -> dict[str, str]:
         for one in self.jobs:
@@ -193,5 +231,7 @@ def test_the_toys_run_as_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert learning.main([*arguments, "--processes", "2"]) == 0
     assert "| GRPO | 2 |" in capsys.readouterr().out and "| GRPO | 2 |" in (tmp_path / "toys.md").read_text()
     grpo = next(method for method in ARENAS[0].methods() if method.key == "grpo")
-    assert all(load_result(tmp_path, ARENAS[0], grpo, seed, max_policy_tokens=40) is not None for seed in (0, 1))
+    assert all(
+        load_result(tmp_path, ARENAS[0], grpo, seed, max_policy_tokens=40) is not None for seed in (0, 1)
+    )
     assert learning.main([*arguments, "--processes", "0"]) == 2

@@ -1,4 +1,6 @@
-"""The toy suite of benchmarks.learning: one budget for all, nothing played twice, and tables that name only what the seeds carry."""
+"""The toy suite of benchmarks.learning: one budget for all, nothing played twice, and tables that name only
+what the seeds carry.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +13,14 @@ from benchmarks.learning_toys import ARENAS, Arena, load_result, play, play_all,
 
 from benchmarks import learning, learning_toys
 from outrider.errors import ConfigError, DataError
-from outrider.train.policy import set_threads
+from outrider.train.update.policy import set_threads
 from tests.toys import Result
 
 LOCK, CORRIDOR, HIDDEN = ARENAS
 BUDGET = 40
-DEFINED = [(arena, method) for arena in ARENAS for method in arena.methods() if arena.name not in method.undefined]
+DEFINED = [
+    (arena, method) for arena in ARENAS for method in arena.methods() if arena.name not in method.undefined
+]
 RESULT = Result(
     expected_return=0.5, sampled_return=0.5, num_policy_tokens=100, num_rollouts=10, num_steps=1, num_on_policy_rewards=1,
     num_hybrid_rewards=0,
@@ -28,8 +32,12 @@ def method_of(arena: Arena, key: str) -> Method:
     return found
 
 
-@pytest.mark.parametrize(("arena", "method"), DEFINED, ids=[f"{arena.name}-{method.key}" for arena, method in DEFINED])
-def test_every_method_stops_after_the_step_that_reaches_the_common_budget(arena: Arena, method: Method) -> None:
+@pytest.mark.parametrize(
+    ("arena", "method"), DEFINED, ids=[f"{arena.name}-{method.key}" for arena, method in DEFINED]
+)
+def test_every_method_stops_after_the_step_that_reaches_the_common_budget(
+    arena: Arena, method: Method
+) -> None:
     set_threads(1)
     played = play(arena, method, seed=0, max_policy_tokens=BUDGET)
     if method.key == IMITATION:
@@ -45,14 +53,21 @@ def test_methods_of_a_toy_differ_in_what_makes_them() -> None:
     for arena in ARENAS:
         every = arena.methods()
         assert len({method.key for method in every}) == len({method.name for method in every}) == len(every)
-        settings = {method.key: arena.settings(method).model_dump_json() for method in every if method.key != IMITATION}
+        settings = {
+            method.key: arena.settings(method).model_dump_json()
+            for method in every
+            if method.key != IMITATION
+        }
         assert len(set(settings.values())) == len(settings)
         assert BASELINE in settings
         for method in every:
             found = arena.settings(method)
             assert found.group_size == arena.shared["group_size"]
             if not method.own_objective:
-                assert (found.clip_low, found.clip_high) == (arena.shared["clip_low"], arena.shared["clip_high"])
+                assert (found.clip_low, found.clip_high) == (
+                    arena.shared["clip_low"],
+                    arena.shared["clip_high"],
+                )
                 assert found.aggregation == arena.shared["aggregation"]
 
 
@@ -91,7 +106,9 @@ def play_two(
     out: Path, *, seeds: Sequence[int] = (0, 1), tokens: int = 6000, only_load: bool = False
 ) -> dict[str, dict[int, Result]]:
     chosen = [method_of(LOCK, key) for key in ("grpo", "rapo", "empo2")]
-    return play_all(out, LOCK, chosen, seeds=seeds, max_policy_tokens=tokens, only_load=only_load, note=lambda text: None)
+    return play_all(
+        out, LOCK, chosen, seeds=seeds, max_policy_tokens=tokens, only_load=only_load, note=lambda text: None
+    )
 
 
 def test_what_is_finished_is_not_played_again(tmp_path: Path, played: list[tuple[str, int]]) -> None:
@@ -121,7 +138,9 @@ def test_a_kill_between_two_runs_leaves_whole_files_only(
     assert played == [("grpo", 0), ("grpo", 0), ("grpo", 1), ("rapo", 0), ("rapo", 1)]
 
 
-def test_results_of_other_settings_or_budgets_are_refused(tmp_path: Path, played: list[tuple[str, int]]) -> None:
+def test_results_of_other_settings_or_budgets_are_refused(
+    tmp_path: Path, played: list[tuple[str, int]]
+) -> None:
     play_two(tmp_path)
     with pytest.raises(ConfigError, match="max_policy_tokens differ"):
         play_two(tmp_path, tokens=5000)
@@ -148,10 +167,13 @@ def test_a_winner_needs_seeds_and_a_difference() -> None:
     better, same = returns(*(0.9 + n / 1000 for n in range(10))), returns(*[0.00004] * 10)
     found = toy_standings({"grpo": returns(*[0.00001] * 10), "rapo": better, "gigpo": same}, num_seeds=10)
     assert found["rapo"].verdict.winner == "rapo" and found["rapo"].improvement.value == 1.0
-    assert found["gigpo"].verdict.winner is None and found["gigpo"].improvement.value == 0.5  # what nobody sees is a tie
+    # what nobody sees is a tie
+    assert found["gigpo"].verdict.winner is None and found["gigpo"].improvement.value == 0.5
     assert "grpo" not in found
     few = toy_standings({"grpo": returns(*[0.0] * 3), "rapo": returns(*[0.9] * 3)}, num_seeds=3)
-    assert few["rapo"].verdict.winner is None and any("p = 0.25" in reason for reason in few["rapo"].verdict.reasons)
+    assert few["rapo"].verdict.winner is None and any(
+        "p = 0.25" in reason for reason in few["rapo"].verdict.reasons
+    )
 
 
 def test_more_methods_ask_for_more_evidence() -> None:
@@ -164,7 +186,11 @@ def test_more_methods_ask_for_more_evidence() -> None:
 
 def test_an_unfinished_method_wins_nothing() -> None:
     results = {"grpo": returns(*[0.0] * 10), "rapo": returns(*[0.9] * 9)}
-    [said] = [reason for reason in toy_standings(results, num_seeds=10)["rapo"].verdict.reasons if "9 of 10" in reason]
+    [said] = [
+        reason
+        for reason in toy_standings(results, num_seeds=10)["rapo"].verdict.reasons
+        if "9 of 10" in reason
+    ]
     assert said.startswith("rapo has ")
 
 
@@ -173,24 +199,44 @@ def test_the_table_says_why_a_cell_is_empty() -> None:
     results = {"grpo": returns(*[0.0] * 10), "rapo": returns(*[0.5, 0.9] * 5), "empo2": {}, "gigpo": {}}
     header, _, grpo, rapo, empo2, gigpo = toy_table(chosen, results, toy="lock", num_seeds=10).splitlines()
     assert len({line.count(" | ") for line in (header, grpo, rapo, empo2, gigpo)}) == 1
-    assert "| 0.700 |" in rapo and "0.500, 0.900" in rapo and "**RAPO** scores higher" in rapo and "10 / 0" in rapo
+    assert (
+        "| 0.700 |" in rapo
+        and "0.500, 0.900" in rapo
+        and "**RAPO** scores higher" in rapo
+        and "10 / 0" in rapo
+    )
     assert "neither reads nor writes tips" in empo2 and "not played" in gigpo
 
 
 def test_the_command_writes_its_table_and_shows_what_is_there(
     tmp_path: Path, played: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["toys", "--out", str(tmp_path), "--seeds", "2", "--toys", "lock", "--methods", "grpo", "rapo"]
+    arguments = [
+        "toys",
+        "--out",
+        str(tmp_path),
+        "--seeds",
+        "2",
+        "--toys",
+        "lock",
+        "--methods",
+        "grpo",
+        "rapo",
+    ]
     assert learning.main([*arguments, "--only-report"]) == 0
     assert played == [] and "not played" in (tmp_path / "toys.md").read_text()
     assert learning.main(arguments) == 0
     text = (tmp_path / "toys.md").read_text()
-    assert "6,000 policy tokens" in text and "| RAPO | 2 |" in text and text.strip() in capsys.readouterr().out
+    assert (
+        "6,000 policy tokens" in text and "| RAPO | 2 |" in text and text.strip() in capsys.readouterr().out
+    )
     assert learning.main([*arguments[:-1], "magic"]) == 2
     assert "unknown methods magic" in capsys.readouterr().err
 
 
-def test_two_processes_share_the_seeds_and_a_last_call_shows_all(tmp_path: Path, played: list[tuple[str, int]]) -> None:
+def test_two_processes_share_the_seeds_and_a_last_call_shows_all(
+    tmp_path: Path, played: list[tuple[str, int]]
+) -> None:
     arguments = ["toys", "--out", str(tmp_path), "--toys", "lock", "--methods", "grpo"]
     assert learning.main([*arguments, "--seeds", "1", "--first-seed", "1"]) == 0
     assert played == [("grpo", 1)] and "seeds 1 to 1" in (tmp_path / "toys.md").read_text()

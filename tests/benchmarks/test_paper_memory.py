@@ -1,4 +1,6 @@
-"""docs/papers.md says which commands one device can hold (row C6): its table is the command's, and each row is marked by it."""
+"""docs/papers.md says which commands one device can hold (row C6): its table is the command's, and each row
+is marked by it.
+"""
 
 import re
 import shlex
@@ -9,8 +11,8 @@ import torch
 from benchmarks.paper_memory import CONFIGS, TRAINING_BYTES, main, need_of
 
 from outrider.config import load_settings
-from outrider.train.policy import OptimizerSettings, Policy
 from outrider.train.settings import RunSettings
+from outrider.train.update.policy import OptimizerSettings, Policy
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +26,12 @@ def test_training_holds_so_many_bytes_a_parameter() -> None:
     torch.stack([parameter.sum() for parameter in policy.working.values()]).sum().backward()
     gradients = sum(master.grad.nbytes for master in policy.masters.values() if master.grad is not None)
     policy.step()
-    moments = [value for state in policy.optimizer.state.values() for value in state.values() if value.dim() > 0]
-    held = gradients + sum(tensor.nbytes for tensor in [*policy.working.values(), *policy.masters.values(), *moments])
+    moments = [
+        value for state in policy.optimizer.state.values() for value in state.values() if value.dim() > 0
+    ]
+    held = gradients + sum(
+        tensor.nbytes for tensor in [*policy.working.values(), *policy.masters.values(), *moments]
+    )
     assert held == TRAINING_BYTES * sum(parameter.numel() for parameter in policy.working.values())
 
 
@@ -41,7 +47,9 @@ def too_large() -> set[str]:
 
 def model_of(command: str) -> str:
     words = shlex.split(command)
-    return load_settings(RunSettings, file=ROOT / words[2], overrides=[word for word in words[3:] if "=" in word]).model.name
+    return load_settings(
+        RunSettings, file=ROOT / words[2], overrides=[word for word in words[3:] if "=" in word]
+    ).model.name
 
 
 def test_every_row_says_whether_its_training_fits_one_device(too_large: set[str]) -> None:
@@ -50,7 +58,9 @@ def test_every_row_says_whether_its_training_fits_one_device(too_large: set[str]
     for row in ROWS:
         own = row.split(" | ")[-1]
         missing = missing if own.startswith("the same") else own
-        large = [model_of(command) in too_large for command in re.findall(r"`(outrider train recipes/[^`]+)`", row)]
+        large = [
+            model_of(command) in too_large for command in re.findall(r"`(outrider train recipes/[^`]+)`", row)
+        ]
         if not any(large):  # the recipe's own model is small; the paper's is named
             assert "over 80 GB" not in missing or "for the paper's model" in missing, row
         assert any(large) <= ("over 80 GB" in missing), row

@@ -1,22 +1,28 @@
-"""The ScienceWorld comparison trains on tasks that come again: its memory is one a task, whatever the recipe's is."""
+"""The ScienceWorld comparison trains on tasks that come again: its memory is one a task, whatever the
+recipe's is.
+"""
 
 import importlib
 from pathlib import Path
 
 import pytest
 
-from outrider.algorithms.empo2 import Empo2Settings, never_shows_a_tip
+from outrider.algorithms.empo2.algorithm import Empo2Settings, never_shows_a_tip
 from outrider.config import load_settings
 from outrider.train.settings import RunSettings
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_run_has_a_memory_a_task_and_shows_tips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_run_has_a_memory_a_task_and_shows_tips(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # it runs as a script
     module = importlib.import_module("scienceworld_compare")
     begun: dict[str, list[str]] = {}
-    monkeypatch.setattr(module, "train", lambda run, arguments, last_label="": begun.update({run.name: list(arguments)}))
+    monkeypatch.setattr(
+        module, "train", lambda run, arguments, last_label="": begun.update({run.name: list(arguments)})
+    )
     monkeypatch.setattr(module, "at_equal_tokens", lambda run: ["train.max_policy_tokens=1000"])
     recipe = str(ROOT / "recipes" / "scienceworld-cpu.toml")
     monkeypatch.setattr(module, "costs", lambda *given: "")

@@ -1,4 +1,6 @@
-"""The counterfactual of tips: one who reads them gains by what they say, one who does not gains nothing, and all from one memory."""
+"""The counterfactual of tips: one who reads them gains by what they say, one who does not gains nothing, and
+all from one memory.
+"""
 
 import json
 import random
@@ -6,25 +8,34 @@ import re
 from pathlib import Path
 
 import pytest
-from benchmarks.tips_counterfactual import KEPT, REMOVED, SHUFFLED, Play, gain_table, main, score_table, shifted
+from benchmarks.tips_counterfactual import (
+    KEPT,
+    REMOVED,
+    SHUFFLED,
+    Play,
+    gain_table,
+    main,
+    score_table,
+    shifted,
+)
 
 from benchmarks import tips_counterfactual as counterfactual
 from outrider.config import load_settings
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.scienceworld_text import render_action
+from outrider.environments.scienceworld.text import render_action
 from outrider.errors import ConfigError
 from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Trace
 from outrider.train.components import Components, build
-from outrider.train.imitation import expert_rollouts, with_tips
+from outrider.train.data.imitation import expert_rollouts, with_tips
 from outrider.train.settings import RunSettings
 from outrider.types import Origin
 from tests.tiny import tiny_model
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "house-empo2.toml"
 SMALL = (
-    "num_threads=1", "model.precision=float32", "environment.num_train=2", "environment.num_test=3", "evaluation.num_tasks=18",
+    "num_threads=1", "model.trained_layers=1", "environment.num_train=2", "environment.num_test=3", "evaluation.num_tasks=18",
     "algorithm.memory.embedder=hash", "algorithm.memory.max_tip_tokens=90", "algorithm.memory.max_shown_tokens=300",
     "algorithm.memory.max_prompt_tokens=300", "rollout.max_response_tokens=2000", "rollout.max_observation_tokens=300",
     "rollout.max_turn_tokens=40", "cold_start.num_examples=6", "update.max_tokens=4096",
@@ -44,7 +55,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def parts_of(model: str, folder: Path, *changes: str) -> Components:
     settings = load_settings(RunSettings, file=RECIPE, overrides=[*SMALL, model, *changes])
-    return build(settings, buffer_path=folder / "b", resumed=False, on_tokens=lambda number: None, note=lambda text: None)
+    return build(
+        settings,
+        buffer_path=folder / "b",
+        resumed=False,
+        on_tokens=lambda number: None,
+        note=lambda text: None,
+    )
 
 
 def searcher(*, reads: bool) -> ScriptedEngine:
@@ -54,7 +71,9 @@ def searcher(*, reads: bool) -> ScriptedEngine:
         turn = int(request.request_id.split("/")[-1])
         doors = re.findall(r"You are in the hall\. Doors: ([a-z, ]+)\.", context)[0].split(", ")
         goal = re.findall(r"You look for the (\w+)\.", context)[-1]
-        told = re.search(rf"open (\w+): In the \w+ in the (\w+) is the {goal}\.", context.partition("</tip>")[0])
+        told = re.search(
+            rf"open (\w+): In the \w+ in the (\w+) is the {goal}\.", context.partition("</tip>")[0]
+        )
         place = re.findall(r"You see: (\w+)\.", context)
         room = random.Random(request.seed).choice(doors)
         if told and reads:
@@ -66,7 +85,9 @@ def searcher(*, reads: bool) -> ScriptedEngine:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_who_reads_gains_by_true_tips_alone(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+def test_who_reads_gains_by_true_tips_alone(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
     parts = parts_of(model, tmp_path)
     parts.engine = searcher(reads=reads)
     monkeypatch.setattr(counterfactual, "imitate_experts", lambda parts, **display: None)
@@ -95,7 +116,9 @@ def test_a_seed_is_played_once_and_other_settings_are_refused(
     assert "6 of 6 expert rollouts solved" in first.err
     assert "| seed | no tips | tips of other worlds | tips |" in first.out
     held = json.loads((tmp_path / "seed-0.json").read_text())
-    assert set(held["scores"]) == {REMOVED, SHUFFLED, KEPT} and all(len(one) == 3 for one in held["scores"].values())
+    assert set(held["scores"]) == {REMOVED, SHUFFLED, KEPT} and all(
+        len(one) == 3 for one in held["scores"].values()
+    )
 
     def refuse(*arguments: object, **others: object) -> None:
         raise AssertionError("played again")
@@ -111,7 +134,10 @@ def test_a_seed_is_played_once_and_other_settings_are_refused(
 
 def test_tables() -> None:
     seeds = {0: {REMOVED: {"a": 0.0, "b": 0.0}, SHUFFLED: {"a": 0.0, "b": 1.0}, KEPT: {"a": 1.0, "b": 1.0}}}
-    assert score_table(seeds).splitlines()[2:] == ["| 0 | 0.0 | 50.0 | 100.0 |", "| mean | 0.0 | 50.0 | 100.0 |"]
+    assert score_table(seeds).splitlines()[2:] == [
+        "| 0 | 0.0 | 50.0 | 100.0 |",
+        "| mean | 0.0 | 50.0 | 100.0 |",
+    ]
     assert gain_table(seeds).splitlines()[2].startswith("| 0 | +100.0 [")
 
 

@@ -1,4 +1,6 @@
-"""How often RAPO is rewarded by the number of decisions: the recursion against every course of a rollout, and against the real hook."""
+"""How often RAPO is rewarded by the number of decisions: the recursion against every course of a rollout, and
+against the real hook.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -10,20 +12,30 @@ import torch
 from benchmarks.decisions import Lock, rewarded
 from benchmarks.toy_decisions import HEADER, SERIES, Series, row
 
-from outrider.train.policy import set_threads
+from outrider.train.update.policy import set_threads
 from outrider.types import Origin
 from tests.toys import ACTIONS, ROOMS, Result, Toy, ToyRun, grpo, play, rapo
 
 NUM_ROLLOUTS = 1200
 LOCKS = [
-    pytest.param(Lock(chances=chances, num_turns=turns, is_strict=strict), id=f"{len(chances)} of {turns}, {strict=}")
+    pytest.param(
+        Lock(chances=chances, num_turns=turns, is_strict=strict), id=f"{len(chances)} of {turns}, {strict=}"
+    )
     for strict in (False, True)
-    for chances, turns in (((0.3,), 1), ((0.3, 0.6), 2), ((0.3, 0.5, 0.7), 3), ((0.2, 0.3, 0.5, 0.8), 4), ((0.4, 0.6, 0.3), 5))
+    for chances, turns in (
+        ((0.3,), 1),
+        ((0.3, 0.6), 2),
+        ((0.3, 0.5, 0.7), 3),
+        ((0.2, 0.3, 0.5, 0.8), 4),
+        ((0.4, 0.6, 0.3), 5),
+    )
 ]
 
 
 def every_course(lock: Lock) -> dict[frozenset[int], float]:
-    """Probability of a rewarded rollout by the doors that the policy opened, from all outcomes of all its draws."""
+    """Probability of a rewarded rollout by the doors that the policy opened, from all outcomes of all its
+    draws.
+    """
     found: dict[frozenset[int], float] = {}
     for right in product((False, True), repeat=lock.num_turns):
         for retrieves in product((False, True), repeat=lock.num_turns - 1):
@@ -33,8 +45,12 @@ def every_course(lock: Lock) -> dict[frozenset[int], float]:
     return found
 
 
-def one_course(lock: Lock, right: tuple[bool, ...], retrieves: tuple[bool, ...]) -> tuple[frozenset[int] | None, float]:
-    """The doors that the policy opened (None without a reward), and the probability of these draws; draws not needed halve it."""
+def one_course(
+    lock: Lock, right: tuple[bool, ...], retrieves: tuple[bool, ...]
+) -> tuple[frozenset[int] | None, float]:
+    """The doors that the policy opened (None without a reward), and the probability of these draws; draws not
+    needed halve it.
+    """
     door, chance, own, is_over = 0, 1.0, set(), False
     last = len(lock.chances) - 1
     for turn, (is_right, is_retrieved) in enumerate(zip(right, retrieves, strict=True)):
@@ -71,14 +87,22 @@ def test_the_real_hook_is_rewarded_as_often(strict: bool, tmp_path: Path) -> Non
     set_threads(1)
     toy = Toy(seed=0, depth=4, num_turns=4, is_strict=strict, chance=0.6)
     run = ToyRun(toy, rapo(), folder=tmp_path)
-    [trace] = run.scheduler(training=True).run(run.tasks, modes=("hybrid",) * NUM_ROLLOUTS, training_step=0).traces
+    [trace] = (
+        run.scheduler(training=True).run(run.tasks, modes=("hybrid",) * NUM_ROLLOUTS, training_step=0).traces
+    )
     run.buffer.close()
     combination = str(run.tasks[0].metadata["combination"])
     counts = np.zeros(toy.depth + 1)
     for leaf, path in trace.rollouts():
         door, own = 0, np.zeros(toy.depth)
         for node in path:
-            tried = node.metadata["action"] if node.origin is Origin.BUFFER else node.message.content if node.message else ""
+            tried = (
+                node.metadata["action"]
+                if node.origin is Origin.BUFFER
+                else node.message.content
+                if node.message
+                else ""
+            )
             if node.origin in (Origin.POLICY, Origin.BUFFER) and tried == combination[door]:
                 own[door] += node.origin is Origin.POLICY
                 door += 1
@@ -122,7 +146,9 @@ def test_the_locks_are_what_the_table_says(series: Series, tmp_path: Path) -> No
         assert before == pytest.approx(rewarded(replace(series.lock(depth), probability=0.0)), rel=1e-4)
         task = run.tasks[0]
         with torch.no_grad():
-            for room, action in zip(str(task.metadata["rooms"]), str(task.metadata["combination"]), strict=True):
+            for room, action in zip(
+                str(task.metadata["rooms"]), str(task.metadata["combination"]), strict=True
+            ):
                 run.model.table.weight[ROOMS.index(room), ACTIONS.index(action)] = 30.0
         assert run.expected_return() == pytest.approx(1.0, abs=1e-9)
 
@@ -140,9 +166,13 @@ def test_a_row_says_what_was_found() -> None:
     assert len(found) == len(HEADER)
 
 
-@pytest.mark.parametrize("chances", [(0.3, 0.6), (0.3, 0.5, 0.7), (0.2, 0.3, 0.5, 0.8), (0.9, 0.2, 0.5, 0.8, 0.4, 0.7)])
+@pytest.mark.parametrize(
+    "chances", [(0.3, 0.6), (0.3, 0.5, 0.7), (0.2, 0.3, 0.5, 0.8), (0.9, 0.2, 0.5, 0.8, 0.4, 0.7)]
+)
 def test_the_page_s_formula(chances: tuple[float, ...]) -> None:
-    """f_D = s p_D with s = 1 - q, as where the wrong step is done and ends the episode; H_d without the second term of f_d."""
+    """f_D = s p_D with s = 1 - q, as where the wrong step is done and ends the episode; H_d without the
+    second term of f_d.
+    """
     lock = Lock(chances=chances, num_turns=len(chances), is_strict=True, probability=0.4)
     q, last = lock.probability, len(chances)
 
@@ -166,10 +196,14 @@ def test_with_every_turn_retrieved_even_decisions_are_never_its_own() -> None:
 
 @pytest.mark.parametrize("depth", range(2, 9))
 def test_a_wrong_step_that_is_ignored_leaves_one_decision_to_chance(depth: int) -> None:
-    """Strict: the power of p is that of the decisions that cannot be retrieved. Lenient: the last one alone."""
+    """Strict: the power of p is that of the decisions that cannot be retrieved. Lenient: the last one
+    alone.
+    """
 
     def power(strict: bool) -> float:
-        low, high = (rewarded(Lock(chances=(p,) * depth, num_turns=depth, is_strict=strict)) for p in (1e-6, 1e-5))
+        low, high = (
+            rewarded(Lock(chances=(p,) * depth, num_turns=depth, is_strict=strict)) for p in (1e-6, 1e-5)
+        )
         return float(np.log10(high / low))
 
     assert power(strict=True) == pytest.approx((depth + 2) // 2, abs=1e-3)
@@ -182,13 +216,17 @@ def test_with_one_decision_rapo_is_grpo() -> None:
     """Nothing is retrieved before the only turn, so both play and learn the same."""
     set_threads(1)
     toy = Toy(seed=1, depth=1, num_turns=1, chance=0.3)
-    with_retrieval, without = (play(settings, seed=1, toy=toy, max_policy_tokens=60) for settings in (rapo(), grpo()))
+    with_retrieval, without = (
+        play(settings, seed=1, toy=toy, max_policy_tokens=60) for settings in (rapo(), grpo())
+    )
     assert with_retrieval == without and without.num_on_policy_rewards > 0
 
 
 @pytest.mark.slow
 def test_four_decisions_gain_more_than_two_of_the_same_rarity() -> None:
-    """As recorded (docs/algorithms/rapo.md): a wrong turn does nothing, one rollout in 10,000 is rewarded at the start."""
+    """As recorded (docs/algorithms/rapo.md): a wrong turn does nothing, one rollout in 10,000 is rewarded at
+    the start.
+    """
     set_threads(1)
     [equal] = [series for series in SERIES if series.name == "decisions-equal"]
 

@@ -9,7 +9,9 @@ from outrider.engines.base import Engine, Generation, Request
 def next_batch_after_a_late_cancel(
     build: Callable[[Callable[[int], None]], Engine], requests: Sequence[Request]
 ) -> list[Generation]:
-    """The same requests again, after a cancel of the first that asked while they ran and marked it when they had ended."""
+    """The same requests again, after a cancel of the first that asked while they ran and marked it when they
+    had ended.
+    """
     running, ended = threading.Event(), threading.Event()
     asked: list[str] = []
 

@@ -1,4 +1,6 @@
-"""Part 5 of the portability issue: tokens are drawn exactly from the distribution, and rounding hardly ever moves a draw."""
+"""Part 5 of the portability issue: tokens are drawn exactly from the distribution, and rounding hardly ever
+moves a draw.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from benchmarks.sampling import example_logits, inverse_cdf, num_changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.sampling import exponentials, request_stream, sample
+from outrider.engines.local.sampling import exponentials, request_stream, sample
 
 BLOCK = 256
 
@@ -22,7 +24,9 @@ def drawn(logits_V: torch.Tensor, num: int, *, temperature: float = 1.0, seed: i
 
 
 def check_chi_square(counts: np.ndarray, probabilities: np.ndarray) -> None:
-    """Within four standard deviations of the statistic's mean; cells that expect fewer than 8 are one cell."""
+    """Within four standard deviations of the statistic's mean; cells that expect fewer than 8 are one
+    cell.
+    """
     expected = probabilities / probabilities.sum() * counts.sum()
     small = expected < 8
     counts, expected = (np.append(cells[~small], cells[small].sum()) for cells in (counts, expected))
@@ -42,7 +46,9 @@ def test_draws_follow_the_distribution_for_any_size_of_the_vocabulary(size: int,
 
 
 def test_draws_follow_the_distribution_between_blocks_and_within_them() -> None:
-    """A large vocabulary in cells: every block, every place in a block, and ids in the order of their probability."""
+    """A large vocabulary in cells: every block, every place in a block, and ids in the order of their
+    probability.
+    """
     size = 11 * BLOCK + 50
     logits_V = 3.0 * torch.randn(size, generator=torch.Generator().manual_seed(5))
     probabilities = torch.softmax(logits_V.double(), dim=-1).numpy()
@@ -63,10 +69,19 @@ def test_rare_ids_come_as_often_as_they_should() -> None:
     assert abs(near - 0.255) < 4 * (0.255 * 0.745 / len(rare)) ** 0.5
 
 
-@given(data=st.data(), size=st.integers(1, 1100), seed=st.integers(0, 2**63 - 1), spread=st.sampled_from([0.0, 1.0, 8.0, 40.0]))
+@given(
+    data=st.data(),
+    size=st.integers(1, 1100),
+    seed=st.integers(0, 2**63 - 1),
+    spread=st.sampled_from([0.0, 1.0, 8.0, 40.0]),
+)
 @settings(max_examples=60, deadline=None)
-def test_every_draw_is_the_one_of_the_two_level_race_in_float64(data: st.DataObject, size: int, seed: int, spread: float) -> None:
-    """An independent reference: no other block, and no other id of the block, has a key that is larger by more than rounding."""
+def test_every_draw_is_the_one_of_the_two_level_race_in_float64(
+    data: st.DataObject, size: int, seed: int, spread: float
+) -> None:
+    """An independent reference: no other block, and no other id of the block, has a key that is larger by
+    more than rounding.
+    """
     temperature = data.draw(st.sampled_from([0.5, 1.0, 2.0]))
     logits_V = spread * torch.randn(size, generator=torch.Generator().manual_seed(seed % 2**31))
     (chosen,) = sample(logits_V[None], [temperature], [request_stream(seed)])[0]
@@ -122,7 +137,9 @@ def test_a_draw_of_zero_divides_nothing_and_ties_go_to_the_first(size: int) -> N
 
 
 def test_noise_of_the_size_of_rounding_hardly_ever_changes_a_draw() -> None:
-    """The rule before crosses one of 49,152 borders in four of a hundred draws; an argmax has none to cross."""
+    """The rule before crosses one of 49,152 borders in four of a hundred draws; an argmax has none to
+    cross.
+    """
     logits_BV = example_logits(32)
     before, now = (num_changed(rule, logits_BV, noise=1e-5, num_rounds=12) for rule in (inverse_cdf, sample))
     assert before >= 8 and now <= 1

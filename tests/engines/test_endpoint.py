@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.engines.endpoint import ChatEndpoint, ChatReply, EndpointSettings
-from outrider.engines.endpoint_wire import reply_text, wire_messages
+from outrider.engines.chat.engine import ChatEndpoint, ChatReply, EndpointSettings
+from outrider.engines.chat.wire import reply_text, wire_messages
 from outrider.errors import ConfigError, EngineFault, ModelError
 from outrider.types import Message
 from tests.chat_server import Answer, ChatServer, chat_server, completion
@@ -26,7 +26,9 @@ GOOD = completion("because")
 
 
 def endpoint(server: ChatServer, waits: list[float] | None = None, **settings: Any) -> ChatEndpoint:
-    chosen = EndpointSettings(**{"base_url": server.url, "model": "m", "timeout_s": 5.0, "max_retries": 2, **settings})
+    chosen = EndpointSettings(
+        **{"base_url": server.url, "model": "m", "timeout_s": 5.0, "max_retries": 2, **settings}
+    )
     return ChatEndpoint(chosen, sleep=(waits if waits is not None else []).append)
 
 
@@ -127,8 +129,12 @@ def test_over_tls_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    made = shlex.split("req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1")
-    subprocess.run(["openssl", *made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    made = shlex.split(
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run(
+        ["openssl", *made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     with chat_server([GOOD, Answer(trickle_headers=True)]) as server:
@@ -158,11 +164,16 @@ def test_waits_double_with_jitter_from_a_named_stream() -> None:
     def waits_of(seed: int, key: int) -> list[float]:
         waits: list[float] = []
         with chat_server([Answer({}, status=500)]) as server, pytest.raises(EngineFault):
-            ask(endpoint(server, waits, seed=seed, max_retries=6, backoff_s=1.0, max_backoff_s=10.0), seed=key)
+            ask(
+                endpoint(server, waits, seed=seed, max_retries=6, backoff_s=1.0, max_backoff_s=10.0), seed=key
+            )
         return waits
 
     waits = waits_of(0, 1)
-    assert all(min(10.0, 2.0**i / 2) <= wait <= min(10.0, 2.0**i) for i, wait in enumerate(waits)) and len(waits) == 6
+    assert (
+        all(min(10.0, 2.0**i / 2) <= wait <= min(10.0, 2.0**i) for i, wait in enumerate(waits))
+        and len(waits) == 6
+    )
     assert waits == waits_of(0, 1)
     assert waits[:3] != waits_of(0, 2)[:3] and waits[:3] != waits_of(1, 1)[:3]
 
@@ -176,7 +187,9 @@ def test_retry_after_is_heeded_up_to_the_maximum(asked: str, waited: float) -> N
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_what_no_request_can_pass_is_a_model_error_at_once(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_request_can_pass_is_a_model_error_at_once(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTRIDER_API_KEY", "sk-secret")
     with chat_server([Answer({"error": {"message": "no: sk-secret"}}, status=status)]) as server:
         with pytest.raises(ModelError, match=f"status {status}") as error:
@@ -186,7 +199,10 @@ def test_what_no_request_can_pass_is_a_model_error_at_once(status: int, monkeypa
 
 
 def test_a_refused_request_and_a_redirect_are_faults_at_once() -> None:
-    for answer in (Answer({"message": "context too long"}, status=400), Answer({}, status=302, headers={"Location": "/v2"})):
+    for answer in (
+        Answer({"message": "context too long"}, status=400),
+        Answer({}, status=302, headers={"Location": "/v2"}),
+    ):
         with chat_server([answer]) as server:
             with pytest.raises(EngineFault, match=f"status {answer.status}"):
                 ask(endpoint(server))
@@ -195,7 +211,10 @@ def test_a_refused_request_and_a_redirect_are_faults_at_once() -> None:
 
 def test_nothing_said_is_an_empty_turn_where_the_model_ended_it_and_odd_usage_no_count() -> None:
     odd = Answer(
-        {"choices": [{"message": {"role": "assistant", "tool_calls": []}, "finish_reason": "tool_calls"}], "usage": None}
+        {
+            "choices": [{"message": {"role": "assistant", "tool_calls": []}, "finish_reason": "tool_calls"}],
+            "usage": None,
+        }
     )
     with chat_server([completion(None), odd]) as server:
         assert ask(endpoint(server)).text == ""
@@ -263,14 +282,19 @@ def test_inline_results_continue_the_message_where_the_server_can() -> None:
         ask(endpoint(server, continues_messages=True), OPEN[:2])
         ask(endpoint(server), OPEN)
     continued, opened, plain = (asked.body or {} for asked in server.asked)
-    assert continued["messages"][2:] == [{"role": "assistant", "content": "<search>x</search>\n<result>r</result>\n"}]
+    assert continued["messages"][2:] == [
+        {"role": "assistant", "content": "<search>x</search>\n<result>r</result>\n"}
+    ]
     assert (continued["continue_final_message"], continued["add_generation_prompt"]) == (True, False)
     assert "continue_final_message" not in opened and "continue_final_message" not in plain
     assert [m["role"] for m in plain["messages"]] == ["system", "user", "assistant", "user"]
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool", "inline"]), st.text(max_size=5))), st.booleans()
+    st.lists(
+        st.tuples(st.sampled_from(["system", "user", "assistant", "tool", "inline"]), st.text(max_size=5))
+    ),
+    st.booleans(),
 )
 def test_no_text_is_lost_on_the_wire(said: list[tuple[Any, str]], continues: bool) -> None:
     wire, _ = wire_messages([Message(role=role, content=text) for role, text in said], continues=continues)

@@ -1,4 +1,6 @@
-"""Fault D6: servers that dribble, flood, echo the key or steer the terminal; by a mocked transport and by sockets."""
+"""Fault D6: servers that dribble, flood, echo the key or steer the terminal; by a mocked transport and by
+sockets.
+"""
 
 import asyncio
 import contextlib
@@ -12,7 +14,7 @@ import httpx2
 import pytest
 
 from outrider.cli import main
-from outrider.engines.endpoint import ChatEndpoint, EndpointSettings
+from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
 from outrider.errors import EngineFault, ModelError
 from outrider.types import Message
 from tests.chat_server import Answer, chat_server
@@ -32,10 +34,14 @@ class Stream(httpx2.AsyncByteStream):
 
 
 def complete(
-    answer: Callable[[httpx2.Request], httpx2.Response] | None, url: str = "http://server/v1", **settings: object
+    answer: Callable[[httpx2.Request], httpx2.Response] | None,
+    url: str = "http://server/v1",
+    **settings: object,
 ) -> str:
     transport = None if answer is None else httpx2.MockTransport(answer)
-    chosen = EndpointSettings.model_validate({"base_url": url, "model": "m", "max_retries": 0, "timeout_s": 0.3} | settings)
+    chosen = EndpointSettings.model_validate(
+        {"base_url": url, "model": "m", "max_retries": 0, "timeout_s": 0.3} | settings
+    )
     chat = ChatEndpoint(chosen, sleep=lambda seconds: None, transport=transport)
     return chat.complete([Message(role="user", content="q")], max_tokens=5, temperature=0).text
 
@@ -57,7 +63,9 @@ def test_d6_one_byte_chunks_are_read_in_linear_time_and_without_waiting_past_the
 
 @contextlib.contextmanager
 def raw_server(head: bytes, then: bytes = b"", *, forever: bool = False) -> Iterator[str]:
-    """Answers every connection with these bytes; ``forever`` sends ``then`` again and again until the client hangs up."""
+    """Answers every connection with these bytes; ``forever`` sends ``then`` again and again until the client
+    hangs up.
+    """
 
     def answer(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
@@ -112,7 +120,9 @@ def test_d6_a_held_request_does_not_hold_up_another_one_of_the_same_client() -> 
         yield OK
 
     def answer(request: httpx2.Request) -> httpx2.Response:
-        return httpx2.Response(200, stream=Stream(held) if b'"max_tokens": 1,' in request.content else httpx2.ByteStream(OK))
+        return httpx2.Response(
+            200, stream=Stream(held) if b'"max_tokens": 1,' in request.content else httpx2.ByteStream(OK)
+        )
 
     settings = EndpointSettings(base_url="http://h/v1", model="m", max_retries=0)
     chat = ChatEndpoint(settings, transport=httpx2.MockTransport(answer))
@@ -131,7 +141,9 @@ def test_d6_a_compressed_answer_is_not_unpacked() -> None:
 
     def bomb(request: httpx2.Request) -> httpx2.Response:
         asked.append(request.headers["Accept-Encoding"])
-        return httpx2.Response(200, headers={"Content-Encoding": "gzip"}, stream=httpx2.ByteStream(gzip.compress(bytes(10**7))))
+        return httpx2.Response(
+            200, headers={"Content-Encoding": "gzip"}, stream=httpx2.ByteStream(gzip.compress(bytes(10**7)))
+        )
 
     with pytest.raises(EngineFault, match="is no JSON"):
         complete(bomb, timeout_s=60)

@@ -1,17 +1,28 @@
-"""The decoding step's own forward pass: the modules' values for every family, and never stale or unsupported weights."""
+"""The decoding step's own forward pass: the modules' values for every family, and never stale or unsupported
+weights.
+"""
 
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from outrider.engines import onednn
-from outrider.engines.attention import IMPLEMENTATION, DecodePlan, Prefill, PrefillPlan, Segment, SlotCache, TreePlan, register
 from outrider.engines.base import Request
-from outrider.engines.few_rows import FewRows
-from outrider.engines.fused import fuse
-from outrider.engines.local import LocalEngine
-from outrider.train.policy import LoraSettings, OptimizerSettings, Policy
+from outrider.engines.local import onednn
+from outrider.engines.local.attention import (
+    IMPLEMENTATION,
+    DecodePlan,
+    Prefill,
+    PrefillPlan,
+    Segment,
+    SlotCache,
+    TreePlan,
+    register,
+)
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.few_rows import FewRows
+from outrider.engines.local.fused import fuse
+from outrider.train.update.policy import LoraSettings, OptimizerSettings, Policy
 from tests.engines.test_fused import SIZES, tiny
 from tests.tiny import tiny_model
 
@@ -52,7 +63,12 @@ def test_a_decoding_step_reads_the_slots() -> None:
         rows = (Prefill(start=0, end=3, slot=0, cached=0), Prefill(start=3, end=8, slot=1, cached=0))
         packed = torch.cat([ids[0, :3], ids[1, :5]])[None]
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-        model.base_model(input_ids=packed, position_ids=positions, use_cache=False, plan=PrefillPlan(cache=cache, rows=rows))
+        model.base_model(
+            input_ids=packed,
+            position_ids=positions,
+            use_cache=False,
+            plan=PrefillPlan(cache=cache, rows=rows),
+        )
         unseen = torch.arange(6)[None, None, None] > lengths[:, None, None, None]
         mask = torch.zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
         plan = DecodePlan(cache=cache, lengths_B=lengths, mask_B11T=mask, rows_B=torch.arange(2))
@@ -60,7 +76,11 @@ def test_a_decoding_step_reads_the_slots() -> None:
         return step(newest, lengths[:, None], plan)  # type: ignore[operator,no-any-return]
 
     with torch.no_grad():
-        wanted = run(lambda newest, at, plan: model(input_ids=newest, position_ids=at, use_cache=False, plan=plan).logits)
+        wanted = run(
+            lambda newest, at, plan: (
+                model(input_ids=newest, position_ids=at, use_cache=False, plan=plan).logits
+            )
+        )
         found = run(FewRows(model).logits)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -80,14 +100,18 @@ def test_an_engine_whose_weights_moved_does_not_decode_with_the_old_ones() -> No
         for parameter in lm.model.parameters():
             parameter.mul_(1.2)
     engine.weights_changed()
-    fresh = LocalEngine(lm).generate([Request(request_id="b", token_ids=(5, 6, 7, 8), max_tokens=6, seed=3)])[0]
+    fresh = LocalEngine(lm).generate([Request(request_id="b", token_ids=(5, 6, 7, 8), max_tokens=6, seed=3)])[
+        0
+    ]
     after = logprobs("c")
     assert after != before and after == fresh.logprobs
 
 
 @pytest.mark.parametrize("built_before", [False, True])
 def test_an_adapter_is_decoded_with(built_before: bool) -> None:
-    """peft wraps a plain layer and lends its weight: read through the wrapper, the adapter would be ignored in silence."""
+    """peft wraps a plain layer and lends its weight: read through the wrapper, the adapter would be ignored
+    in silence.
+    """
     pytest.importorskip("peft")
     lm = tiny_model()
     fuse(lm.model)
@@ -95,7 +119,11 @@ def test_an_adapter_is_decoded_with(built_before: bool) -> None:
     engine = LocalEngine(lm)
     if built_before:
         engine.generate([request])
-    policy = Policy(lm, OptimizerSettings(learning_rate=1e-3), lora=LoraSettings(rank=2, target_modules=("q_proj", "down_proj")))
+    policy = Policy(
+        lm,
+        OptimizerSettings(learning_rate=1e-3),
+        lora=LoraSettings(rank=2, target_modules=("q_proj", "down_proj")),
+    )
     assert not FewRows(lm.model).is_supported
     with torch.no_grad():
         for name, master in policy.masters.items():
@@ -127,4 +155,11 @@ def test_what_is_not_exactly_these_modules_takes_the_plain_way() -> None:
 
     layer.down_proj = Adapter(layer.down_proj.in_features, layer.down_proj.out_features)
     assert not FewRows(wrapped.model).is_supported
-    assert len(LocalEngine(wrapped).generate([Request(request_id="a", token_ids=(5, 6), max_tokens=2, seed=0)])[0].token_ids) > 0
+    assert (
+        len(
+            LocalEngine(wrapped)
+            .generate([Request(request_id="a", token_ids=(5, 6), max_tokens=2, seed=0)])[0]
+            .token_ids
+        )
+        > 0
+    )

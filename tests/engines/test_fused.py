@@ -1,4 +1,6 @@
-"""Norms, gated MLPs, attention and the vocabulary projection in blocks: the values and gradients of the plain modules."""
+"""Norms, gated MLPs, attention and the vocabulary projection in blocks: the values and gradients of the plain
+modules.
+"""
 
 import copy
 from unittest.mock import patch
@@ -11,10 +13,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from outrider.engines import fused, rotary, segment_attention
-from outrider.engines.attention import IMPLEMENTATION, Segment, TreePlan, register
-from outrider.train import vocabulary
-from outrider.train.vocabulary import score_tokens
+from outrider.engines.local import fused, rotary, segment_attention
+from outrider.engines.local.attention import IMPLEMENTATION, Segment, TreePlan, register
+from outrider.train.update import chunked_logprobs
+from outrider.train.update.chunked_logprobs import score_tokens
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -106,7 +108,9 @@ def test_the_norm_s_gradient_against_a_float64_reference() -> None:
 
 
 def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    keys, values = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    keys, values = (
+        tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value)
+    )
     scores = scale * query @ keys.transpose(2, 3)
     visible = torch.ones(scores.shape[2:], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
     return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ values
@@ -114,7 +118,9 @@ def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sca
 
 @pytest.mark.parametrize("num_before", [0, 70])
 def test_attention_s_gradient_in_bfloat16_against_a_float64_reference(num_before: int) -> None:
-    """Within 1 % in the norm: two blocks of queries, scores with a standard deviation of 1, inputs that bfloat16 holds exactly."""
+    """Within 1 % in the norm: two blocks of queries, scores with a standard deviation of 1, inputs that
+    bfloat16 holds exactly.
+    """
     torch.manual_seed(0)
     shapes = ((1, 6, 200, 16), *[(1, 2, num_before + 200, 16)] * 2)
     ours = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
@@ -139,7 +145,9 @@ def test_attention_s_gradient_in_bfloat16_against_a_float64_reference(num_before
 def test_attention_and_its_gradients_equal_a_written_out_softmax(
     rows: int, num_new: int, num_before: int, kv_heads: int, repeats: int, seed: int, way: str
 ) -> None:
-    """Both backward passes: the fused kernel's, and that of bfloat16, here in blocks of five queries; and a GPU's mask."""
+    """Both backward passes: the fused kernel's, and that of bfloat16, here in blocks of five queries; and a
+    GPU's mask.
+    """
     torch.manual_seed(seed)
     shapes = ((rows, kv_heads * repeats, num_new, 4), *[(rows, kv_heads, num_before + num_new, 4)] * 2)
     ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -162,10 +170,14 @@ def test_attention_and_its_gradients_equal_a_written_out_softmax(
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("plain_linear", [True, False])
-def test_scored_tokens_equal_a_whole_softmax(bias: bool, plain_linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of four chunks of two rows, of which one is kept; another module than nn.Linear takes the general way."""
+def test_scored_tokens_equal_a_whole_softmax(
+    bias: bool, plain_linear: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of four chunks of two rows, of which one is kept; another module than nn.Linear takes the
+    general way.
+    """
     for name, rows in (("_BLOCK", 8), ("_CHUNK", 2), ("_CPU_CHUNK", 2)):
-        monkeypatch.setattr(vocabulary, name, rows)
+        monkeypatch.setattr(chunked_logprobs, name, rows)
     torch.manual_seed(0)
     head = nn.Linear(6, 19, bias=bias, dtype=torch.float64)
     hidden = torch.randn(21, 6, dtype=torch.float64, requires_grad=True)
@@ -181,7 +193,9 @@ def test_scored_tokens_equal_a_whole_softmax(bias: bool, plain_linear: bool, mon
     torch.testing.assert_close(logprobs, wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(entropies, -(whole.exp() * whole).sum(-1).detach(), rtol=1e-12, atol=1e-12)
     assert not entropies.requires_grad
-    for one, other in zip(found, [hidden.grad, *(parameter.grad for parameter in head.parameters())], strict=True):
+    for one, other in zip(
+        found, [hidden.grad, *(parameter.grad for parameter in head.parameters())], strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -194,12 +208,14 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 @pytest.mark.parametrize("rows", [9, 600])
 def test_scoring_multiplies_with_the_vocabulary_three_times(rows: int) -> None:
-    """A4: once forward and twice backward; before, the backward pass computed all logits again. It still does beyond a block."""
+    """A4: once forward and twice backward; before, the backward pass computed all logits again. It still does
+    beyond a block.
+    """
     head, hidden = nn.Linear(6, 19, bias=False), torch.randn(rows, 6, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         score_tokens(hidden, torch.zeros(rows, dtype=torch.int64), head)[0].sum().backward()
     once = 2 * 6 * 19
-    assert counter.get_total_flops() == once * (3 * rows + max(0, rows - vocabulary._BLOCK))
+    assert counter.get_total_flops() == once * (3 * rows + max(0, rows - chunked_logprobs._BLOCK))
 
 
 def test_scores_cannot_be_differentiated_twice() -> None:

@@ -1,4 +1,6 @@
-"""The HTTP client beside its hostile servers (test_endpoint_hostile.py): what is in a request's deadline and what is not."""
+"""The HTTP client beside its hostile servers (test_endpoint_hostile.py): what is in a request's deadline and
+what is not.
+"""
 
 import subprocess
 import sys
@@ -6,7 +8,7 @@ import sys
 _SCRIPT = """
 import asyncio, sys, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from outrider.engines import http_client
+from outrider.engines.chat import http_client
 
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -25,6 +27,10 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_nothing_is_imported_within_the_deadline_of_the_first_request() -> None:
-    """On a busy machine its imports took over a second, and a limit of one second saw a server that had not been asked."""
-    found = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True).stdout.split()
+    """On a busy machine its imports took over a second, and a limit of one second saw a server that had not
+    been asked.
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not [name for name in found if name.partition(".")[0] in ("anyio", "h11", "httpcore2", "httpx2")]

@@ -7,17 +7,17 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from outrider.engines import onednn
-from outrider.engines.attention import SlotCache
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.few_rows import FewRows
-from outrider.engines.fused import fuse
-from outrider.engines.local import LocalEngine
-from outrider.engines.model import LanguageModel
+from outrider.engines.local import onednn
+from outrider.engines.local.attention import SlotCache
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.few_rows import FewRows
+from outrider.engines.local.fused import fuse
+from outrider.engines.local.model import LanguageModel
 from outrider.errors import EngineFault
 from outrider.trace import Trace
-from outrider.train.pack import RolloutPath, pack
-from outrider.train.policy import OptimizerSettings, Policy
+from outrider.train.update.pack import RolloutPath, pack
+from outrider.train.update.policy import OptimizerSettings, Policy
 from outrider.types import Message, Origin, Task
 from tests.tiny import tiny_model
 
@@ -26,7 +26,8 @@ NOTHING_PACKED = ("fused, nothing packed", "fused, bfloat16, nothing packed")
 
 @pytest.fixture(scope="module", params=["plain", "fused", "fused, bfloat16", *NOTHING_PACKED])
 def model(request: pytest.FixtureRequest) -> Iterator[LanguageModel]:
-    """The modules' own way, and the decoding step's own forward pass in each precision that can be packed here.
+    """The modules' own way, and the decoding step's own forward pass in each precision that can be packed
+    here.
 
     "nothing packed" is a processor that can pack none (A1), so that every machine takes that way too.
     """
@@ -53,7 +54,9 @@ def tolerance(model: LanguageModel) -> float:
 
 
 def check_same(model: LanguageModel, ours: Sequence[Generation], theirs: Sequence[Generation]) -> None:
-    """The same sequences; in bfloat16 up to the first draw that rounding moved over a boundary, which is rare."""
+    """The same sequences; in bfloat16 up to the first draw that rounding moved over a boundary, which is
+    rare.
+    """
     num_same = [same_tokens(one, other) for one, other in zip(ours, theirs, strict=True)]
     for num, one, other in zip(num_same, ours, theirs, strict=True):
         assert one.logprobs[:num] == pytest.approx(other.logprobs[:num], abs=tolerance(model))
@@ -71,7 +74,9 @@ def ids_of(model: LanguageModel, text: str) -> tuple[int, ...]:
     return tuple(model.tokenizer.encode(text, add_special_tokens=False))
 
 
-def ask(model: LanguageModel, texts: Sequence[str], *, max_tokens: int = 12, **options: object) -> list[Request]:
+def ask(
+    model: LanguageModel, texts: Sequence[str], *, max_tokens: int = 12, **options: object
+) -> list[Request]:
     return [
         Request(
             request_id=str(i),
@@ -96,7 +101,9 @@ def reference(model: LanguageModel) -> LlamaForCausalLM:
 
 def check_against_reference(model: LanguageModel, request: Request, generation: Generation) -> None:
     with torch.no_grad():
-        logits = reference(model)(torch.tensor([[*request.token_ids, *generation.token_ids]])).logits[0].double()
+        logits = (
+            reference(model)(torch.tensor([[*request.token_ids, *generation.token_ids]])).logits[0].double()
+        )
     logprobs = torch.log_softmax(logits, dim=-1)
     for i, token in enumerate(generation.token_ids):
         row = logprobs[len(request.token_ids) - 1 + i]
@@ -119,7 +126,8 @@ def test_second_turn_prefills_only_the_new_tokens_and_equals_a_fresh_run(model: 
         for t, g in zip(["abc", "other text", "third"], first, strict=True)
     ]
     turn = [
-        Request(request_id=str(i), token_ids=ids, max_tokens=8, seed=i, cache_key=f"rollout {i}") for i, ids in enumerate(texts)
+        Request(request_id=str(i), token_ids=ids, max_tokens=8, seed=i, cache_key=f"rollout {i}")
+        for i, ids in enumerate(texts)
     ]
     cached = engine.generate([turn[2], turn[0], turn[1]])  # another order: slots are found by key
     fresh = LocalEngine(model).generate(turn)
@@ -141,7 +149,8 @@ def test_a_fork_equals_a_fresh_run(model: LanguageModel) -> None:
     parent = engine.generate(ask(model, ["root prompt"]))[0]
     ids = (*ids_of(model, "root prompt"), *parent.token_ids)
     forks = [
-        Request(request_id=str(i), token_ids=ids[: len(ids) - i], max_tokens=10, seed=i, cache_key=f"c{i}") for i in range(4)
+        Request(request_id=str(i), token_ids=ids[: len(ids) - i], max_tokens=10, seed=i, cache_key=f"c{i}")
+        for i in range(4)
     ]
     forked = engine.generate(forks)
     assert all(one.num_prefilled_tokens <= 2 for one in forked)
@@ -173,15 +182,25 @@ def test_same_seed_same_bits_and_batch_composition_does_not_change_the_sequence(
 
 
 def test_logprobs_are_the_trainer_s(model: LanguageModel) -> None:
-    """Two turns from the cache against one packed row of the whole group, whose common beginning the trainer computes once."""
+    """Two turns from the cache against one packed row of the whole group, whose common beginning the trainer
+    computes once.
+    """
     engine, policy = LocalEngine(model), Policy(model, OptimizerSettings(learning_rate=1e-9))
     trace = Trace(task=Task(key="gap", question=""))
     message = Message(role="user", content="")
-    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=ids_of(model, "the common prompt"), message=message)
+    root = trace.append(
+        parent=None, origin=Origin.PROMPT, token_ids=ids_of(model, "the common prompt"), message=message
+    )
     tips = [root] * 4
     for turn in range(2):
         requests = [
-            Request(request_id=str(i), token_ids=trace.token_ids(tip.node_id), max_tokens=8, seed=10 * turn + i, cache_key=str(i))
+            Request(
+                request_id=str(i),
+                token_ids=trace.token_ids(tip.node_id),
+                max_tokens=8,
+                seed=10 * turn + i,
+                cache_key=str(i),
+            )
             for i, tip in enumerate(tips)
         ]
         for i, one in enumerate(engine.generate(requests)):
@@ -191,14 +210,19 @@ def test_logprobs_are_the_trainer_s(model: LanguageModel) -> None:
             )  # fmt: skip
             node.credit = (1.0,) * len(one.token_ids)
             tips[i] = trace.append(
-                parent=node.node_id, origin=Origin.ENVIRONMENT, token_ids=ids_of(model, f" seen {i}"), message=message
+                parent=node.node_id,
+                origin=Origin.ENVIRONMENT,
+                token_ids=ids_of(model, f" seen {i}"),
+                message=message,
             )
     paths = [RolloutPath(nodes=trace.path(tip.node_id), rollout_index=i) for i, tip in enumerate(tips)]
     (batch,) = pack(paths, max_tokens=10_000)
     with torch.no_grad():
         scores = policy.score(batch)
     assert len(batch.engine_logprobs_T) > 40
-    torch.testing.assert_close(scores.logprobs_T.double(), batch.engine_logprobs_T, rtol=0, atol=tolerance(model))
+    torch.testing.assert_close(
+        scores.logprobs_T.double(), batch.engine_logprobs_T, rtol=0, atol=tolerance(model)
+    )
 
 
 def test_stop_strings_end_inside_the_text_and_are_kept(plain: LanguageModel) -> None:
@@ -226,7 +250,9 @@ def test_greedy_takes_the_likeliest_token(model: LanguageModel) -> None:
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3])
 def test_more_requests_than_rows_join_as_others_finish(model: LanguageModel, max_rows: int) -> None:
-    """Two turns with contexts and lengths of their own: the sequences of an engine without a limit, each computed once."""
+    """Two turns with contexts and lengths of their own: the sequences of an engine without a limit, each
+    computed once.
+    """
     texts = ["abc", "some prompt", "x", "abc", "yet another prompt", "a", "some more"]
     small, large = LocalEngine(model, max_rows=max_rows), LocalEngine(model)
     batches: list[int] = []
@@ -236,7 +262,11 @@ def test_more_requests_than_rows_join_as_others_finish(model: LanguageModel, max
         ours, theirs = small.generate(requests), large.generate(requests)
         check_same(model, ours, theirs)
         requests = [
-            replace(request, token_ids=(*request.token_ids, *g.token_ids, *ids_of(model, " obs")), seed=request.seed + 50)
+            replace(
+                request,
+                token_ids=(*request.token_ids, *g.token_ids, *ids_of(model, " obs")),
+                seed=request.seed + 50,
+            )
             for request, g in zip(requests, ours, strict=True)
         ]
     assert max(batches) <= max_rows
@@ -257,13 +287,18 @@ def test_freeing_the_cache_changes_nothing_but_what_is_computed(plain: LanguageM
 
 
 def test_temperature_one_samples_the_model_distribution(plain: LanguageModel) -> None:
-    """4,000 first tokens against the exact probabilities; a chi-square bound that a wrong sampler misses by far."""
+    """4,000 first tokens against the exact probabilities; a chi-square bound that a wrong sampler misses by
+    far.
+    """
     engine = LocalEngine(plain)
     prompt = ids_of(plain, "p")
     draws = []
     for start in range(0, 4000, 200):
         draws += engine.generate(
-            [Request(request_id=str(i), token_ids=prompt, max_tokens=1, seed=i) for i in range(start, start + 200)]
+            [
+                Request(request_id=str(i), token_ids=prompt, max_tokens=1, seed=i)
+                for i in range(start, start + 200)
+            ]
         )
     with torch.no_grad():
         probs = torch.softmax(reference(plain)(torch.tensor([list(prompt)])).logits[0, -1], dim=-1)

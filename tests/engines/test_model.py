@@ -24,10 +24,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from outrider.engines import onednn
-from outrider.engines.attention import Segment, TreePlan
-from outrider.engines.model import Precision, load_model, longest_context, resolve_precision
-from outrider.engines.processor import Processor
+from outrider.engines.local import onednn
+from outrider.engines.local.attention import Segment, TreePlan
+from outrider.engines.local.model import Precision, load_model, longest_context, resolve_precision
+from outrider.engines.local.processor import Processor
 from outrider.errors import ModelError
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
@@ -64,7 +64,9 @@ def test_contexts_stay_within_a_sliding_window_and_are_exact_there(tmp_path: Pat
     assert loaded.context_length == 24
     ids = torch.arange(3, 27)[None]
     ours = loaded.head(loaded.hidden(ids, torch.arange(24)[None], TreePlan(segments=(Segment(length=24),))))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(input_ids=ids).logits
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(
+        input_ids=ids
+    ).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -99,11 +101,16 @@ def test_b7_longrope_stays_within_the_original_length(tmp_path: Path) -> None:
 
 def test_b7_dynamic_rotation_stays_within_the_length_where_it_is_constant(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    check_exact_over_the_context(saved(tmp_path, LlamaConfig(**SIZES, rope_parameters=rope), scale=5.0), expected=64)
+    check_exact_over_the_context(
+        saved(tmp_path, LlamaConfig(**SIZES, rope_parameters=rope), scale=5.0), expected=64
+    )
 
 
 def test_b7_longrope_in_one_kind_of_layer_binds_them_all() -> None:
-    rope = {"full_attention": dict(LONGROPE), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    rope = {
+        "full_attention": dict(LONGROPE),
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
     config = Gemma3TextConfig(max_position_embeddings=160, sliding_window=100, rope_parameters=rope)
     assert longest_context(config, "tiny") == 40
 
@@ -118,7 +125,12 @@ def test_a_model_without_a_longest_context_is_one_line() -> None:
         longest_context(BloomConfig(), "bloom")
 
 
-RECURRENT = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+RECURRENT = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 LAYERS = ["linear_attention", "full_attention"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -132,9 +144,12 @@ def if_known(model_type: str, **settings: Any) -> list[PreTrainedConfig]:
     "config",
     [
         *if_known("qwen3_5_text", **SIZES, **RECURRENT, layer_types=LAYERS),
-        Qwen3NextConfig(**SIZES, **RECURRENT, **EXPERTS, shared_expert_intermediate_size=24, layer_types=LAYERS),
+        Qwen3NextConfig(
+            **SIZES, **RECURRENT, **EXPERTS, shared_expert_intermediate_size=24, layer_types=LAYERS
+        ),
         Lfm2Config(**{**SIZES, "pad_token_id": 0}, layer_types=["conv", "full_attention"]),
-        FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_state=8, mamba_d_head=8),  # both in every layer
+        # both in every layer
+        FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_state=8, mamba_d_head=8),
     ],
     ids=lambda config: config.model_type,
 )
@@ -144,7 +159,8 @@ def test_layers_that_carry_state_past_the_plan_are_refused(
 ) -> None:
     """They take any argument and ignore the plan: one sequence's state would flow into the next."""
     with pytest.raises(ModelError, match="recurrent or convolution"):
-        load_model(saved(tmp_path, config, scale=5.0), precision=precision)  # fresh weights would hardly use their context
+        # fresh weights would hardly use their context
+        load_model(saved(tmp_path, config, scale=5.0), precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +169,19 @@ def test_layers_that_carry_state_past_the_plan_are_refused(
     ids=lambda config: config.model_type,
 )
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_attention_alone_is_accepted_in_every_precision(config: PreTrainedConfig, precision: Precision, tmp_path: Path) -> None:
+def test_attention_alone_is_accepted_in_every_precision(
+    config: PreTrainedConfig, precision: Precision, tmp_path: Path
+) -> None:
     assert load_model(saved(tmp_path, config), precision=precision).context_length == 64
 
 
 def test_contexts_stay_within_one_chunk_of_chunked_attention(tmp_path: Path) -> None:
-    assert load_model(saved(tmp_path, LlamaConfig(**SIZES, attention_chunk_size=24)), precision="float32").context_length == 24
+    assert (
+        load_model(
+            saved(tmp_path, LlamaConfig(**SIZES, attention_chunk_size=24)), precision="float32"
+        ).context_length
+        == 24
+    )
 
 
 def test_a_model_whose_backbone_cannot_be_had_is_refused(tmp_path: Path) -> None:
@@ -169,7 +192,8 @@ def test_a_model_whose_backbone_cannot_be_had_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["no/such-model-at-all", "/nowhere"])
 def test_a_missing_model_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read once, at import
+    # the variable is read once, at import
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError) as caught:
         load_model(name, precision="float32")
     assert name in str(caught.value) and "\n" not in str(caught.value)
@@ -189,7 +213,7 @@ def test_auto_precision_is_bfloat16_only_with_a_matrix_unit_for_it(
 ) -> None:
     """A1: never where it is slow, and never where it cannot be packed."""
     processor = Processor(model="a test's", instruction_sets=frozenset(flags))
-    monkeypatch.setattr("outrider.engines.model.read_processor", lambda: processor)
+    monkeypatch.setattr("outrider.engines.local.model.read_processor", lambda: processor)
     monkeypatch.setattr(onednn, "can_pack", lambda dtype: packs)
     assert load_model(str(save_tiny_model(tmp_path)), precision="auto").dtype is expected
 

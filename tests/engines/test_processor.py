@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.engines import onednn
-from outrider.engines.processor import read_processor
+from outrider.engines.local import onednn
+from outrider.engines.local.processor import read_processor
 
 ROOT = Path(__file__).parents[2]
 X86 = """processor\t: 0

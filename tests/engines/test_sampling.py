@@ -1,4 +1,6 @@
-"""Stop strings over byte-level tokens: found at the token that completes them, also where characters are split."""
+"""Stop strings over byte-level tokens: found at the token that completes them, also where characters are
+split.
+"""
 
 import pytest
 from hypothesis import given
@@ -6,17 +8,26 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.engines.sampling import StopStrings
+from outrider.engines.local.sampling import StopStrings
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for every byte, and a few for several: parts of characters, and a part together with what follows."""
+    """A token for every byte, and a few for several: parts of characters, and a part together with what
+    follows.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     whole = {
-        text: "".join(piece for piece, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text))
+        text: "".join(
+            piece for piece, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+        )
         for text in "é日🙂"
     }
-    merges = [(whole["日"][0], whole["日"][1]), (whole["é"][1], "a"), (whole["🙂"][1], whole["🙂"][2]), ("a", "b")]
+    merges = [
+        (whole["日"][0], whole["日"][1]),
+        (whole["é"][1], "a"),
+        (whole["🙂"][1], whole["🙂"][2]),
+        ("a", "b"),
+    ]
     vocabulary = {piece: i for i, piece in enumerate([*alphabet, *(one + other for one, other in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

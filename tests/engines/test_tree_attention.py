@@ -1,4 +1,6 @@
-"""Attention over a packed training row: exact for any tree of segments; neighbours of one shape are one call."""
+"""Attention over a packed training row: exact for any tree of segments; neighbours of one shape are one
+call.
+"""
 
 from collections import Counter
 from typing import Any
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.engines.attention import Segment, TreePlan
+from outrider.engines.local.attention import Segment, TreePlan
 from tests.engines.test_fused import written_out
 
 SCALE = 0.3
@@ -47,7 +49,9 @@ def segment_by_segment(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor
 @settings(deadline=None, max_examples=60)
 @given(plan=plans(), dtype=st.sampled_from([torch.float64, torch.bfloat16]))
 def test_any_tree_of_segments_equals_a_written_out_softmax(plan: TreePlan, dtype: torch.dtype) -> None:
-    """A4: values and gradients; in bfloat16, whose backward pass is of plain products, within 5 % in the norm."""
+    """A4: values and gradients; in bfloat16, whose backward pass is of plain products, within 5 % in the
+    norm.
+    """
     ours = inputs(sum(segment.length for segment in plan.segments), dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in ours]
     found, wanted = plan.attend(nn.Identity(), *ours, SCALE), segment_by_segment(plan, *exact)
@@ -55,7 +59,9 @@ def test_any_tree_of_segments_equals_a_written_out_softmax(plan: TreePlan, dtype
     found.backward(outer)
     wanted.backward(outer.double())
     limit = 1e-10 if dtype == torch.float64 else 0.05
-    pairs = zip([found, *(tensor.grad for tensor in ours)], [wanted, *(tensor.grad for tensor in exact)], strict=True)
+    pairs = zip(
+        [found, *(tensor.grad for tensor in ours)], [wanted, *(tensor.grad for tensor in exact)], strict=True
+    )
     for one, other in pairs:
         assert one is not None and other is not None and one.shape == other.shape
         assert float((one.double() - other).detach().norm()) <= limit * max(1.0, float(other.detach().norm()))
@@ -85,12 +91,17 @@ class Calls(TorchDispatchMode):
 def test_neighbours_of_one_shape_are_one_call(
     lengths: tuple[int, ...], ancestors: tuple[tuple[int, ...], ...], wanted: int
 ) -> None:
-    """A4: before, every segment of every layer was a call of its own, which also left threads without work."""
-    segments = tuple(Segment(length=one, ancestors=before) for one, before in zip(lengths, ancestors, strict=True))
+    """A4: before, every segment of every layer was a call of its own, which also left threads without
+    work.
+    """
+    segments = tuple(
+        Segment(length=one, ancestors=before) for one, before in zip(lengths, ancestors, strict=True)
+    )
     tensors = inputs(sum(lengths), torch.float32)
     with Calls() as calls:
         TreePlan(segments=segments).attend(nn.Identity(), *tensors, SCALE).sum().backward()
     forward = [name for name in calls.counts if "attention" in name and "backward" not in name]
     assert sum(calls.counts[name] for name in forward) == wanted
     if wanted == 1:
-        assert not {"cat", "copy_", "clone"} & set(calls.counts)  # rows that are equal lie in the batch's layout already
+        # rows that are equal lie in the batch's layout already
+        assert not {"cat", "copy_", "clone"} & set(calls.counts)

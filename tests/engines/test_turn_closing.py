@@ -1,4 +1,6 @@
-"""B5: a turn ends where the chat template closes it, whatever the tokenizer calls its EOS, and nothing behind it is trained on."""
+"""B5: a turn ends where the chat template closes it, whatever the tokenizer calls its EOS, and nothing behind
+it is trained on.
+"""
 
 from collections.abc import Sequence
 
@@ -8,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.engines import local
 from outrider.engines.base import FinishReason, Request
-from outrider.engines.local import LocalEngine
-from outrider.engines.model import LanguageModel, load_model
+from outrider.engines.local import engine as local
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.model import LanguageModel, load_model
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.rollout.episode import Limits
@@ -35,7 +37,9 @@ def base_tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module", params=MARKERS)
-def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, LanguageModel]:
+def base(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, LanguageModel]:
     folder, tokenizer = tmp_path_factory.mktemp(request.param), base_tokenizer(request.param)
     config = tiny_config()
     config.vocab_size, config.eos_token_id = len(tokenizer), UNK
@@ -60,7 +64,9 @@ def encode(lm: LanguageModel, text: str) -> list[int]:
     return list(lm.tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_generation_stops_at_the_template_s_closing(base: tuple[str, LanguageModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_stops_at_the_template_s_closing(
+    base: tuple[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, lm = base
     said = encode(lm, f"hi\n{MARKERS[kind]}")
     writing([*said, *encode(lm, "and on and on")], monkeypatch)
@@ -80,7 +86,10 @@ def test_a_rollout_keeps_nothing_behind_the_closing_and_the_environment_does_not
     writing([*encode(lm, "go "), *ending], monkeypatch)
     environment = Fake(on_step=lambda number, text: StepResult(message=None, done=True))
     runs = scheduler(
-        LocalEngine(lm), Factory(lambda task, number: environment), stop=(), limits=Limits(max_turn_tokens=30, step_timeout_s=60)
+        LocalEngine(lm),
+        Factory(lambda task, number: environment),
+        stop=(),
+        limits=Limits(max_turn_tokens=30, step_timeout_s=60),
     )
     trace = runs.run(tasks(1), modes=("hybrid",), training_step=0).traces[0]
     ((_, path),) = trace.rollouts()

@@ -1,4 +1,6 @@
-"""The vLLM engine: its own logic against a stand-in for the package, and the contract with the real one (`make test-vllm`)."""
+"""The vLLM engine: its own logic against a stand-in for the package, and the contract with the real one
+(`make test-vllm`).
+"""
 
 import importlib.util
 import math
@@ -16,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.local import LocalEngine
-from outrider.engines.model import LanguageModel, load_model
-from outrider.engines.vllm import VllmEngine, VllmSettings, entropy_bound
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.model import LanguageModel, load_model
+from outrider.engines.plugins import VllmSettings
+from outrider.engines.vllm import VllmEngine, entropy_bound
 from outrider.errors import EngineFault, ModelError
-from outrider.train.policy import OptimizerSettings, Policy
+from outrider.train.update.policy import OptimizerSettings, Policy
 from tests.engines.late_cancel import next_batch_after_a_late_cancel
 from tests.tiny import tiny_model
 
@@ -28,7 +31,9 @@ TOP_K = 5
 
 
 class StandIn:
-    """As much of vLLM as the engine uses, one token of every request a step; the text comes from the local engine."""
+    """As much of vLLM as the engine uses, one token of every request a step; the text comes from the local
+    engine.
+    """
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -92,7 +97,9 @@ class StandIn:
             for token, value in zip(whole.token_ids[:num], whole.logprobs[:num], strict=True)
         ]
         ended, why = reason[whole.finish_reason] if finished else (None, None)
-        output = SimpleNamespace(token_ids=list(whole.token_ids[:num]), logprobs=rows, finish_reason=ended, stop_reason=why)
+        output = SimpleNamespace(
+            token_ids=list(whole.token_ids[:num]), logprobs=rows, finish_reason=ended, stop_reason=why
+        )
         return SimpleNamespace(request_id=name, finished=finished, outputs=[output])
 
 
@@ -106,7 +113,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     yield fake
 
 
-def made(model: LanguageModel, folder: Path, *, exported: list[Path] | None = None, **options: Any) -> VllmEngine:
+def made(
+    model: LanguageModel, folder: Path, *, exported: list[Path] | None = None, **options: Any
+) -> VllmEngine:
     def export(target: Path) -> None:
         if exported is not None:
             exported.append(target)
@@ -139,7 +148,9 @@ def test_ids_logprobs_and_reasons_come_back_in_the_order_asked(stand_in: StandIn
 def test_b5_a_turn_that_the_template_closes_in_ordinary_tokens_ends_as_one_that_an_eos_ends(
     stand_in: StandIn, tmp_path: Path
 ) -> None:
-    """vLLM is asked to stop at the template's text too, and what it stopped at tells a closed turn from a stop string."""
+    """vLLM is asked to stop at the template's text too, and what it stopped at tells a closed turn from a
+    stop string.
+    """
     one, other = asked(stand_in.model, "abc", "the second")
     free = LocalEngine(replace(stand_in.model, eos_token_ids=frozenset())).generate([one, other])
     first, second = (stand_in.model.tokenizer.decode(g.token_ids, skip_special_tokens=False) for g in free)
@@ -154,7 +165,9 @@ def test_b5_a_turn_that_the_template_closes_in_ordinary_tokens_ends_as_one_that_
     assert closed == first[: first.index(first[3]) + 1]
 
 
-def test_new_weights_are_read_once_before_the_next_batch_and_no_cached_block_survives(stand_in: StandIn, tmp_path: Path) -> None:
+def test_new_weights_are_read_once_before_the_next_batch_and_no_cached_block_survives(
+    stand_in: StandIn, tmp_path: Path
+) -> None:
     exported: list[Path] = []
     engine = made(stand_in.model, tmp_path, exported=exported)
     engine.generate(asked(stand_in.model, "a"))
@@ -199,16 +212,22 @@ def test_what_a_broken_batch_left_does_not_answer_the_next(stand_in: StandIn, tm
     assert not stand_in.waiting
     stand_in.breaks = False
     requests = asked(stand_in.model, "xyz")
-    assert engine.generate(requests)[0].token_ids == LocalEngine(stand_in.model).generate(requests)[0].token_ids
+    assert (
+        engine.generate(requests)[0].token_ids == LocalEngine(stand_in.model).generate(requests)[0].token_ids
+    )
 
 
 @pytest.mark.parametrize(("device", "memory"), [("cuda:1", None), ("cuda", 2.0)])
-def test_a_gpu_that_cannot_be_had_is_refused(stand_in: StandIn, tmp_path: Path, device: str, memory: float | None) -> None:
+def test_a_gpu_that_cannot_be_had_is_refused(
+    stand_in: StandIn, tmp_path: Path, device: str, memory: float | None
+) -> None:
     with pytest.raises(ModelError):
         made(stand_in.model, tmp_path, device=device, settings=VllmSettings(memory=memory))
 
 
-def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ModelError, match="pip install"):
         made(tiny_model(), tmp_path)
@@ -231,10 +250,12 @@ def test_the_bound_is_the_entropy_where_everything_is_known() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; run `make test-vllm`")
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; run `make test-vllm`"
+)
 def test_the_contract_with_the_real_package_and_model(tmp_path: Path) -> None:
-    """Same prompt, same seed: same ids, also in a fork and in company; log-probs are the trainer's; changed weights move them; stop
-    strings are kept.
+    """Same prompt, same seed: same ids, also in a fork and in company; log-probs are the trainer's; changed
+    weights move them; stop strings are kept.
     """
     lm = load_model("smollm2-135m-instruct", precision="float32")
     policy = Policy(lm, OptimizerSettings(learning_rate=1e-3))
@@ -251,13 +272,19 @@ def test_the_contract_with_the_real_package_and_model(tmp_path: Path) -> None:
     first, twin, stopped = engine.generate(requests)
     assert first.token_ids == twin.token_ids
     draw = torch.Generator().manual_seed(0)
-    many = [tuple(torch.randint(100, 9000, (200,), generator=draw).tolist()) for _ in range(40)]  # more than a step's tokens
-    asked_many = [Request(request_id=str(i), token_ids=one, max_tokens=3, seed=i) for i, one in enumerate(many)]
+    # more than a step's tokens
+    many = [tuple(torch.randint(100, 9000, (200,), generator=draw).tolist()) for _ in range(40)]
+    asked_many = [
+        Request(request_id=str(i), token_ids=one, max_tokens=3, seed=i) for i, one in enumerate(many)
+    ]
     assert [len(one.token_ids) > 0 for one in engine.generate(asked_many)] == [True] * 40
     assert stopped.finish_reason is FinishReason.STOP
     assert lm.tokenizer.decode(stopped.token_ids).endswith(".")
     for generation in (first, stopped):
-        gap = max(abs(a - b) for a, b in zip(generation.logprobs, exact_logprobs(lm, ids, generation.token_ids), strict=True))
+        gap = max(
+            abs(a - b)
+            for a, b in zip(generation.logprobs, exact_logprobs(lm, ids, generation.token_ids), strict=True)
+        )
         assert gap < 1e-2, gap
     check_forks_and_company(engine, ids * 20)  # longer than a block of the prefix cache
     version = engine.weight_version
@@ -275,7 +302,10 @@ def check_forks_and_company(engine: VllmEngine, prompt: tuple[int, ...]) -> None
     (parent,) = engine.generate([Request(request_id="parent", token_ids=prompt, max_tokens=16, seed=7)])
     context = (*prompt, *parent.token_ids)
     forks = [Request(request_id=f"fork {i}", token_ids=context, max_tokens=12, seed=i) for i in range(3)]
-    strangers = [Request(request_id=f"other {i}", token_ids=prompt[5 * i + 1 :], max_tokens=4 * i + 3, seed=i) for i in range(5)]
+    strangers = [
+        Request(request_id=f"other {i}", token_ids=prompt[5 * i + 1 :], max_tokens=4 * i + 3, seed=i)
+        for i in range(5)
+    ]
     forked = engine.generate(forks)
     in_company = engine.generate([*strangers[:3], *forks, *strangers[3:]])[3:6]
     for fork, one, among in zip(forks, forked, in_company, strict=True):
@@ -287,7 +317,7 @@ def check_forks_and_company(engine: VllmEngine, prompt: tuple[int, ...]) -> None
 
 
 def exact_logprobs(lm: LanguageModel, context: tuple[int, ...], ids: tuple[int, ...]) -> list[float]:
-    from outrider.engines.attention import Segment, TreePlan
+    from outrider.engines.local.attention import Segment, TreePlan
 
     whole = torch.tensor([[*context, *ids]])
     plan = TreePlan(segments=(Segment(length=whole.shape[1]),))

@@ -1,10 +1,12 @@
-"""Answer extraction and comparison: recorded cases of the released ARPO scoring code, and where we differ on purpose."""
+"""Answer extraction and comparison: recorded cases of the released ARPO scoring code, and where we differ on
+purpose.
+"""
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outrider.environments.answers import (
+from outrider.environments.grading.answers import (
     contains_answer,
     exact_match,
     extract_answer,
@@ -44,13 +46,19 @@ def test_normalisation_agrees_with_the_recorded_cases(text: str, expected: str) 
         ("costs $1,234.50 now", "costs 123450 now", "costs 1234.5 now"),
     ],
 )
-def test_normalisation_differs_where_numbers_or_whole_answers_would_be_lost(text: str, upstream: str, ours: str) -> None:
+def test_normalisation_differs_where_numbers_or_whole_answers_would_be_lost(
+    text: str, upstream: str, ours: str
+) -> None:
     assert normalize_answer(text) == ours != upstream
 
 
 @pytest.mark.parametrize("text", ["2020-25", "x-6", "f(x)-6", "v1.2", "3\\sqrt{3} - 6", "1,2,3", "B12"])
 def test_a_dash_or_dot_that_is_no_sign_or_decimal_point_is_punctuation(text: str) -> None:
-    assert "-" not in normalize_answer(text) and "." not in normalize_answer(text) and "," not in normalize_answer(text)
+    assert (
+        "-" not in normalize_answer(text)
+        and "." not in normalize_answer(text)
+        and "," not in normalize_answer(text)
+    )
 
 
 @given(st.text(max_size=40))
@@ -82,7 +90,9 @@ def test_numbers_match_however_they_are_written(number: int, zeros: int) -> None
         ("Paris", (), 0.0),
     ],
 )
-def test_f1_agrees_with_the_recorded_cases(prediction: str, answers: tuple[str, ...], expected: float) -> None:
+def test_f1_agrees_with_the_recorded_cases(
+    prediction: str, answers: tuple[str, ...], expected: float
+) -> None:
     assert f1_score(prediction, answers) == pytest.approx(expected)
 
 
@@ -114,7 +124,9 @@ def test_f1_is_twice_the_overlap_over_the_total_length(left: list[str], right: l
         ("", ("Paris",), False, False),
     ],
 )
-def test_exact_match_and_containment(prediction: str, answers: tuple[str, ...], em: bool, contained: bool) -> None:
+def test_exact_match_and_containment(
+    prediction: str, answers: tuple[str, ...], em: bool, contained: bool
+) -> None:
     assert exact_match(prediction, answers) is em
     assert contains_answer(prediction, answers) is contained
 
@@ -187,7 +199,12 @@ def test_different_numbers_never_become_equal_by_losing_punctuation(left: str, r
 
 @pytest.mark.parametrize(
     ("left", "right"),
-    [("Sa\u0303o Tome\u0301", "S\u00e3o Tom\u00e9"), ("\u22126", "-6"), ("O\u2019Brien", "O'Brien"), ("-$5", "-5")],
+    [
+        ("Sa\u0303o Tome\u0301", "S\u00e3o Tom\u00e9"),
+        ("\u22126", "-6"),
+        ("O\u2019Brien", "O'Brien"),
+        ("-$5", "-5"),
+    ],
 )
 def test_the_same_text_in_other_unicode_is_equal(left: str, right: str) -> None:
     assert exact_match(left, (right,)) and f1_score(left, (right,)) == 1.0

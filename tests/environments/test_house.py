@@ -1,4 +1,6 @@
-"""Houses: fixed by their seed, solvable by the expert, honest about what was refused, and told as they are."""
+"""Houses: fixed by their seed, solvable by the expert, honest about what was refused, and told as they
+are.
+"""
 
 import re
 from itertools import pairwise
@@ -11,8 +13,16 @@ from pydantic import ValidationError
 
 from outrider.environments.base import CopyableEnvironment, StepResult
 from outrider.environments.families import make_family
-from outrider.environments.house import HouseConfig, HouseEnvironment, HouseFamily, solution
-from outrider.environments.house_plan import FURNITURE, HALL, ROOMS, THINGS, HousePlan, HouseSettings, make_house
+from outrider.environments.house.family import HouseConfig, HouseEnvironment, HouseFamily, solution
+from outrider.environments.house.plan import (
+    FURNITURE,
+    HALL,
+    ROOMS,
+    THINGS,
+    HousePlan,
+    HouseSettings,
+    make_house,
+)
 from outrider.errors import ConfigError
 from outrider.types import Message, Task
 
@@ -34,7 +44,9 @@ def configs(draw: Any) -> HouseConfig:
         num_things=draw(st.integers(1, num_rooms - num_locked)),
         depth=draw(st.integers(1, 4)),
     )
-    return HouseConfig(house=house, house_seed=draw(st.integers(0, 99)), num_train=2, num_test=2, max_moves=60)
+    return HouseConfig(
+        house=house, house_seed=draw(st.integers(0, 99)), num_train=2, num_test=2, max_moves=60
+    )
 
 
 def start(goal: str = "coin", max_moves: int = 20) -> HouseEnvironment:
@@ -53,16 +65,24 @@ def test_the_expert_solves_every_house_with_the_fewest_commands(config: HouseCon
     family = HouseFamily(config)
     for task in (*family.tasks("train"), *family.tasks("test")):
         steps = family.expert(task, seed=0)
-        assert steps is not None and steps[-1].is_terminal and not any(step.is_terminal for step in steps[:-1])
-        plan = make_house(config.house, config.house_seed, str(task.metadata["split"]), int(str(task.metadata["index"])))
+        assert (
+            steps is not None and steps[-1].is_terminal and not any(step.is_terminal for step in steps[:-1])
+        )
+        plan = make_house(
+            config.house, config.house_seed, str(task.metadata["split"]), int(str(task.metadata["index"]))
+        )
         assert len(steps) == fewest_commands(plan, str(task.metadata["thing"]))
-        short = HouseFamily(config.model_copy(update={"max_moves": len(steps) - 1})) if len(steps) > 1 else None
+        short = (
+            HouseFamily(config.model_copy(update={"max_moves": len(steps) - 1})) if len(steps) > 1 else None
+        )
         assert short is None or short.expert(task, seed=0) is None
 
 
 def fewest_commands(plan: HousePlan, goal: str) -> int:
     """By breadth-first search over commands in the environment itself."""
-    commands = [f"go {room}" for room in (HALL, *plan.parent)] + [f"open {one}" for one in plan.furniture.values()]
+    commands = [f"go {room}" for room in (HALL, *plan.parent)] + [
+        f"open {one}" for one in plan.furniture.values()
+    ]
     needed = {goal, plan.locks.get(plan.room_of(goal))} - {None}
     commands += [f"take {one}" for one in needed]
     environment = HouseEnvironment(plan=plan, goal=goal, max_moves=10**6)
@@ -90,7 +110,9 @@ def fewest_commands(plan: HousePlan, goal: str) -> int:
 def test_houses_are_well_formed(config: HouseConfig, split: str) -> None:
     plan, house = make_house(config.house, config.house_seed, split, 0), config.house
     assert set(plan.parent) == set(plan.furniture) <= set(ROOMS) and len(plan.parent) == house.num_rooms
-    assert len(set(plan.furniture.values())) == house.num_rooms and set(plan.furniture.values()) <= set(FURNITURE)
+    assert len(set(plan.furniture.values())) == house.num_rooms and set(plan.furniture.values()) <= set(
+        FURNITURE
+    )
     assert len(plan.things()) == house.num_things and set(plan.things()) <= set(THINGS)
     assert len(plan.locks) == house.num_locked and len(set(plan.contents.values())) == len(plan.contents)
     for room, key in plan.locks.items():
@@ -104,20 +126,32 @@ def test_houses_are_well_formed(config: HouseConfig, split: str) -> None:
 def test_a_house_is_the_same_on_every_machine_and_more_houses_leave_the_first() -> None:
     plan = make_house(HouseSettings(num_rooms=4, num_things=2, depth=2, num_locked=1), 0, "train", 0)
     assert plan.parent == {"library": HALL, "kitchen": "library", "studio": HALL, "stable": HALL}
-    assert plan.furniture == {"library": "cabinet", "kitchen": "drawer", "studio": "crate", "stable": "barrel"}
+    assert plan.furniture == {
+        "library": "cabinet",
+        "kitchen": "drawer",
+        "studio": "crate",
+        "stable": "barrel",
+    }
     assert plan.contents == {"studio": "silver key", "stable": "mirror", "kitchen": "book"}
     assert plan.locks == {"stable": "silver key"}
     first = HouseFamily(HouseConfig(num_train=2)).tasks("train")
-    assert {task.key for task in first} < {task.key for task in HouseFamily(HouseConfig(num_train=5)).tasks("train")}
+    assert {task.key for task in first} < {
+        task.key for task in HouseFamily(HouseConfig(num_train=5)).tasks("train")
+    }
     others = HouseFamily(HouseConfig(num_train=2, house_seed=1)).tasks("train")
     assert not {task.key for task in first} & {task.key for task in others}
-    houses = [make_house(HouseSettings(), 0, split, number) for split in ("train", "test") for number in range(4)]
+    houses = [
+        make_house(HouseSettings(), 0, split, number) for split in ("train", "test") for number in range(4)
+    ]
     assert len({tuple(house.contents.items()) for house in houses}) == 8
 
 
 def test_tasks_of_one_house_share_a_world_and_come_house_by_house() -> None:
     tasks = HouseFamily(HouseConfig(num_test=3)).tasks("test")
-    assert len({task.metadata["world"] for task in tasks[:3]}) == 3 and len({task.metadata["world"] for task in tasks}) == 3
+    assert (
+        len({task.metadata["world"] for task in tasks[:3]}) == 3
+        and len({task.metadata["world"] for task in tasks}) == 3
+    )
     assert len({task.key for task in tasks}) == 18
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
         HouseFamily(HouseConfig()).tasks("dev")
@@ -132,7 +166,8 @@ def test_what_is_told_is_true_and_what_is_not_done_is_refused() -> None:
         ("take iron key", True, "You see no iron key in the hall."),
         ("open drawer", True, "There is no drawer in the hall."),
         ("go kitchen", False, "You go to the kitchen."),
-        ("take iron key", True, "You see no iron key in the kitchen."),  # it lies in the drawer, which is shut
+        # it lies in the drawer, which is shut
+        ("take iron key", True, "You see no iron key in the kitchen."),
         ("open drawer", False, "In the drawer in the kitchen is the iron key."),
         ("take iron key", False, "You take the iron key."),
         ("open drawer", False, "In the drawer in the kitchen is nothing."),
@@ -162,7 +197,12 @@ def test_text_without_a_command_changes_nothing_and_costs_no_move(text: str) -> 
     environment = start(max_moves=1)
     outcome = environment.step(Message(role="assistant", content=text))
     assert outcome.invalid and not outcome.refused and not outcome.done and outcome.text
-    assert environment.result().metrics == {"num_moves": 0.0, "num_turns": 1.0, "num_invalid": 1.0, "num_refused": 0.0}
+    assert environment.result().metrics == {
+        "num_moves": 0.0,
+        "num_turns": 1.0,
+        "num_invalid": 1.0,
+        "num_refused": 0.0,
+    }
 
 
 def test_moves_that_run_out_cut_the_episode_and_the_last_one_may_win() -> None:

@@ -1,4 +1,6 @@
-r"""Mathematical equality: what is the same in another spelling, what only looks alike, and what is not safe to evaluate."""
+r"""Mathematical equality: what is the same in another spelling, what only looks alike, and what is not safe
+to evaluate.
+"""
 
 import time
 from fractions import Fraction
@@ -7,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.environments.math_answers import Verdict, compare_math
-from outrider.environments.math_text import split_unit
+from outrider.environments.grading.math_answers import Verdict, compare_math
+from outrider.environments.grading.math_text import split_unit
 
 EQUAL, DIFFERENT, UNDECIDED = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.UNDECIDED
 
@@ -44,7 +46,9 @@ def test_mathematical_equality(left: str, right: str, expected: Verdict) -> None
         ("2 3", "23", True, DIFFERENT),
     ],
 )
-def test_mathematical_equality_differs_from_string_normalisation(left: str, right: str, upstream: bool, ours: Verdict) -> None:
+def test_mathematical_equality_differs_from_string_normalisation(
+    left: str, right: str, upstream: bool, ours: Verdict
+) -> None:
     assert compare_math(left, right) is ours
     assert (ours is EQUAL) is not upstream
 
@@ -81,7 +85,9 @@ def test_comparing_never_raises(text: str) -> None:
     assert compare_math(text, "5") in Verdict
 
 
-@pytest.mark.parametrize("bomb", ["(a+b+c+d+f+g+h+k)^{30}", "(a+b+c+d+f)^{20}", "(x+y+z+w)^{30}", "x^{1000}+y^{1}=3"])
+@pytest.mark.parametrize(
+    "bomb", ["(a+b+c+d+f+g+h+k)^{30}", "(a+b+c+d+f)^{20}", "(x+y+z+w)^{30}", "x^{1000}+y^{1}=3"]
+)
 def test_powers_with_too_many_terms_are_not_expanded(bomb: str) -> None:
     assert compare_math(bomb, "5") is UNDECIDED
     assert compare_math("(a+b)^2", "a^2+2ab+b^2") is EQUAL
@@ -150,7 +156,16 @@ def test_a_word_that_is_no_unit_is_part_of_the_value(more: str, number: str) -> 
 
 
 @pytest.mark.parametrize(
-    "bomb", ["3E500000", "1e9999999", "1E999999999", "9E999999*9E999999", "1.0E200000+1", "1 E 99999", "x^{31}*y^{31}*z^{31}"]
+    "bomb",
+    [
+        "3E500000",
+        "1e9999999",
+        "1E999999999",
+        "9E999999*9E999999",
+        "1.0E200000+1",
+        "1 E 99999",
+        "x^{31}*y^{31}*z^{31}",
+    ],
 )
 def test_huge_powers_of_ten_are_not_evaluated(bomb: str) -> None:
     start = time.monotonic()

@@ -1,4 +1,6 @@
-r"""Fault D1: a short answer that keeps the algebra system busy for ever ends a grading process, and nothing else."""
+r"""Fault D1: a short answer that keeps the algebra system busy for ever ends a grading process, and nothing
+else.
+"""
 
 import os
 from collections.abc import Iterator
@@ -7,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments import math_answers
-from outrider.environments.math_answers import Verdict, compare_all, compare_math
-from outrider.environments.math_pool import MathPool, math_pool
-from outrider.environments.rewards import RewardConfig, score_turns
-from outrider.environments.tag_protocol import Turn
+from outrider.environments.grading import math_answers
+from outrider.environments.grading.math_answers import Verdict, compare_all, compare_math
+from outrider.environments.grading.math_pool import MathPool, math_pool
+from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
+from outrider.environments.tool_qa.tag_protocol import Turn
 from outrider.errors import EnvironmentFault
 
 BOMBS = (
@@ -56,7 +58,9 @@ def test_d1_a_bomb_is_a_wrong_answer_and_counted(pool: MathPool) -> None:
 
 def test_d1_threads_share_the_pool_and_get_their_own_verdicts() -> None:
     with ThreadPoolExecutor(6) as threads:
-        found = list(threads.map(lambda i: compare_math(f"{i}/2", f"{i}.0/2" if i % 2 else f"{i + 1}/2"), range(30)))
+        found = list(
+            threads.map(lambda i: compare_math(f"{i}/2", f"{i}.0/2" if i % 2 else f"{i + 1}/2"), range(30))
+        )
     assert found == [Verdict.EQUAL if i % 2 else Verdict.DIFFERENT for i in range(30)]
 
 
@@ -66,7 +70,9 @@ def test_d1_a_lost_process_is_started_again_and_no_verdict_is_lost(pool: MathPoo
     assert pool.same_values([("1/2", "0.5"), ("1", "2")]) == [True, False]
 
 
-def test_d1_processes_that_cannot_be_started_are_a_fault(pool: MathPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d1_processes_that_cannot_be_started_are_a_fault(
+    pool: MathPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(EnvironmentFault, match="lost twice"):
         pool.same_values([("1", "2")])

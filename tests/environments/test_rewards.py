@@ -1,4 +1,6 @@
-"""The format rules and the reward: recorded cases of the released ARPO reward, and the traps that ours avoids."""
+"""The format rules and the reward: recorded cases of the released ARPO reward, and the traps that ours
+avoids.
+"""
 
 import re
 
@@ -6,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.environments.rewards import RewardConfig, score_turns
-from outrider.environments.tag_protocol import (
+from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
+from outrider.environments.tool_qa.tag_protocol import (
     Answer,
     Call,
     Malformed,
@@ -25,7 +27,9 @@ BOTH_TOOLS = "<think>t</think><search>q</search><result>r</result><python>p</pyt
 
 
 def turns_of(transcript: str) -> list[Turn]:
-    """A flat transcript, as the recorded cases are, cut into turns; every call with a result counts as executed."""
+    """A flat transcript, as the recorded cases are, cut into turns; every call with a result counts as
+    executed.
+    """
     turns: list[Turn] = []
     position = 0
     for match in re.finditer(r"<result>.*?</result>", transcript):
@@ -75,7 +79,10 @@ def test_format_is_stricter_where_the_released_check_is_blind(text: str) -> None
 @pytest.mark.parametrize(
     ("turns", "reason"),
     [
-        ([Turn(text="<think>a</think><result>x</result><answer>\\boxed{1}</answer>")], "the policy wrote a result tag"),
+        (
+            [Turn(text="<think>a</think><result>x</result><answer>\\boxed{1}</answer>")],
+            "the policy wrote a result tag",
+        ),
         ([Turn(text="<answer>\\boxed{1}</answer>")], "no <think>"),
         ([Turn(text="<think>a</think>")], "not exactly one <answer> and one </answer>"),
         ([Turn(text="<think>a</think><answer>1</answer>")], "no closed \\boxed{} in the answer"),
@@ -115,7 +122,9 @@ def test_format_requirements_can_be_lifted() -> None:
         ("<think>t</think><answer>\\boxed{Paris</answer>", "Paris", -1.0, "\\boxed{Paris"),
     ],
 )
-def test_reward_agrees_with_the_recorded_cases(transcript: str, gold: str, reward: float, prediction: str) -> None:
+def test_reward_agrees_with_the_recorded_cases(
+    transcript: str, gold: str, reward: float, prediction: str
+) -> None:
     score = score_turns(turns_of(transcript), (gold,), TOOLS, RewardConfig())
     assert score.reward == pytest.approx(reward)
     assert score.prediction == prediction
@@ -126,7 +135,9 @@ def test_the_bonus_needs_two_executed_tools() -> None:
     search = Turn(text="<think>t</think><search>q</search>", executed_tool="search", result="r")
     refused = Turn(text="<python>p</python>", result="no calls left")
     executed = Turn(text="<python>p</python>", executed_tool="python", result="1")
-    mentioned = Turn(text="<think></search> </python></think><search>q</search>", executed_tool="search", result="r")
+    mentioned = Turn(
+        text="<think></search> </python></think><search>q</search>", executed_tool="search", result="r"
+    )
 
     def reward(*turns: Turn) -> float:
         return score_turns([*turns, last], ("Paris",), TOOLS, RewardConfig()).reward
@@ -194,7 +205,22 @@ def test_a_tool_that_is_not_configured_is_text() -> None:
     assert stop_strings(("search",)) == ("</search>", "</answer>")
 
 
-PIECES = ["<", ">", "/", "|", "a", " ", "search", "answer", "think", "result", "|im_end|", "s", "\uff5c", "&lt;"]
+PIECES = [
+    "<",
+    ">",
+    "/",
+    "|",
+    "a",
+    " ",
+    "search",
+    "answer",
+    "think",
+    "result",
+    "|im_end|",
+    "s",
+    "\uff5c",
+    "&lt;",
+]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))

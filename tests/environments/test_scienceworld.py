@@ -1,4 +1,6 @@
-"""ScienceWorld without Java: parsing, record, pool and task list against a scripted simulator; a gateway that stalls or dies."""
+"""ScienceWorld without Java: parsing, record, pool and task list against a scripted simulator; a gateway that
+stalls or dies.
+"""
 
 import dataclasses
 import os
@@ -14,11 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments import scienceworld_tasks, scienceworld_text
 from outrider.environments.base import StepResult, TaskFamily
-from outrider.environments.scienceworld import ScienceWorldConfig, ScienceWorldEnvironment, ScienceWorldFamily
-from outrider.environments.scienceworld_gateway import JavaSimulator, Launch, Opening, Reply
-from outrider.environments.scienceworld_pool import SimulatorPool
+from outrider.environments.scienceworld import tasks as scienceworld_tasks
+from outrider.environments.scienceworld import text as scienceworld_text
+from outrider.environments.scienceworld.family import (
+    ScienceWorldConfig,
+    ScienceWorldEnvironment,
+    ScienceWorldFamily,
+)
+from outrider.environments.scienceworld.gateway import JavaSimulator, Launch, Opening, Reply
+from outrider.environments.scienceworld.pool import SimulatorPool
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 
@@ -33,7 +40,11 @@ class ScriptedSimulator:
     alive: bool = True
 
     def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:
-        return Opening(task_text=f"Your task is {task_name}.", observation="A room.\n", action_templates=("open OBJ", "wait"))
+        return Opening(
+            task_text=f"Your task is {task_name}.",
+            observation="A room.\n",
+            action_templates=("open OBJ", "wait"),
+        )
 
     def act(self, action: str) -> Reply:
         self.acted.append(action)
@@ -92,8 +103,12 @@ class Starter:
     ("scores", "rewards", "total"),
     [([0, 3, 3, 13, 27, 83, 100], [0, 3, 0, 10, 14, 56, 17], 100), ([0, 7, -100], [0, 7, -107], -100)],
 )
-def test_rewards_are_score_changes_and_the_return_is_the_last_score(scores: list[int], rewards: list[int], total: int) -> None:
-    environment = play_one(ScriptedSimulator(replies=[reply(score, completed=score == 100) for score in scores]))
+def test_rewards_are_score_changes_and_the_return_is_the_last_score(
+    scores: list[int], rewards: list[int], total: int
+) -> None:
+    environment = play_one(
+        ScriptedSimulator(replies=[reply(score, completed=score == 100) for score in scores])
+    )
     results = [act(environment) for _ in scores]
     assert [result.reward for result in results] == rewards
     assert [result.done for result in results] == [False] * (len(scores) - 1) + [True]
@@ -154,7 +169,14 @@ def test_one_tagged_action_is_read(text: str, action: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "open", "<action>open", "<action> </action>", "<action>a</action><action>b</action>", f"<action>{'x' * 201}</action>"],
+    [
+        "",
+        "open",
+        "<action>open",
+        "<action> </action>",
+        "<action>a</action><action>b</action>",
+        f"<action>{'x' * 201}</action>",
+    ],
 )
 def test_unreadable_text_is_answered_without_touching_the_simulator(text: str) -> None:
     simulator = ScriptedSimulator()
@@ -181,7 +203,9 @@ def test_a_rendered_action_is_read_back(action: str) -> None:
 
 def test_the_simulators_refusal_is_invalid_and_its_question_is_not() -> None:
     refusal = reply(0, moves=0, text="No known action matches that input.")
-    question = reply(0, moves=0, text="Ambiguous request: Please enter the number for the action you intended")
+    question = reply(
+        0, moves=0, text="Ambiguous request: Please enter the number for the action you intended"
+    )
     environment = play_one(ScriptedSimulator(replies=[refusal, question]))
     assert act(environment).invalid
     assert not act(environment).invalid
@@ -192,16 +216,35 @@ def test_the_simulators_refusal_is_invalid_and_its_question_is_not() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        *("The door is not open.", "It's not clear how to get there from here.", "The door is already open.\n"),
-        *("The sink is not moveable.", "The fridge isn't open, so you can't see inside.", "It's not clear how to read that."),
+        *(
+            "The door is not open.",
+            "It's not clear how to get there from here.",
+            "The door is already open.\n",
+        ),
+        *(
+            "The sink is not moveable.",
+            "The fridge isn't open, so you can't see inside.",
+            "It's not clear how to read that.",
+        ),
         *(
             "The table is not edible.",
             "I'm not sure how to use the table.",
             "The inventory the thermometer is in is not movable.",
         ),
-        *("The sink is already activated.", "The table is not closeable.", "You can't move something into itself."),
-        *("Something can't be connected to itself.", "You can't pick up a gas directly.", "There is only one thing (glass cup)"),
-        *("That can't be moved there, because the fridge isn't open.", "The sink does not contain any liquids to dunk into."),
+        *(
+            "The sink is already activated.",
+            "The table is not closeable.",
+            "You can't move something into itself.",
+        ),
+        *(
+            "Something can't be connected to itself.",
+            "You can't pick up a gas directly.",
+            "There is only one thing (glass cup)",
+        ),
+        *(
+            "That can't be moved there, because the fridge isn't open.",
+            "The sink does not contain any liquids to dunk into.",
+        ),
     ],
 )
 def test_what_the_simulator_does_not_do_is_refused_and_nothing_else(said: str) -> None:
@@ -229,10 +272,16 @@ def test_the_list_of_valid_actions_is_shown_only_on_demand_and_a_cut_is_stated()
     quiet = play_one(ScriptedSimulator(replies=[reply(0)], valid=valid))
     assert "open door" not in (act(quiet).message or Message(role="user", content="")).content
     shown = act(
-        play_one(ScriptedSimulator(replies=[reply(0)], valid=valid), show_valid_actions=True, num_shown_actions=3)
+        play_one(
+            ScriptedSimulator(replies=[reply(0)], valid=valid), show_valid_actions=True, num_shown_actions=3
+        )
     ).message
     assert shown is not None
-    assert "open door 2" in shown.content and "open door 3" not in shown.content and "and 2 more" in shown.content
+    assert (
+        "open door 2" in shown.content
+        and "open door 3" not in shown.content
+        and "and 2 more" in shown.content
+    )
 
 
 # --- action correction (vector action_correction_jaccard) ---
@@ -284,7 +333,9 @@ def test_a_death_is_a_fault_at_once_and_the_next_episode_gets_a_new_simulator() 
 
 
 def test_a_finished_episode_frees_its_simulator_and_an_unfinished_one_keeps_it() -> None:
-    family = ScienceWorldFamily(ScienceWorldConfig(borrow_limit_s=0.05), start=lambda: ScriptedSimulator(replies=[reply(-100)]))
+    family = ScienceWorldFamily(
+        ScienceWorldConfig(borrow_limit_s=0.05), start=lambda: ScriptedSimulator(replies=[reply(-100)])
+    )
     factory = family.make()
     first, second = (factory(family.tasks("train")[0]) for _ in range(2))
     first.reset(0)
@@ -370,7 +421,12 @@ def test_the_task_list_keeps_the_order_of_the_config_and_its_hash_sees_it() -> N
     forward = ScienceWorldFamily(ScienceWorldConfig(task_names=("melt", "boil"), num_train_variations=2))
     backward = ScienceWorldFamily(ScienceWorldConfig(task_names=("boil", "melt"), num_train_variations=2))
     keys = [task.key for task in forward.tasks("train")]
-    assert keys == ["scienceworld/melt/0", "scienceworld/melt/1", "scienceworld/boil/0", "scienceworld/boil/1"]
+    assert keys == [
+        "scienceworld/melt/0",
+        "scienceworld/melt/1",
+        "scienceworld/boil/0",
+        "scienceworld/boil/1",
+    ]
     assert forward.content_hash("train") != backward.content_hash("train")
     assert forward.content_hash("train") != forward.content_hash("test")
     assert forward.content_hash("train") == "beb69feb5b0fbc0484cb1350e7845bee66e8f5f33246e12e4b3a2cfab749f6ee"
@@ -407,7 +463,9 @@ def test_the_expert_plays_the_gold_path_to_its_end_and_a_path_that_fails_is_none
         ("<action>open door</action>", "Open.", False),
         ("<action>take cup</action>", "Taken.", True),
     ]
-    losing = ScienceWorldFamily(ScienceWorldConfig(), start=lambda: ScriptedSimulator(replies=[reply(50)] * 3))
+    losing = ScienceWorldFamily(
+        ScienceWorldConfig(), start=lambda: ScriptedSimulator(replies=[reply(50)] * 3)
+    )
     assert losing.expert(losing.tasks("train")[0], 0) is None
 
 
@@ -465,8 +523,12 @@ def counterfeit(tmp_path: Path, mode: str) -> Launch:
 def test_the_gateway_reads_values_and_drains_what_the_simulator_prints(tmp_path: Path) -> None:
     simulator = JavaSimulator(counterfeit(tmp_path, "fine"))
     try:
-        assert simulator.act("open\\door") == Reply(observation="open\\door|a\nb\\n", score=84, completed=False, num_moves=7)
-        assert simulator.act("wait") == Reply(observation="noise survived", score=-100, completed=True, num_moves=8)
+        assert simulator.act("open\\door") == Reply(
+            observation="open\\door|a\nb\\n", score=84, completed=False, num_moves=7
+        )
+        assert simulator.act("wait") == Reply(
+            observation="noise survived", score=-100, completed=True, num_moves=8
+        )
         assert simulator.is_alive()
     finally:
         simulator.close()
@@ -488,8 +550,12 @@ def test_a_broken_call_is_a_fault_and_kills_the_process(tmp_path: Path, mode: st
         os.kill(simulator.pid, 0)
 
 
-@pytest.mark.parametrize(("mode", "what"), [("refuse", "did not start.*reserve enough space"), ("mute", "did not start")])
-def test_a_process_that_does_not_come_up_is_a_fault_with_its_last_words(tmp_path: Path, mode: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "what"), [("refuse", "did not start.*reserve enough space"), ("mute", "did not start")]
+)
+def test_a_process_that_does_not_come_up_is_a_fault_with_its_last_words(
+    tmp_path: Path, mode: str, what: str
+) -> None:
     with pytest.raises(EnvironmentFault, match=what):
         JavaSimulator(counterfeit(tmp_path, mode))
 
@@ -502,7 +568,9 @@ def test_closing_from_another_thread_ends_a_call_that_hangs(tmp_path: Path) -> N
 
 
 def test_a_reset_that_was_given_up_returns_the_simulator_that_it_gets_later() -> None:
-    family = ScienceWorldFamily(ScienceWorldConfig(num_workers=1, borrow_limit_s=5.0), start=ScriptedSimulator)
+    family = ScienceWorldFamily(
+        ScienceWorldConfig(num_workers=1, borrow_limit_s=5.0), start=ScriptedSimulator
+    )
     factory = family.make()
     first, late = factory(family.tasks("train")[0]), factory(family.tasks("train")[1])
     first.reset(0)

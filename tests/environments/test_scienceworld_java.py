@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments import scienceworld_tasks
-from outrider.environments.scienceworld import (
+from outrider.environments.scienceworld import tasks as scienceworld_tasks
+from outrider.environments.scienceworld.family import (
     ScienceWorldConfig,
     ScienceWorldEnvironment,
     ScienceWorldFactory,
     ScienceWorldFamily,
 )
-from outrider.environments.scienceworld_gateway import JavaSimulator
+from outrider.environments.scienceworld.gateway import JavaSimulator
 from outrider.errors import EnvironmentFault
 from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import EpisodeState, Splice
@@ -26,11 +26,14 @@ from tests.rollout.fakes import scheduler, scripted
 
 pytestmark = [
     pytest.mark.java,
-    pytest.mark.skipif(shutil.which("java") is None, reason="no 'java' on PATH; ScienceWorld runs in a Java process"),
+    pytest.mark.skipif(
+        shutil.which("java") is None, reason="no 'java' on PATH; ScienceWorld runs in a Java process"
+    ),
 ]
 
 CONFIG = ScienceWorldConfig(
-    task_names=("find-animal", "lifespan-longest-lived", "chemistry-mix-paint-secondary-color"), borrow_limit_s=5.0
+    task_names=("find-animal", "lifespan-longest-lived", "chemistry-mix-paint-secondary-color"),
+    borrow_limit_s=5.0,
 )
 
 
@@ -66,16 +69,24 @@ def test_our_frozen_split_is_the_simulators(simulator: JavaSimulator) -> None:
         assert simulator.num_variations(name) == size
     for name in ("boil", "identify-life-stages-1", "chemistry-mix"):
         simulator.load(task_name=name, variation=0, simplification="")
-        for split, method in (("train", "getVariationsTrain"), ("valid", "getVariationsDev"), ("test", "getVariationsTest")):
+        for split, method in (
+            ("train", "getVariationsTrain"),
+            ("valid", "getVariationsDev"),
+            ("test", "getVariationsTest"),
+        ):
             told = simulator._strings(simulator._call(method))
             assert [int(variation) for variation in told] == list(scienceworld_tasks.variations(name, split))
 
 
-def test_the_gold_path_wins_and_repeats_exactly(family: ScienceWorldFamily, factory: ScienceWorldFactory) -> None:
+def test_the_gold_path_wins_and_repeats_exactly(
+    family: ScienceWorldFamily, factory: ScienceWorldFactory
+) -> None:
     # This task is one whose listing of objects changes from load to load in the published set-up.
     task = next(task for task in family.tasks("train") if "paint" in task.key)
     gold = factory.pool.borrow()
-    actions = gold.simulator.gold_actions(task_name="chemistry-mix-paint-secondary-color", variation=0, simplification="")
+    actions = gold.simulator.gold_actions(
+        task_name="chemistry-mix-paint-secondary-color", variation=0, simplification=""
+    )
     factory.pool.give_back(gold)
     environment = factory(task)
     episodes = []
@@ -103,11 +114,15 @@ def test_the_expert_gives_steps_with_real_observations(simulator: JavaSimulator)
     assert all(step.text.startswith("<action>") and step.observation for step in steps)
 
 
-def test_a_wrong_focus_ends_the_episode_at_minus_100(family: ScienceWorldFamily, factory: ScienceWorldFactory) -> None:
+def test_a_wrong_focus_ends_the_episode_at_minus_100(
+    family: ScienceWorldFamily, factory: ScienceWorldFactory
+) -> None:
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
     refused = environment.step(Message(role="assistant", content="<action>go to kitchen</action>"))
-    assert refused.refused and refused.message is not None and refused.message.content == "The door is not open."
+    assert (
+        refused.refused and refused.message is not None and refused.message.content == "The door is not open."
+    )
     assert "No known action" in act(environment, "dance wildly")
     assert "Ambiguous" in act(environment, "open door")
     act(environment, "0")
@@ -135,7 +150,9 @@ def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: ScienceWor
     factory.pool.give_back(loan)
 
 
-def test_a_killed_process_is_a_fault_and_is_replaced(family: ScienceWorldFamily, factory: ScienceWorldFactory) -> None:
+def test_a_killed_process_is_a_fault_and_is_replaced(
+    family: ScienceWorldFamily, factory: ScienceWorldFactory
+) -> None:
     loan = factory.pool.borrow()
     assert isinstance(loan.simulator, JavaSimulator)
     pid, num_replaced = loan.simulator.pid, factory.pool.num_replaced
@@ -168,7 +185,9 @@ class KillsOnce:
     def after_group(self, trace: Trace) -> None: ...
 
 
-def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(family: ScienceWorldFamily, factory: ScienceWorldFactory) -> None:
+def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
+    family: ScienceWorldFamily, factory: ScienceWorldFactory
+) -> None:
     loan = factory.pool.borrow()
     assert isinstance(loan.simulator, JavaSimulator)
     pid, num_replaced = loan.simulator.pid, factory.pool.num_replaced
@@ -186,7 +205,10 @@ def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(family: ScienceWorl
     assert factory.pool.num_replaced == num_replaced + 1
     for one, other in zip(broken.traces, whole.traces, strict=True):
         (leaf, path), (leaf_, path_) = next(one.rollouts()), next(other.rollouts())
-        assert leaf.outcome is leaf_.outcome is Outcome.TRUNCATED_TURNS and leaf.episode_return == leaf_.episode_return
+        assert (
+            leaf.outcome is leaf_.outcome is Outcome.TRUNCATED_TURNS
+            and leaf.episode_return == leaf_.episode_return
+        )
         assert [node.token_ids for node in path] == [node.token_ids for node in path_]
         assert sum(node.trainable for node in path) == 4
 
@@ -212,14 +234,18 @@ def _resident(pid: int) -> int:
 
 
 def _live_heap(made: ScienceWorldFactory) -> int:
-    """Bytes of Java's heap that a full collection leaves. What is resident also holds garbage that waits for a fuller heap."""
+    """Bytes of Java's heap that a full collection leaves. What is resident also holds garbage that waits for
+    a fuller heap.
+    """
     loan = made.pool.borrow()
     assert isinstance(loan.simulator, JavaSimulator)
     runtime = loan.simulator._call("getRuntime", target="z:java.lang.Runtime")
     try:
         for _ in range(2):  # what finalisers held is free after the second
             loan.simulator._call("gc", target=runtime, limit_s=60.0)
-        return int(loan.simulator._call("totalMemory", target=runtime)) - int(loan.simulator._call("freeMemory", target=runtime))
+        return int(loan.simulator._call("totalMemory", target=runtime)) - int(
+            loan.simulator._call("freeMemory", target=runtime)
+        )
     finally:
         loan.simulator._request(f"m\nd\n{runtime}\ne\n", 30.0)
         made.pool.give_back(loan)
@@ -228,7 +254,9 @@ def _live_heap(made: ScienceWorldFactory) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_a_thousand_episodes_leak_nothing(family: ScienceWorldFamily) -> None:
-    """One simulator process and port throughout; what either process keeps after 1,000 episodes is what it kept after 500."""
+    """One simulator process and port throughout; what either process keeps after 1,000 episodes is what it
+    kept after 500.
+    """
     made = ScienceWorldFamily(CONFIG).make()
     loan = made.pool.borrow()
     assert isinstance(loan.simulator, JavaSimulator)
@@ -249,7 +277,10 @@ def test_a_thousand_episodes_leak_nothing(family: ScienceWorldFamily) -> None:
             own.append(_resident(os.getpid()))
             live.append(_live_heap(made))
     loan = made.pool.borrow()
-    assert isinstance(loan.simulator, JavaSimulator) and (loan.simulator.pid, loan.simulator.port) == (pid, port)
+    assert isinstance(loan.simulator, JavaSimulator) and (loan.simulator.pid, loan.simulator.port) == (
+        pid,
+        port,
+    )
     made.pool.give_back(loan)
     made.close()
     print(

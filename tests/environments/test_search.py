@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import DataError
-from outrider.tools.search import EMPTY_QUERY, NO_HITS, Passage, SearchConfig, SearchTool, corpus_hash, load_passages, terms
+from outrider.tools.search import (
+    EMPTY_QUERY,
+    NO_HITS,
+    Passage,
+    SearchConfig,
+    SearchTool,
+    corpus_hash,
+    load_passages,
+    terms,
+)
 
 WORDS = ["red", "green", "blue", "sky", "sea"]
 
@@ -22,7 +31,9 @@ def passage(number: int, text: str, title: str = "") -> Passage:
     return Passage(passage_id=str(number), title=title or f"p{number}", text=text)
 
 
-def reference_scores(documents: list[list[str]], query: list[str], k1: float = 1.5, b: float = 0.75) -> list[float]:
+def reference_scores(
+    documents: list[list[str]], query: list[str], k1: float = 1.5, b: float = 0.75
+) -> list[float]:
     """BM25 as Lucene computes it, straight from its formula, in float64."""
     average = sum(map(len, documents)) / len(documents)
     scores = []
@@ -42,8 +53,12 @@ def reference_scores(documents: list[list[str]], query: list[str], k1: float = 1
     st.lists(st.sampled_from(WORDS), min_size=1, max_size=4),
     st.integers(1, 3),
 )
-def test_ranking_and_ties_agree_with_an_independent_bm25(documents: list[list[str]], query: list[str], weight: int) -> None:
-    tool = SearchTool([passage(i, " ".join(d)) for i, d in enumerate(documents)], SearchConfig(top_k=4, title_weight=weight))
+def test_ranking_and_ties_agree_with_an_independent_bm25(
+    documents: list[list[str]], query: list[str], weight: int
+) -> None:
+    tool = SearchTool(
+        [passage(i, " ".join(d)) for i, d in enumerate(documents)], SearchConfig(top_k=4, title_weight=weight)
+    )
     result = tool.run(" ".join(query))
     expected = reference_scores([[f"p{i}"] * weight + d for i, d in enumerate(documents)], query)
     order = sorted(range(len(documents)), key=lambda i: (-round(expected[i], 5), i))
@@ -71,7 +86,9 @@ def test_no_query_and_no_hits_are_said() -> None:
 
 
 def test_long_passages_are_cut_at_a_word_and_counted() -> None:
-    tool = SearchTool([passage(0, "red  sky\n\n" * 30), passage(1, "red")], SearchConfig(top_k=2, max_chars=40))
+    tool = SearchTool(
+        [passage(0, "red  sky\n\n" * 30), passage(1, "red")], SearchConfig(top_k=2, max_chars=40)
+    )
     result = tool.run("red")
     lines = result.text.split("\n")
     assert result.num_cut == 1
@@ -129,7 +146,10 @@ def test_passages_load_from_jsonl_and_parquet(tmp_path: Path) -> None:
     rows = [{"id": "a", "title": "A", "text": "red"}, {"id": "b", "title": "B", "text": "blue"}]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
-    expected = [Passage(passage_id="a", title="A", text="red"), Passage(passage_id="b", title="B", text="blue")]
+    expected = [
+        Passage(passage_id="a", title="A", text="red"),
+        Passage(passage_id="b", title="B", text="blue"),
+    ]
     assert load_passages(tmp_path / "c.jsonl") == load_passages(tmp_path / "c.parquet") == expected
 
 

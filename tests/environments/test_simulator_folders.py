@@ -29,7 +29,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_e9_the_folder_of_a_killed_run_goes_with_the_next_start(temporary: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER, str(temporary)], stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(temporary)], stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None
         left = Path(owner.stdout.readline().strip())
         mine = SimulatorFolder()

@@ -19,16 +19,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments import textworld_games
 from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, StepResult, TaskFamily
-from outrider.environments.textworld import TextWorldConfig, TextWorldEnvironment, TextWorldFamily, refusal
-from outrider.environments.textworld_games import GameShelf
-from outrider.environments.textworld_kinds import Cooking, Split
-from outrider.environments.textworld_play import Opening, Reply, StoryGame, clean, walkthrough
+from outrider.environments.textworld import games as textworld_games
+from outrider.environments.textworld.family import (
+    TextWorldConfig,
+    TextWorldEnvironment,
+    TextWorldFamily,
+    refusal,
+)
+from outrider.environments.textworld.games import GameShelf
+from outrider.environments.textworld.kinds import Cooking, Split
+from outrider.environments.textworld.play import Opening, Reply, StoryGame, clean, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 
-pytestmark = pytest.mark.filterwarnings("ignore:Game .* is not fully supported")  # the interpreter says it of all made games
+# the interpreter says it of all made games
+pytestmark = pytest.mark.filterwarnings("ignore:Game .* is not fully supported")
 _OPENING = Opening(text="Find the coin.", command_templates=("look", "open OBJ"), max_score=4)
 
 
@@ -99,7 +105,9 @@ def test_a_won_game_ends_and_is_a_success_and_frees_its_interpreter() -> None:
     assert not act(environment).done and game.num_closed == 0
     last = act(environment)
     assert last.done and not last.truncated and last.reward == pytest.approx(0.75)
-    assert environment.result().success and environment.result().episode_return == 1.0 and game.num_closed == 1
+    assert (
+        environment.result().success and environment.result().episode_return == 1.0 and game.num_closed == 1
+    )
     with pytest.raises(RuntimeError, match="has ended"):
         act(environment)
 
@@ -112,7 +120,12 @@ def test_commands_are_counted_and_the_limit_cuts_but_text_without_a_command_is_f
     last = act(environment)
     assert last.done and last.truncated
     metrics = environment.result().metrics
-    assert (metrics["cut_by_moves"], metrics["num_moves"], metrics["num_turns"], metrics["num_invalid"]) == (1, 2, 4, 2)
+    assert (metrics["cut_by_moves"], metrics["num_moves"], metrics["num_turns"], metrics["num_invalid"]) == (
+        1,
+        2,
+        4,
+        2,
+    )
 
 
 # --- what the policy writes ---
@@ -134,7 +147,16 @@ def test_commands_are_counted_and_the_limit_cuts_but_text_without_a_command_is_f
             "tw-trace-actions",
             "tw-print x",
         ),
-        *("open door. save", "yourself, quit", "look then save", "look; save", "\\w", "éteindre", "<score>", "*** The End ***"),
+        *(
+            "open door. save",
+            "yourself, quit",
+            "look then save",
+            "look; save",
+            "\\w",
+            "éteindre",
+            "<score>",
+            "*** The End ***",
+        ),
         *("x" * 101, "look\x00", "look \u2028 save?"),
     ],
 )
@@ -145,7 +167,9 @@ def test_what_is_not_one_command_of_the_game_does_not_reach_it(command: str) -> 
     assert "nothing was done" in text_of(result)
 
 
-@pytest.mark.parametrize("text", ["", "look", "<action>look", "<action> </action>", "<action>a</action><action>b</action>"])
+@pytest.mark.parametrize(
+    "text", ["", "look", "<action>look", "<action> </action>", "<action>a</action><action>b</action>"]
+)
 def test_a_message_without_exactly_one_command_is_answered_in_words(text: str) -> None:
     game = ScriptedGame()
     result = play(game).step(Message(role="assistant", content=text))
@@ -169,23 +193,34 @@ def test_what_the_game_cannot_read_is_invalid_and_what_it_refuses_is_not() -> No
 
 def test_what_the_game_did_not_do_is_refused() -> None:
     """B1."""
-    environment = play(ScriptedGame(replies=[reply(0), Reply(text="You can't go that way.", score=0, refused=True)]))
+    environment = play(
+        ScriptedGame(replies=[reply(0), Reply(text="You can't go that way.", score=0, refused=True)])
+    )
     assert act(environment).carried_out
     closed = act(environment, "go north")
     assert closed.refused and not closed.carried_out and not closed.invalid and not closed.done
 
 
 def test_the_prompt_holds_the_rules_the_commands_and_the_opening() -> None:
-    family = TextWorldFamily(TextWorldConfig(show_admissible=True, num_shown_actions=2), open_game=lambda *_: ScriptedGame())
+    family = TextWorldFamily(
+        TextWorldConfig(show_admissible=True, num_shown_actions=2), open_game=lambda *_: ScriptedGame()
+    )
     (message,) = family.make()(family.tasks("test")[0]).reset(3)
-    for part in ("<action>look</action>", "look, open OBJ", "Find the coin.", "go east\nlook\n... and 1 more"):
+    for part in (
+        "<action>look</action>",
+        "look, open OBJ",
+        "Find the coin.",
+        "go east\nlook\n... and 1 more",
+    ):
         assert part in message.content
 
 
 def test_the_list_of_commands_is_shown_only_on_demand() -> None:
     assert text_of(act(play(ScriptedGame(replies=[reply(0)])))) == "Done."
     assert text_of(act(play(ScriptedGame(replies=[reply(0, text="")])))) == "Nothing happens."
-    assert text_of(act(play(ScriptedGame(replies=[reply(0)]), show_admissible=True))).endswith("go east\nlook\nopen door")
+    assert text_of(act(play(ScriptedGame(replies=[reply(0)]), show_admissible=True))).endswith(
+        "go east\nlook\nopen door"
+    )
 
 
 def test_a_player_reads_neither_banner_nor_status_line_nor_the_question_after_the_end() -> None:
@@ -246,12 +281,17 @@ def test_task_keys_are_frozen_unique_and_name_all_that_decides_the_game() -> Non
     assert len(set(keys)) == len(keys) == 3 + 2 + 4
     assert keys[:2] == ["textworld/quest-9f83bdf88c61/train/0", "textworld/quest-9f83bdf88c61/train/1"]
     other = TextWorldFamily(TextWorldConfig(num_train=3, game_seed=1))
-    larger = TextWorldFamily(TextWorldConfig.model_validate({"game": {"type": "quest", "num_rooms": 3}, "num_train": 3}))
+    larger = TextWorldFamily(
+        TextWorldConfig.model_validate({"game": {"type": "quest", "num_rooms": 3}, "num_train": 3})
+    )
     assert len({f.tasks("train")[0].key for f in (family, other, larger)}) == 3
     same = TextWorldFamily(TextWorldConfig(num_train=9, max_moves=7, cache=Path("elsewhere")))
-    assert same.tasks("train")[:3] == family.tasks("train")  # rules of play and a longer list leave the games alone
+    # rules of play and a longer list leave the games alone
+    assert same.tasks("train")[:3] == family.tasks("train")
     with pytest.raises(ConfigError, match="not a task of these"):
-        TextWorldEnvironment(task=other.tasks("train")[0], config=family.config, open_game=lambda *_: ScriptedGame())
+        TextWorldEnvironment(
+            task=other.tasks("train")[0], config=family.config, open_game=lambda *_: ScriptedGame()
+        )
     with pytest.raises(ConfigError, match="split"):
         family.tasks("dev")
 
@@ -274,7 +314,9 @@ def test_an_impossible_config_is_refused(changes: dict[str, object]) -> None:
         TextWorldConfig.model_validate(changes)
 
 
-def test_a_missing_package_and_another_version_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_and_another_version_are_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     family = TextWorldFamily(TextWorldConfig())
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -292,17 +334,23 @@ def test_the_cache_folder_follows_the_one_of_models(monkeypatch: pytest.MonkeyPa
     assert TextWorldConfig(cache=tmp_path / "own").shelf().root == tmp_path / "own"
 
 
-@pytest.mark.parametrize(("status", "kind"), [(3, ConfigError), (1, EnvironmentFault), (-9, EnvironmentFault)])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(3, ConfigError), (1, EnvironmentFault), (-9, EnvironmentFault)]
+)
 def test_how_making_failed_is_told_by_the_childs_status(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, kind: type[Exception]
 ) -> None:
-    finished = subprocess.CompletedProcess([], status, stdout="", stderr="Traceback\nno quest of this length\n")
+    finished = subprocess.CompletedProcess(
+        [], status, stdout="", stderr="Traceback\nno quest of this length\n"
+    )
     monkeypatch.setattr(textworld_games, "_run_child", lambda order, limit_s: finished)
     with pytest.raises(kind, match="no quest of this length"):
         TextWorldConfig(cache=tmp_path).shelf().ensure([("train", 0)])
 
 
-def test_making_that_stalls_is_a_fault_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_making_that_stalls_is_a_fault_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(textworld_games, "_LEAD_S", 0.02)
     shelf = TextWorldConfig(cache=tmp_path, make_limit_s=0.01).shelf()
     with pytest.raises(EnvironmentFault, match=r"within 0\.03 s"):
@@ -334,13 +382,17 @@ def run_maker(monkeypatch: pytest.MonkeyPatch, shelf: GameShelf, make_one: Calla
     work.mkdir(parents=True)
     (shelf.root / shelf.name).mkdir(exist_ok=True)
     wanted = (("train", 0), ("test", 1))
-    order = textworld_games._Order(root=shelf.root, game=shelf.game, game_seed=shelf.game_seed, wanted=wanted, work=work)
+    order = textworld_games._Order(
+        root=shelf.root, game=shelf.game, game_seed=shelf.game_seed, wanted=wanted, work=work
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO(order.model_dump_json()))
     monkeypatch.setattr(textworld_games, "_make_one", make_one)
     return textworld_games.main()
 
 
-def test_of_two_makers_the_first_to_finish_puts_its_game_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_of_two_makers_the_first_to_finish_puts_its_game_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     shelf = TextWorldConfig(cache=tmp_path).shelf()
 
     def make(order: object, split: Split, index: int, folder: Path) -> None:
@@ -374,12 +426,14 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextWorldFamily,
     """The same game made twice, in two folders, by two processes that would hash in different orders."""
     pytest.importorskip("textworld", reason="TextWorld is an optional extra")
     configs = [
-        TextWorldConfig(game=Cooking(), num_train=1, cache=tmp_path_factory.mktemp("games"), make_ahead=False) for _ in range(2)
+        TextWorldConfig(game=Cooking(), num_train=1, cache=tmp_path_factory.mktemp("games"), make_ahead=False)
+        for _ in range(2)
     ]
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.delenv("PYTHONHASHSEED", raising=False)
         patch.setenv("INFORM_HOME", "/nowhere")
-        list(pool.map(lambda config: config.shelf()._make([("train", 0)]), configs))  # ensure() makes one after the other
+        # ensure() makes one after the other
+        list(pool.map(lambda config: config.shelf()._make([("train", 0)]), configs))
     return tuple(map(TextWorldFamily, configs))
 
 
@@ -399,10 +453,15 @@ def start(family: TextWorldFamily) -> TextWorldEnvironment:
     return environment
 
 
-def test_the_same_settings_make_the_same_bytes_whatever_the_process(families: tuple[TextWorldFamily, ...]) -> None:
+def test_the_same_settings_make_the_same_bytes_whatever_the_process(
+    families: tuple[TextWorldFamily, ...],
+) -> None:
     shelves = [family.config.shelf() for family in families]
     folders = [shelf.root / shelf.name for shelf in shelves]
-    files = [{path.relative_to(f).as_posix(): path.read_bytes() for path in f.rglob("*") if path.is_file()} for f in folders]
+    files = [
+        {path.relative_to(f).as_posix(): path.read_bytes() for path in f.rglob("*") if path.is_file()}
+        for f in folders
+    ]
     assert files[0] == files[1] and sorted(files[0]) == ["train-0/game.json", "train-0/game.z8"]
     assert files[0]["train-0/game.z8"][0x12:0x18] == b"000000"  # where the compiler writes the day
     assert [path.name for path in folders[0].iterdir()] == ["train-0"]  # and no work is left behind
@@ -426,7 +485,9 @@ def test_the_walkthrough_wins_every_point(family: TextWorldFamily, gold: tuple[s
     assert all(refusal(command) == "" for command in gold)
 
 
-def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(family: TextWorldFamily, gold: tuple[str, ...]) -> None:
+def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(
+    family: TextWorldFamily, gold: tuple[str, ...]
+) -> None:
     short = TextWorldFamily(family.config.model_copy(update={"max_moves": 2}))
     assert short.expert(short.tasks("train")[0], 0) is None
     environment = start(family)
@@ -440,8 +501,12 @@ def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(family: Tex
 
 
 @pytest.mark.parametrize("show", [False, True])
-def test_the_real_game_tells_what_it_did_not_do(family: TextWorldFamily, gold: tuple[str, ...], show: bool) -> None:
-    """B1: a walkthrough is carried out to its end, what is not possible is refused, and no player reads how that is known."""
+def test_the_real_game_tells_what_it_did_not_do(
+    family: TextWorldFamily, gold: tuple[str, ...], show: bool
+) -> None:
+    """B1: a walkthrough is carried out to its end, what is not possible is refused, and no player reads how
+    that is known.
+    """
     environment = start(TextWorldFamily(family.config.model_copy(update={"show_admissible": show})))
     for command in ("take moon", "eat me", "dance", "unlock me with me"):
         assert act(environment, command).refused, command
@@ -468,7 +533,9 @@ def test_a_fork_plays_like_the_original_and_neither_sees_the_other(
         for command in ("drop cookbook", "go north", "wait"):
             act(wandering, command)
         wandering.close()
-        messages = [Message(role="assistant", content=f"<action>{command}</action>") for command in gold[cut:]]
+        messages = [
+            Message(role="assistant", content=f"<action>{command}</action>") for command in gold[cut:]
+        ]
         theirs = [environment.step(message) for message in messages]
         environment.close()
         ours = [fork.step(message) for message in messages]
@@ -489,7 +556,8 @@ def test_admissible_commands_are_sorted_and_can_be_written(family: TextWorldFami
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     words=st.lists(
-        st.sampled_from(["take", "all", "cookbook", "me", "in", "x", "again", "9", "-", "'", "put"]) | st.text(max_size=8)
+        st.sampled_from(["take", "all", "cookbook", "me", "in", "x", "again", "9", "-", "'", "put"])
+        | st.text(max_size=8)
     )
 )
 def test_the_real_game_answers_any_text(family: TextWorldFamily, words: list[str]) -> None:
@@ -500,7 +568,9 @@ def test_the_real_game_answers_any_text(family: TextWorldFamily, words: list[str
     environment.close()
 
 
-def test_threads_play_at_once_and_read_what_one_alone_reads(family: TextWorldFamily, gold: tuple[str, ...]) -> None:
+def test_threads_play_at_once_and_read_what_one_alone_reads(
+    family: TextWorldFamily, gold: tuple[str, ...]
+) -> None:
     logic = pytest.importorskip("textworld.logic")
     factory = TextWorldFamily(family.config.model_copy(update={"show_admissible": True})).make()
     task = family.tasks("train")[0]
@@ -516,7 +586,8 @@ def test_threads_play_at_once_and_read_what_one_alone_reads(family: TextWorldFam
         return texts
 
     alone = episode(0)
-    logic.GameLogic.parse.cache_clear()  # as in a new process: loading parses, with one parser for all threads
+    # as in a new process: loading parses, with one parser for all threads
+    logic.GameLogic.parse.cache_clear()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # threads interrupt each other 500 times as often
     try:

@@ -1,4 +1,6 @@
-"""Tool-reasoning episodes: limits, refusals, malformed turns, faults, and the family's checks before the first rollout."""
+"""Tool-reasoning episodes: limits, refusals, malformed turns, faults, and the family's checks before the
+first rollout.
+"""
 
 import json
 from collections.abc import Mapping
@@ -10,12 +12,19 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.base import StepResult
-from outrider.environments.rewards import RewardConfig
-from outrider.environments.tool_episode import OVER_LIMIT, REPEATED, EpisodeConfig, ToolEnvironment, ToolEnvironmentFactory
-from outrider.environments.tools import PythonAdapter, ToolsConfig, ToolsFamily, system_prompt
+from outrider.environments.tool_qa.episode import (
+    OVER_LIMIT,
+    REPEATED,
+    EpisodeConfig,
+    ToolEnvironment,
+    ToolEnvironmentFactory,
+)
+from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily, system_prompt
+from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import DataError, ToolFault, ToolUnavailable
 from outrider.tools.base import ToolOutput
 from outrider.tools.python import PythonResult, PythonTool, PythonToolConfig
+from outrider.tools.python_text import PythonAdapter
 from outrider.types import Message, Task
 
 
@@ -44,7 +53,9 @@ ANSWER = "<think>b</think><answer>\\boxed{Paris}</answer>"
 def start(**settings: object) -> tuple[ToolEnvironment, Mapping[str, Echo]]:
     tools = {"search": Echo("search"), "python": Echo("python")}
     config = EpisodeConfig.model_validate(settings)
-    environment = ToolEnvironmentFactory(tools=list(tools.values()), config=config, system_prompt="Be brief.")(TASK)
+    environment = ToolEnvironmentFactory(
+        tools=list(tools.values()), config=config, system_prompt="Be brief."
+    )(TASK)
     environment.reset(0)
     return environment, tools
 
@@ -151,12 +162,15 @@ def test_malformed_turns_are_told_and_bounded() -> None:
 @pytest.mark.parametrize(
     ("thought", "reward"),
     [
-        ("<think>I could use </python>", -1.0),  # nothing was opened: the format is bad, and not only the bonus is lost
+        # nothing was opened: the format is bad, and not only the bonus is lost
+        ("<think>I could use </python>", -1.0),
         ("<think>I could use <python></python>", 1.1),  # an empty call: told so, and nothing else
     ],
 )
 def test_a_closing_tag_in_a_thought_costs_the_reward(thought: str, reward: float) -> None:
-    """docs/environments.md (row C3): the turn ends at the tag, and an unpaired one gives ``format_penalty``."""
+    """docs/environments.md (row C3): the turn ends at the tag, and an unpaired one gives
+    ``format_penalty``.
+    """
     environment, tools = start(max_invalid=2)
     told = say(environment, thought)
     assert (told.invalid, told.done, told.num_tool_calls) == (True, False, 0)
@@ -185,7 +199,11 @@ def test_an_episode_that_was_cut_has_a_record() -> None:
     environment, _ = start(reward={"format_penalty": -0.5})
     say(environment, "<think>a</think><search>q</search>")
     result = environment.result()
-    assert (result.episode_return, result.success, result.metrics["num_tool_calls_search"]) == (-0.5, False, 1.0)
+    assert (result.episode_return, result.success, result.metrics["num_tool_calls_search"]) == (
+        -0.5,
+        False,
+        1.0,
+    )
 
 
 def test_a_fault_of_a_tool_is_a_fault_and_not_counted() -> None:
@@ -245,10 +263,16 @@ def test_the_factory_closes_its_tools() -> None:
 
 def family(tmp_path: Path, **settings: object) -> ToolsFamily:
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"id": "1", "title": "Tower", "text": "It stands in Paris."}), encoding="utf-8")
+    corpus.write_text(
+        json.dumps({"id": "1", "title": "Tower", "text": "It stands in Paris."}), encoding="utf-8"
+    )
     data = tmp_path / "qa.jsonl"
     data.write_text(json.dumps({"question": TASK.question, "answer": "Paris"}), encoding="utf-8")
-    return ToolsFamily(ToolsConfig.model_validate({"corpus": corpus, "tools": ["search"], "train": {"path": data}} | settings))
+    return ToolsFamily(
+        ToolsConfig.model_validate(
+            {"corpus": corpus, "tools": ["search"], "train": {"path": data}} | settings
+        )
+    )
 
 
 def test_the_family_plays_its_own_data(tmp_path: Path) -> None:
@@ -258,14 +282,18 @@ def test_the_family_plays_its_own_data(tmp_path: Path) -> None:
     environment = tools.make()(task)
     assert [message.role for message in environment.reset(0)] == ["system", "user"]
     found = say(environment, "<think>a</think><search>tower</search>")
-    assert found.message == Message(role="inline", content="\n<result>\nTower: It stands in Paris.\n</result>\n")
+    assert found.message == Message(
+        role="inline", content="\n<result>\nTower: It stands in Paris.\n</result>\n"
+    )
     assert say(environment, ANSWER).reward == 1.0
     assert tools.expert(task, 0) is None
     with pytest.raises(DataError, match="no data set is configured for the split 'test'"):
         tools.tasks("test")
 
 
-def test_a_tool_that_cannot_load_stops_before_the_first_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_cannot_load_stops_before_the_first_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ToolUnavailable, match=r"search: .*gone\.jsonl: no such file"):
         family(tmp_path, corpus=tmp_path / "gone.jsonl").make()
 
@@ -298,7 +326,12 @@ def test_the_prompts() -> None:
     def prompt(**settings: object) -> str:
         return system_prompt(ToolsConfig.model_validate({"tools": ["python"]} | settings))
 
-    assert "<python>" in prompt() and "<search>" not in prompt() and "\\boxed" in prompt() and "3 calls" in prompt()
+    assert (
+        "<python>" in prompt()
+        and "<search>" not in prompt()
+        and "\\boxed" in prompt()
+        and "3 calls" in prompt()
+    )
     assert len(prompt(prompt="short").split()) <= 25
     assert prompt(prompt="none") == ""
     assert prompt(system_prompt="Mine.") == "Mine."
@@ -309,7 +342,9 @@ def test_the_python_tool_behind_the_contract(monkeypatch: pytest.MonkeyPatch) ->
     results = {
         "1+1": PythonResult(output="2", status="ok", seconds=0.0, truncated=False, sandboxed=True),
         "x=1": PythonResult(output="", status="ok", seconds=0.0, truncated=False, sandboxed=True),
-        "1/0": PythonResult(output="ZeroDivisionError", status="error", seconds=0.0, truncated=False, sandboxed=True),
+        "1/0": PythonResult(
+            output="ZeroDivisionError", status="error", seconds=0.0, truncated=False, sandboxed=True
+        ),
     }
     closed: list[bool] = []
     monkeypatch.setattr(PythonTool, "__init__", lambda self: None)

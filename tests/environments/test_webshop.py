@@ -1,4 +1,6 @@
-"""WebShop: the score by hand and by reference, goals and splits, pages, what a policy can write, and an oracle that shops."""
+"""WebShop: the score by hand and by reference, goals and splits, pages, what a policy can write, and an
+oracle that shops.
+"""
 
 import json
 import os
@@ -15,22 +17,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments import webshop_reward
 from outrider.environments.base import CopyableEnvironment, StepResult, TaskFamily
-from outrider.environments.datasets import panel_hash
-from outrider.environments.webshop import WebShopConfig, WebShopEnvironment, WebShopFamily
-from outrider.environments.webshop_catalogue import Catalogue, Instruction, Product, load_catalogue
-from outrider.environments.webshop_goals import Goal, build_goals, draw_prices, make_task, read_goal, split_goals
-from outrider.environments.webshop_pages import BUY, Page, Shop
-from outrider.environments.webshop_reward import OptionScoring, num_options_hit, token_set_ratio, training_return, type_factor
-from outrider.environments.webshop_text import MAX_ACTION_CHARACTERS, Unreadable, parse_action, render_action
+from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.webshop import reward as webshop_reward
+from outrider.environments.webshop.catalogue import Catalogue, Instruction, Product, load_catalogue
+from outrider.environments.webshop.family import WebShopConfig, WebShopEnvironment, WebShopFamily
+from outrider.environments.webshop.goals import (
+    Goal,
+    build_goals,
+    draw_prices,
+    make_task,
+    read_goal,
+    split_goals,
+)
+from outrider.environments.webshop.pages import BUY, Page, Shop
+from outrider.environments.webshop.reward import (
+    OptionScoring,
+    num_options_hit,
+    token_set_ratio,
+    training_return,
+    type_factor,
+)
+from outrider.environments.webshop.text import MAX_ACTION_CHARACTERS, Unreadable, parse_action, render_action
 from outrider.errors import ConfigError, DataError
 from outrider.types import Message, Task
 
 SPLITS = ("train", "valid", "test")
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "webshop"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the 1,000-product set is not at ../shared/data/webshop")
-BOTTLE, MAT = "OUTR000001", "OUTR000030"  # a steel bottle in three colours and sizes; a yoga mat in "standard" and "extra long"
+needs_shared = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the 1,000-product set is not at ../shared/data/webshop"
+)
+# a steel bottle in three colours and sizes; a yoga mat in "standard" and "extra long"
+BOTTLE, MAT = "OUTR000001", "OUTR000030"
 
 
 def product(product_id: str = "A", **changes: object) -> Product:
@@ -95,8 +113,17 @@ def shown(result: StepResult) -> list[str]:
         ((0, 2, 0, 0, True, 0.1), 0.033333, 0.0),
     ],
 )
-def test_task_score_and_training_return(case: tuple[int, int, int, int, bool, float], score: float, reward: float) -> None:
-    names = ("num_attributes_hit", "num_attributes", "num_options_hit", "num_options", "price_ok", "type_factor")
+def test_task_score_and_training_return(
+    case: tuple[int, int, int, int, bool, float], score: float, reward: float
+) -> None:
+    names = (
+        "num_attributes_hit",
+        "num_attributes",
+        "num_options_hit",
+        "num_options",
+        "price_ok",
+        "type_factor",
+    )
     measured = webshop_reward.PurchaseScore(**dict(zip(names, case, strict=True))).value  # type: ignore[arg-type]
     assert measured == pytest.approx(score, abs=1e-6)
     assert training_return(measured, "success10") == reward
@@ -115,7 +142,9 @@ def test_ten_is_paid_for_exactly_one_only() -> None:
         ("Red Hat of Wool", "hats", ("Kitchen",), 1.0),  # a third of the words is more than a fifth
     ],
 )
-def test_type_factor_of_a_short_title(title: str, query: str, categories: tuple[str, ...], factor: float) -> None:
+def test_type_factor_of_a_short_title(
+    title: str, query: str, categories: tuple[str, ...], factor: float
+) -> None:
     assert type_factor(product(title=title, query=query, categories=categories), product()) == factor
 
 
@@ -131,8 +160,22 @@ def test_type_factor_of_a_short_title(title: str, query: str, categories: tuple[
         (0, "kettles", ("Kitchen", "Kettles"), 0.0),
     ],
 )
-def test_type_factor_of_a_long_title(num_shared: int, query: str, categories: tuple[str, ...], factor: float) -> None:
-    words = ["anvil", "bucket", "candle", "drum", "easel", "funnel", "goblet", "hammer", "inkwell", "jar", "kettle"]
+def test_type_factor_of_a_long_title(
+    num_shared: int, query: str, categories: tuple[str, ...], factor: float
+) -> None:
+    words = [
+        "anvil",
+        "bucket",
+        "candle",
+        "drum",
+        "easel",
+        "funnel",
+        "goblet",
+        "hammer",
+        "inkwell",
+        "jar",
+        "kettle",
+    ]
     wanted = product(title="The " + " ".join(words) + " with 12 x for you")
     bought = product(title=" ".join([*words[:num_shared], "zither"]), query=query, categories=categories)
     assert type_factor(bought, wanted) == factor
@@ -145,11 +188,17 @@ def test_a_wanted_title_without_words_shares_a_fifth() -> None:
 
 def test_attributes_are_similar_to_an_own_one_or_stand_in_the_texts() -> None:
     features = ("Fast boil", "cool Touch")
-    kettle = product(attributes=("stainless steel body",), title="A Kettle", features=features, description="BPA free.")
-    assert (
-        webshop_reward.num_attributes_hit(kettle, ["stainless steel", "cool touch", "bpa free", "boil cool", "rust proof"]) == 4
+    kettle = product(
+        attributes=("stainless steel body",), title="A Kettle", features=features, description="BPA free."
     )
-    assert webshop_reward.num_attributes_hit(product(attributes=("easy cleaning",)), ["easy clean"]) == 1  # 87 of 100
+    assert (
+        webshop_reward.num_attributes_hit(
+            kettle, ["stainless steel", "cool touch", "bpa free", "boil cool", "rust proof"]
+        )
+        == 4
+    )
+    # 87 of 100
+    assert webshop_reward.num_attributes_hit(product(attributes=("easy cleaning",)), ["easy clean"]) == 1
     assert webshop_reward.num_attributes_hit(product(attributes=("easy carry",)), ["easy clean"]) == 0
 
 
@@ -157,7 +206,8 @@ def test_attributes_are_similar_to_an_own_one_or_stand_in_the_texts() -> None:
     ("chosen", "option", "fixed", "released"),
     [
         ("red", ("color", "red"), 1, 1),
-        ("navy blue", ("color", "sky blue"), 1, 1),  # the first colour of both is blue; the pair's text holds the word
+        # the first colour of both is blue; the pair's text holds the word
+        ("navy blue", ("color", "sky blue"), 1, 1),
         ("x-large", ("size", "large"), 1, 0),
         ("standard", ("size", "standard"), 1, 0),  # holds "tan", the pair's text does not
         ("bluewhite", ("color", "bluewhite"), 1, 0),
@@ -167,7 +217,9 @@ def test_attributes_are_similar_to_an_own_one_or_stand_in_the_texts() -> None:
         ("standard", ("", "standard"), 1, 1),  # without a name there is no pair
     ],
 )
-def test_the_two_ways_to_score_options(chosen: str, option: tuple[str, str], fixed: int, released: int) -> None:
+def test_the_two_ways_to_score_options(
+    chosen: str, option: tuple[str, str], fixed: int, released: int
+) -> None:
     assert num_options_hit([chosen], [option], "fixed") == fixed
     assert num_options_hit([chosen], [option], "released") == released
     assert num_options_hit([], [option], "fixed") == num_options_hit([], [option], "released") == 0
@@ -214,7 +266,9 @@ def test_a_score_never_leaves_its_range_and_the_perfect_purchase_gets_it_all(dat
     assert score_of(shop, goal, shop.products[goal.product_id], dict(goal.options), "fixed") == 1.0
 
 
-def score_of(shop: Shop, goal: Goal, bought: Product, chosen: dict[str, str], scoring: OptionScoring) -> float:
+def score_of(
+    shop: Shop, goal: Goal, bought: Product, chosen: dict[str, str], scoring: OptionScoring
+) -> float:
     return webshop_reward.score_purchase(
         bought=bought,
         price=shop.prices[bought.product_id],
@@ -246,7 +300,8 @@ def test_every_combination_of_options_is_a_goal_and_shares_the_price_limit() -> 
     ] + [()]
     assert len({goal.price_limit for goal in goals[:4]}) == 1
     assert (
-        goals[0].text == f"Find me kettles with color: red, and size: s, and price lower than {goals[0].price_limit:.2f} dollars"
+        goals[0].text
+        == f"Find me kettles with color: red, and size: s, and price lower than {goals[0].price_limit:.2f} dollars"
     )
     assert goals[0].request == "Find me kettles with color: red, and size: s"
     assert goals[4].request == "Find me kettles"
@@ -268,7 +323,9 @@ def test_the_limit_is_drawn_among_three_and_the_larger_of_two() -> None:
     found = catalogue(*(product(str(number)) for number in range(300)))
     limits = [goal.price_limit for goal in build_goals(found, draw_prices(found, 0), 0)]
     counts = [limits.count(limit) for limit in (40.0, 50.0, 60.0)]
-    assert sum(counts) == 300 and all(abs(count - 50 * share) < 30 for count, share in zip(counts, (1, 2, 3), strict=True))
+    assert sum(counts) == 300 and all(
+        abs(count - 50 * share) < 30 for count, share in zip(counts, (1, 2, 3), strict=True)
+    )
 
 
 def test_a_goal_survives_being_a_task() -> None:
@@ -278,7 +335,9 @@ def test_a_goal_survives_being_a_task() -> None:
     assert (task.question, task.key, task.answers) == (goals[0].text, goals[0].key, ())
 
 
-@pytest.mark.parametrize("metadata", [{}, {"product": "A", "attributes": [], "options": ["x"], "price_limit": None}])
+@pytest.mark.parametrize(
+    "metadata", [{}, {"product": "A", "attributes": [], "options": ["x"], "price_limit": None}]
+)
 def test_a_task_of_another_family_is_refused(metadata: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="t1 is not a WebShop task"):
         family().make()(Task(key="t1", question="?", metadata=metadata))  # type: ignore[arg-type]
@@ -290,9 +349,14 @@ def test_a_task_of_another_family_is_refused(metadata: dict[str, object]) -> Non
 @pytest.mark.parametrize("split_by", ["goal", "product"])
 def test_splits_are_disjoint_complete_and_the_same_in_every_instance(split_by: str) -> None:
     one, two = (WebShopFamily(WebShopConfig.model_validate({"split_by": split_by})) for _ in range(2))
-    assert [panel_hash(one.tasks(split)) for split in SPLITS] == [panel_hash(two.tasks(split)) for split in SPLITS]
+    assert [panel_hash(one.tasks(split)) for split in SPLITS] == [
+        panel_hash(two.tasks(split)) for split in SPLITS
+    ]
     for field in ("key", "question"):
-        seen = [{str(task.key if field == "key" else task.question) for task in one.tasks(split)} for split in SPLITS]
+        seen = [
+            {str(task.key if field == "key" else task.question) for task in one.tasks(split)}
+            for split in SPLITS
+        ]
         assert len(set().union(*seen)) == sum(map(len, seen)) == 155
     products = [{task.metadata["product"] for task in one.tasks(split)} for split in SPLITS]
     assert (len(set().union(*products)) == sum(map(len, products))) == (split_by == "product")
@@ -300,27 +364,42 @@ def test_splits_are_disjoint_complete_and_the_same_in_every_instance(split_by: s
 
 def test_splits_are_the_same_in_another_process() -> None:
     program = (
-        "from outrider.environments.datasets import panel_hash\n"
-        "from outrider.environments.webshop import WebShopConfig, WebShopFamily\n"
+        "from outrider.environments.tool_qa.datasets import panel_hash\n"
+        "from outrider.environments.webshop.family import WebShopConfig, WebShopFamily\n"
         "family = WebShopFamily(WebShopConfig())\n"
         "print(*(panel_hash(family.tasks(split)) for split in ('train', 'valid', 'test')))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "4711"}
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
     assert run.stdout.split() == [panel_hash(family().tasks(split)) for split in SPLITS]
 
 
 def test_the_default_panels_are_frozen() -> None:
-    measured = {split: (len(family().tasks(split)), panel_hash(family().tasks(split))[:16]) for split in SPLITS}
+    measured = {
+        split: (len(family().tasks(split)), panel_hash(family().tasks(split))[:16]) for split in SPLITS
+    }
     assert measured == PANELS
 
 
-PANELS = {"train": (93, "74d0925d969f07e3"), "valid": (31, "64c90c47fa8d6049"), "test": (31, "9d0228d76f5d8c7e")}
+PANELS = {
+    "train": (93, "74d0925d969f07e3"),
+    "valid": (31, "64c90c47fa8d6049"),
+    "test": (31, "9d0228d76f5d8c7e"),
+}
 
 
 def many_goals(number: int) -> list[Goal]:
     return [
-        Goal(key=f"k{i}", product_id=f"p{i // 7}", text=f"t{i}", attributes=("a",), options=(), price_limit=None)
+        Goal(
+            key=f"k{i}",
+            product_id=f"p{i // 7}",
+            text=f"t{i}",
+            attributes=("a",),
+            options=(),
+            price_limit=None,
+        )
         for i in range(number)
     ]
 
@@ -331,8 +410,15 @@ def test_a_large_list_has_the_original_sizes_and_no_order_of_its_own() -> None:
     assert {split: len(part) for split, part in splits.items()} == {"test": 500, "valid": 600, "train": 1900}
     assert split_goals(goals[::-1], seed=0, by="goal") == splits != split_goals(goals, seed=1, by="goal")
     assert len(split_goals(many_goals(6000), seed=0, by="goal")["valid"]) == 1000
-    same = [Goal(key=f"k{i}", product_id=str(i), text="t", attributes=("a",), options=(), price_limit=None) for i in range(9)]
-    assert [len(part) for part in split_goals([*same, *goals], seed=0, by="goal").values()] == [500, 601, 1908]
+    same = [
+        Goal(key=f"k{i}", product_id=str(i), text="t", attributes=("a",), options=(), price_limit=None)
+        for i in range(9)
+    ]
+    assert [len(part) for part in split_goals([*same, *goals], seed=0, by="goal").values()] == [
+        500,
+        601,
+        1908,
+    ]
     parts = split_goals([*same, *goals], seed=0, by="goal").values()
     assert sum(any(goal.text == "t" for goal in part) for part in parts) == 1
 
@@ -387,11 +473,27 @@ def test_an_item_shows_its_options_and_leads_to_its_texts_and_back() -> None:
     environment = start()
     item = shown(do(environment, "search[Tarnhill steel bottle]", f"click[{BOTTLE.lower()}]"))
     assert item == [
-        *("Back to Search", "< Prev", "color", "black", "moss green", "sand", "size", "18 oz", "24 oz", "32 oz"),
+        *(
+            "Back to Search",
+            "< Prev",
+            "color",
+            "black",
+            "moss green",
+            "sand",
+            "size",
+            "18 oz",
+            "24 oz",
+            "32 oz",
+        ),
         *("Tarnhill Ridge Steel Water Bottle with Loop Lid", "Price: $18.5", "Rating: 3.8"),
         *("Description", "Features", "Reviews", "Buy Now"),
     ]
-    features = ["Back to Search", "< Prev", "Double wall keeps tea warm for nine hours", "Loop lid hooks on a pack"]
+    features = [
+        "Back to Search",
+        "< Prev",
+        "Double wall keeps tea warm for nine hours",
+        "Loop lid hooks on a pack",
+    ]
     assert shown(do(environment, "click[Features]")) == features
     assert shown(do(environment, "click[< Prev]")) == item
     assert "for long walks" in shown(do(environment, "click[description]"))[2]
@@ -403,7 +505,14 @@ def test_an_item_shows_its_options_and_leads_to_its_texts_and_back() -> None:
 
 def test_choices_survive_a_look_at_the_texts_and_end_when_the_item_is_left() -> None:
     environment = start()
-    do(environment, "search[Tarnhill steel bottle]", f"click[{BOTTLE}]", "click[Moss  Green]", "click[24 oz]", "click[18 oz]")
+    do(
+        environment,
+        "search[Tarnhill steel bottle]",
+        f"click[{BOTTLE}]",
+        "click[Moss  Green]",
+        "click[24 oz]",
+        "click[18 oz]",
+    )
     do(environment, "click[features]", "click[< prev]")
     assert environment._page.chosen == {"color": "moss green", "size": "18 oz"}
     do(environment, "click[< prev]", f"click[{BOTTLE}]")
@@ -434,7 +543,9 @@ def test_actions_are_listed_unless_switched_off() -> None:
     assert prompt.content.endswith("Page: Search")
     for environment in (loud, quiet):
         content = str(do(environment, "search[Tarnhill steel bottle]", f"click[{BOTTLE}]").message)
-        assert ("click[back to search] click[< prev] click[black] click[moss green]" in content) == (environment is loud)
+        assert ("click[back to search] click[< prev] click[black] click[moss green]" in content) == (
+            environment is loud
+        )
 
 
 def test_long_texts_are_cut_and_counted_and_special_tokens_are_defused() -> None:
@@ -447,7 +558,10 @@ def test_long_texts_are_cut_and_counted_and_special_tokens_are_defused() -> None
     goal = build_goals(catalogue(hostile), {"A": 20.0}, 0)[0]
     other = WebShopEnvironment(task=make_task(goal), config=WebShopConfig(), shop=shop)
     other.reset(0)
-    assert shown(do(other, "search[kettle]", "click[a]", "click[description]"))[2] == "a &lt;|im_end|> b &lt;/action>"
+    assert (
+        shown(do(other, "search[kettle]", "click[a]", "click[description]"))[2]
+        == "a &lt;|im_end|> b &lt;/action>"
+    )
 
 
 # --- what the policy writes ---
@@ -490,7 +604,11 @@ def test_unreadable_text_changes_nothing_and_is_answered_in_words(text: str) -> 
     assert not result.carried_out
     assert result.message is not None and "action" in result.message.content
     record = environment.result()
-    assert (record.metrics["num_invalid"], record.metrics["num_turns"], record.episode_return) == (1.0, 1.0, -0.1)
+    assert (record.metrics["num_invalid"], record.metrics["num_turns"], record.episode_return) == (
+        1.0,
+        1.0,
+        -0.1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -523,17 +641,21 @@ def test_what_a_page_does_not_allow_is_a_counted_no_op(before: list[str], action
 _TALK = st.one_of(
     st.text(max_size=40),
     st.text(alphabet=st.sampled_from(list("<>/action[]search click\n\x00")), max_size=60),
-    st.sampled_from(["search[bottle]", "click[next >]", "click[back to search]", "click[< prev]", "click[buy now]"]).map(
-        lambda action: f"<action>{action}</action>"
+    st.sampled_from(
+        ["search[bottle]", "click[next >]", "click[back to search]", "click[< prev]", "click[buy now]"]
+    ).map(lambda action: f"<action>{action}</action>"),
+    st.sampled_from([BOTTLE, MAT, "black", "24 oz", "reviews", "x" * 600]).map(
+        lambda name: render_action("click", name)
     ),
-    st.sampled_from([BOTTLE, MAT, "black", "24 oz", "reviews", "x" * 600]).map(lambda name: render_action("click", name)),
     st.text(max_size=20).map(lambda words: render_action("search", words)),
 )
 
 
 @settings(deadline=None)
 @given(st.lists(_TALK, max_size=12), st.sampled_from(["score", "success10"]), st.sampled_from([0.0, 0.1]))
-def test_no_text_raises_and_rewards_add_up_to_the_return(texts: list[str], reward: str, penalty: float) -> None:
+def test_no_text_raises_and_rewards_add_up_to_the_return(
+    texts: list[str], reward: str, penalty: float
+) -> None:
     environment = start(reward=reward, invalid_penalty=penalty)
     total, num_invalid = 0.0, 0
     for text in texts:
@@ -564,7 +686,9 @@ def test_the_right_purchase_is_worth_everything() -> None:
         assert (result.done, result.message, result.reward) == (True, None, value)
         record = environment.result()
         assert (record.episode_return, record.success, record.metrics["score"]) == (value, True, 1.0)
-        assert [record.metrics[name] for name in ("bought", "type_factor", "price_ok", "share_attributes")] == [1.0] * 4
+        assert [
+            record.metrics[name] for name in ("bought", "type_factor", "price_ok", "share_attributes")
+        ] == [1.0] * 4
         with pytest.raises(RuntimeError, match="has ended"):
             do(environment, "search[bottle]")
         environment.reset(0)
@@ -580,7 +704,12 @@ def test_a_poor_purchase_is_worth_its_parts_and_none_is_worth_nothing() -> None:
     environment = start()
     do(environment, "search[bottle]", f"click[{BOTTLE}]")
     record = environment.result()
-    assert (record.episode_return, record.success, record.metrics["score"], record.metrics["bought"]) == (0.0, False, 0.0, 0.0)
+    assert (record.episode_return, record.success, record.metrics["score"], record.metrics["bought"]) == (
+        0.0,
+        False,
+        0.0,
+        0.0,
+    )
 
 
 def test_a_purchase_above_the_limit_misses_the_price() -> None:
@@ -640,12 +769,16 @@ def test_the_oracle_fulfils_every_goal_of_the_shipped_catalogue() -> None:
     factory = shop_family.make()
     for task in all_tasks(family()):
         steps = shop_family.expert(task, 0)
-        assert steps is not None and [step.is_terminal for step in steps] == [False] * (len(steps) - 1) + [True]
+        assert steps is not None and [step.is_terminal for step in steps] == [False] * (len(steps) - 1) + [
+            True
+        ]
         environment = factory(task)
         environment.reset(1)
         for step in steps:
             result = environment.step(Message(role="assistant", content=step.text))
-            assert (result.message.content if result.message else "") == step.observation and result.carried_out
+            assert (
+                result.message.content if result.message else ""
+            ) == step.observation and result.carried_out
         record = environment.result()
         assert (record.episode_return, record.success, record.metrics["num_inadmissible"]) == (1.0, True, 0.0)
     factory.close()
@@ -685,8 +818,12 @@ WISH = {"attributes": ["steel"], "instruction": "Find me kettles", "instruction_
 
 def write(folder: Path, products: object, attributes: object) -> WebShopFamily:
     for name, content in (("products.json", products), ("attributes.json", attributes)):
-        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return WebShopFamily(WebShopConfig(products=folder / "products.json", attributes=folder / "attributes.json"))
+        (folder / name).write_text(
+            content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
+        )
+    return WebShopFamily(
+        WebShopConfig(products=folder / "products.json", attributes=folder / "attributes.json")
+    )
 
 
 @pytest.mark.parametrize(
@@ -699,7 +836,11 @@ def write(folder: Path, products: object, attributes: object) -> WebShopFamily:
         ([listed(options={"size": []})], {}, r"options\.size"),
         ([listed("a1"), listed("A1")], {}, "duplicate product id 'A1'"),
         ([listed()], {"A1": {"attributes": "steel"}}, r"attributes\.json: A1\.attributes"),
-        ([listed()], {"A1": {"instruction": "Find me kettles"}}, r"attributes\.json: A1 has an instruction without"),
+        (
+            [listed()],
+            {"A1": {"instruction": "Find me kettles"}},
+            r"attributes\.json: A1 has an instruction without",
+        ),
         ([listed()], {"A1": {"attributes": ["steel"]}}, "no instruction for any product"),
         ([listed(Title="")], {"A1": WISH}, "no passage has a word"),
     ],
@@ -715,13 +856,22 @@ def test_a_missing_file_is_an_error_and_the_files_go_together(tmp_path: Path) ->
     missing = WebShopFamily(WebShopConfig(products=tmp_path / "p.json", attributes=tmp_path / "a.json"))
     with pytest.raises(DataError, match=r"cannot read .*p\.json"):
         missing.tasks("train")
-    for bad in ({"products": "p.json"}, {"attributes": "a.json"}, {"num_test": 0}, {"invalid_penalty": -1}, {"product": "p"}):
+    for bad in (
+        {"products": "p.json"},
+        {"attributes": "a.json"},
+        {"num_test": 0},
+        {"invalid_penalty": -1},
+        {"product": "p"},
+    ):
         with pytest.raises(ValidationError):
             WebShopConfig.model_validate(bad)
 
 
 def test_details_of_the_file_are_kept_and_repeated_values_are_one(tmp_path: Path) -> None:
-    rows = [listed(options={"size": ["s", "m", "s"]}, pricing=[5.0, 9.5]), listed("B1", pricing=[], Title="Teapot")]
+    rows = [
+        listed(options={"size": ["s", "m", "s"]}, pricing=[5.0, 9.5]),
+        listed("B1", pricing=[], Title="Teapot"),
+    ]
     shop_family = write(tmp_path, rows, {"A1": WISH})
     found = load_catalogue(shop_family.config.products, shop_family.config.attributes)
     assert found.products["A1"].options == {"size": ("s", "m")}
@@ -743,7 +893,11 @@ def test_human_goals_replace_the_synthetic_ones(tmp_path: Path) -> None:
     records = [
         {"instruction": "a small kettle.", "instruction_attributes": ["steel"], "instruction_options": ["s"]},
         {"instruction": "anything", "instruction_attributes": [], "instruction_options": []},
-        {"instruction": "a medium one", "instruction_attributes": ["steel"], "instruction_options": {"size": "m"}},
+        {
+            "instruction": "a medium one",
+            "instruction_attributes": ["steel"],
+            "instruction_options": {"size": "m"},
+        },
     ]
     path = tmp_path / "human.json"
     path.write_text(json.dumps({"A1": records, "unknown": records}), encoding="utf-8")
@@ -754,7 +908,10 @@ def test_human_goals_replace_the_synthetic_ones(tmp_path: Path) -> None:
         ("a medium one", (("size", "m"),)),
     ]
     steps = shop_family.expert(make_task(goals[0]), 0)
-    assert steps is not None and [step.text for step in steps][2:] == [render_action("click", "s"), render_action("click", BUY)]
+    assert steps is not None and [step.text for step in steps][2:] == [
+        render_action("click", "s"),
+        render_action("click", BUY),
+    ]
     path.write_text(json.dumps(["a kettle"]), encoding="utf-8")
     with pytest.raises(DataError, match=r"human\.json: .*object"):
         WebShopFamily(shop_family.config).tasks("train")
@@ -772,7 +929,11 @@ def shared_family(**config: object) -> WebShopFamily:
 @needs_shared
 def test_the_published_set_has_its_goals_and_sizes() -> None:
     # 6,910 combinations, nine of which repeat one because an option lists a value twice.
-    assert {split: len(shared_family().tasks(split)) for split in SPLITS} == {"train": 5401, "valid": 1000, "test": 500}
+    assert {split: len(shared_family().tasks(split)) for split in SPLITS} == {
+        "train": 5401,
+        "valid": 1000,
+        "test": 500,
+    }
     texts = [{task.question for task in shared_family().tasks(split)} for split in SPLITS]
     assert len(set().union(*texts)) == sum(map(len, texts))
 

@@ -1,13 +1,15 @@
-"""Run folders to pack: written by hand on an environment of six questions, with the scores that they are given."""
+"""Run folders to pack: written by hand on an environment of six questions, with the scores that they are
+given.
+"""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from outrider.environments.datasets import DatasetConfig, load_tasks, panel_hash
-from outrider.evals.runner import interval
+from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks, panel_hash
 from outrider.metrics import MetricsWriter
+from outrider.rollout.evaluate import interval
 
 RECIPE = """
 seed = {seed}
@@ -41,14 +43,25 @@ def write_questions(root: Path) -> Path:
 
 
 def write_run(
-    run: Path, root: Path, *, scores: Sequence[float], seed: int = 0, algorithm: str = "grpo", start: str = "none"
+    run: Path,
+    root: Path,
+    *,
+    scores: Sequence[float],
+    seed: int = 0,
+    algorithm: str = "grpo",
+    start: str = "none",
 ) -> Path:
     """A finished run of two steps, evaluated at its start and at its end."""
     run.mkdir(parents=True)
     (run / "config.toml").write_text(RECIPE.format(root=root, seed=seed, algorithm=algorithm, start=start))
     writer = MetricsWriter(run / "metrics.jsonl")
     for step in (1, 2):
-        values = {"tokens/policy": 100.0 + seed, "rollout/num_tool_calls": 20.0, "time/step": 3.0, "reward/mean": 0.5}
+        values = {
+            "tokens/policy": 100.0 + seed,
+            "rollout/num_tool_calls": 20.0,
+            "time/step": 3.0,
+            "reward/mean": 0.5,
+        }
         writer.write(step, "train", values)
     writer.close()
     first = "before training" if start == "none" else f"of {start}"

@@ -33,4 +33,6 @@ def results(run: Path) -> list[dict[str, Any]]:
 
 def question_in(asked: Asked) -> str:
     """The text of the first user message."""
-    return str(next(message["content"] for message in (asked.body or {})["messages"] if message["role"] == "user"))
+    return str(
+        next(message["content"] for message in (asked.body or {})["messages"] if message["role"] == "user")
+    )

@@ -1,4 +1,6 @@
-"""Comparing run directories: who belongs together, what lies on one grid, what is refused, and what the pages say."""
+"""Comparing run directories: who belongs together, what lies on one grid, what is refused, and what the pages
+say.
+"""
 
 import json
 import math
@@ -14,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.evals.compare import Comparison, compare
-from outrider.evals.compare_curves import Curves
-from outrider.evals.compare_page import html_page
-from outrider.evals.compare_render import compare_runs, markdown_page
-from outrider.evals.compare_runs import AXES, STEPS, Incomparable
-from outrider.evals.compare_tables import notes, verdicts
+from outrider.evals.compare.compare import Comparison, compare
+from outrider.evals.compare.curves import Curves
+from outrider.evals.compare.page import html_page
+from outrider.evals.compare.render import compare_runs, markdown_page
+from outrider.evals.compare.runs import AXES, STEPS, Incomparable
+from outrider.evals.compare.tables import notes, verdicts
 from outrider.metrics import MetricsWriter
 
 HOSTILE = "<script>alert(1)</script>|x"
@@ -34,7 +36,12 @@ def write_config(run: Path, *, algorithm: str = "grpo", seed: int = 0, settings:
 
 
 def step_values(step: int, *, tokens: float = 100.0) -> dict[str, float | None]:
-    return {"reward/mean": step / 100, "tokens/policy": tokens, "rollout/num_tool_calls": 2.0 * tokens, "time/step": tokens / 10}
+    return {
+        "reward/mean": step / 100,
+        "tokens/policy": tokens,
+        "rollout/num_tool_calls": 2.0 * tokens,
+        "time/step": tokens / 10,
+    }
 
 
 def write_steps(run: Path, rewards: Sequence[float | None], *, tokens: float = 100.0) -> None:
@@ -58,7 +65,9 @@ def write_evaluation(run: Path, step: int, score: float | Mapping[str, float], *
 
 def task_scores(share: float, *, seed: int = 0) -> dict[str, float]:
     """Binary scores of a policy that solves about this share; the same tasks are hard for all."""
-    difficulty = np.random.default_rng(0).random(len(TASKS)) + 0.1 * np.random.default_rng(100 + seed).random(len(TASKS))
+    difficulty = np.random.default_rng(0).random(len(TASKS)) + 0.1 * np.random.default_rng(100 + seed).random(
+        len(TASKS)
+    )
     return {task: float(hard < share) for task, hard in zip(TASKS, difficulty, strict=True)}
 
 
@@ -82,7 +91,10 @@ def make_run(
 
 def make_group(folder: Path, algorithm: str, shares: Sequence[float], *, by_task: bool = True) -> list[Path]:
     lasts = [task_scores(share, seed=seed) if by_task else share for seed, share in enumerate(shares)]
-    return [make_run(folder / f"{algorithm}-{n}", algorithm=algorithm, seed=n, last=last) for n, last in enumerate(lasts)]
+    return [
+        make_run(folder / f"{algorithm}-{n}", algorithm=algorithm, seed=n, last=last)
+        for n, last in enumerate(lasts)
+    ]
 
 
 def curves_of(comparison: Comparison, quantity: str, axis: str) -> Curves:
@@ -93,15 +105,23 @@ def curves_of(comparison: Comparison, quantity: str, axis: str) -> Curves:
 def test_groups_are_configurations_whatever_seed_speed_folder_and_evaluation(tmp_path: Path) -> None:
     given = "model.initial_checkpoint"
     paths = [
-        make_run(tmp_path / "a", seed=0, settings=["num_threads = 1", f"{given} = 'x/1'", "evaluation.every = 5"]),
-        make_run(tmp_path / "b", seed=1, settings=["num_threads = 2", f"{given} = 'x/2'", "evaluation.every = 0"]),
+        make_run(
+            tmp_path / "a", seed=0, settings=["num_threads = 1", f"{given} = 'x/1'", "evaluation.every = 5"]
+        ),
+        make_run(
+            tmp_path / "b", seed=1, settings=["num_threads = 2", f"{given} = 'x/2'", "evaluation.every = 0"]
+        ),
         make_run(tmp_path / "c", seed=1, settings=["num_threads = 2", f"{given} = 'none'"]),
         make_run(tmp_path / "d", algorithm="arpo", seed=1, settings=["train.max_policy_tokens = 7"]),
         make_run(tmp_path / "e", algorithm="arpo", seed=2, settings=["train.max_policy_tokens = 8"]),
     ]
     comparison = compare(paths)
-    assert [[run.name for run in group.runs] for group in comparison.groups if group.label == "arpo"] == [["d", "e"]]
-    others = {group.label: [run.name for run in group.runs] for group in comparison.groups if group.label != "arpo"}
+    assert [[run.name for run in group.runs] for group in comparison.groups if group.label == "arpo"] == [
+        ["d", "e"]
+    ]
+    others = {
+        group.label: [run.name for run in group.runs] for group in comparison.groups if group.label != "arpo"
+    }
     assert sorted(others.values()) == [["a", "b"], ["c"]]
     assert all(label.startswith("grpo ") and len(label) == 11 for label in others)
     assert given in dict(comparison.settings)
@@ -110,7 +130,10 @@ def test_groups_are_configurations_whatever_seed_speed_folder_and_evaluation(tmp
 
 
 def test_rapo_without_hybrid_rollouts_is_called_what_it_is(tmp_path: Path) -> None:
-    paths = [make_run(tmp_path / str(n), algorithm="rapo", settings=[f"algorithm.num_hybrid = {n}"]) for n in (0, 4)]
+    paths = [
+        make_run(tmp_path / str(n), algorithm="rapo", settings=[f"algorithm.num_hybrid = {n}"])
+        for n in (0, 4)
+    ]
     assert [group.label for group in compare(paths).groups] == ["grpo", "rapo"]
 
 
@@ -125,7 +148,9 @@ def test_runs_with_the_same_folder_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_curves_of_runs_with_different_steps_lie_on_common_costs(tmp_path: Path) -> None:
-    """Twelve steps of 100 tokens against six of 200 with the same reward a token, and one run that went on for longer."""
+    """Twelve steps of 100 tokens against six of 200 with the same reward a token, and one run that went on
+    for longer.
+    """
     rewards = [0.1, 0.3, 0.2, 0.4, 0.6, 0.4, 0.5, 0.9, 0.8, 0.6, 1.0, 0.8]
     pairs = [(a + b) / 2 for a, b in zip(rewards[::2], rewards[1::2], strict=True)]
     for name, values, tokens in (("rapo", rewards, 100), ("grpo", pairs, 200), ("arpo", [*pairs, 5.0], 200)):
@@ -160,7 +185,8 @@ def test_a_resumed_run_has_the_curve_of_the_unbroken_one(tmp_path: Path) -> None
     again = ((10, 900.0), (10, 100.0), (11, 100.0), (12, 100.0))
     lines = [{"step": step, "kind": "train", **step_values(step, tokens=tokens)} for step, tokens in again]
     lines[0]["reward/mean"] = 9.0
-    with (tmp_path / "doubled" / "metrics.jsonl").open("a") as stream:  # of a step that is there twice the last counts
+    # of a step that is there twice the last counts
+    with (tmp_path / "doubled" / "metrics.jsonl").open("a") as stream:
         stream.write("".join(json.dumps(line) + "\n" for line in lines))
     ends = {STEPS: 12.0, "policy tokens": 1200.0, "tool calls": 2400.0, "seconds": 120.0}
     for run in compare([tmp_path / name for name in ("whole", "resumed", "doubled")]).groups[0].runs:
@@ -188,7 +214,11 @@ def test_scores_are_exact_where_evaluated_and_straight_between(tmp_path: Path) -
 
 def test_without_a_curve_of_scores_it_is_said_why(tmp_path: Path) -> None:
     """Runs that were not evaluated before training (``evaluation.at_start = false``) have one point each."""
-    runs = [make_run(tmp_path / f"{name}-{seed}", algorithm=name, seed=seed) for name in ("grpo", "rapo") for seed in (0, 1)]
+    runs = [
+        make_run(tmp_path / f"{name}-{seed}", algorithm=name, seed=seed)
+        for name in ("grpo", "rapo")
+        for seed in (0, 1)
+    ]
     said = "no curve of held-out scores: "
     assert not any(note.startswith(said) for note in notes(compare(runs)))
     for run in runs[:2]:
@@ -199,12 +229,18 @@ def test_without_a_curve_of_scores_it_is_said_why(tmp_path: Path) -> None:
 
 
 def test_long_curves_are_thinned_to_whole_steps_and_scores_stay_scores(tmp_path: Path) -> None:
-    paths = [make_run(tmp_path / str(seed), seed=seed, num_steps=40, last=min(0.7 + 0.3 * seed, 1.0)) for seed in range(4)]
-    write_evaluation(paths[0], 7, 0.9, panel_hash="0" * 64)  # of another panel than the last: not on the curve
+    paths = [
+        make_run(tmp_path / str(seed), seed=seed, num_steps=40, last=min(0.7 + 0.3 * seed, 1.0))
+        for seed in range(4)
+    ]
+    # of another panel than the last: not on the curve
+    write_evaluation(paths[0], 7, 0.9, panel_hash="0" * 64)
     for step in range(8, 40):
         write_evaluation(paths[0], step, 0.5)
     comparison = compare(paths)
-    rewards, scores = (curves_of(comparison, quantity, STEPS) for quantity in ("training reward", "held-out score"))
+    rewards, scores = (
+        curves_of(comparison, quantity, STEPS) for quantity in ("training reward", "held-out score")
+    )
     assert [rewards.x[-1], len(rewards.x)] == [scores.x[-1], len(scores.x)] == [40, 24]
     assert not np.any(rewards.x % 1)
     assert scores.x[:2].tolist() == [0, 8]
@@ -214,19 +250,28 @@ def test_long_curves_are_thinned_to_whole_steps_and_scores_stay_scores(tmp_path:
 def test_unknown_values_leave_gaps_and_are_said(tmp_path: Path) -> None:
     run, other = make_run(tmp_path / "a", algorithm="rapo"), make_run(tmp_path / "b")
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    broken = json.loads(lines[3]) | {"reward/mean": None, "tokens/policy": None, "rollout/num_tool_calls": None}
+    broken = json.loads(lines[3]) | {
+        "reward/mean": None,
+        "tokens/policy": None,
+        "rollout/num_tool_calls": None,
+    }
     (run / "metrics.jsonl").write_text("\n".join([*lines[:3], json.dumps(broken), *lines[4:]]) + "\n")
     comparison = compare([run, other])
     steps = curves_of(comparison, "training reward", STEPS)
     assert np.isnan(steps.bands["rapo"].value).tolist() == [False, False, True] + [False] * 9
-    assert {group.label: group.costs["policy tokens"] for group in comparison.groups} == {"rapo": 1100.0, "grpo": 1200.0}
+    assert {group.label: group.costs["policy tokens"] for group in comparison.groups} == {
+        "rapo": 1100.0,
+        "grpo": 1200.0,
+    }
     assert "a: 1 step(s) without tokens/policy count as 0" in comparison.notes
     lines = re.findall(r'class="line s1" d="([^"]*)"', html_page(comparison))
     assert max(line.count("M") for line in lines) == 2  # broken at the step that is not known
 
 
 def test_a_clear_difference_has_a_winner(tmp_path: Path) -> None:
-    comparison = compare(make_group(tmp_path, "rapo", [0.85, 0.9, 0.88]) + make_group(tmp_path, "grpo", [0.3, 0.35, 0.32]))
+    comparison = compare(
+        make_group(tmp_path, "rapo", [0.85, 0.9, 0.88]) + make_group(tmp_path, "grpo", [0.3, 0.35, 0.32])
+    )
     (pair,) = comparison.pairs
     means = {
         g.label: float(np.mean([np.mean(list(r.evaluations[-1].task_scores.values())) for r in g.runs]))
@@ -244,7 +289,9 @@ def test_a_clear_difference_has_a_winner(tmp_path: Path) -> None:
 
 
 def test_identical_results_have_no_winner(tmp_path: Path) -> None:
-    comparison = compare(make_group(tmp_path, "rapo", [0.5, 0.6, 0.7]) + make_group(tmp_path, "grpo", [0.5, 0.6, 0.7]))
+    comparison = compare(
+        make_group(tmp_path, "rapo", [0.5, 0.6, 0.7]) + make_group(tmp_path, "grpo", [0.5, 0.6, 0.7])
+    )
     (pair,) = comparison.pairs
     assert pair.verdict.winner is None
     assert (pair.difference.value, pair.improvement.value) == (0.0, 0.5)
@@ -258,7 +305,9 @@ def one_seed(folder: Path) -> list[Path]:
 
 
 def only_means(folder: Path) -> list[Path]:
-    return make_group(folder, "rapo", [0.9] * 3, by_task=False) + make_group(folder, "grpo", [0.1, 0.11, 0.12])
+    return make_group(folder, "rapo", [0.9] * 3, by_task=False) + make_group(
+        folder, "grpo", [0.1, 0.11, 0.12]
+    )
 
 
 def stopped_early(folder: Path) -> list[Path]:
@@ -296,7 +345,11 @@ def test_three_groups_are_corrected_for_three_comparisons(tmp_path: Path) -> Non
     paths = [path for algorithm, share in (("rapo", 0.65), ("grpo", 0.5), ("arpo", 0.5))
              for path in make_group(tmp_path, algorithm, [share, share + 0.05, share - 0.05])]  # fmt: skip
     pairs = compare(paths).pairs
-    assert [(pair.first, pair.second) for pair in pairs] == [("arpo", "grpo"), ("arpo", "rapo"), ("grpo", "rapo")]
+    assert [(pair.first, pair.second) for pair in pairs] == [
+        ("arpo", "grpo"),
+        ("arpo", "rapo"),
+        ("grpo", "rapo"),
+    ]
     raw = sorted(pair.test.p for pair in pairs if pair.test)
     assert len(raw) == 3
     for pair in pairs:
@@ -329,19 +382,27 @@ def two(folder: Path, **changes: object) -> list[Path]:
         ),
         (lambda f: two(f, split="valid"), Incomparable, "splits test and valid"),
         (lambda f: two(f, temperature=1.0), Incomparable, "temperatures 0 and 1"),
-        (lambda f: [*two(f), make_run(f / "c", seed=3)], Incomparable, "a and c have one configuration and one seed"),
+        (
+            lambda f: [*two(f), make_run(f / "c", seed=3)],
+            Incomparable,
+            "a and c have one configuration and one seed",
+        ),
         (lambda f: [*two(f), f / "b" / ".." / "a"], Incomparable, "a run directory is given twice"),
         (lambda f: two(f)[:1], ConfigError, "at least two runs"),
         (lambda f: [*two(f), f], DataError, "is no run that can be compared"),
     ],
 )
-def test_refused(tmp_path: Path, make: Callable[[Path], list[Path]], kind: type[OutriderError], message: str) -> None:
+def test_refused(
+    tmp_path: Path, make: Callable[[Path], list[Path]], kind: type[OutriderError], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         compare(make(tmp_path))
 
 
 def test_unequal_costs_are_said(tmp_path: Path) -> None:
-    said = notes(compare([make_run(tmp_path / "a"), make_run(tmp_path / "b", algorithm="rapo", tokens=150.0)]))
+    said = notes(
+        compare([make_run(tmp_path / "a"), make_run(tmp_path / "b", algorithm="rapo", tokens=150.0)])
+    )
     assert "final scores are not at equal policy tokens: rapo took 1.50 times those of grpo" in said
     assert not any("training steps" in note for note in said)
 
@@ -414,3 +475,18 @@ def test_figures_of_many_groups_use_letters_and_stop_at_eight(tmp_path: Path) ->
 def test_a_comparison_can_be_pickled(tmp_path: Path) -> None:
     comparison = compare(make_group(tmp_path, "rapo", [0.5, 0.6]) + make_group(tmp_path, "grpo", [0.4]))
     assert html_page(pickle.loads(pickle.dumps(comparison))) == html_page(comparison)
+
+
+def test_f10_scores_are_per_cent_and_wide_tables_scroll(tmp_path: Path) -> None:
+    comparison = compare(
+        make_group(tmp_path, "rapo", [0.85, 0.9, 0.88]) + make_group(tmp_path, "grpo", [0.3, 0.35, 0.32])
+    )
+    page = html_page(comparison)
+    cells = {cell for cell in re.findall("<td>([^<]*)</td>", page) if " % [" in cell or " points [" in cell}
+    assert len(cells) >= 3 and all(
+        re.match(r"[+-]?\d+\.\d (%|points) \[[+-]?\d+\.\d, [+-]?\d+\.\d\]$", cell) for cell in cells
+    )
+    assert page.count("<table>") == page.count('<div class="scroll" tabindex="0" role="region"') > 2
+    assert (
+        ".scroll { overflow-x: auto; max-width: 100%;" in page and "svg { width: 100%; height: auto;" in page
+    )

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.evals.compare import compare
-from outrider.evals.compare_runs import Incomparable
+from outrider.evals.compare.compare import compare
+from outrider.evals.compare.runs import Incomparable
 from outrider.metrics import MetricsWriter
 from tests.evals.test_compare import make_run, step_values, task_scores, write_config, write_evaluation
 
@@ -15,7 +15,11 @@ ASKED = ("train.num_steps = 100",)
 def group(folder: Path, algorithm: str, share: float, *settings: str) -> list[Path]:
     return [
         make_run(
-            folder / f"{algorithm}-{seed}", algorithm=algorithm, seed=seed, last=task_scores(share, seed=seed), settings=settings
+            folder / f"{algorithm}-{seed}",
+            algorithm=algorithm,
+            seed=seed,
+            last=task_scores(share, seed=seed),
+            settings=settings,
         )
         for seed in range(3)
     ]
@@ -27,12 +31,16 @@ def test_a_run_that_was_stopped_early_decides_nothing(tmp_path: Path) -> None:
     assert pair.verdict.winner == "arpo"
     [pair] = compare([*done, *group(tmp_path / "stopped", "grpo", 0.2, *ASKED)]).pairs
     assert pair.verdict.winner is None and any("of 100" in reason for reason in pair.verdict.reasons)
-    [pair] = compare([*done, *group(tmp_path / "budget", "grpo", 0.2, *ASKED, "train.max_policy_tokens = 5")]).pairs
+    [pair] = compare(
+        [*done, *group(tmp_path / "budget", "grpo", 0.2, *ASKED, "train.max_policy_tokens = 5")]
+    ).pairs
     assert pair.verdict.winner == "arpo"  # a token budget ends a run before its steps are done
 
 
 def evaluated(folder: Path, seed: int, checkpoint: str) -> Path:
-    write_config(folder, seed=seed, settings=("train.num_steps = 0", f'model.initial_checkpoint = "{checkpoint}"'))
+    write_config(
+        folder, seed=seed, settings=("train.num_steps = 0", f'model.initial_checkpoint = "{checkpoint}"')
+    )
     write_evaluation(folder, 0, task_scores(0.5, seed=seed))
     return folder
 
@@ -43,7 +51,9 @@ def test_seeds_of_an_evaluation_are_no_trainings(tmp_path: Path) -> None:
 
 
 def test_a_method_is_called_by_its_preset(tmp_path: Path) -> None:
-    runs = group(tmp_path / "a", "grpo", 0.9, 'algorithm.preset = "dapo-paper"') + group(tmp_path / "b", "grpo", 0.2)
+    runs = group(tmp_path / "a", "grpo", 0.9, 'algorithm.preset = "dapo-paper"') + group(
+        tmp_path / "b", "grpo", 0.2
+    )
     assert {one.label for one in compare(runs).groups} == {"dapo-paper", "grpo"}
 
 
@@ -59,7 +69,11 @@ def test_b11_tips_and_what_a_fault_discarded_are_policy_tokens(tmp_path: Path) -
         write_config(run, algorithm="empo2", seed=seed)
         writer = MetricsWriter(run / "metrics.jsonl")
         for step in (1, 2):
-            writer.write(step, "train", step_values(step, tokens=100.0) | {"tokens/remarks": 30.0, "tokens/discarded": 7.0})
+            writer.write(
+                step,
+                "train",
+                step_values(step, tokens=100.0) | {"tokens/remarks": 30.0, "tokens/discarded": 7.0},
+            )
         writer.close()
         write_evaluation(run, 2, 0.5)
         runs.append(run)

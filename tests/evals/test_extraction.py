@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.environments.answers import exact_match, f1_score
+from outrider.environments.grading.answers import exact_match, f1_score
 from outrider.errors import ConfigError
-from outrider.evals.extraction import (
+from outrider.evals.benchmark.extraction import (
     VARIANTS,
     Grades,
     count_tag_pairs,
     find_variant,
     number_behind_mark,
 )
-from outrider.evals.math_strings import strings_equal
+from outrider.evals.benchmark.math_strings import strings_equal
 
-VECTORS: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parents[1] / "vectors" / "arpo_answers.json").read_text())
+VECTORS: dict[str, list[dict[str, Any]]] = json.loads(
+    (Path(__file__).parents[1] / "vectors" / "arpo_answers.json").read_text()
+)
 TRAIN, RELEASED, SQUAD, OURS = (VARIANTS[name] for name in ("arpo-train", "arpo-eval", "squad", "default"))
 
 
@@ -59,7 +61,11 @@ def test_recorded_string_equality(case: dict[str, Any]) -> None:
 
 def test_only_a_short_name_before_one_equals_sign_is_dropped() -> None:
     assert strings_equal("x = 5", "5") and strings_equal("k=5", "x=5")
-    assert not strings_equal("xyz=5", "5") and not strings_equal("x=y=5", "5") and not strings_equal("x=y=5", "y=5")
+    assert (
+        not strings_equal("xyz=5", "5")
+        and not strings_equal("x=y=5", "5")
+        and not strings_equal("x=y=5", "y=5")
+    )
 
 
 def test_one_missing_text_equals_no_text() -> None:
@@ -69,13 +75,23 @@ def test_one_missing_text_equals_no_text() -> None:
 @pytest.mark.parametrize("case", VECTORS["qa_metrics"])
 def test_recorded_grades_of_questions(case: dict[str, Any]) -> None:
     found = RELEASED.grade(case["pred"], listed(case["refs"]), "qa")
-    assert (found.em, found.contained, found.f1, found.math) == (case["em"], case["acc"], case["f1"], case["math_equal"])
+    assert (found.em, found.contained, found.f1, found.math) == (
+        case["em"],
+        case["acc"],
+        case["f1"],
+        case["math_equal"],
+    )
 
 
 @pytest.mark.parametrize("case", VECTORS["math_metrics"])
 def test_recorded_grades_of_mathematics(case: dict[str, Any]) -> None:
     found = RELEASED.grade(case["pred"], [case["ref"]], "math")
-    assert (found.em, found.contained, found.f1, found.math) == (case["em"], case["acc"], case["f1"], case["math_equal"])
+    assert (found.em, found.contained, found.f1, found.math) == (
+        case["em"],
+        case["acc"],
+        case["f1"],
+        case["math_equal"],
+    )
 
 
 @pytest.mark.parametrize("case", VECTORS["extract_answer_eval"])
@@ -110,15 +126,29 @@ def test_recorded_counts(case: dict[str, Any]) -> None:
         ("<answer>\\boxed{1}</answer> <answer>\\boxed{2}</answer>", "2", "1", "2", "2"),
         ("<answer> Paris </answer>", "Paris", "", " Paris ", "Paris"),
         ("<answer>\\boxed 7$ and \\boxed{8}</answer>", "8", "7", "8", "8"),
-        ("<answer>\\boxed{\\text{São Tomé}}</answer>", "São Tomé", "\\text{São Tomé}", "São Tomé", "São Tomé"),
+        (
+            "<answer>\\boxed{\\text{São Tomé}}</answer>",
+            "São Tomé",
+            "\\text{São Tomé}",
+            "São Tomé",
+            "São Tomé",
+        ),
         ("<answer>\\boxed{1} or \\boxed{2</answer>", "1", "", "\\boxed{2", "1"),
         ("<answer>\\boxed{}</answer>", "", "", "\\boxed{}", ""),
-        ("<answer>\\boxed{\\frac{1}{2}}</answer>", "\\frac{1}{2}", "\\frac{1}{2}", "\\frac{1}{2}", "\\frac{1}{2}"),
+        (
+            "<answer>\\boxed{\\frac{1}{2}}</answer>",
+            "\\frac{1}{2}",
+            "\\frac{1}{2}",
+            "\\frac{1}{2}",
+            "\\frac{1}{2}",
+        ),
         ("<answer>\\fbox{4}</answer>", "\\fbox{4}", "", "\\fbox{4}", "\\fbox{4}"),
         ("no tags \\boxed{7}", "7", "", "7", "7"),
     ],
 )
-def test_what_each_variant_takes_for_the_answer(output: str, ours: str, train: str, released: str, squad: str) -> None:
+def test_what_each_variant_takes_for_the_answer(
+    output: str, ours: str, train: str, released: str, squad: str
+) -> None:
     assert (OURS.extract(output), TRAIN.extract(output), RELEASED.extract(output), SQUAD.extract(output)) == (
         ours, train, released, squad,
     )  # fmt: skip
@@ -143,14 +173,19 @@ def test_what_each_variant_takes_for_the_answer(output: str, ours: str, train: s
         ("yes", "Yes.", True, True, False, True),
     ],
 )
-def test_exact_match_of_each_variant(prediction: str, gold: str, ours: bool, train: bool, released: bool, squad: bool) -> None:
+def test_exact_match_of_each_variant(
+    prediction: str, gold: str, ours: bool, train: bool, released: bool, squad: bool
+) -> None:
     found = [variant.grade(prediction, (gold,), "qa").em for variant in (OURS, TRAIN, RELEASED, SQUAD)]
     assert found == [ours, train, released, squad]
 
 
 def test_a_wrapped_gold_is_met_by_what_extraction_unwraps() -> None:
     output = "<answer>\\boxed{\\text{Evelyn}}</answer>"
-    found = [variant.grade(variant.extract(output), ("\\text{Evelyn}",), "math").em for variant in (OURS, TRAIN, RELEASED, SQUAD)]
+    found = [
+        variant.grade(variant.extract(output), ("\\text{Evelyn}",), "math").em
+        for variant in (OURS, TRAIN, RELEASED, SQUAD)
+    ]
     assert found == [True, True, False, True]
 
 
@@ -161,7 +196,12 @@ def test_only_two_variants_know_closed_answers() -> None:
 
 def test_a_list_in_one_text_is_split_by_the_released_evaluation_alone() -> None:
     answers = ("[London, Paris]",)
-    assert [variant.grade("Paris", answers, "qa").em for variant in (OURS, TRAIN, RELEASED, SQUAD)] == [False, False, True, False]
+    assert [variant.grade("Paris", answers, "qa").em for variant in (OURS, TRAIN, RELEASED, SQUAD)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert RELEASED.grade("Paris", ("[London, Paris]", "Rome"), "qa").em is False
     assert RELEASED.grade("[1, 2]", ("[1, 2]",), "math").em is True
 
@@ -188,7 +228,9 @@ def test_the_best_answer_counts_and_no_answer_gives_nothing() -> None:
         ("(1,2)", "(2,1)", False, False),
     ],
 )
-def test_mathematics_of_ours_and_of_the_release(prediction: str, gold: str, ours: bool, released: bool) -> None:
+def test_mathematics_of_ours_and_of_the_release(
+    prediction: str, gold: str, ours: bool, released: bool
+) -> None:
     assert OURS.grade(prediction, (gold,), "math").math is ours
     assert TRAIN.grade(prediction, (gold,), "math").math is ours
     assert RELEASED.grade(prediction, (gold,), "math").math is released
@@ -207,7 +249,11 @@ def test_an_answer_that_is_not_safe_to_evaluate_is_counted() -> None:
 
 def test_scores_by_metric() -> None:
     grades = Grades(em=False, f1=0.5, contained=True, math=True)
-    assert grades.scored("f1") == (0.5, False) and grades.scored("em") == (0.0, False) and grades.scored("math") == (1.0, True)
+    assert (
+        grades.scored("f1") == (0.5, False)
+        and grades.scored("em") == (0.0, False)
+        and grades.scored("math") == (1.0, True)
+    )
     with pytest.raises(ValueError, match="hold no judge"):
         grades.scored("judge")
     with pytest.raises(ValueError, match="hold no math"):
@@ -217,12 +263,25 @@ def test_scores_by_metric() -> None:
 
 def test_variants_are_named_and_say_how_they_differ() -> None:
     assert find_variant("arpo-train") is TRAIN
-    assert not OURS.deviations and all(variant.deviations for variant in VARIANTS.values() if variant is not OURS)
-    with pytest.raises(ConfigError, match=r"unknown answer rules 'verl'; there are default, arpo-train, arpo-eval, squad"):
+    assert not OURS.deviations and all(
+        variant.deviations for variant in VARIANTS.values() if variant is not OURS
+    )
+    with pytest.raises(
+        ConfigError, match=r"unknown answer rules 'verl'; there are default, arpo-train, arpo-eval, squad"
+    ):
         find_variant("verl")
 
 
-PIECES = [*"ab 0.5-/{}$[],\n<>é", "\\boxed{", "\\boxed ", "\\frac", "\\sqrt", "\\text{ ", "<answer>", "</answer>"]
+PIECES = [
+    *"ab 0.5-/{}$[],\n<>é",
+    "\\boxed{",
+    "\\boxed ",
+    "\\frac",
+    "\\sqrt",
+    "\\text{ ",
+    "<answer>",
+    "</answer>",
+]
 TEXT = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 

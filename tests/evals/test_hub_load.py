@@ -1,4 +1,6 @@
-"""Models and task sets from a hub, with the real client libraries in a process of their own against a server on 127.0.0.1."""
+"""Models and task sets from a hub, with the real client libraries in a process of their own against a server
+on 127.0.0.1.
+"""
 
 import io
 import json
@@ -12,7 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from outrider.evals.task_sets import load_task_set
+from outrider.evals.benchmark.task_sets import load_task_set
 from tests.hub_server import Repository, hub_server
 from tests.tiny import tiny_model
 
@@ -27,7 +29,10 @@ configs:
 ---
 """
 TRAIN = [{"question": "Not to be played", "answer": "It trains. #### 0"}]
-TEST = [{"question": "2 + 2?", "answer": "Count on. #### 4"}, {"question": "1,000 + 234?", "answer": "Add. #### 1,234"}]
+TEST = [
+    {"question": "2 + 2?", "answer": "Count on. #### 4"},
+    {"question": "1,000 + 234?", "answer": "Add. #### 1,234"},
+]
 
 
 def rows(values: list[dict[str, str]]) -> bytes:
@@ -36,7 +41,9 @@ def rows(values: list[dict[str, str]]) -> bytes:
     return out.getvalue()
 
 
-GSM8K = Repository(files={"README.md": CARD, "main/train-0.parquet": rows(TRAIN), "main/test-0.parquet": rows(TEST)})
+GSM8K = Repository(
+    files={"README.md": CARD, "main/train-0.parquet": rows(TRAIN), "main/test-0.parquet": rows(TEST)}
+)
 
 
 def tiny_repository(folder: Path) -> Repository:
@@ -75,7 +82,9 @@ for arguments in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    """Every command in one process, as a user of that hub runs it: the libraries read its address when they are imported."""
+    """Every command in one process, as a user of that hub runs it: the libraries read its address when they
+    are imported.
+    """
     pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("hub")
     repositories = {
@@ -93,19 +102,29 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Asked:
         address = {"HF_ENDPOINT": server.url, "HF_HOME": str(folder / "home")}
         environment = os.environ | address | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         process = subprocess.run(
-            [sys.executable, "-c", COMMANDS, json.dumps(given)], env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", COMMANDS, json.dumps(given)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
     assert process.returncode == 0, process.stderr
-    answers = [Done(**json.loads(line)) for line in process.stdout.splitlines() if line.startswith('{"returncode"')]
+    answers = [
+        Done(**json.loads(line)) for line in process.stdout.splitlines() if line.startswith('{"returncode"')
+    ]
     return Asked(done=dict(zip(commands, answers, strict=True)), asked=server.asked, run=folder / "played")
 
 
 def test_a_hub_model_answers_a_hub_task_set(hub: Asked, tmp_path: Path) -> None:
     assert hub.done["played"].returncode == 0, hub.done["played"].stderr
-    assert any(one.startswith("GET /acme/tiny/resolve/") and one.endswith("/model.safetensors") for one in hub.asked)
+    assert any(
+        one.startswith("GET /acme/tiny/resolve/") and one.endswith("/model.safetensors") for one in hub.asked
+    )
     results = [json.loads(line) for line in (hub.run / "results.jsonl").read_text().splitlines()][1:]
     panel = load_task_set(f"gsm8k={as_file(tmp_path)}")
-    assert [one["task_key"] for one in results] == [task.key for task in panel.tasks] == ["gsm8k-0", "gsm8k-1"]
+    assert (
+        [one["task_key"] for one in results] == [task.key for task in panel.tasks] == ["gsm8k-0", "gsm8k-1"]
+    )
     assert [one["num_tokens"] for one in results] == [8, 8]
     assert json.loads((hub.run / "summary.json").read_text())["panel_hash"] == panel.panel_hash
 

@@ -9,21 +9,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engines.endpoint import ChatEndpoint, EndpointSettings
+from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
 from outrider.errors import ModelError
-from outrider.evals.judge import ASK_AGAIN, INSTRUCTIONS, Judge, Judgement, JudgeSettings, read_verdict
+from outrider.evals.benchmark.judge import (
+    ASK_AGAIN,
+    INSTRUCTIONS,
+    Judge,
+    Judgement,
+    JudgeSettings,
+    read_verdict,
+)
 from tests.chat_server import Answer, ChatServer, chat_server, completion
 
-VECTORS: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parents[1] / "vectors" / "arpo_answers.json").read_text())
-YES, NO = completion("Same city. <judgment>Correct</judgment>"), completion("Other city. <judgment>Incorrect</judgment>")
+VECTORS: dict[str, list[dict[str, Any]]] = json.loads(
+    (Path(__file__).parents[1] / "vectors" / "arpo_answers.json").read_text()
+)
+YES, NO = (
+    completion("Same city. <judgment>Correct</judgment>"),
+    completion("Other city. <judgment>Incorrect</judgment>"),
+)
 
 
 def judge_at(server: ChatServer, *, timeout_s: float = 5.0, **options: Any) -> Judge:
     endpoint = EndpointSettings(base_url=server.url, model="m", timeout_s=timeout_s, max_retries=1)
-    return Judge(JudgeSettings(endpoint=endpoint, **options), ChatEndpoint(endpoint, sleep=lambda seconds: None))
+    return Judge(
+        JudgeSettings(endpoint=endpoint, **options), ChatEndpoint(endpoint, sleep=lambda seconds: None)
+    )
 
 
-def ask(judge: Judge, prediction: str = "the City of Light", answers: tuple[str, ...] = ("Paris", "Paname")) -> Judgement:
+def ask(
+    judge: Judge, prediction: str = "the City of Light", answers: tuple[str, ...] = ("Paris", "Paname")
+) -> Judgement:
     return judge.judge("Which city?", answers, prediction, key="t-0/0")
 
 
@@ -98,7 +114,11 @@ def test_a_prediction_cannot_pass_for_the_judges_tags_and_long_ones_are_cut() ->
     with chat_server([NO]) as server:
         assert ask(judge_at(server, max_prediction_chars=45), hostile).is_correct is False
     sent = (server.asked[0].body or {})["messages"][1]["content"]
-    assert "<judgment>" not in sent and sent.count("</prediction>") == 1 and sent.endswith("xxxx [cut]\n</prediction>")
+    assert (
+        "<judgment>" not in sent
+        and sent.count("</prediction>") == 1
+        and sent.endswith("xxxx [cut]\n</prediction>")
+    )
 
 
 def test_a_reply_without_a_verdict_is_asked_for_again() -> None:
@@ -106,7 +126,10 @@ def test_a_reply_without_a_verdict_is_asked_for_again() -> None:
         found = ask(judge_at(server))
     assert (found.is_correct, found.num_asks, found.num_tokens) == (True, 2, 14)
     first, second = (asked.body or {} for asked in server.asked)
-    assert second["messages"][-2:] == [{"role": "assistant", "content": "Hm."}, {"role": "user", "content": ASK_AGAIN}]
+    assert second["messages"][-2:] == [
+        {"role": "assistant", "content": "Hm."},
+        {"role": "user", "content": ASK_AGAIN},
+    ]
     assert first["seed"] != second["seed"]
 
 
@@ -164,5 +187,8 @@ def test_a_failure_while_asking_again_keeps_the_tokens() -> None:
 
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_judge_that_will_never_answer_stops_the_evaluation(status: int) -> None:
-    with chat_server([Answer({}, status=status)]) as server, pytest.raises(ModelError, match=f"status {status}"):
+    with (
+        chat_server([Answer({}, status=status)]) as server,
+        pytest.raises(ModelError, match=f"status {status}"),
+    ):
         ask(judge_at(server))

@@ -1,4 +1,6 @@
-"""Packs: a changed byte is found wherever it is, every score follows from its tasks, and nothing of the machine goes along."""
+"""Packs: a changed byte is found wherever it is, every score follows from its tasks, and nothing of the
+machine goes along.
+"""
 
 import hashlib
 import json
@@ -16,15 +18,15 @@ from hypothesis import strategies as st
 
 from outrider.cli import main
 from outrider.errors import ConfigError, DataError, PackError
-from outrider.evals.pack_difference import first_difference
-from outrider.evals.pack_format import CHECKSUM, EXACT, MANIFEST, TABLES, checksum_line, read_manifest
-from outrider.evals.pack_make import make_pack
-from outrider.evals.pack_recipe import portable
-from outrider.evals.pack_replay import Replayed, cheapest_first
-from outrider.evals.pack_verify import verify
-from outrider.evals.panel_store import write_results
-from outrider.evals.runner import interval
-from outrider.evals.scores import SampleResult
+from outrider.evals.benchmark.scores import SampleResult
+from outrider.evals.benchmark.store import write_results
+from outrider.evals.pack.difference import first_difference
+from outrider.evals.pack.format import CHECKSUM, EXACT, MANIFEST, TABLES, checksum_line, read_manifest
+from outrider.evals.pack.make import make_pack
+from outrider.evals.pack.recipe import portable
+from outrider.evals.pack.replay import Replayed, cheapest_first
+from outrider.evals.pack.verify import verify
+from outrider.rollout.evaluate import interval
 from outrider.types import Outcome
 from tests.evals.pack_runs import write_exact, write_questions, write_run
 
@@ -84,7 +86,9 @@ def refused(pack: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_an_untouched_pack_holds(pack: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verified = verify(pack, given={})
-    assert [panel.rebuilt for panel in verified.panels] == [False] and "give environment." in verified.panels[0].reason
+    assert [panel.rebuilt for panel in verified.panels] == [False] and "give environment." in verified.panels[
+        0
+    ].reason
     data = made / "data"
     given = {"environment.corpus": data / "corpus.jsonl", "environment.test.path": data / "tasks.jsonl"}
     assert [panel.rebuilt for panel in verify(pack, given=given).panels] == [True]
@@ -125,7 +129,9 @@ def test_missing_and_added_files_are_named(pack: Path, capsys: pytest.CaptureFix
     assert "runs/grpo-0/metrics.jsonl is missing" in refused(pack, capsys)
 
 
-def test_links_and_other_files_are_refused(pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_and_other_files_are_refused(
+    pack: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = pack / "runs" / "grpo-0" / "metrics.jsonl"
     target.rename(tmp_path / "outside.jsonl")
     target.symlink_to(tmp_path / "outside.jsonl")
@@ -135,8 +141,12 @@ def test_links_and_other_files_are_refused(pack: Path, tmp_path: Path, capsys: p
     assert "no plain file" in refused(pack, capsys)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "runs/../../outside", "runs\\x", "a//b", "", "./x", "runs/.."])
-def test_names_that_lead_out_of_the_folder_are_refused(pack: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "runs/../../outside", "runs\\x", "a//b", "", "./x", "runs/.."]
+)
+def test_names_that_lead_out_of_the_folder_are_refused(
+    pack: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     resealed(pack, lambda manifest: manifest["files"].update({name: {"num_bytes": 0, "sha256": "0" * 64}}))
     assert f"{MANIFEST} is malformed: files" in refused(pack, capsys)
     resealed(pack, lambda manifest: manifest["runs"].update({name: next(iter(manifest["runs"].values()))}))
@@ -172,6 +182,20 @@ def test_what_is_malformed_is_one_line(
     assert says in refused(pack, capsys)
 
 
+def test_code_that_a_pack_names_is_not_imported(
+    pack: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it lies in the pack, and the pack in the current folder."""
+    (pack / "evil.py").write_text("raise SystemExit('imported')\n")
+    recipe = pack / "runs" / "grpo-0" / "config.toml"
+    text = recipe.read_text()
+    kind = next(line for line in text.splitlines() if line.startswith("type = "))
+    recipe.write_text(text.replace(kind, 'type = "pack.evil:E"', 1))
+    monkeypatch.chdir(pack.parent)
+    told = refused(resealed(pack), capsys)
+    assert "names 'pack.evil:E': code is never imported from a pack" in told
+
+
 def changed_line(file: Path, number: int, change: Callable[[dict[str, Any]], None]) -> None:
     lines = file.read_text().splitlines()
     record = json.loads(lines[number])
@@ -180,7 +204,9 @@ def changed_line(file: Path, number: int, change: Callable[[dict[str, Any]], Non
     file.write_text("\n".join(lines) + "\n")
 
 
-def test_scores_that_do_not_follow_from_the_tasks_are_found(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_that_do_not_follow_from_the_tasks_are_found(
+    pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whoever changes results and hashes together still has to make everything else fit."""
     file = pack / "runs" / "grpo-0" / "evaluations.jsonl"
     before = file.read_bytes()
@@ -198,7 +224,9 @@ def test_scores_that_do_not_follow_from_the_tasks_are_found(pack: Path, capsys: 
     assert "tables.json: " in (said := refused(resealed(pack), capsys)) and "policy tokens" in said
 
 
-def test_tables_that_do_not_follow_from_the_results_are_found(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_that_do_not_follow_from_the_results_are_found(
+    pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tables = json.loads((pack / TABLES).read_text())
     tables["comparisons"][0]["pairs"][0]["winner"] = "grpo"
     (pack / TABLES).write_text(json.dumps(tables))
@@ -227,11 +255,16 @@ def test_panels_that_are_not_those_of_the_environment_are_found(
 
 def test_nothing_of_the_machine_is_in_a_pack(made: Path) -> None:
     texts = {
-        path.relative_to(made / "pack").as_posix(): path.read_text() for path in (made / "pack").rglob("*") if path.is_file()
+        path.relative_to(made / "pack").as_posix(): path.read_text()
+        for path in (made / "pack").rglob("*")
+        if path.is_file()
     }
     assert not [name for name, text in texts.items() if str(made) in text or str(Path.cwd()) in text]
     recipe = texts["runs/grpo-0/config.toml"]
-    assert 'initial_checkpoint = "pack:rapo-0/checkpoints/step-000000"' in recipe and 'path = ".../sha256-' in recipe
+    assert (
+        'initial_checkpoint = "pack:rapo-0/checkpoints/step-000000"' in recipe
+        and 'path = ".../sha256-' in recipe
+    )
     assert '"of pack:rapo-0/checkpoints/step-000000"' in texts["runs/grpo-0/evaluations.jsonl"]
     assert not [name for name in texts if name.endswith(".safetensors")]
 
@@ -254,10 +287,17 @@ def test_weights_come_along_only_where_they_are_asked_for(tmp_path: Path) -> Non
         checkpoint = paths[0] / "checkpoints" / step
         checkpoint.mkdir(parents=True)
         (checkpoint / "masters.safetensors").write_bytes(step.encode())
-        state = {"step": 2, "checksums": {"masters.safetensors": 1}, "memory": "/home/me", "versions": {"torch": "2"}}
+        state = {
+            "step": 2,
+            "checksums": {"masters.safetensors": 1},
+            "memory": "/home/me",
+            "versions": {"torch": "2"},
+        }
         (checkpoint / "state.json").write_text(json.dumps(state))
     plain = make_pack(paths, tmp_path / "plain")
-    assert plain.runs["rapo-0"].versions == {"torch": "2"} and not any("checkpoints" in name for name in plain.files)
+    assert plain.runs["rapo-0"].versions == {"torch": "2"} and not any(
+        "checkpoints" in name for name in plain.files
+    )
     heavy = make_pack(paths, tmp_path / "heavy", weights=True)
     assert {name for name in heavy.files if "checkpoints" in name} == {
         f"runs/rapo-0/checkpoints/{step}/{name}"
@@ -267,7 +307,9 @@ def test_weights_come_along_only_where_they_are_asked_for(tmp_path: Path) -> Non
     verify(tmp_path / "heavy", given={})
 
 
-def test_evaluations_of_task_sets_are_packed_and_scored_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_of_task_sets_are_packed_and_scored_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "gsm8k"
     run.mkdir()
     results = [
@@ -276,10 +318,21 @@ def test_evaluations_of_task_sets_are_packed_and_scored_again(tmp_path: Path, ca
         for n in range(4)
     ]  # fmt: skip
     write_results(run / "results.jsonl", {"metric": "math", "rules": "default", "panel_hash": "ab"}, results)
-    counts = {"num_samples": 1, "num_tasks": 4, "num_left_out": 0, "num_owed": 4, "num_unjudged": 0, "tasks": "gsm8k"}
+    counts = {
+        "num_samples": 1,
+        "num_tasks": 4,
+        "num_left_out": 0,
+        "num_owed": 4,
+        "num_unjudged": 0,
+        "tasks": "gsm8k",
+    }
     scores = {
         name: dict(
-            zip(("value", "ci_low", "ci_high", "num_tasks"), (fmean(tasks), *interval(tasks, binary=True), 4), strict=True)
+            zip(
+                ("value", "ci_low", "ci_high", "num_tasks"),
+                (fmean(tasks), *interval(tasks, binary=True), 4),
+                strict=True,
+            )
         )
         for name, tasks in {"mathematically equal": [0.0, 0.0, 1.0, 1.0], "em": [1.0] * 4}.items()
     }
@@ -287,7 +340,9 @@ def test_evaluations_of_task_sets_are_packed_and_scored_again(tmp_path: Path, ca
     make_pack([run], tmp_path / "pack")
     assert "private" not in (tmp_path / "pack/runs/gsm8k/results.jsonl").read_text()
     assert len(verify(tmp_path / "pack", given={}).tables["panels"]) == 2
-    changed_line(tmp_path / "pack/runs/gsm8k/results.jsonl", 1, lambda line: line.update(score=1.0, success=True))
+    changed_line(
+        tmp_path / "pack/runs/gsm8k/results.jsonl", 1, lambda line: line.update(score=1.0, success=True)
+    )
     assert "mathematically equal.value is" in refused(resealed(tmp_path / "pack"), capsys)
 
 
@@ -318,7 +373,11 @@ def test_a_pack_is_the_same_wherever_it_is_made(tmp_path: Path) -> None:
 
 
 LEAVES = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=3)
-TREES = LEAVES | st.lists(LEAVES, max_size=3) | st.dictionaries(st.text(max_size=2), st.lists(LEAVES, max_size=2), max_size=3)
+TREES = (
+    LEAVES
+    | st.lists(LEAVES, max_size=3)
+    | st.dictionaries(st.text(max_size=2), st.lists(LEAVES, max_size=2), max_size=3)
+)
 
 
 @settings(max_examples=50, deadline=None)
@@ -334,6 +393,13 @@ def test_rows_agree_by_their_digits_or_their_interval() -> None:
     def agrees(found: float) -> bool:
         return Replayed(row="r", recorded=0.1, low=0.2, high=0.3, found=found, num_different=None).agrees
 
+    told = Replayed(row="r", recorded=0.1, low=0.05, high=0.3, found=0.2, num_different=None)
+    assert told.sentence == "r: 10.0 % [5.0, 30.0] in the pack, 20.0 % played again: it agrees"
+    toy = Replayed(row="r", recorded=0.1, low=0.05, high=0.3, found=0.2, num_different=None, is_share=False)
+    assert (
+        toy.sentence
+        == "r: expected return (no share) 0.1 [0.05, 0.3] in the pack, 0.2 played again: it agrees"
+    )
     assert agrees(0.1004) and agrees(0.25) and not agrees(0.102) and not agrees(0.31)
 
 

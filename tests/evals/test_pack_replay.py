@@ -1,4 +1,6 @@
-"""A row of a pack played again: the same bits where nothing changed, one line and status 1 where it does not agree."""
+"""A row of a pack played again: the same bits where nothing changed, one line and status 1 where it does not
+agree.
+"""
 
 import json
 import subprocess
@@ -11,10 +13,10 @@ from benchmarks.learning_toys import ARENAS, play, save_result
 from benchmarks import learning
 from outrider.cli import main
 from outrider.errors import ConfigError, PackError
-from outrider.evals.pack_make import make_pack
-from outrider.evals.pack_replay import replay_row
-from outrider.evals.pack_verify import Verified, verify
-from outrider.train.policy import set_threads
+from outrider.evals.pack.make import make_pack
+from outrider.evals.pack.replay import replay_row
+from outrider.evals.pack.verify import Verified, verify
+from outrider.train.update.policy import set_threads
 from tests.evals.test_pack import changed_line, resealed
 from tests.train.tool_run import write_tool_run
 
@@ -24,13 +26,17 @@ KEYS = {"model.name": "model", "environment.corpus": "corpus.jsonl", "environmen
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two trainings of one step, the second from what the first had before its step, and a pack of both without weights."""
+    """Two trainings of one step, the second from what the first had before its step, and a pack of both
+    without weights.
+    """
     root = tmp_path_factory.mktemp("replay")
     recipe = str(write_tool_run(root / "given"))
     short = ["train.num_steps=1", "evaluation.every=0", "evaluation.at_start=false", "--progress", "none"]
     assert main(["train", recipe, *short, "--run", str(root / "first")]) == 0
     start = f"model.initial_checkpoint={root / 'first' / 'checkpoints' / 'step-000000'}"
-    assert main(["train", recipe, *short, start, "algorithm.num_hybrid=0", "--run", str(root / "second")]) == 0
+    assert (
+        main(["train", recipe, *short, start, "algorithm.num_hybrid=0", "--run", str(root / "second")]) == 0
+    )
     make_pack([root / "first", root / "second"], root / "pack")
     return root
 
@@ -39,7 +45,9 @@ def paths(root: Path) -> dict[str, Path]:
     return {key: root / "given" / name for key, name in KEYS.items()}
 
 
-def test_a_run_is_trained_again_with_what_it_starts_from(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_is_trained_again_with_what_it_starts_from(
+    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     given = [f"{key}={path}" for key, path in paths(root).items()]
     arguments = [
         "verify",
@@ -54,22 +62,36 @@ def test_a_run_is_trained_again_with_what_it_starts_from(root: Path, capsys: pyt
     ]
     assert main(arguments) == 0
     told = capsys.readouterr().out
-    assert "0 tasks with another score: it agrees" in told and "made again, the same" in " ".join(told.split())
-    assert json.loads((tmp_path / "kept/second/evaluations.jsonl").read_text().splitlines()[-1])["label"] == "after GRPO"
-    assert not (tmp_path / "kept/first/checkpoints/step-000001").exists()  # its cold start was all that was needed
+    assert "0 tasks with another score: it agrees" in told and "made again, the same" in " ".join(
+        told.split()
+    )
+    assert (
+        json.loads((tmp_path / "kept/second/evaluations.jsonl").read_text().splitlines()[-1])["label"]
+        == "after GRPO"
+    )
+    # its cold start was all that was needed
+    assert not (tmp_path / "kept/first/checkpoints/step-000001").exists()
 
 
-def test_a_row_that_does_not_agree_fails(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_does_not_agree_fails(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     subprocess.run(["cp", "-r", root / "pack", tmp_path / "pack"], check=True)
     verified = verify(resealed(tmp_path / "pack"), given=paths(root))
     lines = tmp_path / "pack/runs/first/evaluations.jsonl"
     number = len(lines.read_text().splitlines()) - 1
-    changed_line(lines, number, lambda line: line["metric"]["score"].update(value=0.5, ci_low=0.49, ci_high=0.51))
+    changed_line(
+        lines, number, lambda line: line["metric"]["score"].update(value=0.5, ci_low=0.49, ci_high=0.51)
+    )
     with pytest.raises(PackError, match="it does NOT agree"):
-        replay_row(tmp_path / "pack", verified, "first", folder=tmp_path / "run", given=paths(root), progress="none")
+        replay_row(
+            tmp_path / "pack", verified, "first", folder=tmp_path / "run", given=paths(root), progress="none"
+        )
 
 
-def test_what_cannot_be_played_says_why(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_played_says_why(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments, says in (
         (["--replay", "third"], "no row 'third': there are first, second"),
         (["--replay", "first"], "it needs model, SHA-256"),
@@ -105,8 +127,10 @@ def test_a_toy_is_played_again_in_a_clone_only(
 
     pack, verified = toys
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr("outrider.evals.pack_replay.subprocess.run", in_process)
-    assert replay_row(pack, verified, None, folder=tmp_path / "run", given={}, progress="none").endswith("it agrees")
+    monkeypatch.setattr("outrider.evals.pack.replay.subprocess.run", in_process)
+    assert replay_row(pack, verified, None, folder=tmp_path / "run", given={}, progress="none").endswith(
+        "it agrees"
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PackError, match="clone of Outrider's repository"):
         replay_row(pack, verified, "lock/grpo-1", folder=tmp_path / "other", given={}, progress="none")
@@ -122,8 +146,11 @@ def test_a_command_in_a_pack_is_never_executed(
         return subprocess.CompletedProcess(command, 1, "", "stopped here")
 
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr("outrider.evals.pack_replay.subprocess.run", instead)
+    monkeypatch.setattr("outrider.evals.pack.replay.subprocess.run", instead)
     with pytest.raises(PackError, match="stopped here"):
         replay_row(*toys, "lock/grpo-0", folder=tmp_path / "run", given={}, progress="none")
     [command] = started
-    assert command[:4] == [sys.executable, "-m", "benchmarks.learning", "toys"] and command[-2:] == ["--policy-tokens", "40"]
+    assert command[:4] == [sys.executable, "-m", "benchmarks.learning", "toys"] and command[-2:] == [
+        "--policy-tokens",
+        "40",
+    ]

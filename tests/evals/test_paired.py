@@ -11,17 +11,30 @@ from outrider.evals.paired import difference_interval, gain_over_start, paired_g
 
 
 def _line(label: str, step: int, scores: dict[str, float], **other: Any) -> dict[str, Any]:
-    return {"label": label, "step": step, "split": "test", "panel_hash": "p", "temperature": 1.0, "task_scores": scores} | other
+    return {
+        "label": label,
+        "step": step,
+        "split": "test",
+        "panel_hash": "p",
+        "temperature": 1.0,
+        "task_scores": scores,
+    } | other
 
 
 def test_gain_is_over_the_tasks_that_both_scored() -> None:
     before = _line("after cold start", 0, {"a": 0.0, "b": 1.0, "lost later": 1.0})
     after = _line("after RAPO", 5, {"a": 1.0, "b": 1.0, "lost before": 0.0})
     gain = paired_gain(before, after)
-    assert gain is not None and (gain.num_tasks, gain.difference, gain.earlier) == (2, 0.5, "after cold start")
+    assert gain is not None and (gain.num_tasks, gain.difference, gain.earlier) == (
+        2,
+        0.5,
+        "after cold start",
+    )
 
 
-@pytest.mark.parametrize("other", [{"panel_hash": "q"}, {"temperature": 0.0}, {"split": "valid"}, {"task_scores": {"z": 1.0}}])
+@pytest.mark.parametrize(
+    "other", [{"panel_hash": "q"}, {"temperature": 0.0}, {"split": "valid"}, {"task_scores": {"z": 1.0}}]
+)
 def test_what_was_measured_otherwise_is_not_compared(other: dict[str, Any]) -> None:
     assert paired_gain(_line("a", 0, {"a": 0.0}), _line("b", 1, {"a": 1.0}) | other) is None
 
@@ -57,7 +70,9 @@ def test_interval_is_ordered_bounded_and_mirrored(differences: list[float]) -> N
 
 @pytest.mark.parametrize(("gained", "lost"), [(0.05, 0.05), (0.2, 0.05), (0.02, 0.02), (0.35, 0.1)])
 def test_interval_holds_the_truth_at_its_level(gained: float, lost: float) -> None:
-    draws = np.random.default_rng(0).choice([1.0, -1.0, 0.0], p=[gained, lost, 1 - gained - lost], size=(2000, 100))
+    draws = np.random.default_rng(0).choice(
+        [1.0, -1.0, 0.0], p=[gained, lost, 1 - gained - lost], size=(2000, 100)
+    )
     bounds = [difference_interval(list(row)) for row in draws]
     covered = np.mean([low <= gained - lost <= high for low, high in bounds])
     assert covered >= 0.935

@@ -1,4 +1,6 @@
-"""``outrider eval --tasks`` with agents and judges behind a server that misbehaves: nothing counts as wrong for that."""
+"""``outrider eval --tasks`` with agents and judges behind a server that misbehaves: nothing counts as wrong
+for that.
+"""
 
 import re
 import threading
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.webshop import WebShopConfig, WebShopFamily
+from outrider.environments.webshop.family import WebShopConfig, WebShopFamily
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, question_in, results, summary, write_rows
 
@@ -32,7 +34,9 @@ def boxed(asked: Asked) -> Answer:
 
 
 def play(server: ChatServer, tasks: str, run: Path, *more: str) -> int:
-    return evaluate(run, "--endpoint", server.url, "--endpoint-model", "agent", "--tasks", tasks, *IMPATIENT, *more)
+    return evaluate(
+        run, "--endpoint", server.url, "--endpoint-model", "agent", "--tasks", tasks, *IMPATIENT, *more
+    )
 
 
 def num_asked(server: ChatServer, model: str = "agent") -> int:
@@ -44,17 +48,26 @@ def test_a_clean_panel(questions: Path, tmp_path: Path, capsys: pytest.CaptureFi
         assert play(server, f"hotpotqa={questions}", tmp_path / "run") == 0
         assert num_asked(server) == NUM
         body = next(asked.body for asked in server.asked if asked.body)
-        assert [message["role"] for message in body["messages"]] == ["system", "user"] and body["temperature"] == 0
+        assert [message["role"] for message in body["messages"]] == ["system", "user"] and body[
+            "temperature"
+        ] == 0
         assert play(server, f"hotpotqa={questions}", tmp_path / "run") == 0
         assert num_asked(server) == NUM  # nothing was owed
     found = summary(tmp_path / "run")
     f1 = 2 * 0.5 / 1.5  # "other a3" against "a3"
     assert found["scores"]["token F1"]["value"] == pytest.approx((NUM - 1 + f1) / NUM)
-    assert found["scores"]["em"] == pytest.approx({"value": 7 / 8, "ci_low": 0.5291, "ci_high": 0.9776, "num_tasks": 8}, abs=1e-4)
+    assert found["scores"]["em"] == pytest.approx(
+        {"value": 7 / 8, "ci_low": 0.5291, "ci_high": 0.9776, "num_tasks": 8}, abs=1e-4
+    )
     assert (found["num_scored"], found["faults"], found["outcomes"]) == (NUM, {}, {"finished": NUM})
     assert (found["num_tokens"], found["num_tool_calls"]) == (7.0, 0.0)
     told = capsys.readouterr().out
-    assert found["panel_hash"] in told and "token F1" in told and "[0.5291, 0.9776]" in told and "FAULTS" not in told
+    assert (
+        found["panel_hash"] in told
+        and "token F1" in told
+        and "87.5 % [52.9, 97.8]" in told
+        and "FAULTS" not in told
+    )
 
 
 def misbehaving(kinds: dict[str, Answer], num_times: int) -> Script:
@@ -78,7 +91,9 @@ def kinds(hold: threading.Event) -> dict[str, Answer]:
     }
 
 
-def test_what_passes_is_tried_again_and_told(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_passes_is_tried_again_and_told(
+    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hold = threading.Event()
     with chat_server(misbehaving(kinds(hold), 1)) as server:
         assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=5") == 0
@@ -96,12 +111,21 @@ def test_what_does_not_pass_is_reported_apart_and_asked_again(questions: Path, t
         hold.set()
         assert num_asked(server) == NUM - 4 + 4 * 2
     broken = summary(tmp_path / "run")
-    assert (broken["num_scored"], broken["faults"], broken["scores"]["em"]["num_tasks"]) == (4, {"engine_fault": 4}, 4)
+    assert (broken["num_scored"], broken["faults"], broken["scores"]["em"]["num_tasks"]) == (
+        4,
+        {"engine_fault": 4},
+        4,
+    )
     assert broken["scores"]["em"]["value"] == 3 / 4  # q1, q6 and q7 of q1, q3, q6 and q7
     lost = {one["task_key"]: one for one in results(tmp_path / "run") if one["outcome"] == "engine_fault"}
-    assert sorted(lost) == [f"hotpotqa-{i}" for i in (0, 2, 4, 5)] and all(one["score"] is None for one in lost.values())
+    assert sorted(lost) == [f"hotpotqa-{i}" for i in (0, 2, 4, 5)] and all(
+        one["score"] is None for one in lost.values()
+    )
     for number, words in ((0, "status 429"), (2, "status 500"), (4, "no JSON"), (5, "no answer within 5 s")):
-        assert "gave up after 2 tries" in lost[f"hotpotqa-{number}"]["detail"] and words in lost[f"hotpotqa-{number}"]["detail"]
+        assert (
+            "gave up after 2 tries" in lost[f"hotpotqa-{number}"]["detail"]
+            and words in lost[f"hotpotqa-{number}"]["detail"]
+        )
     with chat_server(with_models(boxed)) as server:
         assert play(server, f"hotpotqa={questions}", tmp_path / "run") == 0
         assert num_asked(server) == 4
@@ -109,7 +133,9 @@ def test_what_does_not_pass_is_reported_apart_and_asked_again(questions: Path, t
     assert summary(tmp_path / "run") == summary(tmp_path / "clean")
 
 
-def test_a_dead_server_stops_the_play_and_keeps_what_was_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_server_stops_the_play_and_keeps_what_was_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tasks = write_rows(tmp_path / "q.jsonl", [{"question": f"q{i}?", "answer": f"a{i}"} for i in range(40)])
     dead = threading.Event()
 
@@ -138,7 +164,9 @@ def test_a_server_that_will_never_answer(questions: Path, tmp_path: Path, status
 
 
 def test_pass_at_k(tmp_path: Path) -> None:
-    tasks = write_rows(tmp_path / "q.jsonl", [{"question": f"q{i}?", "answer": f"#### {i}"} for i in range(3)])
+    tasks = write_rows(
+        tmp_path / "q.jsonl", [{"question": f"q{i}?", "answer": f"#### {i}"} for i in range(3)]
+    )
     right = {"q0?": 1, "q1?": 4, "q2?": 0}
     seen: Counter[str] = Counter()
 
@@ -181,7 +209,12 @@ def judge_options(server: ChatServer) -> tuple[str, ...]:
 
 
 def test_a_judge_decides_and_its_faults_cost_no_answer(questions: Path, tmp_path: Path) -> None:
-    bad = {"1": Answer({}, status=429), "2": Answer({}, status=500), "3": Answer(b"junk"), "4": completion("Who knows?")}
+    bad = {
+        "1": Answer({}, status=429),
+        "2": Answer({}, status=500),
+        "3": Answer(b"junk"),
+        "4": completion("Who knows?"),
+    }
     tasks = f"simpleqa={questions}"
     with chat_server(judged(lambda number: bad.get(number) or say(number))) as server:
         assert play(server, tasks, tmp_path / "run", *judge_options(server)) == 0
@@ -189,7 +222,9 @@ def test_a_judge_decides_and_its_faults_cost_no_answer(questions: Path, tmp_path
     assert (broken["num_scored"], broken["faults"], broken["num_unjudged"]) == (4, {"engine_fault": 4}, 4)
     assert broken["scores"]["correct by the judge"]["value"] == 3 / 4
     lost = [one for one in results(tmp_path / "run") if one["answered"] is not None]
-    assert all(one["score"] is None and one["prediction"].startswith("maybe") for one in lost) and len(lost) == 4
+    assert (
+        all(one["score"] is None and one["prediction"].startswith("maybe") for one in lost) and len(lost) == 4
+    )
     assert sum("held no verdict" in one["detail"] for one in lost) == 1
     with chat_server(judged(say)) as server:
         assert play(server, tasks, tmp_path / "run", *judge_options(server)) == 0
@@ -209,16 +244,38 @@ def test_a_judge_that_stalls(questions: Path, tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["num_unjudged"] == 1
 
 
-def test_a_dead_judge_stops_the_play_and_keeps_every_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_judge_stops_the_play_and_keeps_every_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"question": f"q{i % 10}? {i}", "answer": f"a{i}"} for i in range(30)]
     tasks = f"simpleqa={write_rows(tmp_path / 'q.jsonl', rows)}"
     with chat_server(judged(lambda number: Answer({}, status=500))) as server:
-        assert play(server, tasks, tmp_path / "run", *judge_options(server), "batch_size=2", "max_faults_in_a_row=3") == 1
+        assert (
+            play(
+                server,
+                tasks,
+                tmp_path / "run",
+                *judge_options(server),
+                "batch_size=2",
+                "max_faults_in_a_row=3",
+            )
+            == 1
+        )
         assert num_asked(server, "judge") <= 5
     assert "the judge failed 3 times in a row" in capsys.readouterr().err
     kept = len(results(tmp_path / "run"))
     with chat_server(judged(say)) as server:
-        assert play(server, tasks, tmp_path / "run", *judge_options(server), "batch_size=2", "max_faults_in_a_row=3") == 0
+        assert (
+            play(
+                server,
+                tasks,
+                tmp_path / "run",
+                *judge_options(server),
+                "batch_size=2",
+                "max_faults_in_a_row=3",
+            )
+            == 0
+        )
         assert (num_asked(server), num_asked(server, "judge")) == (30 - kept, 30)
 
 
@@ -236,7 +293,10 @@ def seeker(asked: Asked) -> Answer:
 
 
 def test_tools_on_and_off(tmp_path: Path) -> None:
-    tasks = write_rows(tmp_path / "q.jsonl", [{"question": f"Where is the {thing}?", "answer": place} for thing, place in FACTS])
+    tasks = write_rows(
+        tmp_path / "q.jsonl",
+        [{"question": f"Where is the {thing}?", "answer": place} for thing, place in FACTS],
+    )
     corpus = write_rows(tmp_path / "c.jsonl", [{"id": t, "title": t, "text": f"{t}: {p}"} for t, p in FACTS])
     with chat_server(with_models(seeker)) as server:
         tools = ("--tools", "on", "--corpus", str(corpus), 'environment.tools=["search"]')
@@ -245,7 +305,12 @@ def test_tools_on_and_off(tmp_path: Path) -> None:
         assert play(server, str(tasks), tmp_path / "on") == 2  # the folder belongs to another evaluation
     on, off = summary(tmp_path / "on"), summary(tmp_path / "off")
     assert (on["scores"]["token F1"]["value"], off["scores"]["token F1"]["value"]) == (1.0, 0.0)
-    assert (on["num_tool_calls"], on["tool_usage_rate"], on["num_tokens"], on["counts"]["num_written_calls"]) == (1, 1, 14, 1)
+    assert (
+        on["num_tool_calls"],
+        on["tool_usage_rate"],
+        on["num_tokens"],
+        on["counts"]["num_written_calls"],
+    ) == (1, 1, 14, 1)
     assert (off["num_tool_calls"], off["tool_usage_rate"]) == (0, 0)
     assert on["panel_hash"] == off["panel_hash"]
 
@@ -265,18 +330,28 @@ def test_an_environment_keeps_its_own_record(tmp_path: Path) -> None:
     found = summary(tmp_path / "run")
     played = results(tmp_path / "run")
     assert found["scores"]["success"]["value"] == sum(one["success"] for one in played) / 3
-    assert found["scores"]["return"]["value"] == pytest.approx(sum(one["metrics"]["episode_return"] for one in played) / 3)
+    assert found["scores"]["return"]["value"] == pytest.approx(
+        sum(one["metrics"]["episode_return"] for one in played) / 3
+    )
     assert sum(one["success"] for one in played) >= 2 and found["counts"]["num_turns"] > 2
 
 
-def test_rules_of_others_are_told(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_of_others_are_told(
+    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with chat_server(with_models(lambda asked: completion("a0"))) as server:
         for rules in ("default", "squad"):
-            assert play(server, f"hotpotqa={questions}", tmp_path / rules, "--rules", rules, "--limit", "1") == 0
+            assert (
+                play(server, f"hotpotqa={questions}", tmp_path / rules, "--rules", rules, "--limit", "1") == 0
+            )
     default, squad = summary(tmp_path / "default"), summary(tmp_path / "squad")
     assert (default["scores"]["em"]["value"], squad["scores"]["em"]["value"]) == (0.0, 1.0)
     assert (default["outcomes"], squad["outcomes"]) == ({"invalid": 1}, {"finished": 1})
-    assert default["deviations"] == [] and squad["deviations"] and "rules: an output with neither" in capsys.readouterr().out
+    assert (
+        default["deviations"] == []
+        and squad["deviations"]
+        and "rules: an output with neither" in capsys.readouterr().out
+    )
 
 
 def test_a_cut_reply_is_not_taken_for_a_finished_one(questions: Path, tmp_path: Path) -> None:
@@ -290,7 +365,11 @@ def test_the_instruction_can_go_into_the_question(questions: Path, tmp_path: Pat
         assert play(server, str(questions), tmp_path / "run", "instruction=user", "--limit", "1") == 0
         (body,) = [asked.body for asked in server.asked if asked.body]
     (message,) = body["messages"]
-    assert message["role"] == "user" and message["content"].endswith("\n\nq0?") and "\\boxed" in message["content"]
+    assert (
+        message["role"] == "user"
+        and message["content"].endswith("\n\nq0?")
+        and "\\boxed" in message["content"]
+    )
 
 
 NEEDS_MODEL = ("--endpoint", "http://127.0.0.1:9/v1")
@@ -317,7 +396,11 @@ NEEDS_MODEL = ("--endpoint", "http://127.0.0.1:9/v1")
     ],
 )
 def test_what_cannot_be_is_one_line(
-    arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "q.jsonl", [{"question": "q?", "answer": "a"}])
@@ -326,7 +409,9 @@ def test_what_cannot_be_is_one_line(
     assert len(told) == 1 and says in told[0] and not (tmp_path / "run").exists()
 
 
-def test_a_folder_of_something_else_is_left_alone(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_something_else_is_left_alone(
+    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "note.txt").write_text("dear diary")
     assert evaluate(tmp_path / "mine", "--tasks", str(questions), *NEEDS_MODEL) == 2
@@ -336,7 +421,9 @@ def test_a_folder_of_something_else_is_left_alone(questions: Path, tmp_path: Pat
 
 
 def test_a_judge_that_refuses_costs_no_answer_either(tmp_path: Path) -> None:
-    """An expired key is no fault that passes: the evaluation ends, and what was played is asked about later."""
+    """An expired key is no fault that passes: the evaluation ends, and what was played is asked about
+    later.
+    """
     rows = [{"question": f"q{i % 10}? {i}", "answer": f"a{i}"} for i in range(6)]
     tasks = f"simpleqa={write_rows(tmp_path / 'q.jsonl', rows)}"
     with chat_server(judged(lambda number: Answer({}, status=401))) as server:

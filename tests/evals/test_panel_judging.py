@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.datasets import panel_hash
-from outrider.evals.extraction import find_variant
-from outrider.evals.panel import play_panel
-from outrider.evals.panel_grades import Grader
-from outrider.evals.panel_store import PanelStore
-from outrider.evals.panel_tasks import PlayedPanel
-from outrider.evals.scores import SampleResult
-from outrider.evals.task_sets import TASK_SETS, Panel
+from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.evals.benchmark.extraction import find_variant
+from outrider.evals.benchmark.grades import Grader
+from outrider.evals.benchmark.run import play_panel
+from outrider.evals.benchmark.scores import SampleResult
+from outrider.evals.benchmark.store import PanelStore
+from outrider.evals.benchmark.task_sets import TASK_SETS, Panel
+from outrider.evals.benchmark.tasks import PlayedPanel
 from outrider.rollout.episode import Limits
 from outrider.types import Outcome, Task
 from outrider.watch.progress import NullProgress
@@ -43,7 +43,13 @@ def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> No
     store = PanelStore.open(tmp_path / "r.jsonl", identity={})
     for task in TASKS:
         store.add(
-            SampleResult(task_key=task.key, sample=0, outcome=Outcome.ENGINE_FAULT, answered=Outcome.FINISHED, prediction="x")
+            SampleResult(
+                task_key=task.key,
+                sample=0,
+                outcome=Outcome.ENGINE_FAULT,
+                answered=Outcome.FINISHED,
+                prediction="x",
+            )
         )
     panel = PlayedPanel(
         panel=Panel(task_set=TASK_SETS["simpleqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)),
@@ -56,5 +62,6 @@ def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> No
     store.close()
     again = PanelStore.open(tmp_path / "r.jsonl", identity={})
     kept = [result.task_key for result in again.results if result.score is not None]
-    assert kept == [key for key in sorted(task.key for task in TASKS) if key < "task-3"]  # they are asked about in this order
+    # they are asked about in this order
+    assert kept == [key for key in sorted(task.key for task in TASKS) if key < "task-3"]
     again.close()

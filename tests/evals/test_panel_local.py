@@ -10,24 +10,24 @@ import torch
 
 from outrider.config import load_settings, to_toml
 from outrider.engines.base import Generation, Request
-from outrider.engines.model import load_model
+from outrider.engines.local.model import load_model
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
-from outrider.environments.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import CheckpointError, EnvironmentFault
-from outrider.evals.extraction import find_variant
-from outrider.evals.panel import make_report, play_panel, run_panel
-from outrider.evals.panel_grades import Grader
-from outrider.evals.panel_model import load_language_model, resolve, weights_hash
-from outrider.evals.panel_players import LocalPlayer
-from outrider.evals.panel_settings import PanelSettings
-from outrider.evals.panel_store import PanelStore
-from outrider.evals.panel_tasks import PlayedPanel
-from outrider.evals.task_sets import TASK_SETS, Panel
+from outrider.evals.benchmark.extraction import find_variant
+from outrider.evals.benchmark.grades import Grader
+from outrider.evals.benchmark.model import load_language_model, resolve, weights_hash
+from outrider.evals.benchmark.players import LocalPlayer
+from outrider.evals.benchmark.run import make_report, play_panel, run_panel
+from outrider.evals.benchmark.settings import PanelSettings
+from outrider.evals.benchmark.store import PanelStore
+from outrider.evals.benchmark.task_sets import TASK_SETS, Panel
+from outrider.evals.benchmark.tasks import PlayedPanel
 from outrider.rollout.episode import Limits
-from outrider.train.checkpoint import save_checkpoint
-from outrider.train.policy import OptimizerSettings, Policy
 from outrider.train.settings import ModelSettings, RunSettings
+from outrider.train.state.checkpoint import save_checkpoint
+from outrider.train.update.policy import OptimizerSettings, Policy
 from outrider.types import Task
 from outrider.watch.progress import NullProgress
 from tests.evals.panel_files import evaluate, results, summary
@@ -55,7 +55,14 @@ def arguments(root: Path, *more: str) -> list[str]:
 
 def tools(root: Path) -> list[str]:
     corpus = f"environment.corpus={root / 'corpus.jsonl'}"
-    return ["--tools", "on", corpus, 'environment.tools=["search"]', "environment.prompt=none", "environment.search.top_k=1"]
+    return [
+        "--tools",
+        "on",
+        corpus,
+        'environment.tools=["search"]',
+        "environment.prompt=none",
+        "environment.search.top_k=1",
+    ]
 
 
 def files(run: Path) -> tuple[bytes, bytes]:
@@ -86,7 +93,9 @@ def test_tools_off_asks_without(root: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.15, 0.4, 0.62, 0.99])
-def test_whatever_a_kill_left_behind_the_end_is_the_same(root: Path, whole: Path, tmp_path: Path, share: float) -> None:
+def test_whatever_a_kill_left_behind_the_end_is_the_same(
+    root: Path, whole: Path, tmp_path: Path, share: float
+) -> None:
     """Also where it cut a batch, whose results are then on file in part."""
     raw = (whole / "results.jsonl").read_bytes()
     first = raw.index(b"\n") + 1
@@ -121,7 +130,11 @@ def test_more_samples_leave_the_first_ones_as_they_are(root: Path, whole: Path, 
 
 @pytest.mark.parametrize(
     ("more", "says"),
-    [(("--seed", "6"), "seed was 5 and is 6"), (("--temperature", "0.5"), "temperature was 1"), (("--limit", "2"), "panel_hash")],
+    [
+        (("--seed", "6"), "seed was 5 and is 6"),
+        (("--temperature", "0.5"), "temperature was 1"),
+        (("--limit", "2"), "panel_hash"),
+    ],
 )
 def test_a_folder_holds_one_evaluation(
     root: Path, whole: Path, more: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
@@ -181,19 +194,31 @@ class Shown(NullProgress):
 
 def test_tokens_are_shown_while_a_batch_is_written(root: Path, tmp_path: Path) -> None:
     display = Shown()
-    asked = ["model.name=" + str(root / "model"), f"tasks=hotpotqa={root / 'tasks.jsonl'}", "batch_size=4", "temperature=1"]
-    settings = load_settings(PanelSettings, file=None, overrides=[*asked, "rollout.max_turn_tokens=12", "num_threads=1"])
+    asked = [
+        "model.name=" + str(root / "model"),
+        f"tasks=hotpotqa={root / 'tasks.jsonl'}",
+        "batch_size=4",
+        "temperature=1",
+    ]
+    settings = load_settings(
+        PanelSettings, file=None, overrides=[*asked, "rollout.max_turn_tokens=12", "num_threads=1"]
+    )
     report, notes = run_panel(settings, tmp_path / "run", display=display)
-    tokens = [(done, int(str(fields["generated"]))) for done, fields in display.reports if "generated" in fields]
+    tokens = [
+        (done, int(str(fields["generated"]))) for done, fields in display.reports if "generated" in fields
+    ]
     assert tokens[0] == (0, 4) and {done for done, _ in tokens} == {0, 4} and notes == []
-    assert tokens[-1][1] >= report.summary.num_tokens * report.num_tasks > 0  # a stop string's last tokens are cut off
+    # a stop string's last tokens are cut off
+    assert tokens[-1][1] >= report.summary.num_tokens * report.num_tasks > 0
 
 
 class Batches(ScriptedEngine):
     """Answers every question with its number, and remembers which tasks came together."""
 
     def __init__(self) -> None:
-        super().__init__(tokenizer=TOKENIZER, script=lambda request, text: "\\boxed{" + request.request_id[5] + "}")
+        super().__init__(
+            tokenizer=TOKENIZER, script=lambda request, text: "\\boxed{" + request.request_id[5] + "}"
+        )
         self.batches: list[list[str]] = []
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
@@ -217,10 +242,20 @@ def factory(broken: Callable[[str], bool]) -> Factory:
 
 
 def play(
-    path: Path, engine: Batches, environments: Factory, *, max_retries: int = 0, notes: list[str] | None = None
+    path: Path,
+    engine: Batches,
+    environments: Factory,
+    *,
+    max_retries: int = 0,
+    notes: list[str] | None = None,
 ) -> dict[str, object]:
     settings = PanelSettings(
-        tasks="hotpotqa", model=ModelSettings(), batch_size=2, max_retries=max_retries, num_samples=2, temperature=1.0
+        tasks="hotpotqa",
+        model=ModelSettings(),
+        batch_size=2,
+        max_retries=max_retries,
+        num_samples=2,
+        temperature=1.0,
     )
     panel = PlayedPanel(
         panel=Panel(task_set=TASK_SETS["hotpotqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)), factory=environments,
@@ -273,7 +308,13 @@ def test_a_batch_that_a_kill_tore_is_played_as_a_whole(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines[:4]))  # tasks 0, 1 and 2 of the first sample
     engine = Batches()
     play(path, engine, factory(lambda key: False))
-    assert engine.batches == [["task-2", "task-3"], ["task-4"], ["task-0", "task-1"], ["task-2", "task-3"], ["task-4"]]
+    assert engine.batches == [
+        ["task-2", "task-3"],
+        ["task-4"],
+        ["task-0", "task-1"],
+        ["task-2", "task-3"],
+        ["task-4"],
+    ]
     assert path.read_bytes() == b"".join(lines)
 
 

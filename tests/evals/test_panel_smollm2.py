@@ -1,4 +1,6 @@
-"""``outrider eval`` with the language model that ships in a package, over evaluation files that lie beside the repository."""
+"""``outrider eval`` with the language model that ships in a package, over evaluation files that lie beside
+the repository.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Results on disk: what is finished stays, what failed runs again, and no kill at any byte loses more than its own line."""
+"""Results on disk: what is finished stays, what failed runs again, and no kill at any byte loses more than
+its own line.
+"""
 
 import errno
 import os
@@ -11,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, DataError
-from outrider.evals.panel_store import PanelStore
-from outrider.evals.scores import SampleResult, summarise
+from outrider.evals.benchmark.scores import SampleResult, summarise
+from outrider.evals.benchmark.store import PanelStore
 from outrider.types import Outcome, Task
 
 TASKS = [Task(key=key, question="q", answers=("a",)) for key in ("t-1", "t-0", "t-\u2028\u00e9")]
@@ -162,7 +164,9 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_another_evaluation_is_refused_by_what_differs(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     opened(path).close()
-    with pytest.raises(ConfigError, match=r"panel_hash was 'ab' and is 'cd'; variant was None and is 'squad'$"):
+    with pytest.raises(
+        ConfigError, match=r"panel_hash was 'ab' and is 'cd'; variant was None and is 'squad'$"
+    ):
         opened(path, panel_hash="cd", variant="squad")
     opened(path).close()
 
@@ -188,8 +192,14 @@ def test_two_processes_cannot_share_a_file(tmp_path: Path) -> None:
         (b"oops\n", r"r\.jsonl:3: malformed JSON"),
         (b"[1]\n", r"r\.jsonl:3: malformed JSON: expected an object, got list"),
         (b"{}\n", r"r\.jsonl:3: no result of a sample"),
-        (b'{"task_key": "a", "sample": 0, "outcome": "finished"}\n', r"r\.jsonl:3: no result of a sample: .* contradict"),
-        (b'{"task_key": "a", "sample": 0, "outcome": "lost", "score": 1.0, "success": true}\n', r"r\.jsonl:3: .*'lost'"),
+        (
+            b'{"task_key": "a", "sample": 0, "outcome": "finished"}\n',
+            r"r\.jsonl:3: no result of a sample: .* contradict",
+        ),
+        (
+            b'{"task_key": "a", "sample": 0, "outcome": "lost", "score": 1.0, "success": true}\n',
+            r"r\.jsonl:3: .*'lost'",
+        ),
         (b"\xff\n", r"r\.jsonl:3: malformed JSON"),
     ],
 )
@@ -204,7 +214,9 @@ def test_damage_names_the_line(tmp_path: Path, damage: bytes, message: str) -> N
         opened(path)
 
 
-@pytest.mark.parametrize("header", [b'{"a": 1}\n', b'{"format": "outrider panel 1"}\n', b'{"format": "other", "identity": {}}\n'])
+@pytest.mark.parametrize(
+    "header", [b'{"a": 1}\n', b'{"format": "outrider panel 1"}\n', b'{"format": "other", "identity": {}}\n']
+)
 def test_a_file_of_another_kind_is_left_alone(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "r.jsonl"
     path.write_bytes(header)
@@ -239,14 +251,19 @@ def test_threads_add_whole_lines(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["t-0", "t-1"]), st.integers(0, 2), st.booleans()), max_size=12))
-def test_any_history_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int, bool]]) -> None:
+def test_any_history_reads_back_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int, bool]]
+) -> None:
     path = tmp_path_factory.mktemp("store") / "r.jsonl"
     for key, sample, ok in history:
         store = opened(path)
         if (key, sample) in [(task.key, number) for task, number in store.owed(TASKS, num_samples=3)]:
             store.add(good(key, sample) if ok else bad(key, sample))
         store.close()
-    expected = {(key, sample): any(ok for k, s, ok in history if (k, s) == (key, sample)) for key, sample, _ in history}
+    expected = {
+        (key, sample): any(ok for k, s, ok in history if (k, s) == (key, sample))
+        for key, sample, _ in history
+    }
     last = opened(path)
     assert {(one.task_key, one.sample): one.score is not None for one in last.results} == expected
     last.close()

@@ -1,4 +1,6 @@
-"""Intervals of an evaluation: Wilson's by its own equation, a bootstrap by its coverage, and nothing without width."""
+"""Intervals of an evaluation: Wilson's by its own equation, a bootstrap by its coverage, and nothing without
+width.
+"""
 
 import math
 
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault
-from outrider.evals.runner import Evaluation, evaluate, interval
+from outrider.rollout.evaluate import Evaluation, evaluate, interval
 from outrider.types import Task
 from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks
 
@@ -66,9 +68,14 @@ def test_faults_are_in_no_score_and_equal_results_are_no_certainty(num_samples: 
     found = played({"task 1", "task 4"}, num_samples=num_samples)
     assert (found.score, found.num_tasks, found.num_faults) == (1.0, 3, 2 * num_samples)
     assert sorted(found.task_scores) == ["task 0", "task 2", "task 3"]
-    assert found.ci_low == pytest.approx(3 / (3 + Z**2)) and found.ci_high == 1.0  # three of three, whatever the samples
+    # three of three, whatever the samples
+    assert found.ci_low == pytest.approx(3 / (3 + Z**2)) and found.ci_high == 1.0
 
 
 def test_nothing_but_faults_has_no_score() -> None:
     found = played({f"task {n}" for n in range(5)}, num_samples=2)
-    assert math.isnan(found.score) and math.isnan(found.ci_low) and (found.num_tasks, found.num_faults) == (0, 10)
+    assert (
+        math.isnan(found.score)
+        and math.isnan(found.ci_low)
+        and (found.num_tasks, found.num_faults) == (0, 10)
+    )

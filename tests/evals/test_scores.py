@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.evals.scores import (
+from outrider.evals.benchmark.scores import (
     SampleResult,
     avg_at_k,
     majority_at_k,
@@ -24,7 +24,9 @@ from outrider.evals.scores import (
 )
 from outrider.types import Outcome
 
-VECTORS: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parents[1] / "vectors" / "arpo_answers.json").read_text())
+VECTORS: dict[str, list[dict[str, Any]]] = json.loads(
+    (Path(__file__).parents[1] / "vectors" / "arpo_answers.json").read_text()
+)
 
 
 def result(key: str, sample: int, score: float, **options: Any) -> SampleResult:
@@ -40,7 +42,9 @@ def fault(key: str, sample: int, outcome: Outcome = Outcome.ENGINE_FAULT) -> Sam
 def test_pass_at_k_is_the_share_of_draws_with_a_correct_sample(num: int) -> None:
     for correct, k in itertools.product(range(num + 1), range(1, num + 1)):
         draws = [any(index < correct for index in drawn) for drawn in itertools.combinations(range(num), k)]
-        assert pass_at_k(num_samples=num, num_correct=correct, k=k) == pytest.approx(sum(draws) / len(draws), abs=1e-15)
+        assert pass_at_k(num_samples=num, num_correct=correct, k=k) == pytest.approx(
+            sum(draws) / len(draws), abs=1e-15
+        )
 
 
 @given(st.integers(1, 300), st.data())
@@ -116,7 +120,9 @@ def test_a_summary_by_hand() -> None:
         result("a", 0, 1.0, prediction="5", num_tokens=10, metrics={"em": 1.0}),
         result("a", 1, 0.0, prediction="6", num_tokens=20, metrics={"em": 0.0}),
         result("a", 2, 0.0, prediction="6.0", num_tokens=30, metrics={"em": 0.0}),
-        result("b", 0, 1.0, prediction="x", num_tokens=40, metrics={"em": 1.0, "level": 2.0}, num_tool_calls=4),
+        result(
+            "b", 0, 1.0, prediction="x", num_tokens=40, metrics={"em": 1.0, "level": 2.0}, num_tool_calls=4
+        ),
         fault("b", 1),
         fault("b", 2, Outcome.TOOL_FAULT),
         fault("c", 0),
@@ -133,7 +139,8 @@ def test_a_summary_by_hand() -> None:
     assert found.task_passes == {1: pytest.approx({"a": 1 / 3, "b": 1.0}), 3: {"a": 1.0}, 4: {}}
     assert found.task_metrics == {"em": pytest.approx({"a": 1 / 3, "b": 1.0}), "level": {"b": 2.0}}
     assert found.task_majorities == {"a": 0.0, "b": 1.0} and found.outcomes == {"finished": 4}
-    assert summarise(results, normalize=str).majority == pytest.approx((1 / 3 + 1) / 2)  # three texts, three labels
+    # three texts, three labels
+    assert summarise(results, normalize=str).majority == pytest.approx((1 / 3 + 1) / 2)
 
 
 def test_faults_are_never_zeros() -> None:
@@ -141,10 +148,19 @@ def test_faults_are_never_zeros() -> None:
     bad = [fault("a", 1), fault("c", 0), fault("d", 0)]
     assert summarise(good).score == summarise([*good, *bad]).score == 1.0
     nothing = summarise(bad, ks=(1,))
-    assert math.isnan(nothing.score) and math.isnan(nothing.majority) and nothing.pass_at == {} and nothing.num_tasks == 0
+    assert (
+        math.isnan(nothing.score)
+        and math.isnan(nothing.majority)
+        and nothing.pass_at == {}
+        and nothing.num_tasks == 0
+    )
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), unique_by=lambda one: one[:2]))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), unique_by=lambda one: one[:2]
+    )
+)
 def test_the_order_of_results_changes_nothing(drawn: list[tuple[str, int, bool]]) -> None:
     results = [result(key, sample, float(ok), prediction=f"{key}{ok}") for key, sample, ok in drawn]
     mixed = results.copy()

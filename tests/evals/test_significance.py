@@ -1,4 +1,6 @@
-"""Tests between groups and their verdict: textbook values, exact references, and rates counted over simulations."""
+"""Tests between groups and their verdict: textbook values, exact references, and rates counted over
+simulations.
+"""
 
 import itertools
 import math
@@ -9,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.evals.significance import PairedTest, holm, mcnemar_p, paired_test, seeds_p, sign_flip_p, student_p, verdict
+from outrider.evals.significance import (
+    PairedTest,
+    holm,
+    mcnemar_p,
+    paired_test,
+    seeds_p,
+    sign_flip_p,
+    student_p,
+    verdict,
+)
 from outrider.evals.statistics import Estimate, Sample, iqm_difference
 from outrider.seeding import stream
 
@@ -56,7 +67,8 @@ def test_sign_flips_of_wins_and_losses_are_mcnemars_test(differences: list[float
 def test_exact_sign_flips_try_every_sign(thirds: list[int]) -> None:
     """Scores that are means over three seeds; the reference flips zeros too and counts in whole numbers."""
     flipped = [
-        abs(sum(s * d for s, d in zip(signs, thirds, strict=True))) for signs in itertools.product((1, -1), repeat=len(thirds))
+        abs(sum(s * d for s, d in zip(signs, thirds, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(thirds))
     ]
     expected = sum(one >= abs(sum(thirds)) for one in flipped) / len(flipped)
     assert sign_flip_p(np.asarray(thirds) / 3, seed=0) == pytest.approx(expected, rel=1e-12)
@@ -64,14 +76,21 @@ def test_exact_sign_flips_try_every_sign(thirds: list[int]) -> None:
 
 def test_drawn_sign_flips_are_near_the_exact_ones_and_never_zero() -> None:
     differences = np.asarray([1.0] * 24 + [-1.0] * 10)
-    assert sign_flip_p(differences, seed=0) == pytest.approx(mcnemar_p(24, 10), abs=0.005)  # 0.024, four standard errors
-    assert sign_flip_p(differences, seed=0) == sign_flip_p(-differences, seed=0) == sign_flip_p(differences, seed=0)
+    # 0.024, four standard errors
+    assert sign_flip_p(differences, seed=0) == pytest.approx(mcnemar_p(24, 10), abs=0.005)
+    assert (
+        sign_flip_p(differences, seed=0)
+        == sign_flip_p(-differences, seed=0)
+        == sign_flip_p(differences, seed=0)
+    )
     assert sign_flip_p(np.ones(100), seed=0) == 1 / 10_001
 
 
 def test_the_paired_test_rejects_equal_policies_as_often_as_it_says() -> None:
     rng = np.random.default_rng(1)
-    p_values = [paired_test(rng.integers(3, size=12) / 2, rng.integers(3, size=12) / 2, seed=0).p for _ in range(500)]
+    p_values = [
+        paired_test(rng.integers(3, size=12) / 2, rng.integers(3, size=12) / 2, seed=0).p for _ in range(500)
+    ]
     assert 0.01 <= np.mean(np.asarray(p_values) < 0.05) <= 0.07
 
 
@@ -85,7 +104,9 @@ def test_different_tasks_are_refused() -> None:
 def test_the_paired_test_is_chosen_by_the_scores() -> None:
     first, second = np.asarray([1.0, 1, 1, 0, 1, 1, 1]), np.asarray([0.0, 0, 0, 0, 0, 0, 1])
     binary = paired_test(first, second, seed=0)
-    assert binary == PairedTest(name="McNemar, exact", p=0.0625, num_tasks=7, mean_difference=pytest.approx(5 / 7))
+    assert binary == PairedTest(
+        name="McNemar, exact", p=0.0625, num_tasks=7, mean_difference=pytest.approx(5 / 7)
+    )
     means = paired_test(first, np.where(second == 0, 0.5, 1.0), seed=0)
     assert means.name == "sign flips"
     assert means.p == pytest.approx(14 / 64)  # six halves, one of them lost: none or one of a sign
@@ -109,7 +130,11 @@ def test_holm_lies_between_the_raw_p_and_bonferroni_and_keeps_the_order(p_values
     corrected = holm(p_values)
     for p, q in zip(p_values, corrected, strict=True):
         assert p <= q <= min(1.0, len(p_values) * p)
-    assert all(q1 <= q2 for (p1, q1), (p2, q2) in itertools.product(zip(p_values, corrected, strict=True), repeat=2) if p1 < p2)
+    assert all(
+        q1 <= q2
+        for (p1, q1), (p2, q2) in itertools.product(zip(p_values, corrected, strict=True), repeat=2)
+        if p1 < p2
+    )
 
 
 GOOD = PairedTest(name="sign flips", p=0.001, num_tasks=100, mean_difference=0.2)
@@ -125,8 +150,12 @@ def judged(
     p_seeds: float | None = 0.004,
     obstacles: tuple[str, ...] = (),
 ) -> tuple[str | None, str]:
-    first, second = (Sample(name=name, scores=np.zeros((num, 1))) for name, num in zip(("new", "old"), seeds, strict=True))
-    found = verdict(first, second, difference=difference, test=test, p_corrected=p, p_seeds=p_seeds, obstacles=obstacles)
+    first, second = (
+        Sample(name=name, scores=np.zeros((num, 1))) for name, num in zip(("new", "old"), seeds, strict=True)
+    )
+    found = verdict(
+        first, second, difference=difference, test=test, p_corrected=p, p_seeds=p_seeds, obstacles=obstacles
+    )
     return found.winner, "; ".join(found.reasons)
 
 
@@ -150,17 +179,23 @@ def test_a_winner_needs_everything() -> None:
         ({"obstacles": ("run x was stopped",)}, "run x was stopped"),
     ],
 )
-def test_each_missing_condition_refuses_the_winner_and_is_named(change: dict[str, object], reason: str) -> None:
+def test_each_missing_condition_refuses_the_winner_and_is_named(
+    change: dict[str, object], reason: str
+) -> None:
     winner, reasons = judged(**change)  # type: ignore[arg-type]
     assert winner is None
     assert reason in reasons
 
 
 def simulated(name: str, centre: float, *, seed_spread: float, rng: np.random.Generator) -> Sample:
-    """Five seeds on one panel of 80 tasks: each seed has a skill, each task a difficulty, each answer is one draw."""
+    """Five seeds on one panel of 80 tasks: each seed has a skill, each task a difficulty, each answer is one
+    draw.
+    """
     skill = centre + seed_spread * rng.normal(size=(5, 1))
     difficulty = 1.2 * stream(0, "difficulty").normal(size=(1, 80))
-    return Sample(name=name, scores=(rng.random((5, 80)) < 1 / (1 + np.exp(difficulty - skill))).astype(np.float64))
+    return Sample(
+        name=name, scores=(rng.random((5, 80)) < 1 / (1 + np.exp(difficulty - skill))).astype(np.float64)
+    )
 
 
 @pytest.mark.parametrize("seed_spread", [0.0, 0.5])
@@ -169,10 +204,19 @@ def test_equal_algorithms_seldom_have_a_winner_and_different_ones_do(seed_spread
         rng = np.random.default_rng(7)
         count = 0
         for _ in range(40):
-            first, second = (simulated(n, c, seed_spread=seed_spread, rng=rng) for n, c in (("a", gap), ("b", 0.0)))
+            first, second = (
+                simulated(n, c, seed_spread=seed_spread, rng=rng) for n, c in (("a", gap), ("b", 0.0))
+            )
             test = paired_test(first.scores.mean(axis=0), second.scores.mean(axis=0), seed=0)
             difference = iqm_difference(first, second, seed=0, num_draws=300)
-            found = verdict(first, second, difference=difference, test=test, p_corrected=test.p, p_seeds=seeds_p(first, second))
+            found = verdict(
+                first,
+                second,
+                difference=difference,
+                test=test,
+                p_corrected=test.p,
+                p_seeds=seeds_p(first, second),
+            )
             count += found.winner is not None
         return count / 40
 
@@ -210,7 +254,8 @@ def test_the_test_over_seeds_on_worked_examples() -> None:
     assert seeds_p(first, second) == student_p(t, freedom)
     assert 0.1 < seeds_p(first, second) < 0.11  # R: t.test(1:5, 2 * (1:5)) has p = 0.1057
     assert seeds_p(by_run("a", 0.5, 0.5), by_run("b", 0.5, 0.5)) == 1.0
-    assert seeds_p(by_run("a", 0.3, 0.1 + 0.2, 0.3), by_run("b", 1, 1, 1)) == pytest.approx(0.1)  # no spread: 2 of 20 orders
+    # no spread: 2 of 20 orders
+    assert seeds_p(by_run("a", 0.3, 0.1 + 0.2, 0.3), by_run("b", 1, 1, 1)) == pytest.approx(0.1)
     with pytest.raises(ValueError, match="one run has no spread"):
         seeds_p(by_run("a", 0.5), by_run("b", 0.1, 0.2))
 
@@ -219,7 +264,9 @@ scores = st.lists(st.integers(0, 40), min_size=2, max_size=6)
 
 
 @given(scores, scores, st.randoms(use_true_random=False))
-def test_the_test_over_seeds_knows_neither_sides_nor_order_nor_units(one: list[int], other: list[int], random: object) -> None:
+def test_the_test_over_seeds_knows_neither_sides_nor_order_nor_units(
+    one: list[int], other: list[int], random: object
+) -> None:
     p = seeds_p(by_run("a", *one), by_run("b", *other))
     assert 0.0 < p <= 1.0
     assert seeds_p(by_run("b", *other), by_run("a", *one)) == pytest.approx(p, rel=1e-9)
@@ -234,14 +281,19 @@ def test_the_test_over_seeds_knows_neither_sides_nor_order_nor_units(one: list[i
 def test_equal_groups_of_three_seeds_that_differ_much_seldom_have_a_winner(draw: str, most: float) -> None:
     """Four equal groups, six pairs, tasks beyond doubt: the share of comparisons in which anybody wins.
 
-    Two heaps, seeds that succeed and seeds that fail, are the worst case: three of each happen, and no test of three can tell.
+    Two heaps, seeds that succeed and seeds that fail, are the worst case: three of each happen, and no test
+    of three can tell.
     """
     rng = np.random.default_rng(11)
     num_won = num_intervals = 0
     for _ in range(60):
         heaps = 0.9 * (rng.random((4, 3)) < 0.5) + 0.05 * rng.random((4, 3))
         spread = rng.normal(0.5, 0.1, (4, 3)) if draw == "normal" else heaps
-        pairs = list(itertools.combinations([by_run(name, *means) for name, means in zip("abcd", spread, strict=True)], 2))
+        pairs = list(
+            itertools.combinations(
+                [by_run(name, *means) for name, means in zip("abcd", spread, strict=True)], 2
+            )
+        )
         found = []
         for (first, second), p in zip(pairs, holm([seeds_p(*pair) for pair in pairs]), strict=True):
             difference = iqm_difference(first, second, seed=0, num_draws=200)

@@ -1,4 +1,6 @@
-"""Statistics of comparisons: textbook values, independent references, symmetries, and coverage counted over simulations."""
+"""Statistics of comparisons: textbook values, independent references, symmetries, and coverage counted over
+simulations.
+"""
 
 import itertools
 import math
@@ -42,14 +44,17 @@ def by_run(name: str, *means: float) -> Sample:
         ([1, 3, 5, 7, 9, 11, 13, 15, 17], 9.0),
         ([0, 1, 2, 100], 1.5),
         ([0, 0, 0, 0, 0, 0, 1, 1], 0.0),
-        ([0, 3, 100], (0.25 * 0 + 3 + 0.25 * 100) / 1.5),  # a quarter of the weight is three quarters of a value
+        # a quarter of the weight is three quarters of a value
+        ([0, 3, 100], (0.25 * 0 + 3 + 0.25 * 100) / 1.5),
         ([1, 2, 3, 4, 10], (0.75 * 2 + 3 + 0.75 * 4) / 2.5),
         ([2, 4], 3.0),
         ([7], 7.0),
     ],
 )
 def test_interquartile_means_of_small_lists(numbers: list[float], expected: float) -> None:
-    assert float(interquartile_mean(np.asarray(numbers, dtype=np.float64))) == pytest.approx(expected, rel=1e-12)
+    assert float(interquartile_mean(np.asarray(numbers, dtype=np.float64))) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 @given(values)
@@ -61,7 +66,9 @@ def test_interquartile_mean_is_the_trimmed_mean_of_the_list_four_times_over(numb
 
 
 @given(values, st.randoms(use_true_random=False))
-def test_interquartile_mean_lies_between_the_quartiles_and_ignores_the_order(numbers: list[float], random: object) -> None:
+def test_interquartile_mean_lies_between_the_quartiles_and_ignores_the_order(
+    numbers: list[float], random: object
+) -> None:
     found = float(interquartile_mean(np.asarray(numbers)))
     low, high = np.quantile(numbers, [0.25, 0.75], method="inverted_cdf")
     assert low - 1e-6 <= found <= high + 1e-6
@@ -79,12 +86,16 @@ def test_interquartile_mean_of_nothing_is_refused_and_nan_stays_nan() -> None:
 
 
 @given(values, values)
-def test_probability_of_improvement_counts_pairs_and_is_antisymmetric(first: list[float], second: list[float]) -> None:
+def test_probability_of_improvement_counts_pairs_and_is_antisymmetric(
+    first: list[float], second: list[float]
+) -> None:
     a, b = np.asarray(first), np.asarray(second)
     pairs = [(x > y) + 0.5 * (x == y) for x, y in itertools.product(np.round(first, 3), np.round(second, 3))]
     found = float(improvement_probability(np.round(a, 3), np.round(b, 3)))
     assert found == pytest.approx(sum(pairs) / len(pairs), abs=1e-12)
-    assert float(improvement_probability(b, a)) == pytest.approx(1.0 - float(improvement_probability(a, b)), abs=1e-12)
+    assert float(improvement_probability(b, a)) == pytest.approx(
+        1.0 - float(improvement_probability(a, b)), abs=1e-12
+    )
     assert float(improvement_probability(a, a)) == 0.5
 
 
@@ -100,14 +111,19 @@ def test_a_better_run_lowers_neither_the_mean_nor_the_chance(
 
 
 @given(st.integers(0, 1000), st.integers(2, 5), st.integers(1, 6))
-def test_the_order_of_tasks_changes_no_value_and_that_of_runs_no_estimate(seed: int, num_runs: int, num_tasks: int) -> None:
+def test_the_order_of_tasks_changes_no_value_and_that_of_runs_no_estimate(
+    seed: int, num_runs: int, num_tasks: int
+) -> None:
     """Values exactly; an interval only by its draws, which go by place."""
     draw = np.random.default_rng(seed)
     scores = draw.integers(0, 5, (num_runs, num_tasks)) / 4
     other = Sample(name="b", scores=draw.integers(0, 5, (3, num_tasks)) / 4)
     mixed = scores[draw.permutation(num_runs)][:, draw.permutation(num_tasks)]
     found = [
-        (iqm_estimate(one, seed=0, num_draws=50).value, improvement_estimate(one, other, seed=0, num_draws=50).value)
+        (
+            iqm_estimate(one, seed=0, num_draws=50).value,
+            improvement_estimate(one, other, seed=0, num_draws=50).value,
+        )
         for one in (Sample(name="a", scores=scores), Sample(name="a", scores=mixed))
     ]
     assert found[0] == pytest.approx(found[1], abs=1e-12)
@@ -116,14 +132,17 @@ def test_the_order_of_tasks_changes_no_value_and_that_of_runs_no_estimate(seed: 
 def test_estimates_of_improvement() -> None:
     low, high = by_run("low", 0.1, 0.2, 0.3), by_run("high", 0.4, 0.5, 0.6)
     assert improvement_estimate(high, low, seed=0) == Estimate(value=1.0, low=1.0, high=1.0)
-    assert float(improvement_probability(np.asarray([0.1 + 0.2]), np.asarray([0.3]))) == 0.5  # a tie but for rounding
+    # a tie but for rounding
+    assert float(improvement_probability(np.asarray([0.1 + 0.2]), np.asarray([0.3]))) == 0.5
     mixed = improvement_estimate(by_run("a", 0.1, 0.5, 0.9), by_run("b", 0.2, 0.4, 0.6), seed=0)
     assert mixed.value == pytest.approx(5 / 9)
     assert mixed.low < mixed.value < mixed.high
 
 
 @given(st.integers(0, 1000), st.integers(2, 6), st.integers(2, 6), st.integers(1, 8))
-def test_differences_are_antisymmetric_whole_interval_included(seed: int, num_a: int, num_b: int, num_tasks: int) -> None:
+def test_differences_are_antisymmetric_whole_interval_included(
+    seed: int, num_a: int, num_b: int, num_tasks: int
+) -> None:
     draw = np.random.default_rng(seed)
     a = Sample(name="a", scores=draw.random((num_a, num_tasks)))
     b = Sample(name="b", scores=draw.random((num_b, num_tasks)))
@@ -172,13 +191,17 @@ def test_a_band_is_the_estimate_at_each_point_and_nan_stays_at_its_point() -> No
     band = iqm_band("a", curves, seed=1)
     for point in range(3):
         alone = iqm_estimate(by_run("a", *curves[:, point]), seed=1)
-        assert (band.value[point], band.low[point], band.high[point]) == pytest.approx((alone.value, alone.low, alone.high))
+        assert (band.value[point], band.low[point], band.high[point]) == pytest.approx(
+            (alone.value, alone.low, alone.high)
+        )
     curves[2, 1] = math.nan
     assert np.isnan(iqm_band("a", curves, seed=1).value).tolist() == [False, True, False]
 
 
 def bootstrap_reference(scores: Scores, *, num_draws: int, rng: np.random.Generator) -> tuple[float, float]:
-    """The interval written as loops: tasks drawn, runs spread, runs drawn, interquartile mean by repetition."""
+    """The interval written as loops: tasks drawn, runs spread, runs drawn, interquartile mean by
+    repetition.
+    """
     num_runs, num_tasks = scores.shape
     found = []
     for _ in range(num_draws):
@@ -203,11 +226,15 @@ def test_the_interval_agrees_with_a_bootstrap_written_as_loops() -> None:
     [lambda rng, shape: rng.normal(size=shape), lambda rng, shape: rng.uniform(-1, 1, size=shape)],
     ids=["normal", "flat"],
 )
-@pytest.mark.parametrize(("num_runs", "least"), [(2, 0.55), (3, 0.77), (4, 0.87), (5, 0.90), (10, 0.92), (30, 0.92)])
+@pytest.mark.parametrize(
+    ("num_runs", "least"), [(2, 0.55), (3, 0.77), (4, 0.87), (5, 0.90), (10, 0.92), (30, 0.92)]
+)
 def test_coverage_of_the_interval(
     noise: Callable[[np.random.Generator, tuple[int, int]], Scores], num_runs: int, least: float
 ) -> None:
-    """The true interquartile mean of a symmetric distribution is its centre. Every column is one simulated experiment."""
+    """The true interquartile mean of a symmetric distribution is its centre. Every column is one simulated
+    experiment.
+    """
     curves = noise(np.random.default_rng(num_runs), (num_runs, 600))
     band = iqm_band("simulated", curves, seed=0, num_draws=600)
     covered = float(np.mean((band.low <= 0) & (band.high >= 0)))
@@ -229,6 +256,7 @@ def test_bin_means_are_integrals_of_the_steps(steps: list[tuple[float, float]], 
 def test_unknown_and_free_steps_in_bins() -> None:
     x, heights = np.asarray([1.0, 2.0, 2.0, 4.0]), np.asarray([0.2, math.nan, 9.0, 0.6])
     found = bin_means(x, heights, np.asarray([0.0, 1.0, 2.0, 3.0, 4.0]))
-    assert found[[0, 2, 3]].tolist() == pytest.approx([0.2, 0.6, 0.6])  # the third step cost nothing and weighs nothing
+    # the third step cost nothing and weighs nothing
+    assert found[[0, 2, 3]].tolist() == pytest.approx([0.2, 0.6, 0.6])
     assert math.isnan(found[1])
     assert bin_means(x, heights, np.asarray([0.0, 2.0]))[0] == pytest.approx(0.2)

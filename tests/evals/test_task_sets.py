@@ -1,4 +1,6 @@
-"""Named task sets: the formats they read, what they ask for when data are missing, and what freezes a panel."""
+"""Named task sets: the formats they read, what they ask for when data are missing, and what freezes a
+panel.
+"""
 
 import base64
 import hashlib
@@ -12,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from outrider.environments.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import ConfigError, DataError, ToolUnavailable
-from outrider.evals.extraction import VARIANTS
-from outrider.evals.task_sets import PROMPTS, TASK_SETS, load_task_set, prompt_messages
+from outrider.evals.benchmark.extraction import VARIANTS
+from outrider.evals.benchmark.task_sets import PROMPTS, TASK_SETS, load_task_set, prompt_messages
 from outrider.types import Message, Task
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -36,7 +38,9 @@ def encrypted(text: str) -> str:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A stand-in for the package ``datasets``: ``rows`` to hand out, or ``error`` to raise; ``asked`` is what was wanted."""
+    """A stand-in for the package ``datasets``: ``rows`` to hand out, or ``error`` to raise; ``asked`` is what
+    was wanted.
+    """
     state = types.SimpleNamespace(rows=[], error=None, asked=None)
 
     def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, Any]]:
@@ -53,7 +57,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 HUB_ROWS = {
     "gsm8k": {"question": "q", "answer": "so <<1=1>>\n#### 1,234"},
-    "math500": {"problem": "q", "solution": "s", "answer": "1234", "subject": "Algebra", "level": 5, "unique_id": "u"},
+    "math500": {
+        "problem": "q",
+        "solution": "s",
+        "answer": "1234",
+        "subject": "Algebra",
+        "level": 5,
+        "unique_id": "u",
+    },
     "aime24": {"id": 60, "problem": "q", "solution": "s", "answer": "1234", "url": "u", "year": "2024"},
     "aime25": {"problem": "q", "answer": "1234", "id": "0"},
     "hotpotqa": {"id": "dev_0", "question": "q", "golden_answers": ["1234"], "metadata": {"type": "bridge"}},
@@ -62,8 +73,20 @@ HUB_ROWS = {
     "bamboogle": {"id": "test_0", "question": "q", "golden_answers": ["1234"], "metadata": {}},
     "simpleqa": {"metadata": "{}", "problem": "q", "answer": "1234"},
     "webwalkerqa": {"question": "q", "answer": "1234", "root_url": "u", "info": {}},
-    "gaia": {"task_id": "c", "Question": "q", "Level": "1", "Final answer": "1234", "file_name": "", "Annotator Metadata": {}},
-    "browsecomp": {"problem": encrypted("q"), "answer": encrypted("1234"), "problem_topic": "Art", "canary": CANARY},
+    "gaia": {
+        "task_id": "c",
+        "Question": "q",
+        "Level": "1",
+        "Final answer": "1234",
+        "file_name": "",
+        "Annotator Metadata": {},
+    },
+    "browsecomp": {
+        "problem": encrypted("q"),
+        "answer": encrypted("1234"),
+        "problem_topic": "Art",
+        "canary": CANARY,
+    },
 }
 
 
@@ -92,7 +115,9 @@ def test_every_named_set_reads_its_hub_format(name: str, hub: types.SimpleNamesp
         ("simpleqa", "qa/SimpleQA.jsonl", 500, ("Michio Sugeno",)),
     ],
 )
-def test_the_shared_evaluation_files_are_read(name: str, file: str, num: int, first: tuple[str, ...] | None) -> None:
+def test_the_shared_evaluation_files_are_read(
+    name: str, file: str, num: int, first: tuple[str, ...] | None
+) -> None:
     if not (DATA / file).exists():
         pytest.skip("the evaluation files of ../shared/data are not here")
     panel = load_task_set(f"{name}={DATA / file}")
@@ -100,8 +125,11 @@ def test_the_shared_evaluation_files_are_read(name: str, file: str, num: int, fi
     assert first is None or panel.tasks[0].answers == first
     assert all(task.question and all(task.answers) for task in panel.tasks)
     assert load_task_set(f"{name}={DATA / file}", limit=7).tasks == panel.tasks[:7]
-    for variant in VARIANTS.values():  # the golds themselves must be right, but for what a variant normalises away
-        graded = [variant.grade(task.answers[0], task.answers, panel.task_set.kind) for task in panel.tasks[:40]]
+    # the golds themselves must be right, but for what a variant normalises away
+    for variant in VARIANTS.values():
+        graded = [
+            variant.grade(task.answers[0], task.answers, panel.task_set.kind) for task in panel.tasks[:40]
+        ]
         assert sum(not one.em for one in graded) <= 1
         if panel.task_set.kind == "math":
             assert all(one.math for one in graded)
@@ -126,10 +154,13 @@ def test_gaia_leaves_out_what_needs_a_file_and_keeps_the_keys(hub: types.SimpleN
 def test_gated_sets_say_how_to_get_access(hub: types.SimpleNamespace) -> None:
     hub.error = PermissionError("401 gated\nlong story")
     with pytest.raises(
-        DataError, match=r"^gaia-benchmark/GAIA: cannot load: 401 gated\. GAIA is gated: accept its terms .* gaia=FILE"
+        DataError,
+        match=r"^gaia-benchmark/GAIA: cannot load: 401 gated\. GAIA is gated: accept its terms .* gaia=FILE",
     ):
         load_task_set("gaia")
-    with pytest.raises(DataError, match=r"cannot load: 401 gated\. BrowseComp must not be published .* browsecomp=FILE"):
+    with pytest.raises(
+        DataError, match=r"cannot load: 401 gated\. BrowseComp must not be published .* browsecomp=FILE"
+    ):
         load_task_set("browsecomp")
     with pytest.raises(DataError, match=r"^openai/gsm8k: cannot load: 401 gated; or give gsm8k=FILE$"):
         load_task_set("gsm8k")
@@ -140,7 +171,10 @@ def test_gated_sets_say_how_to_get_access(hub: types.SimpleNamespace) -> None:
 
 def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ToolUnavailable, match=r"aime_2024: the hub needs the package datasets .*outrider\[hub\].* aime24=FILE"):
+    with pytest.raises(
+        ToolUnavailable,
+        match=r"aime_2024: the hub needs the package datasets .*outrider\[hub\].* aime24=FILE",
+    ):
         load_task_set("aime24")
 
 
@@ -151,7 +185,10 @@ def test_an_empty_hub_set_is_an_error(hub: types.SimpleNamespace) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [{"problem": "not base64", "answer": "eA==", "canary": CANARY}, {"problem": "//79", "answer": "eA==", "canary": "other"}],
+    [
+        {"problem": "not base64", "answer": "eA==", "canary": CANARY},
+        {"problem": "//79", "answer": "eA==", "canary": "other"},
+    ],
 )
 def test_what_cannot_be_decrypted_names_the_row(tmp_path: Path, row: dict[str, str]) -> None:
     with pytest.raises(DataError, match=r"b\.jsonl:1: cannot decrypt with the row's canary"):
@@ -160,8 +197,12 @@ def test_what_cannot_be_decrypted_names_the_row(tmp_path: Path, row: dict[str, s
 
 def test_browsecomp_reads_unicode_and_decrypted_copies(tmp_path: Path) -> None:
     long = "Who wrote \u201c\u00c9tudes\u201d? " * 9 + "Who?"
-    path = write(tmp_path, [{"problem": encrypted(long), "answer": encrypted("Ch\u014din"), "canary": CANARY}])
-    assert load_task_set(f"browsecomp={path}").tasks == (Task(key="browsecomp-0", question=long, answers=("Ch\u014din",)),)
+    path = write(
+        tmp_path, [{"problem": encrypted(long), "answer": encrypted("Ch\u014din"), "canary": CANARY}]
+    )
+    assert load_task_set(f"browsecomp={path}").tasks == (
+        Task(key="browsecomp-0", question=long, answers=("Ch\u014din",)),
+    )
     plain = write(tmp_path, [{"problem": "q", "answer": "a"}], "plain.jsonl")
     assert load_task_set(f"browsecomp={plain}").tasks[0].answers == ("a",)
 
@@ -175,7 +216,9 @@ def test_browsecomp_reads_unicode_and_decrypted_copies(tmp_path: Path) -> None:
         ({"problem": "q", "golden_answers": ["a"]}, ("a",)),
     ],
 )
-def test_files_without_a_name_are_questions(tmp_path: Path, row: dict[str, Any], answers: tuple[str, ...]) -> None:
+def test_files_without_a_name_are_questions(
+    tmp_path: Path, row: dict[str, Any], answers: tuple[str, ...]
+) -> None:
     panel = load_task_set(str(write(tmp_path, [row])))
     assert panel.tasks == (Task(key="mine-0", question="q", answers=answers),)
     assert (panel.task_set.kind, panel.task_set.scorer) == ("qa", "f1")
@@ -190,17 +233,37 @@ def test_a_parquet_file_under_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("gsm8k", {"question": "q", "answer": "18"}, r"mine\.jsonl:1: the answer lacks a number behind '#### '"),
+        (
+            "gsm8k",
+            {"question": "q", "answer": "18"},
+            r"mine\.jsonl:1: the answer lacks a number behind '#### '",
+        ),
         (
             "gsm8k",
             {"problem": "q", "answer": "18"},
             r"mine\.jsonl:1: gsm8k needs the columns 'question' and 'answer'; the row has",
         ),
-        ("math500", {"x": 1}, r"needs the columns 'problem' and 'answer' or 'question' and 'answer'; the row has x"),
-        ("simpleqa", {"question": " ", "answer": "a"}, r"mine\.jsonl:1: column 'question' must hold a string"),
-        ("simpleqa", {"question": "q", "answer": [" ", ""]}, r"mine\.jsonl:1: column 'answer' holds no answer"),
+        (
+            "math500",
+            {"x": 1},
+            r"needs the columns 'problem' and 'answer' or 'question' and 'answer'; the row has x",
+        ),
+        (
+            "simpleqa",
+            {"question": " ", "answer": "a"},
+            r"mine\.jsonl:1: column 'question' must hold a string",
+        ),
+        (
+            "simpleqa",
+            {"question": "q", "answer": [" ", ""]},
+            r"mine\.jsonl:1: column 'answer' holds no answer",
+        ),
         ("simpleqa", {"question": "q", "answer": []}, r"mine\.jsonl:1: column 'answer' holds no answer"),
-        ("simpleqa", {"question": "q", "answer": None}, r"mine\.jsonl:1: column 'answer' must hold text or numbers, got None"),
+        (
+            "simpleqa",
+            {"question": "q", "answer": None},
+            r"mine\.jsonl:1: column 'answer' must hold text or numbers, got None",
+        ),
         ("simpleqa", {"question": "q", "answer": [True]}, r"must hold text or numbers, got True"),
         ("simpleqa", {"question": "q", "answer": float("nan")}, r"must hold text or numbers, got nan"),
     ],
@@ -213,7 +276,8 @@ def test_bad_rows_name_file_and_line(tmp_path: Path, name: str, row: dict[str, A
 def test_unknown_names_and_limits() -> None:
     for name in ("gsm9k", "gsm8k=", "data.csv", ""):
         with pytest.raises(
-            ConfigError, match=r"unknown task set .* give one of gsm8k, math500, .* or a file \(\.jsonl, \.parquet\)"
+            ConfigError,
+            match=r"unknown task set .* give one of gsm8k, math500, .* or a file \(\.jsonl, \.parquet\)",
         ):
             load_task_set(name)
     with pytest.raises(ConfigError, match="at least one task, not 0"):

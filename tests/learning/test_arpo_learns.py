@@ -1,12 +1,14 @@
-"""The promise of ARPO on the smallest task that shows it: what is uncertain after a tool result is sampled where it is cheap.
+"""The promise of ARPO on the smallest task that shows it: what is uncertain after a tool result is sampled
+where it is cheap.
 
-A corridor of nine rooms that the policy knows, then a vault with twenty actions that it does not. A rollout from the prompt
-writes ten tokens, a fork in front of the vault one. Entropy rises only there; forks at random places write half a corridor.
+A corridor of nine rooms that the policy knows, then a vault with twenty actions that it does not. A rollout
+from the prompt writes ten tokens, a fork in front of the vault one. Entropy rises only there; forks at random
+places write half a corridor.
 """
 
 import pytest
 
-from outrider.train.policy import set_threads
+from outrider.train.update.policy import set_threads
 from tests.toys import TABLE_HEAD, Result, table_row
 from tests.toys_branching import branching, plain, play
 
@@ -17,9 +19,15 @@ MAX_POLICY_TOKENS = 1500
 
 @pytest.fixture(scope="module", params=[FEW_SEEDS, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=len)
 def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    """Three algorithms at the same number of generated tokens, learning rate, clip, aggregation and leaves."""
+    """Three algorithms at the same number of generated tokens, learning rate, clip, aggregation and
+    leaves.
+    """
     set_threads(1)
-    settings = {"ARPO": branching(at_random=False), "ARPO, random forks": branching(at_random=True), "GRPO": plain()}
+    settings = {
+        "ARPO": branching(at_random=False),
+        "ARPO, random forks": branching(at_random=True),
+        "GRPO": plain(),
+    }
     played = {
         name: [play(chosen, seed=seed, max_policy_tokens=MAX_POLICY_TOKENS) for seed in request.param]
         for name, chosen in settings.items()
@@ -40,7 +48,9 @@ def test_an_untrained_policy_walks_the_corridor_and_guesses_in_the_vault() -> No
 def test_arpo_beats_grpo_at_equal_generated_tokens(results: dict[str, list[Result]]) -> None:
     assert mean(results["ARPO"]) > 0.7
     assert mean(results["ARPO"]) > mean(results["GRPO"]) + 0.2
-    ahead = [a.expected_return > g.expected_return for a, g in zip(results["ARPO"], results["GRPO"], strict=True)]
+    ahead = [
+        a.expected_return > g.expected_return for a, g in zip(results["ARPO"], results["GRPO"], strict=True)
+    ]
     assert sum(ahead) >= 0.9 * len(ahead)
 
 

@@ -1,18 +1,22 @@
-"""EMPO² finds what GRPO never sees, and does not need its tips any more; tips about other actions find nothing.
+"""EMPO² finds what GRPO never sees, and does not need its tips any more; tips about other actions find
+nothing.
 
-Three rooms, of which the right one of three places opens the next; the policy gives up with probability 0.977 at every turn.
+Three rooms, of which the right one of three places opens the next; the policy gives up with probability 0.977
+at every turn.
 """
 
 import pytest
 
-from outrider.train.policy import set_threads
+from outrider.train.update.policy import set_threads
 from tests.toys import TABLE_HEAD, Result, table_row
 from tests.toys_memory import empo2, grpo, play
 
 SEEDS = range(10)
-# Two of the eight in ten that learn, chosen because they do: a test of the code. What ten seeds give is tested by `make test-slow`.
+# Two of the eight in ten that learn, chosen because they do: a test of the code. What ten seeds give is
+# tested by `make test-slow`.
 FEW_SEEDS = range(1, 3)
-NUM_CONTROLS = 5  # seeds per seed of the controls: without a reward there is no gradient, and every seed is the same zero
+# seeds per seed of the controls: without a reward there is no gradient, and every seed is the same zero
+NUM_CONTROLS = 5
 
 
 @pytest.fixture(scope="module", params=[FEW_SEEDS, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=len)
@@ -30,7 +34,9 @@ def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
 
 
 def test_tips_find_the_object_and_become_unnecessary(results: dict[str, list[Result]]) -> None:
-    """Expected return without memory; the optimum is 1. One seed in ten finds the object so late that it is still learning."""
+    """Expected return without memory; the optimum is 1. One seed in ten finds the object so late that it is
+    still learning.
+    """
     returns = sorted(row.expected_return for row in results["EMPO²"])
     assert returns[len(returns) // 5] >= 0.95 and returns[0] >= 0.2, returns
 

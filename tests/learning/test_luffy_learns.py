@@ -1,6 +1,8 @@
-"""The promise of LUFFY on the smallest task that shows it: a lock that its own rollouts never open, and one demonstration of how.
+"""The promise of LUFFY on the smallest task that shows it: a lock that its own rollouts never open, and one
+demonstration of how.
 
-Same loop, credit and update as in :mod:`tests.toys`; the demonstration is played through the environment in every step.
+Same loop, credit and update as in :mod:`tests.toys`; the demonstration is played through the environment in
+every step.
 """
 
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import validate
-from outrider.train.policy import set_threads
+from outrider.train.update.policy import set_threads
 from tests.toys import _SHARED, TABLE_HEAD, Result, Toy, ToyRun, grpo, play, table_row
 from tests.toys_demonstrated import Demonstrated, expert_paths
 

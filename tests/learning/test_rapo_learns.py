@@ -1,8 +1,10 @@
-"""The promise of RAPO on the smallest task that shows it: retrieval finds a reward where on-policy exploration finds none.
+"""The promise of RAPO on the smallest task that shows it: retrieval finds a reward where on-policy
+exploration finds none.
 
-A lock of four doors with twenty actions each and six tries opens by chance in about 1 of 12,000 rollouts. Hybrid rollouts
-are carried through some doors by retrieved steps and practise the others; retrieved tokens are never trained on, and the
-evaluation has no retrieval, so the policy must have learned every door by itself.
+A lock of four doors with twenty actions each and six tries opens by chance in about 1 of 12,000 rollouts.
+Hybrid rollouts are carried through some doors by retrieved steps and practise the others; retrieved tokens
+are never trained on, and the evaluation has no retrieval, so the policy must have learned every door by
+itself.
 """
 
 from fractions import Fraction
@@ -11,11 +13,12 @@ from math import comb
 import pytest
 import torch
 
-from outrider.train.policy import set_threads
+from outrider.train.update.policy import set_threads
 from tests.toys import ACTIONS, MAX_POLICY_TOKENS, TABLE_HEAD, Result, Toy, grpo, play, rapo, table_row
 
 SEEDS = range(10)
-# Two of the eight in ten that learn, chosen because they do: a test of the code. What ten seeds give is tested by `make test-slow`.
+# Two of the eight in ten that learn, chosen because they do: a test of the code. What ten seeds give is
+# tested by `make test-slow`.
 FEW_SEEDS = range(1, 3)
 
 
@@ -24,7 +27,8 @@ def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
     """Both algorithms at the same number of policy tokens, learning rate, clip and aggregation."""
     set_threads(1)
     played = {
-        name: [play(settings, seed=seed) for seed in request.param] for name, settings in (("RAPO", rapo()), ("GRPO", grpo()))
+        name: [play(settings, seed=seed) for seed in request.param]
+        for name, settings in (("RAPO", rapo()), ("GRPO", grpo()))
     }
     print("\n".join(["", TABLE_HEAD, *(table_row(name, rows) for name, rows in played.items())]))
     return played
@@ -34,7 +38,8 @@ def test_an_untrained_policy_has_about_one_chance_in_ten_thousand() -> None:
     toy = Toy(seed=0)
     right = Fraction(1, len(ACTIONS))
     chance = sum(
-        comb(toy.num_turns, k) * right**k * (1 - right) ** (toy.num_turns - k) for k in range(toy.depth, toy.num_turns + 1)
+        comb(toy.num_turns, k) * right**k * (1 - right) ** (toy.num_turns - k)
+        for k in range(toy.depth, toy.num_turns + 1)
     )
     before = play(rapo(), seed=0, max_policy_tokens=0)
     assert before.num_steps == 0
@@ -43,7 +48,9 @@ def test_an_untrained_policy_has_about_one_chance_in_ten_thousand() -> None:
 
 
 def test_rapo_reaches_the_optimum_without_retrieval(results: dict[str, list[Result]]) -> None:
-    """Not on every seed: these draws open it on 18 of the seeds 0 to 19 (8 of these), those of the rule before on 17 (all of these)."""
+    """Not on every seed: these draws open it on 18 of the seeds 0 to 19 (8 of these), those of the rule
+    before on 17 (all of these).
+    """
     returns = [result.expected_return for result in results["RAPO"]]
     opened = [value for value in returns if value >= 0.8]
     assert len(opened) >= 0.6 * len(returns) and sum(opened) / len(opened) >= 0.95, returns

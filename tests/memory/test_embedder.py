@@ -18,7 +18,15 @@ from outrider.memory.embedder import (
     replace_surrogates,
 )
 
-ODD_TEXTS = ["", "   ", "plain words", "bad \udce9 bytes", "nul \x00 inside", "漢字 и кириллица", "word " * 3000]
+ODD_TEXTS = [
+    "",
+    "   ",
+    "plain words",
+    "bad \udce9 bytes",
+    "nul \x00 inside",
+    "漢字 и кириллица",
+    "word " * 3000,
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +71,28 @@ def test_minilm_keeps_the_contract(minilm: MiniLmEmbedder) -> None:
 
 
 def test_hash_vectors_are_pinned() -> None:
-    """Python's own hash() differs from run to run; positions must not. A change here invalidates every stored buffer."""
+    """Python's own hash() differs from run to run; positions must not. A change here invalidates every stored
+    buffer.
+    """
     vector = HashEmbedder(64).embed(["red red blue"])[0]
     assert {int(i): round(float(vector[i]), 4) for i in np.flatnonzero(vector)} == {35: 0.4472, 59: 0.8944}
 
 
 def test_minilm_knows_meaning(minilm: MiniLmEmbedder) -> None:
     paris, also_paris, cake = minilm.embed(
-        ["The capital of France is Paris.", "Paris is the capital city of France.", "A chocolate cake needs flour and sugar."]
+        [
+            "The capital of France is Paris.",
+            "Paris is the capital city of France.",
+            "A chocolate cake needs flour and sugar.",
+        ]
     )
     assert paris @ also_paris > 0.9 > 0.3 > paris @ cake
 
 
 def test_minilm_agrees_with_float32_reference(minilm: MiniLmEmbedder) -> None:
-    """Values of the float32 all-MiniLM-L6-v2 under sentence-transformers; int8 weights move a cosine by under 0.01."""
+    """Values of the float32 all-MiniLM-L6-v2 under sentence-transformers; int8 weights move a cosine by under
+    0.01.
+    """
     texts = ["The capital of France is Paris.", "How do I fix a null pointer exception in C?", "le chat dort"]
     vectors = minilm.embed(texts)
     similarities = vectors @ vectors.T
@@ -87,7 +103,9 @@ def test_minilm_agrees_with_float32_reference(minilm: MiniLmEmbedder) -> None:
 def test_minilm_keeps_the_end_of_a_long_text(minilm: MiniLmEmbedder) -> None:
     filler = "the agent walks north and looks around " * 200
     end = "then it opens the red door with the brass key " * 60
-    a, b, c = minilm.embed([f"apples {filler} {end}", f"submarines {filler} {end}", f"{filler} {end} submarines"])
+    a, b, c = minilm.embed(
+        [f"apples {filler} {end}", f"submarines {filler} {end}", f"{filler} {end} submarines"]
+    )
     assert np.array_equal(a, b)
     assert not np.array_equal(a, c)
 

@@ -29,7 +29,9 @@ def unit(rows: np.ndarray) -> np.ndarray:
     kind=st.sampled_from(["spread", "ties", "near"]),
     share=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
 )
-def test_search_equals_brute_force(seed: int, num_rows: int, num_queries: int, k: int, kind: str, share: float) -> None:
+def test_search_equals_brute_force(
+    seed: int, num_rows: int, num_queries: int, k: int, kind: str, share: float
+) -> None:
     """``ties`` repeats few directions; ``near`` puts rows within float32 rounding of each other."""
     random = np.random.Generator(np.random.PCG64(seed))
     dim = 48
@@ -43,7 +45,9 @@ def test_search_equals_brute_force(seed: int, num_rows: int, num_queries: int, k
     masks = [random.random(num_rows) < share for _ in queries]
     found = search(vectors, queries, masks, k=k)
     for query, mask, match in zip(queries, masks, found, strict=True):
-        assert list(zip(match.rows.tolist(), match.similarities.tolist(), strict=True)) == brute_force(vectors, query, mask, k)
+        assert list(zip(match.rows.tolist(), match.similarities.tolist(), strict=True)) == brute_force(
+            vectors, query, mask, k
+        )
 
 
 def test_result_does_not_depend_on_the_batch() -> None:
@@ -52,7 +56,9 @@ def test_result_does_not_depend_on_the_batch() -> None:
     together = search(vectors, queries, [None] * 70, k=3)
     for query, match in zip(queries, together, strict=True):
         alone = search(vectors, query[None], [None], k=3)[0]
-        assert np.array_equal(alone.rows, match.rows) and np.array_equal(alone.similarities, match.similarities)
+        assert np.array_equal(alone.rows, match.rows) and np.array_equal(
+            alone.similarities, match.similarities
+        )
 
 
 def test_empty_index_and_empty_mask_give_nothing() -> None:
@@ -76,4 +82,8 @@ def test_growing_matrix_leaves_earlier_views_alone() -> None:
     for value in range(50):
         matrix.append(np.full((3, 2), value, np.float32))
     assert early.tolist() == [[1, 2]]
-    assert matrix.view().shape == (151, 2) and matrix.view()[-1].tolist() == [49, 49] and matrix.view()[1].tolist() == [0, 0]
+    assert (
+        matrix.view().shape == (151, 2)
+        and matrix.view()[-1].tolist() == [49, 49]
+        and matrix.view()[1].tolist() == [0, 0]
+    )

@@ -9,8 +9,8 @@ import pytest
 
 from outrider.errors import DataError
 from outrider.memory.embedder import HashEmbedder
-from outrider.memory.sources import import_trajectories
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.steps.sources import import_trajectories
 
 CHAT = [
     {"role": "system", "content": "rules"},
@@ -24,7 +24,9 @@ RECORD = {"task_key": "sum", "question": "2+2?", "messages": CHAT, "reward": 1, 
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
     return path
 
 
@@ -53,7 +55,9 @@ def test_missing_ids_are_digests_of_the_content(tmp_path: Path) -> None:
     bare = {key: value for key, value in RECORD.items() if key not in ("task_key", "agent")}
     first = import_trajectories(write(tmp_path / "a.jsonl", bare, {**bare, "reward": 0.5}))
     second = import_trajectories(write(tmp_path / "b.jsonl", {**bare, "reward": 0.5}, bare))
-    assert [t.trajectory_id for t in first.trajectories] == [t.trajectory_id for t in reversed(second.trajectories)]
+    assert [t.trajectory_id for t in first.trajectories] == [
+        t.trajectory_id for t in reversed(second.trajectories)
+    ]
     assert len({t.trajectory_id for t in first.trajectories}) == 2
     assert len({t.task_key for t in first.trajectories}) == 1
 
@@ -61,7 +65,9 @@ def test_missing_ids_are_digests_of_the_content(tmp_path: Path) -> None:
 def test_terminal_steps(tmp_path: Path) -> None:
     said = [("user", "sure?"), ("assistant", "yes"), ("user", "ok")]
     chat = [*CHAT, *({"role": role, "content": content} for role, content in said)]
-    (trajectory,) = import_trajectories(write(tmp_path / "a.jsonl", {**RECORD, "messages": chat})).trajectories
+    (trajectory,) = import_trajectories(
+        write(tmp_path / "a.jsonl", {**RECORD, "messages": chat})
+    ).trajectories
     assert [step.is_terminal for step in trajectory.steps] == [False, True, True]
     (trajectory,) = import_trajectories(tmp_path / "a.jsonl", answer_marks=()).trajectories
     assert [step.is_terminal for step in trajectory.steps] == [False, False, True]
@@ -70,8 +76,12 @@ def test_terminal_steps(tmp_path: Path) -> None:
 def test_tool_calls_are_part_of_the_step(tmp_path: Path) -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]
     chat = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "4"}]
-    (trajectory,) = import_trajectories(write(tmp_path / "a.jsonl", {**RECORD, "messages": chat})).trajectories
-    assert trajectory.steps[0].text == '<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 2}"}\n</tool_call>'
+    (trajectory,) = import_trajectories(
+        write(tmp_path / "a.jsonl", {**RECORD, "messages": chat})
+    ).trajectories
+    assert (
+        trajectory.steps[0].text == '<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 2}"}\n</tool_call>'
+    )
 
 
 BAD = [
@@ -92,7 +102,10 @@ BAD = [
     ({**RECORD, "messages": [{"role": "robot", "content": ""}]}, "message 0 has unknown role 'robot'"),
     ({**RECORD, "messages": [{"role": ["user"], "content": ""}]}, "message 0 has unknown role"),
     ({**RECORD, "messages": [{"role": "assistant"}]}, "message 0: 'content' must be text, not NoneType"),
-    ({**RECORD, "messages": [{"role": "assistant", "tool_calls": "x"}]}, "message 0: 'tool_calls' must be a list"),
+    (
+        {**RECORD, "messages": [{"role": "assistant", "tool_calls": "x"}]},
+        "message 0: 'tool_calls' must be a list",
+    ),
     ({**RECORD, "messages": CHAT[:2]}, "no message of the assistant"),
     ({**RECORD, "messages": [*CHAT, CHAT[0]]}, "a system message after"),
 ]
@@ -103,7 +116,11 @@ def test_malformed_line_is_named_or_counted(tmp_path: Path, line: object, reason
     path = write(tmp_path / "a.jsonl", RECORD, line, {**RECORD, "reward": 0.5})
     with pytest.raises(DataError) as caught:
         import_trajectories(path)
-    assert str(caught.value).startswith(f"{path}:2: ") and reason in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        str(caught.value).startswith(f"{path}:2: ")
+        and reason in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
     imported = import_trajectories(path, on_malformed="skip")
     assert len(imported.trajectories) == 2 and len(imported.problems) == 1 and reason in imported.problems[0]
 
@@ -125,6 +142,9 @@ def test_import_fills_a_buffer_and_again_adds_nothing(tmp_path: Path) -> None:
     with StepTraceBuffer(tmp_path / "b.sqlite", HashEmbedder(), mode="write") as buffer:
         for expected in (2, 0):
             imported = import_trajectories(path)
-            assert buffer.add_trajectories(imported.trajectories, questions=imported.questions).num_inserted == expected
+            assert (
+                buffer.add_trajectories(imported.trajectories, questions=imported.questions).num_inserted
+                == expected
+            )
         assert buffer.query("2+2?")[0].record.text.startswith("let me compute")
         assert buffer.query("2+2?")[0].similarity == pytest.approx(1.0)

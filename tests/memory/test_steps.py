@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.memory.embedder import HashEmbedder
-from outrider.memory.history import Candidate, history_text, keep_best, question_of
-from outrider.memory.records import StepFilter, StepRecord
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.steps.history import Candidate, history_text, keep_best, question_of
+from outrider.memory.steps.records import StepFilter, StepRecord
 from outrider.types import Message, Step, Trajectory
 from tests.memory.builders import make_trajectory
 
@@ -89,7 +89,9 @@ def test_excluded_steps_never_come_twice(tmp_path: Path) -> None:
 
 def test_scopes_and_reward_filter(tmp_path: Path) -> None:
     with open_writer(tmp_path) as buffer:
-        buffer.add_trajectories([make_trajectory(f"t{i}", task=f"k{i % 3}", reward=i / 10, num_steps=3) for i in range(9)])
+        buffer.add_trajectories(
+            [make_trajectory(f"t{i}", task=f"k{i % 3}", reward=i / 10, num_steps=3) for i in range(9)]
+        )
 
         def found(step_filter: StepFilter) -> set[str]:
             return {hit.record.trajectory_id for hit in buffer.query("question of k1", step_filter, k=100)}
@@ -110,7 +112,9 @@ def test_batched_queries_take_a_filter_each(tmp_path: Path) -> None:
     with open_writer(tmp_path) as buffer:
         buffer.add_trajectories([make_trajectory(f"t{i}", task=f"k{i}", num_steps=3) for i in range(40)])
         histories = [f"question of k{i}" for i in range(40)]
-        filters = [StepFilter(scope="same_task" if i % 2 else "other_tasks", task_key=f"k{i}") for i in range(40)]
+        filters = [
+            StepFilter(scope="same_task" if i % 2 else "other_tasks", task_key=f"k{i}") for i in range(40)
+        ]
         together = buffer.query_batch(histories, filters, k=2)
         assert together == [buffer.query(h, f, k=2) for h, f in zip(histories, filters, strict=True)]
         assert all((hits[0].record.task_key == f"k{i}") == bool(i % 2) for i, hits in enumerate(together))
@@ -119,7 +123,9 @@ def test_batched_queries_take_a_filter_each(tmp_path: Path) -> None:
 
 
 def reference_filter(portions: list[list[Trajectory]], num_kept: int, min_reward: float) -> set[str]:
-    """The specification, written out: repeatedly take the best one left. Unknown token counts come first among equals."""
+    """The specification, written out: repeatedly take the best one left. Unknown token counts come first
+    among equals.
+    """
     seen: list[Trajectory] = []
     for trajectory in (trajectory for portion in portions for trajectory in portion):
         if all(other.trajectory_id != trajectory.trajectory_id for other in seen):
@@ -139,7 +145,9 @@ def reference_filter(portions: list[list[Trajectory]], num_kept: int, min_reward
 
 
 offers = st.lists(
-    st.tuples(st.integers(0, 1), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2), st.sampled_from([0, 1, 1, 2])),
+    st.tuples(
+        st.integers(0, 1), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2), st.sampled_from([0, 1, 1, 2])
+    ),
     min_size=6,
     max_size=16,
 )
@@ -149,16 +157,24 @@ offers = st.lists(
 @given(offered=offers, num_kept=st.integers(1, 4))
 def test_ranking_of_one_task(offered: list[tuple[int, float, int, int]], num_kept: int) -> None:
     trajectories = [
-        make_trajectory(f"id{i}", reward=reward, num_tokens=tokens) for i, (_, reward, tokens, _) in enumerate(offered)
+        make_trajectory(f"id{i}", reward=reward, num_tokens=tokens)
+        for i, (_, reward, tokens, _) in enumerate(offered)
     ]
-    candidates = [Candidate(reward=t.reward, num_tokens=t.num_tokens, order=i) for i, t in enumerate(trajectories)]
+    candidates = [
+        Candidate(reward=t.reward, num_tokens=t.num_tokens, order=i) for i, t in enumerate(trajectories)
+    ]
     expected = reference_filter([trajectories], num_kept, min_reward=0.0)
     assert {f"id{order}" for order in keep_best(candidates, num_kept)} == expected
     assert keep_best(candidates, None) == set(range(len(offered)))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(offered=offers, cuts=st.lists(st.integers(0, 16), max_size=4), num_kept=st.integers(1, 3), again=st.booleans())
+@given(
+    offered=offers,
+    cuts=st.lists(st.integers(0, 16), max_size=4),
+    num_kept=st.integers(1, 3),
+    again=st.booleans(),
+)
 def test_reward_aware_filter(
     tmp_path_factory: pytest.TempPathFactory,
     offered: list[tuple[int, float, int, int]],
@@ -166,7 +182,9 @@ def test_reward_aware_filter(
     num_kept: int,
     again: bool,
 ) -> None:
-    """However the stream is cut into calls, and if calls are repeated, the K best a task remain, and counts add up."""
+    """However the stream is cut into calls, and if calls are repeated, the K best a task remain, and counts
+    add up.
+    """
     trajectories = [
         make_trajectory(f"id{i}", task=f"k{task}", reward=reward, num_tokens=tokens, num_steps=steps)
         for i, (task, reward, tokens, steps) in enumerate(offered)
@@ -178,7 +196,11 @@ def test_reward_aware_filter(
         for portion in portions + (portions[:2] if again else []):
             report = buffer.add_trajectories(portion, keep_best=num_kept, min_reward=0.25, batch_steps=2)
             parts = (report.num_inserted, report.num_present, report.num_duplicate, report.num_empty)
-            assert report.num_offered == len(portion) == sum(parts) + report.num_below_min_reward + report.num_outranked
+            assert (
+                report.num_offered
+                == len(portion)
+                == sum(parts) + report.num_below_min_reward + report.num_outranked
+            )
             num_live += report.num_inserted - report.num_removed
         stats = buffer.stats()
         found = {record.trajectory_id for record in everything(buffer)}
@@ -199,7 +221,12 @@ def test_repeating_a_build_adds_nothing(tmp_path: Path) -> None:
         buffer.add_trajectories([*trajectories, trajectories[3]])
         before = everything(buffer)
         report = buffer.add_trajectories([*trajectories, trajectories[3]])
-        assert (report.num_inserted, report.num_present, report.num_duplicate, report.revision) == (0, 12, 1, 1)
+        assert (report.num_inserted, report.num_present, report.num_duplicate, report.revision) == (
+            0,
+            12,
+            1,
+            1,
+        )
         assert everything(buffer) == before
 
 
@@ -226,18 +253,24 @@ def test_odd_texts_survive_and_repairs_are_counted(tmp_path: Path) -> None:
     texts = ["", "\x00 nul \x00", "bad \udce9 byte", "漢字 \U0001f600", "x" * 3_000_000]
     steps = (*(Step(text=text, observation=text[::-1]) for text in texts), Step(text="end", observation=""))
     prompt = (Message(role="user", content="q\udce9"),)
-    trajectory = Trajectory(trajectory_id="a", task_key="t", agent="e", prompt=prompt, steps=steps, reward=1.0)
+    trajectory = Trajectory(
+        trajectory_id="a", task_key="t", agent="e", prompt=prompt, steps=steps, reward=1.0
+    )
     with open_writer(tmp_path) as buffer:
         assert buffer.add_trajectories([trajectory]).num_repaired_texts == 3
     with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as buffer:
         records = buffer.trajectory("a")
         assert [r.text for r in records] == [step.text.replace("\udce9", "\ufffd") for step in steps]
-        assert [r.observation for r in records] == [step.observation.replace("\udce9", "\ufffd") for step in steps]
+        assert [r.observation for r in records] == [
+            step.observation.replace("\udce9", "\ufffd") for step in steps
+        ]
         assert buffer.query(history_text("q\udce9", steps[:3]))[0].record == records[3]
 
 
 def test_rollback_replays_exactly(tmp_path: Path) -> None:
-    """A killed run resumed from a checkpoint must see what the run saw that was not killed: ids, order, revisions."""
+    """A killed run resumed from a checkpoint must see what the run saw that was not killed: ids, order,
+    revisions.
+    """
     first = [make_trajectory(f"a{i}", task=f"k{i % 3}", reward=0.1 * i) for i in range(6)]
     second = [make_trajectory(f"b{i}", task=f"k{i % 3}", reward=0.9) for i in range(6)]
     third = [make_trajectory(f"c{i}", task=f"k{i % 4}", reward=0.95) for i in range(8)]
@@ -267,7 +300,10 @@ def test_rollback_replays_exactly(tmp_path: Path) -> None:
 def test_memory_equals_file_after_every_call(tmp_path: Path) -> None:
     with open_writer(tmp_path) as writer:
         for round_index in range(6):
-            new = [make_trajectory(f"r{round_index}-{i}", task=f"k{i}", reward=round_index + i / 10) for i in range(4)]
+            new = [
+                make_trajectory(f"r{round_index}-{i}", task=f"k{i}", reward=round_index + i / 10)
+                for i in range(4)
+            ]
             writer.add_trajectories(new, keep_best=2, batch_steps=1 + 4 * round_index)
             with StepTraceBuffer(writer.path, HashEmbedder(), mode="read") as reader:
                 assert everything(reader) == everything(writer)
@@ -277,7 +313,9 @@ def test_memory_equals_file_after_every_call(tmp_path: Path) -> None:
 def test_compact_deletes_only_what_no_checkpoint_needs(tmp_path: Path) -> None:
     with open_writer(tmp_path) as buffer:
         for round_index in range(4):
-            buffer.add_trajectories([make_trajectory(f"r{round_index}", reward=float(round_index))], keep_best=1)
+            buffer.add_trajectories(
+                [make_trajectory(f"r{round_index}", reward=float(round_index))], keep_best=1
+            )
         now = everything(buffer)
         with buffer.snapshot(3) as snapshot:
             at_three = everything(snapshot)
@@ -290,7 +328,9 @@ def test_compact_deletes_only_what_no_checkpoint_needs(tmp_path: Path) -> None:
 
 
 def test_a_reader_of_an_earlier_revision_sees_whole_trajectories_as_they_were_then(tmp_path: Path) -> None:
-    """Retrieval of trajectories asks for the steps that follow a hit: they must not vanish because a better one came since."""
+    """Retrieval of trajectories asks for the steps that follow a hit: they must not vanish because a better
+    one came since.
+    """
     with open_writer(tmp_path) as writer:
         writer.add_trajectories([make_trajectory("a", reward=0.5)], keep_best=1)
         reader = StepTraceBuffer(writer.path, HashEmbedder(), mode="read")
@@ -321,7 +361,9 @@ def test_a_reader_goes_back_to_the_revision_of_a_checkpoint_and_stays_there(tmp_
 
 
 def test_what_a_checkpoint_counts_on_is_in_the_file_itself(tmp_path: Path) -> None:
-    """The write-ahead log is not forced to disk by a commit: after a power failure only what was moved to the file is sure."""
+    """The write-ahead log is not forced to disk by a commit: after a power failure only what was moved to the
+    file is sure.
+    """
     with open_writer(tmp_path) as writer:
         writer.add_trajectories([make_trajectory("a")])
         writer.flush()
@@ -357,25 +399,34 @@ def test_reader_refreshes_and_pickles_by_path(tmp_path: Path) -> None:
 
 
 def test_threads_query_while_a_writer_adds(tmp_path: Path) -> None:
-    """Every answer belongs to one revision: trajectories of a task are replaced as a whole, so never zero or two of them."""
+    """Every answer belongs to one revision: trajectories of a task are replaced as a whole, so never zero or
+    two of them.
+    """
     failures: list[object] = []
     done = threading.Event()
 
     def ask(buffer: StepTraceBuffer) -> None:
         while not done.is_set():
             for task in range(3):
-                hits = buffer.query("x", StepFilter(scope="same_task", task_key=f"k{task}", include_terminal=True), k=100)
+                hits = buffer.query(
+                    "x", StepFilter(scope="same_task", task_key=f"k{task}", include_terminal=True), k=100
+                )
                 names = {hit.record.trajectory_id for hit in hits}
                 if len(names) != 1 or len(hits) != 3:
                     failures.append(names)
 
     with open_writer(tmp_path) as buffer:
-        buffer.add_trajectories([make_trajectory(f"start{i}", task=f"k{i}", reward=-1.0) for i in range(3)], keep_best=1)
+        buffer.add_trajectories(
+            [make_trajectory(f"start{i}", task=f"k{i}", reward=-1.0) for i in range(3)], keep_best=1
+        )
         threads = [threading.Thread(target=ask, args=(buffer,)) for _ in range(3)]
         for thread in threads:
             thread.start()
         for round_index in range(25):
-            new = [make_trajectory(f"r{round_index}-{i}", task=f"k{i}", reward=float(round_index)) for i in range(3)]
+            new = [
+                make_trajectory(f"r{round_index}-{i}", task=f"k{i}", reward=float(round_index))
+                for i in range(3)
+            ]
             buffer.add_trajectories(new, keep_best=1)
         done.set()
         for thread in threads:
@@ -404,11 +455,40 @@ def test_stats(tmp_path: Path) -> None:
     with open_writer(tmp_path) as buffer:
         assert np.isnan(buffer.stats().reward_quantiles[0]) and buffer.stats().num_steps == 0
         trajectories = [
-            make_trajectory(f"t{i}", task=f"k{i % 2}", reward=float(i), num_steps=1 + i, agent="ab"[i % 2]) for i in range(5)
+            make_trajectory(f"t{i}", task=f"k{i % 2}", reward=float(i), num_steps=1 + i, agent="ab"[i % 2])
+            for i in range(5)
         ]
         buffer.add_trajectories(trajectories, count_tokens=lambda text: 2)
         stats = buffer.stats()
     assert (stats.num_tasks, stats.num_trajectories, stats.num_steps, stats.num_tokens) == (2, 5, 15, 60)
     assert (stats.num_trajectories_by_agent, stats.num_steps_by_agent) == ({"a": 3, "b": 2}, {"a": 9, "b": 6})
     assert stats.share_terminal == pytest.approx(5 / 15)
-    assert stats.steps_per_trajectory_quantiles == (1, 2, 3, 4, 5) and stats.reward_quantiles == (0, 1, 2, 3, 4)
+    assert stats.steps_per_trajectory_quantiles == (1, 2, 3, 4, 5) and stats.reward_quantiles == (
+        0,
+        1,
+        2,
+        3,
+        4,
+    )
+
+
+def test_steps_by_number_come_in_the_order_that_was_asked_for_and_never_from_another_generation(
+    tmp_path: Path,
+) -> None:
+    with open_writer(tmp_path) as buffer:
+        assert buffer.report.lost_batch is False
+        buffer.add_trajectories([make_trajectory("a", num_steps=3)])
+        revision = buffer.revision
+        buffer.add_trajectories([make_trajectory("b", num_steps=2)])
+        by_id = {record.step_id: record for record in everything(buffer)}
+        wanted = sorted(by_id, reverse=True)
+        assert buffer.steps(wanted) == [by_id[step_id] for step_id in wanted] and buffer.steps([]) == []
+        with pytest.raises(DataError, match="is not in the buffer"):
+            buffer.steps([99])
+        with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as reader:
+            undone = buffer.rollback(revision)
+            assert (undone.revision, undone.num_dropped, undone.num_restored) == (revision, 1, 0)
+            with pytest.raises(DataError, match="call refresh"):
+                reader.steps([1])
+            reader.refresh()
+            assert [record.step_id for record in reader.steps([2, 1])] == [2, 1]

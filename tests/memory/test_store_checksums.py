@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import BufferCorrupt
-from outrider.memory import store_format
 from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps import format as store_format
+from outrider.memory.steps.buffer import StepTraceBuffer
 from tests.memory.builders import make_trajectory
 
 
@@ -16,7 +16,9 @@ def build(path: Path) -> Path:
     """Three tasks; one of them has lost a trajectory to a better one."""
     with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
         for reward in (0.5, 1.0):
-            made = [make_trajectory(f"t{i}/{reward}", task=f"k{i}", num_steps=4, reward=reward) for i in range(3)]
+            made = [
+                make_trajectory(f"t{i}/{reward}", task=f"k{i}", num_steps=4, reward=reward) for i in range(3)
+            ]
             buffer.add_trajectories(made, keep_best=1)
     return path
 
@@ -45,7 +47,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("mode", ["read", "write"])
-@pytest.mark.parametrize("statement", CHANGES, ids=[one.replace("UPDATE ", "").partition(" WHERE")[0] for one in CHANGES])
+@pytest.mark.parametrize(
+    "statement", CHANGES, ids=[one.replace("UPDATE ", "").partition(" WHERE")[0] for one in CHANGES]
+)
 def test_e10_a_changed_column_is_found(statement: str, mode: str, tmp_path: Path) -> None:
     path = build(tmp_path / "buffer.sqlite")
     change(path, statement)
@@ -62,7 +66,8 @@ def test_e10_removing_and_restoring_keep_the_checksums(tmp_path: Path) -> None:
     with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
         assert (buffer.revision, len(buffer), buffer.digest()) == (1, 12, early)
         buffer.add_trajectories(
-            [make_trajectory(f"t{i}/1.0", task=f"k{i}", num_steps=4, reward=1.0) for i in range(3)], keep_best=1
+            [make_trajectory(f"t{i}/1.0", task=f"k{i}", num_steps=4, reward=1.0) for i in range(3)],
+            keep_best=1,
         )
         assert buffer.digest() == late != early
         buffer.compact(2)
@@ -70,7 +75,9 @@ def test_e10_removing_and_restoring_keep_the_checksums(tmp_path: Path) -> None:
         assert buffer.digest() == late
 
 
-def test_e10_a_file_of_the_earlier_format_is_read_and_written_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e10_a_file_of_the_earlier_format_is_read_and_written_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_format, "FORMAT_VERSION", 1)
     path = build(tmp_path / "buffer.sqlite")
     monkeypatch.undo()

@@ -12,8 +12,8 @@ import pytest
 
 from outrider.errors import BufferCorrupt, ConfigError, DataError
 from outrider.memory.embedder import HashEmbedder
-from outrider.memory.records import StepFilter
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.steps.records import StepFilter
 from tests.memory.builders import make_trajectory
 
 WRITER = """
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from tests.memory.builders import make_trajectory
 from outrider.memory.embedder import HashEmbedder
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
 buffer = StepTraceBuffer(Path(sys.argv[1]), HashEmbedder(), mode="write")
 start = buffer.revision
 for i in range(100_000):
@@ -47,7 +47,14 @@ def test_kill_while_writing_loses_at_most_the_open_batch(tmp_path: Path) -> None
     for repetition in range(40):  # until a kill has fallen into a batch, and four at least
         if repetition >= 4 and num_lost:
             break
-        arguments = [sys.executable, "-c", WRITER, str(path), str(Path(__file__).parents[2]), *[p for p in sys.path if p]]
+        arguments = [
+            sys.executable,
+            "-c",
+            WRITER,
+            str(path),
+            str(Path(__file__).parents[2]),
+            *[p for p in sys.path if p],
+        ]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             acknowledged = [process.stdout.readline() for _ in range(5)]
@@ -111,7 +118,10 @@ def test_open_batch_of_a_living_writer_is_not_lost(tmp_path: Path) -> None:
 
 def test_second_writer_is_refused_until_the_first_closes(tmp_path: Path) -> None:
     path = build(tmp_path / "buffer.sqlite")
-    with StepTraceBuffer(path, HashEmbedder(), mode="write"), pytest.raises(ConfigError, match="is writing to it"):
+    with (
+        StepTraceBuffer(path, HashEmbedder(), mode="write"),
+        pytest.raises(ConfigError, match="is writing to it"),
+    ):
         StepTraceBuffer(path, HashEmbedder(), mode="write")
     StepTraceBuffer(path, HashEmbedder(), mode="write").close()
 

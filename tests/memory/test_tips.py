@@ -72,14 +72,24 @@ def test_equal_directions_tie_and_the_older_comes_first(dtype: Any, order: list[
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_state_at_the_threshold_is_no_new_one(dtype: Any) -> None:
     store = NoveltyStore(threshold=0.8)
-    assert [store.visit("t", np.array(key, dtype)) for key in ([1.0, 0.0], [0.8, 0.6], [0.799, 0.6])] == [1, 2, 1]
+    assert [store.visit("t", np.array(key, dtype)) for key in ([1.0, 0.0], [0.8, 0.6], [0.799, 0.6])] == [
+        1,
+        2,
+        1,
+    ]
     store = NoveltyStore(threshold=1.0)
-    assert [store.visit("t", np.array([1.0, 3.0, 7.0], dtype) * size) for size in (1.0, 1.0, 0.3)] == [1, 2, 3]
+    assert [store.visit("t", np.array([1.0, 3.0, 7.0], dtype) * size) for size in (1.0, 1.0, 0.3)] == [
+        1,
+        2,
+        3,
+    ]
 
 
 @given(angles=st.lists(st.floats(0, 3), min_size=1, max_size=12), cut=st.integers(0, 12))
 @settings(max_examples=60, deadline=None)
-def test_a_restored_novelty_store_counts_on_the_same_also_for_keys_in_double_precision(angles: list[float], cut: int) -> None:
+def test_a_restored_novelty_store_counts_on_the_same_also_for_keys_in_double_precision(
+    angles: list[float], cut: int
+) -> None:
     keys = [np.array([np.cos(a), np.sin(a)]) for a in angles]
     whole, first, second = (NoveltyStore(threshold=0.99) for _ in range(3))
     wanted = [whole.visit("t", key) for key in keys]
@@ -94,7 +104,10 @@ def test_a_restored_novelty_store_counts_on_the_same_also_for_keys_in_double_pre
 
 def test_a_newcomer_below_the_lowest_is_not_kept() -> None:
     memory = TipMemory(capacity=2, eviction="lowest_score")
-    kept = [memory.add("t", KEY, text, score) for text, score in (("a", 5.0), ("b", 6.0), ("c", -100.0), ("d", 5.0))]
+    kept = [
+        memory.add("t", KEY, text, score)
+        for text, score in (("a", 5.0), ("b", 6.0), ("c", -100.0), ("d", 5.0))
+    ]
     assert kept == [True, True, False, True]  # of equals the oldest goes
     assert [(tip.text, tip.score, tip.tip_id) for tip in memory.tips("t")] == [("b", 6.0, 1), ("d", 5.0, 3)]
 
@@ -125,14 +138,22 @@ def test_a_key_without_direction_is_refused(key: np.ndarray) -> None:
         NoveltyStore().visit("t", key)
 
 
-adds = st.lists(st.tuples(st.sampled_from("xy"), st.integers(0, 6), st.sampled_from("abcdefgh"), st.integers(-3, 3)), max_size=40)
+adds = st.lists(
+    st.tuples(st.sampled_from("xy"), st.integers(0, 6), st.sampled_from("abcdefgh"), st.integers(-3, 3)),
+    max_size=40,
+)
 
 
 @given(
-    adds=adds, capacity=st.integers(1, 6), eviction=st.sampled_from(["fifo", "lowest_score", "reservoir"]), cut=st.integers(0, 40)
+    adds=adds,
+    capacity=st.integers(1, 6),
+    eviction=st.sampled_from(["fifo", "lowest_score", "reservoir"]),
+    cut=st.integers(0, 40),
 )
 @settings(max_examples=80, deadline=None)
-def test_what_is_saved_comes_back_and_goes_on_the_same(adds: list[Any], capacity: int, eviction: Any, cut: int) -> None:
+def test_what_is_saved_comes_back_and_goes_on_the_same(
+    adds: list[Any], capacity: int, eviction: Any, cut: int
+) -> None:
     def fill(memory: TipMemory, novelty: NoveltyStore, part: list[Any]) -> None:
         for task, angle, text, score in part:
             key = np.array([np.cos(angle), np.sin(angle)], np.float32)
@@ -184,7 +205,10 @@ def test_equal_states_of_one_call_have_equal_counts_also_where_a_new_one_comes_b
     assert counts[0] == counts[2]
 
 
-@given(angles=st.lists(st.integers(0, 35), min_size=1, max_size=12), before=st.lists(st.integers(0, 35), max_size=5))
+@given(
+    angles=st.lists(st.integers(0, 35), min_size=1, max_size=12),
+    before=st.lists(st.integers(0, 35), max_size=5),
+)
 @settings(max_examples=60, deadline=None)
 def test_equal_states_always_get_equal_counts(angles: list[int], before: list[int]) -> None:
     keys = {a: np.array([np.cos(a / 5), np.sin(a / 5)], np.float32) for a in {*angles, *before}}

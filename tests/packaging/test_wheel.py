@@ -36,9 +36,11 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path)
     }  # fmt: skip
     assert held == package
     assert {Path(name).suffix for name in held} == {".py", ".j2", ".json", ".typed"}
-    assert scripts["console_scripts"]["outrider"] == "outrider.cli:main"
+    assert scripts["console_scripts"]["outrider"] == "outrider.__main__:program"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= set(metadata.get_all("Classifier", []))
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= set(
+        metadata.get_all("Classifier", [])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,6 @@ def test_runs_their_report_and_their_comparison(installed: Installed, tmp_path: 
 
 @pytest.mark.wheel
 def test_the_shop_s_catalogue_is_there(installed: Installed) -> None:
-    code = "from outrider.environments.webshop_catalogue import load_catalogue; print(load_catalogue(None, None))"
+    code = "from outrider.environments.webshop.catalogue import load_catalogue; print(load_catalogue(None, None))"
     shop = installed.run("python", "-c", code)
     assert shop.returncode == 0 and shop.stdout, shop.stderr

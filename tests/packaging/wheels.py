@@ -14,26 +14,37 @@ _BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_
 
 
 def build_wheel(folder: Path) -> Path:
-    """The wheel, built from a copy below ``folder``: what an earlier build left in the working tree must not get in."""
+    """The wheel, built from a copy below ``folder``: what an earlier build left in the working tree must not
+    get in.
+    """
     copied = folder / "source"
     shutil.copytree(ROOT / "src", copied / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     for name in _SOURCES:
         shutil.copy(ROOT / name, copied)
     built = subprocess.run(
-        [sys.executable, "-c", _BUILD, str(folder)], cwd=copied, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", _BUILD, str(folder)],
+        cwd=copied,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     return folder / built.stdout.splitlines()[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """An environment in ``folder`` with the wheel; commands run in ``empty``, a folder with nothing in it at first."""
+    """An environment in ``folder`` with the wheel; commands run in ``empty``, a folder with nothing in it at
+    first.
+    """
 
     folder: Path
     empty: Path
 
     def run(self, *command: str | Path, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
-        """``command`` (a program of the environment and its arguments) to its end, without the repository on any path."""
+        """``command`` (a program of the environment and its arguments) to its end, without the repository on
+        any path.
+        """
         program, *arguments = map(str, command)
         return subprocess.run(
             [str(self.folder / "bin" / program), *arguments], cwd=self.empty, capture_output=True, text=True, timeout=timeout,
@@ -47,14 +58,19 @@ def _environment() -> dict[str, str]:
 
 
 def install_wheel(wheel: Path, folder: Path) -> Installed:
-    """Without its dependencies: they come from this environment, whose editable Outrider is not seen from there."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], timeout=60, check=True)
+    """Without its dependencies: they come from this environment, whose editable Outrider is not seen from
+    there.
+    """
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], timeout=60, check=True
+    )
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", str(folder / "venv"), "install", "--quiet", "--no-deps", "--no-index", str(wheel)],
         timeout=120, check=True, env=_environment(),
     )  # fmt: skip
     relative = Path(sysconfig.get_path("purelib", vars={"base": ""})).relative_to("/")
-    # A line of a .pth file is one folder: the .pth files in that folder, the editable installation's, are not read.
+    # A line of a .pth file is one folder: the .pth files in that folder, the editable installation's, are not
+    # read.
     (folder / "venv" / relative / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (folder / "empty").mkdir()
     return Installed(folder=folder / "venv", empty=folder / "empty")

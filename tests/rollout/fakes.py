@@ -48,7 +48,9 @@ class Fake:
         return self.on_step(self.num_steps - 1, message.content)
 
     def result(self) -> EpisodeResult:
-        return EpisodeResult(episode_return=self.episode_return, success=True, metrics={"steps": float(self.num_steps)})
+        return EpisodeResult(
+            episode_return=self.episode_return, success=True, metrics={"steps": float(self.num_steps)}
+        )
 
     def close(self) -> None:
         self.num_closed += 1
@@ -75,7 +77,9 @@ class Factory:
 class RawEngine(ScriptedEngine):
     """Answers with ids instead of text: what no tokenizer would write."""
 
-    def __init__(self, tokenizer: Tokenizer, ids: Callable[[Request], Sequence[int]], context_length: int = 4096) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, ids: Callable[[Request], Sequence[int]], context_length: int = 4096
+    ) -> None:
         super().__init__(tokenizer=tokenizer, script=lambda request, text: "", context_length=context_length)
         self._ids = ids
         self.longest = 0
@@ -94,7 +98,9 @@ class RawEngine(ScriptedEngine):
                     logprobs=tuple(-draw.random() for _ in ids),
                     entropies=tuple(draw.random() for _ in ids),
                     weight_version=3,
-                    finish_reason=FinishReason.EOS if ids and ids[-1] == self.tokenizer.eos_token_id else FinishReason.LENGTH,
+                    finish_reason=FinishReason.EOS
+                    if ids and ids[-1] == self.tokenizer.eos_token_id
+                    else FinishReason.LENGTH,
                 )
             )
         return answers

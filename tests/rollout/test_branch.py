@@ -1,4 +1,6 @@
-"""Forks in the loop: whole groups, shared nodes, environments brought to the same point, nothing lost under faults."""
+"""Forks in the loop: whole groups, shared nodes, environments brought to the same point, nothing lost under
+faults.
+"""
 
 import copy
 import random
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.branch_hook import BranchHook, BranchSettings
+from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
 from outrider.engines.base import Request
 from outrider.environments.base import CopyableEnvironment, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
@@ -64,7 +66,14 @@ def answers(number: int, text: str) -> StepResult:
     return say(f" o{number}:{text}", "inline") if number < 3 else END
 
 
-def play(hook: Forking, *, kind: type[Fake] = Copying, modes: Sequence[str] = MODES, num_tasks: int = 1, **options: Any) -> Any:
+def play(
+    hook: Forking,
+    *,
+    kind: type[Fake] = Copying,
+    modes: Sequence[str] = MODES,
+    num_tasks: int = 1,
+    **options: Any,
+) -> Any:
     factory = Factory(lambda task, number: kind(on_step=answers))
     engine = options.pop("engine", None) or chatty()
     runs = scheduler(engine, factory, hooks=(hook,), limits=Limits(step_timeout_s=60), **options)
@@ -77,14 +86,17 @@ def test_the_stand_ins_are_what_they_should_be() -> None:
 
 
 @pytest.mark.parametrize("kind", [Copying, Fake])
-def test_a_fork_shares_the_nodes_in_front_of_the_turn_and_goes_on_from_the_same_state(kind: type[Fake]) -> None:
+def test_a_fork_shares_the_nodes_in_front_of_the_turn_and_goes_on_from_the_same_state(
+    kind: type[Fake],
+) -> None:
     """Copied or replayed, the child's environment has seen the parent's actions and then its own."""
     hook = Forking(lambda state: state.rollout == 0 and state.turn == 2, first_wave=1, wave=1)
     report, factory = play(hook, kind=kind, modes=("m",) * 2)
     [trace] = report.traces
     paths = {leaf.rollout: path for leaf, path in trace.rollouts()}
     shared = [node for node in paths[0] if any(node is other for other in paths[1])]
-    assert [node.node_id for node in paths[0][:5]] == [node.node_id for node in shared]  # prompt, two turns with answers
+    # prompt, two turns with answers
+    assert [node.node_id for node in paths[0][:5]] == [node.node_id for node in shared]
     assert paths[0][5].trainable and paths[1][5].trainable and paths[0][5].token_ids != paths[1][5].token_ids
     assert paths[0][5].metadata["num_forks"] == 1 and "num_forks" not in paths[1][5].metadata
     child = factory.made[-1] if kind is Fake else None
@@ -135,18 +147,31 @@ def test_few_places_play_the_same_rollouts_later() -> None:
 
 
 def test_a_replay_that_is_answered_differently_is_a_fault_and_not_a_rollout() -> None:
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, text: say(f" {number} {n}") if n < 2 else END))
+    factory = Factory(
+        lambda task, number: Fake(on_step=lambda n, text: say(f" {number} {n}") if n < 2 else END)
+    )
     hook = Forking(lambda state: state.rollout == 0 and state.turn == 1, first_wave=1, wave=1)
     runs = scheduler(chatty(), factory, hooks=(hook,), max_retries=1)
     report = runs.run(tasks(1), modes=("m",) * 2, training_step=0)
     assert report.traces[0].leaves[1].outcome is Outcome.ENVIRONMENT_FAULT
-    assert "replay" in report.traces[0].leaves[1].detail and report.traces[0].leaves[0].outcome is Outcome.FINISHED
+    assert (
+        "replay" in report.traces[0].leaves[1].detail
+        and report.traces[0].leaves[0].outcome is Outcome.FINISHED
+    )
 
 
 @pytest.mark.parametrize("field", ["message", "reward", "done", "num_tool_calls", "invalid"])
 def test_b12_a_replay_that_pays_ends_or_calls_otherwise_is_a_fault(field: str) -> None:
-    """The same text is not the same state; the fault names what differs. Unchanged, the same fork is a rollout."""
-    other = {"message": say(" else").message, "reward": 0.5, "done": True, "num_tool_calls": 2, "invalid": True}
+    """The same text is not the same state; the fault names what differs. Unchanged, the same fork is a
+    rollout.
+    """
+    other = {
+        "message": say(" else").message,
+        "reward": 0.5,
+        "done": True,
+        "num_tool_calls": 2,
+        "invalid": True,
+    }
 
     def outcome(changed: dict[str, Any]) -> Any:
         def make(task: Any, number: int) -> Fake:
@@ -164,7 +189,9 @@ def test_b12_a_replay_that_pays_ends_or_calls_otherwise_is_a_fault(field: str) -
 
 
 def test_the_slowest_rollout_does_not_claim_first() -> None:
-    """Every rollout waits for its batch's other answers: the one that completes the batch must not act before the others."""
+    """Every rollout waits for its batch's other answers: the one that completes the batch must not act before
+    the others.
+    """
     trees = []
     for slow in (0, 7):
 
@@ -186,8 +213,12 @@ def test_a_child_does_not_decide_again_where_it_left() -> None:
 
 @pytest.mark.parametrize(("scope", "bound"), [("lineage", 5), ("prompt", 9)])
 @pytest.mark.parametrize("max_concurrent", [1, 2, 40])
-def test_b2_few_copies_are_kept_for_decisions_that_are_still_to_fall(scope: Any, bound: int, max_concurrent: int) -> None:
-    """At most one for every place that the group has left, and all are closed; where streaks are the group's, one for every point."""
+def test_b2_few_copies_are_kept_for_decisions_that_are_still_to_fall(
+    scope: Any, bound: int, max_concurrent: int
+) -> None:
+    """At most one for every place that the group has left, and all are closed; where streaks are the group's,
+    one for every point.
+    """
     opened: list[Copying] = []
     most = 0
 
@@ -235,7 +266,8 @@ def test_a_copy_that_fails_is_replaced_by_replaying() -> None:
     assert all(leaf.outcome is Outcome.FINISHED for leaf in report.traces[0].leaves.values())
     assert len(factory.made) == 8
     nodes = report.traces[0].nodes
-    assert all(node.metadata["is_replayed"] for node in nodes if node.metadata.get("num_forks"))  # not in silence
+    # not in silence
+    assert all(node.metadata["is_replayed"] for node in nodes if node.metadata.get("num_forks"))
 
 
 def test_a_retry_does_not_fork_where_its_first_try_did() -> None:
@@ -254,12 +286,18 @@ def test_a_retry_does_not_fork_where_its_first_try_did() -> None:
     runs = scheduler(chatty(), Factory(make), hooks=(hook,), limits=Limits(step_timeout_s=60))
     report = runs.run(tasks(1), modes=("m",) * 4, training_step=0)
     assert report.num_retries == 1 and hook.asked.count(("task 0", 0, 1)) == 2
-    forks = [node.metadata.get("num_forks", 0) for node in report.traces[0].nodes if node.metadata.get("num_forks_wanted")]
+    forks = [
+        node.metadata.get("num_forks", 0)
+        for node in report.traces[0].nodes
+        if node.metadata.get("num_forks_wanted")
+    ]
     assert forks == [1]  # and its own turn has the mark, because the rollouts share it
 
 
 def test_what_a_fork_begins_with_is_kept_until_it_has_asked() -> None:
-    """The parent ends in the turn at which it is left, so its keys and values must outlive it by one batch."""
+    """The parent ends in the turn at which it is left, so its keys and values must outlive it by one
+    batch.
+    """
     said: list[tuple[str, str]] = []
 
     class Recording(RawEngine):
@@ -271,15 +309,28 @@ def test_what_a_fork_begins_with_is_kept_until_it_has_asked() -> None:
             said.extend(("released", key) for key in cache_keys)
 
     engine = Recording(TOKENIZER, lambda request: [random.Random(request.seed).randrange(10, 60)])
-    play(Forking(lambda state: state.rollout == 0 and state.turn == 3, first_wave=1, wave=None), modes=("m",) * 2, engine=engine)
+    play(
+        Forking(lambda state: state.rollout == 0 and state.turn == 3, first_wave=1, wave=None),
+        modes=("m",) * 2,
+        engine=engine,
+    )
     assert said.index(("released", "task 0/0")) > said.index(("asks", "task 0/1"))
     assert ("released", "task 0/1") in said
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 2**32), first_wave=st.integers(1, 8), copies=st.booleans(), max_concurrent=st.sampled_from([1, 3, 40]))
-def test_every_owed_rollout_ends_once_whatever_breaks(seed: int, first_wave: int, copies: bool, max_concurrent: int) -> None:
-    """Faults of tools and environments, empty and cut turns, forks at random: group sizes add up and nothing hangs."""
+@given(
+    seed=st.integers(0, 2**32),
+    first_wave=st.integers(1, 8),
+    copies=st.booleans(),
+    max_concurrent=st.sampled_from([1, 3, 40]),
+)
+def test_every_owed_rollout_ends_once_whatever_breaks(
+    seed: int, first_wave: int, copies: bool, max_concurrent: int
+) -> None:
+    """Faults of tools and environments, empty and cut turns, forks at random: group sizes add up and nothing
+    hangs.
+    """
     troubled(6, seed=seed, first_wave=first_wave, copies=copies, max_concurrent=max_concurrent)
 
 
@@ -295,7 +346,9 @@ def troubled(num_tasks: int, *, seed: int, first_wave: int, copies: bool, max_co
             raise ToolFault("broken")
         if draw < 0.12:
             raise EnvironmentFault("gone")
-        return END if draw < 0.3 else StepResult(message=say(" o").message, num_tool_calls=1, invalid=draw > 0.9)
+        return (
+            END if draw < 0.3 else StepResult(message=say(" o").message, num_tool_calls=1, invalid=draw > 0.9)
+        )
 
     def ids(request: Request) -> list[int]:
         draw = random.Random(request.seed ^ seed)
@@ -304,10 +357,18 @@ def troubled(num_tasks: int, *, seed: int, first_wave: int, copies: bool, max_co
     kind = Copying if copies else Fake
     factory = Factory(lambda task, number: kind(on_step=trouble))
     hook = Forking(lambda state: int(state.stream("fork").integers(0, 3)), first_wave=first_wave)
-    runs = scheduler(RawEngine(TOKENIZER, ids), factory, hooks=(hook,), max_concurrent=max_concurrent, limits=Limits(max_turns=5))
+    runs = scheduler(
+        RawEngine(TOKENIZER, ids),
+        factory,
+        hooks=(hook,),
+        max_concurrent=max_concurrent,
+        limits=Limits(max_turns=5),
+    )
     report = runs.run(tasks(num_tasks), modes=MODES, training_step=0)
     outcomes = Counter(leaf.outcome for trace in report.traces for leaf in trace.leaves.values())
-    assert outcomes.total() == 8 * num_tasks and all(sorted(trace.leaves) == list(range(8)) for trace in report.traces)
+    assert outcomes.total() == 8 * num_tasks and all(
+        sorted(trace.leaves) == list(range(8)) for trace in report.traces
+    )
     for trace in report.traces:
         for leaf, path in trace.rollouts():
             assert (leaf.episode_return is None) == leaf.outcome.is_fault == (not path)
@@ -326,7 +387,9 @@ SAVINGS = [(16, 8, 1, 10.67), (16, 8, 3, 35.75), (12, 6, 2, 15.65), (16, 16, 1, 
 
 
 def simulated_calls(leaves: int, first_wave: int, num_calls: int, rng: random.Random) -> int:
-    """The rule in a few lines: after every result a rollout is joined by a fork with p = 0.5; what is missing begins afresh, at once."""
+    """The rule in a few lines: after every result a rollout is joined by a fork with p = 0.5; what is missing
+    begins afresh, at once.
+    """
     executed, begun, active = 0, first_wave, [0] * first_wave
     while active:
         executed += sum(done < num_calls for done in active)
@@ -341,9 +404,12 @@ def simulated_calls(leaves: int, first_wave: int, num_calls: int, rng: random.Ra
 
 
 @pytest.mark.parametrize(("leaves", "first_wave", "num_calls", "released"), [*SAVINGS, (16, 1, 2, None)])
-def test_what_sharing_alone_saves(leaves: int, first_wave: int, num_calls: int, released: float | None) -> None:
-    """Flat entropy and the same number of calls in every trajectory: as the rule says, and near the released loop's calls (vector
-    ``tool_execution_savings_mc``) where half of a group or more begins at the prompt."""
+def test_what_sharing_alone_saves(
+    leaves: int, first_wave: int, num_calls: int, released: float | None
+) -> None:
+    """Flat entropy and the same number of calls in every trajectory: as the rule says, and near the released
+    loop's calls (vector ``tool_execution_savings_mc``) where half of a group or more begins at the prompt.
+    """
     rule = BranchSettings(first_wave=first_wave, base_probability=0.5, entropy_weight=0.0)
 
     def called(number: int, text: str) -> StepResult:
@@ -353,10 +419,16 @@ def test_what_sharing_alone_saves(leaves: int, first_wave: int, num_calls: int, 
 
     num_groups = 120
     hook = BranchHook(rule, group_size=leaves, vocabulary_size=256)
-    runs = scheduler(chatty(), Factory(lambda task, number: Copying(on_step=called)), hooks=(hook,), max_concurrent=4096)
+    runs = scheduler(
+        chatty(), Factory(lambda task, number: Copying(on_step=called)), hooks=(hook,), max_concurrent=4096
+    )
     traces = runs.run(tasks(num_groups), modes=("m",) * leaves, training_step=0).traces
-    mean = sum(node.metadata.get("num_tool_calls", 0) for trace in traces for node in trace.nodes) / num_groups
-    print(f"M {leaves}, N {first_wave}, {num_calls} calls a trajectory: {mean:.2f} executed, released {released}")
+    mean = (
+        sum(node.metadata.get("num_tool_calls", 0) for trace in traces for node in trace.nodes) / num_groups
+    )
+    print(
+        f"M {leaves}, N {first_wave}, {num_calls} calls a trajectory: {mean:.2f} executed, released {released}"
+    )
     rng = random.Random(1)
     wanted = sum(simulated_calls(leaves, first_wave, num_calls, rng) for _ in range(4000)) / 4000
     assert mean == pytest.approx(wanted, rel=0.04)
@@ -369,7 +441,9 @@ class Retrieves:
     """Shows a step to rollouts of mode ``hybrid`` before their second turn."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
-        return [Splice(origin=Origin.BUFFER, text="<r>")] if state.mode == "hybrid" and state.turn == 1 else []
+        return (
+            [Splice(origin=Origin.BUFFER, text="<r>")] if state.mode == "hybrid" and state.turn == 1 else []
+        )
 
     def after_turn(self, state: EpisodeState) -> None: ...
 
@@ -378,7 +452,9 @@ class Retrieves:
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_a_fork_of_a_rollout_that_retrieved_is_hybrid_whatever_its_number(turn: int) -> None:
-    """B13: it carries the retrieved step on, so it is no pure on-policy rollout. Before the retrieval its number decides."""
+    """B13: it carries the retrieved step on, so it is no pure on-policy rollout. Before the retrieval its
+    number decides.
+    """
     forking = Forking(lambda state: state.rollout == 0 and state.turn == turn, first_wave=1, wave=1)
     factory = Factory(lambda task, number: Copying(on_step=answers))
     runs = scheduler(chatty(), factory, hooks=(Retrieves(), forking), limits=Limits(step_timeout_s=60))

@@ -1,4 +1,6 @@
-"""An endpoint's agent in an environment: the environment's return, faults counted and left out, nothing raised by output."""
+"""An endpoint's agent in an environment: the environment's return, faults counted and left out, nothing
+raised by output.
+"""
 
 import re
 import threading
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.endpoint import ChatEndpoint, ChatReply, EndpointSettings
+from outrider.engines.chat.engine import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.errors import EngineFault, ModelError
 from outrider.rollout.collect import Collected, Collector
 from outrider.rollout.episode import Limits
@@ -18,9 +20,13 @@ from tests.toy import ToyFamily
 
 
 def collector(url: str, family: ToyFamily, *, continues: bool = False, **options: Any) -> Collector:
-    chosen = EndpointSettings(base_url=url, model="agent", timeout_s=5.0, max_retries=1, continues_messages=continues)
+    chosen = EndpointSettings(
+        base_url=url, model="agent", timeout_s=5.0, max_retries=1, continues_messages=continues
+    )
     chat = ChatEndpoint(chosen, sleep=lambda seconds: None)
-    return Collector(endpoint=chat, factory=family.make(), stop=family.stop, run_seed=0, **{"limits": Limits(), **options})
+    return Collector(
+        endpoint=chat, factory=family.make(), stop=family.stop, run_seed=0, **{"limits": Limits(), **options}
+    )
 
 
 def solver(asked: Asked) -> Answer:
@@ -34,9 +40,13 @@ def solver(asked: Asked) -> Answer:
 def test_trajectories_have_the_environments_return(role: str, continues: bool) -> None:
     family = ToyFamily(2, role=role)
     with chat_server(solver) as server:
-        report = collector(server.url, family, continues=continues).collect(family.tasks("train"), num_rollouts=3)
+        report = collector(server.url, family, continues=continues).collect(
+            family.tasks("train"), num_rollouts=3
+        )
         last = (server.asked[-1].body or {})["messages"]
-    assert [one.trajectory_id for one in report.collected] == [f"agent/toy/{t}/{r}" for t in range(2) for r in range(3)]
+    assert [one.trajectory_id for one in report.collected] == [
+        f"agent/toy/{t}/{r}" for t in range(2) for r in range(3)
+    ]
     for trajectory in report.trajectories:
         ask, answer = trajectory.steps
         assert (ask.text, ask.is_terminal, answer.is_terminal) == ("<ask>?</ask>", False, True)
@@ -63,8 +73,14 @@ def test_a_group_shares_its_start_and_rollouts_differ_in_their_sampling_seed() -
 def test_done_rollouts_are_skipped_and_counted() -> None:
     family = ToyFamily(2)
     with chat_server(solver) as server:
-        report = collector(server.url, family).collect(family.tasks("train"), num_rollouts=2, done={"agent/toy/1/0", "other"})
-    assert [one.trajectory_id for one in report.collected] == ["agent/toy/0/0", "agent/toy/0/1", "agent/toy/1/1"]
+        report = collector(server.url, family).collect(
+            family.tasks("train"), num_rollouts=2, done={"agent/toy/1/0", "other"}
+        )
+    assert [one.trajectory_id for one in report.collected] == [
+        "agent/toy/0/0",
+        "agent/toy/0/1",
+        "agent/toy/1/1",
+    ]
     assert report.num_skipped == 1
 
 
@@ -84,14 +100,20 @@ def test_faults_have_no_trajectory_and_get_fresh_tries(text: str, outcome: Outco
 def test_a_retry_that_works_is_counted() -> None:
     family = ToyFamily(1, num_early_faults=2)
     with chat_server(solver) as server:
-        (one,) = collector(server.url, family, max_retries=2).collect(family.tasks("train"), num_rollouts=1).collected
+        (one,) = (
+            collector(server.url, family, max_retries=2)
+            .collect(family.tasks("train"), num_rollouts=1)
+            .collected
+        )
     assert (one.outcome, one.num_retries) == (Outcome.FINISHED, 2)
 
 
 def test_limits_of_turns_and_tokens() -> None:
     family = ToyFamily(1)
     with chat_server([completion("<ask>?")]) as server:
-        turns = collector(server.url, family, limits=Limits(max_turns=3)).collect(family.tasks("train"), num_rollouts=1)
+        turns = collector(server.url, family, limits=Limits(max_turns=3)).collect(
+            family.tasks("train"), num_rollouts=1
+        )
         tokens = collector(server.url, family, limits=Limits(max_response_tokens=10, max_turn_tokens=8))
         cut = tokens.collect(family.tasks("train"), num_rollouts=1)
         rooms = [(asked.body or {})["max_tokens"] for asked in server.asked]
@@ -117,7 +139,9 @@ def test_no_more_than_so_many_at_once() -> None:
 
     family = ToyFamily(3)
     chat = Counting(EndpointSettings(base_url="http://127.0.0.1:9/v1"))
-    played = Collector(endpoint=chat, factory=family.make(), limits=Limits(), stop=family.stop, run_seed=0, num_concurrent=3)
+    played = Collector(
+        endpoint=chat, factory=family.make(), limits=Limits(), stop=family.stop, run_seed=0, num_concurrent=3
+    )
     report = played.collect(family.tasks("train"), num_rollouts=2)
     assert most[0] == 3 and report.outcomes == {Outcome.FINISHED: 6}
 
@@ -151,7 +175,12 @@ def test_a_wrong_key_stops_the_collection_at_once() -> None:
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(texts=st.lists(st.text(max_size=30) | st.sampled_from(["<ask>", "</answer>", "<ask>\ud800</ask>", "\x00"]), min_size=1))
+@given(
+    texts=st.lists(
+        st.text(max_size=30) | st.sampled_from(["<ask>", "</answer>", "<ask>\ud800</ask>", "\x00"]),
+        min_size=1,
+    )
+)
 def test_no_output_raises(texts: list[str]) -> None:
     class Saying(ChatEndpoint):
         def complete(self, messages: Any, **options: Any) -> ChatReply:
@@ -159,7 +188,9 @@ def test_no_output_raises(texts: list[str]) -> None:
 
     family = ToyFamily(1)
     chat = Saying(EndpointSettings(base_url="http://127.0.0.1:9/v1"))
-    played = Collector(endpoint=chat, factory=family.make(), limits=Limits(), stop=family.stop, run_seed=0, num_concurrent=1)
+    played = Collector(
+        endpoint=chat, factory=family.make(), limits=Limits(), stop=family.stop, run_seed=0, num_concurrent=1
+    )
     (one,) = played.collect(family.tasks("train"), num_rollouts=1).collected
     assert not one.outcome.is_fault and one.trajectory is not None
 
@@ -194,7 +225,9 @@ def test_what_the_receiver_raises_stops_the_play() -> None:
         raise OSError("no space left")
 
     with chat_server(solver) as server, pytest.raises(OSError, match="no space left"):
-        collector(server.url, family, num_concurrent=1).play([(task, 0) for task in family.tasks("train")], on_played=full)
+        collector(server.url, family, num_concurrent=1).play(
+            [(task, 0) for task in family.tasks("train")], on_played=full
+        )
     assert family.num_closed < 20
 
 
@@ -202,11 +235,15 @@ def test_an_episode_that_outgrows_the_servers_context_is_cut_and_scored() -> Non
     """A refusal of the first request is the server's; one of a grown conversation is the agent's end."""
     refusal = Answer({"error": {"message": "This model's maximum context length is 64 tokens"}}, status=400)
     family = ToyFamily(1)
-    for script, outcome in (([completion("<ask>?</ask>"), refusal], Outcome.TRUNCATED_TOKENS), ([refusal], Outcome.ENGINE_FAULT)):
+    for script, outcome in (
+        ([completion("<ask>?</ask>"), refusal], Outcome.TRUNCATED_TOKENS),
+        ([refusal], Outcome.ENGINE_FAULT),
+    ):
         found: list[Collected] = []
         with chat_server(script) as server:
             collector(server.url, family).play(
-                [(family.tasks("train")[0], 0)], on_played=lambda task, sample, one, found=found: found.append(one)
+                [(family.tasks("train")[0], 0)],
+                on_played=lambda task, sample, one, found=found: found.append(one),
             )
         assert [one.outcome for one in found] == [outcome]
         assert (found[0].trajectory is not None) == (outcome is Outcome.TRUNCATED_TOKENS)

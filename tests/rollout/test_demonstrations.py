@@ -1,4 +1,6 @@
-"""Demonstrations in the group: played in the group's own initial state, rewarded by the environment, marked and unmeasured."""
+"""Demonstrations in the group: played in the group's own initial state, rewarded by the environment, marked
+and unmeasured.
+"""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +16,7 @@ from outrider.rollout.expert import play_experts
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.trace import Leaf, Trace
 from outrider.train.components import Components
-from outrider.train.mixing import demonstrate, mix_in
+from outrider.train.update.off_policy_data import mix_in
 from outrider.types import Origin, Outcome, Task
 from tests.rollout.fakes import TOKENIZER, scheduler, scripted
 from tests.toy import ToyFamily
@@ -68,19 +70,33 @@ def test_a_demonstration_joins_its_group_with_the_return_that_the_environment_gi
     assert replayed == [] and metrics == {"luffy/num_groups_without": 1.0, "luffy/num_faults": 0.0}
     right, wrong, none = traces
     assert [leaf.episode_return for leaf, _ in right.rollouts()] == [0.25, 0.25, 2.0]
-    assert [leaf.episode_return for leaf, _ in wrong.rollouts()] == [0.25, 0.25, 0.25] and not wrong.leaves[2].success
+    assert [leaf.episode_return for leaf, _ in wrong.rollouts()] == [0.25, 0.25, 0.25] and not wrong.leaves[
+        2
+    ].success
     assert sorted(none.leaves) == [0, 1] and none.modes == ("on_policy",) * 2
     leaf, path = list(right.rollouts())[2]
     assert leaf.is_demonstration and right.modes[2] == "demonstration" and leaf.outcome is Outcome.FINISHED
-    assert [node.origin for node in path] == [Origin.PROMPT, Origin.DEMONSTRATION, Origin.ENVIRONMENT, Origin.DEMONSTRATION]
+    assert [node.origin for node in path] == [
+        Origin.PROMPT,
+        Origin.DEMONSTRATION,
+        Origin.ENVIRONMENT,
+        Origin.DEMONSTRATION,
+    ]
     assert path[0] is right.nodes[0]  # the group's own prompt: the same initial state
     assert "claimed" not in path[2].message.content and "it is" in path[2].message.content
     shown = [node for node in path if node.origin is Origin.DEMONSTRATION]
-    assert all(node.logprobs == node.entropies == () and node.takes_credit and not node.trainable for node in shown)
+    assert all(
+        node.logprobs == node.entropies == () and node.takes_credit and not node.trainable for node in shown
+    )
     assert [leaf.rollout for leaf, _ in right.own_rollouts()] == [0, 1]
     credit = algorithm.credit(right)
-    assert credit.measurements["luffy/return_demonstration"] == [2.0] and credit.measurements["luffy/fraction_solved"] == [1.0]
-    assert all(node.credit == (leaf.advantage,) * len(node.token_ids) for node in shown) and (leaf.advantage or 0) > 1
+    assert credit.measurements["luffy/return_demonstration"] == [2.0] and credit.measurements[
+        "luffy/fraction_solved"
+    ] == [1.0]
+    assert (
+        all(node.credit == (leaf.advantage,) * len(node.token_ids) for node in shown)
+        and (leaf.advantage or 0) > 1
+    )
     assert not algorithm.credit(wrong).advantages.has_signal
 
 
@@ -89,20 +105,22 @@ def test_experts_are_asked_in_every_step_and_faults_are_counted_and_tried_again(
     parts = parts_of(family, algorithm)
     family.num_refusals = 2  # both tries of the first task
     told: list[str] = []
-    metrics = demonstrate(parts, algorithm, groups(family), step=STEP, note=told.append)
+    metrics = mix_in(parts, groups(family), step=STEP, note=told.append)[1]
     assert metrics == {"luffy/num_groups_without": 2.0, "luffy/num_faults": 1.0}
     assert len(told) == 1 and "1 demonstrations were lost to faults: the expert of toy/0: " in told[0]
     assert family.num_asked == 4 and family.num_closes == 2 + 1  # after every fault, and in the end
-    assert demonstrate(parts, algorithm, groups(family), step=STEP, note=print)["luffy/num_groups_without"] == 1.0
+    assert mix_in(parts, groups(family), step=STEP, note=print)[1]["luffy/num_groups_without"] == 1.0
     assert family.num_asked == 4 + 3 and family.num_closes == 4
 
 
 def test_a_task_that_comes_back_is_demonstrated_in_its_new_initial_state() -> None:
-    """B4: each step resets it with another seed, so that what its expert did in an earlier one is of another episode."""
+    """B4: each step resets it with another seed, so that what its expert did in an earlier one is of another
+    episode.
+    """
     family, algorithm = Expert(1), luffy()
     for step in (STEP, STEP + 1, STEP + 2):
         [trace] = groups(family)
-        demonstrate(parts_of(family, algorithm), algorithm, [trace], step=step, note=print)
+        mix_in(parts_of(family, algorithm), [trace], step=step, note=print)
         assert trace.leaves[2].is_demonstration and trace.leaves[2].success
 
 
@@ -111,7 +129,7 @@ def test_a_demonstration_that_infrastructure_broke_is_masked() -> None:
     traces = groups(family)
     family.broken = {"toy/0"}
     told: list[str] = []
-    metrics = demonstrate(parts_of(family, algorithm), algorithm, traces, step=STEP, note=told.append)
+    _, metrics = mix_in(parts_of(family, algorithm), traces, step=STEP, note=told.append)
     assert metrics["luffy/num_faults"] == 1.0 and "lost to faults: toy/0: " in told[0]
     leaf = traces[0].leaves[2]
     assert leaf.is_demonstration and leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None

@@ -1,4 +1,6 @@
-"""Texts played straight against an environment: what breaks or hangs is a typed fault, and the environment is closed."""
+"""Texts played straight against an environment: what breaks or hangs is a typed fault, and the environment is
+closed.
+"""
 
 import threading
 import time
@@ -9,7 +11,7 @@ import pytest
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
-from outrider.rollout.direct import play_texts
+from outrider.rollout.scripted_play import play_texts
 from outrider.types import Task
 from tests.rollout.fakes import Factory, Fake, say
 
@@ -22,7 +24,9 @@ def fake(on_step: Callable[[int, str], StepResult]) -> tuple[Factory, Fake]:
 
 
 def test_it_plays_until_the_texts_or_the_episode_end() -> None:
-    factory, environment = fake(lambda number, text: StepResult(message=None, done=True) if text == "end" else say(text.upper()))
+    factory, environment = fake(
+        lambda number, text: StepResult(message=None, done=True) if text == "end" else say(text.upper())
+    )
     episode = play_texts(factory, TASK, ["a", "b", "end", "never"], seed=7, timeout_s=5)
     assert [step.observation for step in episode.steps(["a", "b", "end", "never"])] == ["A", "B", ""]
     assert (environment.seeds, environment.texts, environment.num_closed) == ([7], ["a", "b", "end"], 1)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.cut import CUT_MARK
 from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.truncation import CUT_MARK
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
@@ -51,10 +51,20 @@ def raising(error: BaseException) -> OnStep:
 
 
 def test_finished_with_the_environments_record_and_the_nodes_in_order() -> None:
-    leaf, path, environment, _ = play(lambda n, t: say(" obs") if n == 0 else StepResult(message=None, done=True, reward=0.25))
-    assert (leaf.outcome, leaf.episode_return, leaf.success, leaf.metrics) == (Outcome.FINISHED, 0.5, True, {"steps": 2.0})
+    leaf, path, environment, _ = play(
+        lambda n, t: say(" obs") if n == 0 else StepResult(message=None, done=True, reward=0.25)
+    )
+    assert (leaf.outcome, leaf.episode_return, leaf.success, leaf.metrics) == (
+        Outcome.FINISHED,
+        0.5,
+        True,
+        {"steps": 2.0},
+    )
     assert [node.origin for node in path] == [Origin.PROMPT, Origin.POLICY, Origin.ENVIRONMENT, Origin.POLICY]
-    assert [node.message.content for node in path[1:]] == ["act.", " obs", "act."] and environment.texts == ["act.", "act."]
+    assert [node.message.content for node in path[1:]] == ["act.", " obs", "act."] and environment.texts == [
+        "act.",
+        "act.",
+    ]
     assert path[-1].reward == 0.25 and leaf.node_id == path[-1].node_id
     assert TOKENIZER.decode(path[2].token_ids) == " obs" and path[2].metadata["num_tokens_cut"] == 0
 
@@ -76,14 +86,19 @@ def test_how_the_environment_ended_it(result: StepResult, outcome: Outcome) -> N
 
 def test_turns_run_out() -> None:
     leaf, path, environment, _ = play(lambda n, t: say(" o"), limits=Limits(max_turns=3))
-    assert leaf.outcome is Outcome.TRUNCATED_TURNS and environment.num_steps == 3 == sum(node.trainable for node in path)
+    assert leaf.outcome is Outcome.TRUNCATED_TURNS and environment.num_steps == 3 == sum(
+        node.trainable for node in path
+    )
     assert leaf.episode_return == 0.5
 
 
 def test_an_unreadable_turn_goes_on_and_is_marked() -> None:
     bad = StepResult(message=Message(role="inline", content="what?"), invalid=True)
     leaf, path, _, _ = play(lambda n, t: bad if n == 0 else END)
-    assert leaf.outcome is Outcome.FINISHED and [n.metadata["invalid"] for n in path if n.trainable] == [True, False]
+    assert leaf.outcome is Outcome.FINISHED and [n.metadata["invalid"] for n in path if n.trainable] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +115,9 @@ def test_an_unreadable_turn_goes_on_and_is_marked() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_an_environment_raises_is_a_typed_fault_without_a_return(error: BaseException, outcome: Outcome) -> None:
+def test_whatever_an_environment_raises_is_a_typed_fault_without_a_return(
+    error: BaseException, outcome: Outcome
+) -> None:
     leaf, path, _, _ = play(raising(error))
     assert leaf.outcome is outcome and leaf.episode_return is None and leaf.node_id is None and path == []
     assert leaf.detail
@@ -123,7 +140,9 @@ def test_an_engine_fault() -> None:
     def script(request: Request, context: str) -> str:
         raise EngineFault("gone")
 
-    runs = scheduler(scripted(script), Factory(lambda task, number: Fake(on_step=lambda n, t: END)), max_retries=0)
+    runs = scheduler(
+        scripted(script), Factory(lambda task, number: Fake(on_step=lambda n, t: END)), max_retries=0
+    )
     leaf = runs.run(tasks(1), modes=("on_policy",), training_step=0).traces[0].leaves[0]
     assert (leaf.outcome, leaf.episode_return, leaf.detail) == (Outcome.ENGINE_FAULT, None, "gone")
 
@@ -134,11 +153,20 @@ def test_a_step_reward_or_return_that_is_no_number_is_a_fault_of_the_environment
     ended = StepResult(message=None, done=True, reward=value)
 
     def outcome_of(environment: Fake) -> Leaf:
-        runs = scheduler(scripted(lambda r, c: "a."), Factory(lambda task, number: environment), max_retries=0)
+        runs = scheduler(
+            scripted(lambda r, c: "a."), Factory(lambda task, number: environment), max_retries=0
+        )
         return runs.run(tasks(1), modes=("m",), training_step=0).traces[0].leaves[0]
 
-    for leaf in (outcome_of(Fake(on_step=lambda n, t: ended)), outcome_of(Fake(on_step=lambda n, t: END, episode_return=value))):
-        assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None and str(value) in leaf.detail
+    for leaf in (
+        outcome_of(Fake(on_step=lambda n, t: ended)),
+        outcome_of(Fake(on_step=lambda n, t: END, episode_return=value)),
+    ):
+        assert (
+            leaf.outcome is Outcome.ENVIRONMENT_FAULT
+            and leaf.episode_return is None
+            and str(value) in leaf.detail
+        )
 
 
 def test_a_cancelled_generation() -> None:
@@ -174,8 +202,14 @@ def test_closing_a_message_is_the_normal_end_of_a_turn_in_the_chat_protocol() ->
 
 @pytest.mark.parametrize("context_length", [10, 44, 45])
 def test_a_prompt_that_fills_the_context_is_a_typed_outcome(context_length: int) -> None:
-    prompt = len(TOKENIZER.encode("<|im_start|>user\nabcdefghijklm<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False))
-    leaf, path, environment, _ = play(lambda n, t: END, question="abcdefghijklm", context_length=min(context_length, prompt))
+    prompt = len(
+        TOKENIZER.encode(
+            "<|im_start|>user\nabcdefghijklm<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+        )
+    )
+    leaf, path, environment, _ = play(
+        lambda n, t: END, question="abcdefghijklm", context_length=min(context_length, prompt)
+    )
     assert leaf.outcome is Outcome.TRUNCATED_TOKENS and environment.num_steps == 0 and len(path) == 1
 
 
@@ -188,7 +222,9 @@ def test_endless_output_stops_at_the_turn_and_then_at_the_response_budget(size: 
     assert max(len(node.token_ids) for node in path if node.trainable) == min(size, 7)
 
 
-@pytest.mark.parametrize("script", ["", " ", "\n\n\n", "<|im_start|>", "</answer></answer>", "\u00fc\u4e2d\u0000"])
+@pytest.mark.parametrize(
+    "script", ["", " ", "\n\n\n", "<|im_start|>", "</answer></answer>", "\u00fc\u4e2d\u0000"]
+)
 def test_garbage_reaches_the_environment_as_text(script: str) -> None:
     leaf, _, environment, _ = play(lambda n, t: END, script=script)
     assert leaf.outcome is Outcome.FINISHED and len(environment.texts) == 1
@@ -207,7 +243,11 @@ def test_bytes_that_are_no_character_become_a_replacement_character_and_their_id
 
 
 def test_special_tokens_of_the_policy_do_not_reach_the_environment() -> None:
-    ids = [TOKENIZER.convert_tokens_to_ids("<|im_start|>"), *TOKENIZER.encode("ab", add_special_tokens=False), 1]
+    ids = [
+        TOKENIZER.convert_tokens_to_ids("<|im_start|>"),
+        *TOKENIZER.encode("ab", add_special_tokens=False),
+        1,
+    ]
     _, path, environment, _ = play(lambda n, t: END, engine=RawEngine(TOKENIZER, lambda r: ids))
     assert environment.texts == ["ab"] and path[1].token_ids == tuple(ids)
 
@@ -215,20 +255,30 @@ def test_special_tokens_of_the_policy_do_not_reach_the_environment() -> None:
 @pytest.mark.parametrize("role", ["inline", "user"])
 def test_a_long_observation_loses_its_middle_and_keeps_the_open_assistant_turn(role: str) -> None:
     long = "start " + "x" * 500 + " finish</result>"
-    leaf, path, _, _ = play(lambda n, t: say(long, role) if n == 0 else END, limits=Limits(max_observation_tokens=90))  # type: ignore[arg-type]
+    leaf, path, _, _ = play(
+        lambda n, t: say(long, role) if n == 0 else END, limits=Limits(max_observation_tokens=90)
+    )  # type: ignore[arg-type]
     node = path[2]
     text = TOKENIZER.decode(node.token_ids, skip_special_tokens=False)
     assert leaf.outcome is Outcome.FINISHED and len(node.token_ids) == 90 and CUT_MARK in text
     closing = "<|im_end|>\n<|im_start|>assistant\n" if role == "user" else "finish</result>"
     assert text.endswith(closing) and ("start x" in text)
-    full = len(TOKENIZER.encode(long, add_special_tokens=False)) + (len("\nuser\n\nassistant\n") + 4 if role == "user" else 0)
+    full = len(TOKENIZER.encode(long, add_special_tokens=False)) + (
+        len("\nuser\n\nassistant\n") + 4 if role == "user" else 0
+    )
     assert node.metadata["num_tokens_cut"] == full - (90 - len(CUT_MARK)) > 0
     assert node.message.content == long  # people still see what the environment said
 
 
 def test_an_observation_that_leaves_no_room_ends_the_rollout_and_trains_nothing_after_it() -> None:
-    leaf, path, environment, _ = play(lambda n, t: say("y" * 30), limits=Limits(max_response_tokens=20, max_turn_tokens=20))
-    assert leaf.outcome is Outcome.TRUNCATED_TOKENS and environment.num_steps == 1 and path[-1].origin is Origin.POLICY
+    leaf, path, environment, _ = play(
+        lambda n, t: say("y" * 30), limits=Limits(max_response_tokens=20, max_turn_tokens=20)
+    )
+    assert (
+        leaf.outcome is Outcome.TRUNCATED_TOKENS
+        and environment.num_steps == 1
+        and path[-1].origin is Origin.POLICY
+    )
 
 
 @dataclass(slots=True)
@@ -252,7 +302,9 @@ class Inserter:
 
 
 def buffer_splice(text: str) -> Splice:
-    return Splice(origin=Origin.BUFFER, text=text, step=Step(text=text, observation=""), metadata={"similarity": 0.5})
+    return Splice(
+        origin=Origin.BUFFER, text=text, step=Step(text=text, observation=""), metadata={"similarity": 0.5}
+    )
 
 
 @settings(deadline=None, max_examples=80)
@@ -269,7 +321,16 @@ def buffer_splice(text: str) -> Splice:
     role=st.sampled_from(["inline", "user"]),
 )
 def test_no_budget_is_ever_exceeded(
-    turn: int, response: int, observation: int, splice: int, turns: int, said: int, seen: int, shown: int, room: int, role: str
+    turn: int,
+    response: int,
+    observation: int,
+    splice: int,
+    turns: int,
+    said: int,
+    seen: int,
+    shown: int,
+    room: int,
+    role: str,
 ) -> None:
     limits = Limits(
         max_turns=turns,
@@ -278,10 +339,14 @@ def test_no_budget_is_ever_exceeded(
         max_observation_tokens=observation,
         max_splice_tokens=splice,
     )
-    prompt = len(TOKENIZER.encode("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False))
+    prompt = len(
+        TOKENIZER.encode("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    )
     engine = RawEngine(TOKENIZER, lambda request: [20] * said, context_length=prompt + room)
     hook = Inserter(buffer_splice("s" * shown))
-    leaf, path, environment, trace = play(lambda n, t: say("o" * seen, role), engine=engine, limits=limits, hooks=[hook])  # type: ignore[arg-type]
+    leaf, path, environment, trace = play(
+        lambda n, t: say("o" * seen, role), engine=engine, limits=limits, hooks=[hook]
+    )  # type: ignore[arg-type]
     assert leaf.outcome in (Outcome.TRUNCATED_TOKENS, Outcome.TRUNCATED_TURNS)
     assert num_response(path) <= response and len(trace.token_ids(path[-1].node_id)) <= prompt + max(room, 0)
     assert engine.longest <= prompt + room and environment.num_steps <= turns
@@ -320,8 +385,12 @@ def test_an_attempt_is_done_in_the_environment_and_can_end_the_episode() -> None
 def test_a_refused_attempt_goes_on_unless_it_ended_the_episode() -> None:
     refused = StepResult(message=Message(role="inline", content="no"), invalid=True)
     hook = Inserter(Attempt(action="open", then=lambda result: None))
-    leaf, path, environment, _ = play(lambda n, t: refused if t == "open" else (say("o") if n == 0 else END), hooks=[hook])
-    assert environment.texts == ["act.", "open", "act."] and leaf.outcome is Outcome.FINISHED and len(path) == 4
+    leaf, path, environment, _ = play(
+        lambda n, t: refused if t == "open" else (say("o") if n == 0 else END), hooks=[hook]
+    )
+    assert (
+        environment.texts == ["act.", "open", "act."] and leaf.outcome is Outcome.FINISHED and len(path) == 4
+    )
     cut = StepResult(message=None, done=True, invalid=True, truncated=True)
     leaf, _, environment, _ = play(lambda n, t: cut if t == "open" else say("o"), hooks=[hook])
     assert environment.texts == ["act.", "open"] and leaf.outcome is Outcome.TRUNCATED_TURNS

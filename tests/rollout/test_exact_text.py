@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from outrider.engines.base import Request
-from outrider.engines.sampling import StopStrings
+from outrider.engines.local.sampling import StopStrings
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.rollout.cut import CUT_MARK, shortened_text
 from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.truncation import CUT_MARK, shortened_text
 from outrider.tokens import ChatRenderer, text_of
 from outrider.trace import Trace
-from outrider.train.trace_rows import rows_of
+from outrider.train.metrics.trace_records import rows_of
 from outrider.types import Message
 from tests.rollout.fakes import Factory, Fake, scheduler, tasks
 from tests.tiny import CHARACTERS, tiny_tokenizer
@@ -29,7 +29,9 @@ def tidying() -> PreTrainedTokenizerFast:
     tokenizer = tiny_tokenizer()
     tokenizer.clean_up_tokenization_spaces = True
     ids = tokenizer.encode(CODE, add_special_tokens=False)
-    assert tokenizer.decode(ids) != CODE, "this version of transformers does not tidy: the tests below say nothing"
+    assert tokenizer.decode(ids) != CODE, (
+        "this version of transformers does not tidy: the tests below say nothing"
+    )
     return tokenizer
 
 
@@ -54,7 +56,9 @@ class Asks:
 
 @given(st.text(st.sampled_from(" ,.?!'nstm"), max_size=30))
 def test_ids_spell_their_text(text: str) -> None:
-    assert text_of(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False), skip_special_tokens=True) == text
+    assert (
+        text_of(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False), skip_special_tokens=True) == text
+    )
 
 
 def test_an_environment_a_remark_a_record_and_a_script_get_the_policys_text() -> None:
@@ -64,7 +68,11 @@ def test_an_environment_a_remark_a_record_and_a_script_get_the_policys_text() ->
         contexts.append(context)
         return CODE
 
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, t: StepResult(message=None, done=True), question="a , b ?"))
+    factory = Factory(
+        lambda task, number: Fake(
+            on_step=lambda n, t: StepResult(message=None, done=True), question="a , b ?"
+        )
+    )
     runs = scheduler(ScriptedEngine(tokenizer=TOKENIZER, script=script), factory, hooks=(Asks(),), stop=())
     report = runs.run(tasks(1), modes=("m",), training_step=0)
     [environment] = factory.made
@@ -85,4 +93,6 @@ def test_a_text_that_is_cut_keeps_its_spaces() -> None:
 def test_a_stop_string_with_a_space_is_seen(stop: str) -> None:
     strings = StopStrings(TOKENIZER, len(CHARACTERS) + 3)
     ids = TOKENIZER.encode(f"go on{stop}", add_special_tokens=False)
-    assert [strings.completed(ids[:end], (stop,)) for end in range(1, len(ids) + 1)] == [False] * (len(ids) - 1) + [True]
+    assert [strings.completed(ids[:end], (stop,)) for end in range(1, len(ids) + 1)] == [False] * (
+        len(ids) - 1
+    ) + [True]

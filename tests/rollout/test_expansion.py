@@ -1,4 +1,6 @@
-"""Trees that grow in rounds: where rollouts leave, what they share, and that nothing depends on who is fast or breaks."""
+"""Trees that grow in rounds: where rollouts leave, what they share, and that nothing depends on who is fast
+or breaks.
+"""
 
 import random
 from collections import Counter
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.episode import Limits
-from outrider.rollout.expansion import Expansion
+from outrider.rollout.tree_growth import Expansion
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Outcome
@@ -55,12 +57,15 @@ def test_a_tree_is_a_chain_and_rounds_that_leave_it_and_one_another() -> None:
                 assert shared_turns(trace, rollout, range(tree * 5, rollout)) < 4
         later += sum(shared_turns(trace, r, (1, 2)) > shared_turns(trace, r, (0,)) for r in (3, 4))
     assert later > 0  # the second round leaves rollouts of the first
-    assert 4 < report.num_batches <= 12  # every wave plays at once: 4 turns of the chains, then at most 4 for each round
+    # every wave plays at once: 4 turns of the chains, then at most 4 for each round
+    assert 4 < report.num_batches <= 12
     assert all(environment.num_closed for environment in factory.made)
 
 
 @pytest.mark.parametrize("kind", [Copying, Fake])
-def test_the_same_seed_gives_the_same_trees_copied_or_replayed_however_fast_environments_answer(kind: Any) -> None:
+def test_the_same_seed_gives_the_same_trees_copied_or_replayed_however_fast_environments_answer(
+    kind: Any,
+) -> None:
     def slow(task: Any, number: int) -> Fake:
         return kind(on_step=answers, delay=random.random() * 0.02)  # type: ignore[no-any-return]
 
@@ -70,7 +75,11 @@ def test_the_same_seed_gives_the_same_trees_copied_or_replayed_however_fast_envi
                 node.metadata.pop("is_replayed", None)
         return facts(report)
 
-    quick, slowly, narrow = grow(num_tasks=3), grow(num_tasks=3, make=slow), grow(num_tasks=3, max_concurrent=2)
+    quick, slowly, narrow = (
+        grow(num_tasks=3),
+        grow(num_tasks=3, make=slow),
+        grow(num_tasks=3, max_concurrent=2),
+    )
     assert plain(quick[0]) == plain(slowly[0]) == plain(narrow[0])
     if kind is Fake:  # replayed: the environment has seen the prefix and then the rollout's own turns
         [trace] = grow(make=slow)[0].traces
@@ -86,7 +95,9 @@ def test_nodes_are_drawn_uniformly_and_with_replacement() -> None:
     report, _ = grow(shape, num_tasks=600, max_concurrent=4096)
     depths = [[shared_turns(trace, rollout, (0,)) for rollout in (1, 2)] for trace in report.traces]
     counts = Counter(depth for both in depths for depth in both)
-    assert sorted(counts) == [0, 1, 2, 3] and all(abs(count - 300) < 4 * (1200 * 0.25 * 0.75) ** 0.5 for count in counts.values())
+    assert sorted(counts) == [0, 1, 2, 3] and all(
+        abs(count - 300) < 4 * (1200 * 0.25 * 0.75) ** 0.5 for count in counts.values()
+    )
     twice = sum(first == second for first, second in depths)
     assert abs(twice - 150) < 4 * (600 * 0.25 * 0.75) ** 0.5
 
@@ -126,7 +137,11 @@ def test_a_retry_is_expanded_and_its_first_try_is_not() -> None:
     assert broken and report.num_retries == 1
     assert all(leaf.outcome is Outcome.FINISHED for leaf in trace.leaves.values())
     lost = [node for node in trace.nodes if id(node) not in owned]
-    assert lost and {node.parent for node in trace.nodes if id(node) in owned} & {node.node_id for node in lost} == set()
+    assert (
+        lost
+        and {node.parent for node in trace.nodes if id(node) in owned} & {node.node_id for node in lost}
+        == set()
+    )
 
 
 def test_a_chain_that_is_lost_leaves_the_root() -> None:
@@ -146,8 +161,15 @@ def test_a_chain_that_is_lost_leaves_the_root() -> None:
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 2**32), copies=st.booleans(), max_concurrent=st.sampled_from([1, 3, 40]), rounds=st.integers(0, 3))
-def test_every_owed_rollout_ends_once_whatever_breaks(seed: int, copies: bool, max_concurrent: int, rounds: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    copies=st.booleans(),
+    max_concurrent=st.sampled_from([1, 3, 40]),
+    rounds=st.integers(0, 3),
+)
+def test_every_owed_rollout_ends_once_whatever_breaks(
+    seed: int, copies: bool, max_concurrent: int, rounds: int
+) -> None:
     def trouble(number: int, text: str) -> StepResult:
         draw = stream(seed, text, number).random()
         if draw < 0.06:
@@ -158,7 +180,9 @@ def test_every_owed_rollout_ends_once_whatever_breaks(seed: int, copies: bool, m
 
     shape = Expansion(num_trees=2, num_expansions=2, num_rounds=rounds, num_kept=1 + rounds)
     kind = Copying if copies else Fake
-    report, _ = grow(shape, make=lambda task, number: kind(on_step=trouble), num_tasks=3, max_concurrent=max_concurrent)
+    report, _ = grow(
+        shape, make=lambda task, number: kind(on_step=trouble), num_tasks=3, max_concurrent=max_concurrent
+    )
     for trace in report.traces:
         assert sorted(trace.leaves) == list(range(2 * shape.tree_size))
         for leaf, path in trace.rollouts():

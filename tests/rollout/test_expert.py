@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.environments.base import StepResult
-from outrider.environments.webshop import WebShopConfig, WebShopFamily
+from outrider.environments.webshop.family import WebShopConfig, WebShopFamily
 from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts, trajectory_of
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice
@@ -34,9 +34,16 @@ def test_experts_solve_the_shop_at_any_share_of_shown_steps(share: float, fewest
     assert len(traces) == 12 and all(trace.leaves[0].success for trace in traces)
     shown = [node for trace in traces for node in trace.nodes if node.origin is Origin.BUFFER]
     assert fewest <= len(shown) <= most
-    pages = {node.message.content for trace in shop(0.0) for node in trace.nodes if node.origin is Origin.ENVIRONMENT}
+    pages = {
+        node.message.content
+        for trace in shop(0.0)
+        for node in trace.nodes
+        if node.origin is Origin.ENVIRONMENT
+    }
     for node in shown:
-        action, _, page = node.message.content.removeprefix("<retrieve>").removesuffix("</retrieve>\n").partition("\n")
+        action, _, page = (
+            node.message.content.removeprefix("<retrieve>").removesuffix("</retrieve>\n").partition("\n")
+        )
         assert action.startswith("<action>") and page in pages
 
 
@@ -53,12 +60,17 @@ def test_a_shown_question_to_a_tool_is_asked_and_the_answer_stays_right() -> Non
         stop=family.stop, run_seed=0, context_length=4096, retrieve_share=1.0,
     )  # fmt: skip
     [shown] = [node for node in trace.nodes if node.origin is Origin.BUFFER]
-    assert shown.message.content.startswith("<retrieve><ask>?</ask>\n<result>\nit is ") and trace.leaves[0].success
+    assert (
+        shown.message.content.startswith("<retrieve><ask>?</ask>\n<result>\nit is ")
+        and trace.leaves[0].success
+    )
 
 
 @pytest.mark.parametrize("no", [{"invalid": True}, {"refused": True}])
 def test_the_expert_says_a_step_that_could_not_be_shown(no: dict[str, bool]) -> None:
-    """The environment does nothing the first time that it hears the middle step: nothing is shown, and no step is skipped."""
+    """The environment does nothing the first time that it hears the middle step: nothing is shown, and no
+    step is skipped.
+    """
     heard: list[str] = []
 
     def answer(n: int, text: str) -> StepResult:
@@ -79,7 +91,12 @@ class Takes:
     """Does an action before the second turn whose text finds no room."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
-        long = Splice(origin=Origin.BUFFER, text="x" * 400, step=Step(text="take", observation=""), metadata={"action": "take"})
+        long = Splice(
+            origin=Origin.BUFFER,
+            text="x" * 400,
+            step=Step(text="take", observation=""),
+            metadata={"action": "take"},
+        )
         return [Attempt(action="take", then=lambda result: long)] if state.turn == 1 else []
 
     def after_turn(self, state: EpisodeState) -> None: ...

@@ -1,4 +1,6 @@
-"""The tree of a group is the same with any number of places, however fast tools answer and whatever is tried again."""
+"""The tree of a group is the same with any number of places, however fast tools answer and whatever is tried
+again.
+"""
 
 import copy
 import random
@@ -13,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.arpo import ArpoSettings
-from outrider.algorithms.branch_hook import BranchHook
+from outrider.algorithms.arpo.algorithm import ArpoSettings
+from outrider.algorithms.arpo.hook import BranchHook
 from outrider.config import validate
 from outrider.engines.base import Generation, Request
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.episode import Limits
-from outrider.rollout.expansion import Expansion
 from outrider.rollout.scheduler import RolloutReport
-from outrider.train.step_metrics import rollout_metrics
+from outrider.rollout.tree_growth import Expansion
+from outrider.train.metrics.step_metrics import rollout_metrics
 from outrider.types import Message, Task
 from tests.rollout.fakes import TOKENIZER, Factory, RawEngine, scheduler, tasks
 from tests.rollout.test_branch import Copying
@@ -43,7 +45,9 @@ SIZE: Final = 6
 
 @dataclass
 class World:
-    """What all episodes share: how often every history was played, when it faults, its delays, how many are open."""
+    """What all episodes share: how often every history was played, when it faults, its delays, how many are
+    open.
+    """
 
     seed: int
     fault_rate: float
@@ -152,7 +156,8 @@ def play(
         limits=Limits(step_timeout_s=20, max_turns=5), **options,
     )  # fmt: skip
     report = runs.run(tasks(2), modes=("m",) * SIZE, training_step=0)
-    assert all(sorted(trace.leaves) == list(range(SIZE)) for trace in report.traces)  # one outcome for every owed rollout
+    # one outcome for every owed rollout
+    assert all(sorted(trace.leaves) == list(range(SIZE)) for trace in report.traces)
     assert all(one.num_closed == 1 for one in factory.made)  # type: ignore[attr-defined]
     assert world.num_open == 0
     return report
@@ -206,7 +211,9 @@ def test_b2_the_tree_is_the_same_in_many_more_worlds(**choices: Any) -> None:
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_b2_faults_that_a_retry_made_good_change_no_rollout_and_no_sharing(rule: str) -> None:
-    """Whole batches fail, others with other places, and tools besides; copied or replayed, rollouts are the same."""
+    """Whole batches fail, others with other places, and tools besides; copied or replayed, rollouts are the
+    same.
+    """
     quiet = play(rule, World(seed=5, fault_rate=0.0, delay=0.0), copies=False)
     world = World(seed=5, fault_rate=0.2, delay=0.001)
     troubled = play(rule, world, copies=True, max_concurrent=3, engine=Faulty((2, 5, 9, 14)), max_retries=40)
@@ -216,7 +223,9 @@ def test_b2_faults_that_a_retry_made_good_change_no_rollout_and_no_sharing(rule:
 @pytest.mark.parametrize("max_retries", [0, 1, 40])
 @pytest.mark.parametrize("rule", ["bernoulli", "tree"])
 def test_b11_every_token_that_the_policy_wrote_is_counted_once(rule: str, max_retries: int) -> None:
-    """In the rollouts or as discarded: retries that helped, rollouts that were lost, and forks of tries that broke."""
+    """In the rollouts or as discarded: retries that helped, rollouts that were lost, and forks of tries that
+    broke.
+    """
     written: list[int] = []
 
     class Counting(RawEngine):
@@ -233,7 +242,9 @@ def test_b11_every_token_that_the_policy_wrote_is_counted_once(rule: str, max_re
 
 
 def shares_of_lineages(max_concurrent: int) -> list[int]:
-    """Leaves of every first turn, the largest first: 16 leaves, 8 from the prompt, twelve calls each, forks by a coin."""
+    """Leaves of every first turn, the largest first: 16 leaves, 8 from the prompt, twelve calls each, forks
+    by a coin.
+    """
 
     def called(number: int, text: str) -> StepResult:
         message = Message(role="inline", content=f" o{number}") if number < 12 else None
@@ -241,14 +252,18 @@ def shares_of_lineages(max_concurrent: int) -> list[int]:
 
     hook = BranchHook(validate(ArpoSettings, {"entropy_weight": 0.0}), group_size=16, vocabulary_size=98)
     factory = Factory(lambda task, number: Copying(on_step=called))
-    runs = scheduler(chatty(), factory, hooks=(hook,), max_concurrent=max_concurrent, limits=Limits(max_turns=30))
+    runs = scheduler(
+        chatty(), factory, hooks=(hook,), max_concurrent=max_concurrent, limits=Limits(max_turns=30)
+    )
     [trace] = runs.run(tasks(1), modes=("m",) * 16, training_step=0).traces
     leaves = Counter(next(node.node_id for node in path if node.trainable) for _, path in trace.rollouts())
     return sorted(leaves.values(), reverse=True)
 
 
 def test_b2_with_one_place_forks_do_not_all_leave_the_first_rollout() -> None:
-    """As ScienceWorld plays by default; first come, first served gave two rollouts all forks: 6 and 4 of 16 leaves."""
+    """As ScienceWorld plays by default; first come, first served gave two rollouts all forks: 6 and 4 of 16
+    leaves.
+    """
     shares = shares_of_lineages(1)
     assert shares == shares_of_lineages(6) == shares_of_lineages(64)
     assert len(shares) == 8 and shares[0] <= 4

@@ -31,7 +31,17 @@ def facts(report: RolloutReport) -> list[Any]:
         (
             trace.task.key,
             [
-                (n.node_id, n.parent, n.origin, n.token_ids, n.logprobs, n.entropies, n.reward, n.message, n.metadata)
+                (
+                    n.node_id,
+                    n.parent,
+                    n.origin,
+                    n.token_ids,
+                    n.logprobs,
+                    n.entropies,
+                    n.reward,
+                    n.message,
+                    n.metadata,
+                )
                 for n in trace.nodes
             ],
             [trace.leaves[i] for i in sorted(trace.leaves)],
@@ -53,7 +63,9 @@ def chatty(run_seed: int = 0) -> RawEngine:
 def test_every_group_is_whole_and_in_the_order_asked() -> None:
     factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END))
     wanted = tasks(5)[::-1]
-    report = scheduler(scripted(lambda r, c: "a."), factory, max_concurrent=3).run(wanted, modes=("m",) * 4, training_step=0)
+    report = scheduler(scripted(lambda r, c: "a."), factory, max_concurrent=3).run(
+        wanted, modes=("m",) * 4, training_step=0
+    )
     assert [trace.task for trace in report.traces] == wanted
     assert all(sorted(trace.leaves) == [0, 1, 2, 3] for trace in report.traces)
     assert len(factory.made) == 20 and all(environment.num_closed == 1 for environment in factory.made)  # type: ignore[attr-defined]
@@ -71,7 +83,11 @@ def test_a_group_shares_one_prompt_node_and_one_reset_seed() -> None:
 
 def test_prompts_that_differ_are_not_merged() -> None:
     factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END, question=f"q{number}"))
-    trace = scheduler(chatty(), factory, max_concurrent=1).run(tasks(1), modes=("m",) * 3, training_step=0).traces[0]
+    trace = (
+        scheduler(chatty(), factory, max_concurrent=1)
+        .run(tasks(1), modes=("m",) * 3, training_step=0)
+        .traces[0]
+    )
     assert sum(node.origin is Origin.PROMPT for node in trace.nodes) == 3
 
 
@@ -80,9 +96,13 @@ def test_same_seed_same_traces_whatever_the_latencies(max_concurrent: int) -> No
     def run(latency_seed: int) -> RolloutReport:
         def make(task: Any, number: int) -> Fake:
             delay = random.Random(f"{latency_seed} {number}").random() * 0.004
-            return Fake(on_step=lambda n, text: END if n == 3 or len(text) == 3 else say(f" {len(text)}"), delay=delay)
+            return Fake(
+                on_step=lambda n, text: END if n == 3 or len(text) == 3 else say(f" {len(text)}"), delay=delay
+            )
 
-        return scheduler(chatty(), Factory(make), max_concurrent=max_concurrent).run(tasks(3), modes=("m",) * 4, training_step=1)
+        return scheduler(chatty(), Factory(make), max_concurrent=max_concurrent).run(
+            tasks(3), modes=("m",) * 4, training_step=1
+        )
 
     first = facts(run(0))
     assert facts(run(1)) == first and facts(run(2)) == first
@@ -130,7 +150,9 @@ def test_a_fault_is_retried_with_a_fresh_environment_and_then_masked(place: str,
         return Broken(on_step=lambda n, t: END)
 
     factory = Factory(make)
-    report = scheduler(scripted(lambda r, c: "a."), factory, max_retries=2).run(tasks(1), modes=("m",), training_step=0)
+    report = scheduler(scripted(lambda r, c: "a."), factory, max_retries=2).run(
+        tasks(1), modes=("m",), training_step=0
+    )
     leaf = report.traces[0].leaves[0]
     outcome = Outcome.TOOL_FAULT if place == "step" else Outcome.ENVIRONMENT_FAULT
     assert report.faults[outcome.value] == num_broken and report.num_retries == min(num_broken, 2)
@@ -146,7 +168,9 @@ def test_a_fault_is_retried_with_a_fresh_environment_and_then_masked(place: str,
     assert all(environment.num_closed == 1 for environment in factory.made)  # type: ignore[attr-defined]
 
 
-def test_a_call_that_hangs_is_a_fault_after_the_time_limit_and_blocks_neither_the_others_nor_the_end() -> None:
+def test_a_call_that_hangs_is_a_fault_after_the_time_limit_and_blocks_neither_the_others_nor_the_end() -> (
+    None
+):
     """More hanging calls than any thread pool has places; they are never let go before the run is over."""
     release = threading.Event()
 
@@ -160,7 +184,11 @@ def test_a_call_that_hangs_is_a_fault_after_the_time_limit_and_blocks_neither_th
 
     began = time.perf_counter()
     runs = scheduler(
-        scripted(lambda r, c: "a."), Factory(make), limits=Limits(step_timeout_s=2), max_retries=0, max_concurrent=80
+        scripted(lambda r, c: "a."),
+        Factory(make),
+        limits=Limits(step_timeout_s=2),
+        max_retries=0,
+        max_concurrent=80,
     )
     try:
         report = runs.run(tasks(2), modes=("m",) * 40, training_step=0)
@@ -170,29 +198,42 @@ def test_a_call_that_hangs_is_a_fault_after_the_time_limit_and_blocks_neither_th
     assert {leaf.outcome for leaf in report.traces[0].leaves.values()} == {Outcome.ENVIRONMENT_FAULT}
     assert "no answer within 2 s" in report.traces[0].leaves[0].detail
     assert {leaf.outcome for leaf in report.traces[1].leaves.values()} == {Outcome.FINISHED}
-    assert took < 40  # one after the other: 80 s; the limit is no tighter, or a busy machine makes the others late
+    # one after the other: 80 s; the limit is no tighter, or a busy machine makes the others late
+    assert took < 40
 
 
 def test_slow_is_not_hanging_however_many_run_at_a_time() -> None:
     """80 calls of 0.2 s with a limit of 2 s: none may wait for another's place until it looks late."""
     factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END, delay=0.2))
-    runs = scheduler(scripted(lambda r, c: "a."), factory, limits=Limits(step_timeout_s=2), max_concurrent=80, max_retries=0)
+    runs = scheduler(
+        scripted(lambda r, c: "a."),
+        factory,
+        limits=Limits(step_timeout_s=2),
+        max_concurrent=80,
+        max_retries=0,
+    )
     report = runs.run(tasks(1), modes=("m",) * 80, training_step=0)
     assert {leaf.outcome for leaf in report.traces[0].leaves.values()} == {Outcome.FINISHED}
 
 
-@pytest.mark.parametrize("error", [RuntimeError("x"), ToolFault("x"), SystemExit(1)], ids=lambda e: type(e).__name__)
-def test_an_environment_that_breaks_while_it_closes_changes_no_outcome_and_is_counted(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("x"), ToolFault("x"), SystemExit(1)], ids=lambda e: type(e).__name__
+)
+def test_an_environment_that_breaks_while_it_closes_changes_no_outcome_and_is_counted(
+    error: BaseException,
+) -> None:
     class Sticky(Fake):
         def close(self) -> None:
             raise error
 
-    report = scheduler(scripted(lambda r, c: "a."), Factory(lambda task, number: Sticky(on_step=lambda n, t: END))).run(
-        tasks(1), modes=("m",) * 3, training_step=0
-    )
+    report = scheduler(
+        scripted(lambda r, c: "a."), Factory(lambda task, number: Sticky(on_step=lambda n, t: END))
+    ).run(tasks(1), modes=("m",) * 3, training_step=0)
     assert {leaf.outcome for leaf in report.traces[0].leaves.values()} == {Outcome.FINISHED}
     assert report.faults == Counter({"close": 3})
-    assert len(report.fault_reasons) == 3 and all(one.startswith("closing an environment: ") for one in report.fault_reasons)
+    assert len(report.fault_reasons) == 3 and all(
+        one.startswith("closing an environment: ") for one in report.fault_reasons
+    )
 
 
 def test_an_engine_fault_hits_the_whole_batch_and_is_retried() -> None:
@@ -212,7 +253,9 @@ def test_an_engine_fault_hits_the_whole_batch_and_is_retried() -> None:
     assert all(leaf.outcome is Outcome.FINISHED for trace in report.traces for leaf in trace.leaves.values())
     assert report.faults == Counter({"engine_fault": 4, "retries": 4})
     assert list(report.fault_reasons) == [
-        f"engine_fault in task {task}, rollout {rollout}: first batch" for task in range(2) for rollout in range(2)
+        f"engine_fault in task {task}, rollout {rollout}: first batch"
+        for task in range(2)
+        for rollout in range(2)
     ]
 
 
@@ -227,7 +270,9 @@ def test_a_bug_in_the_engine_ends_the_run_loudly_and_does_not_hang() -> None:
 
 
 def test_two_tasks_with_one_key_are_refused() -> None:
-    runs = scheduler(scripted(lambda r, c: "a."), Factory(lambda task, number: Fake(on_step=lambda n, t: END)))
+    runs = scheduler(
+        scripted(lambda r, c: "a."), Factory(lambda task, number: Fake(on_step=lambda n, t: END))
+    )
     with pytest.raises(ValueError, match="share a key"):
         runs.run([*tasks(1), *tasks(1)], modes=("m",), training_step=0)
     assert runs.run([], modes=("m",), training_step=0).traces == []
@@ -235,10 +280,18 @@ def test_two_tasks_with_one_key_are_refused() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    workers=st.integers(1, 9), groups=st.integers(1, 4), size=st.integers(1, 5), turns=st.integers(1, 4), seed=st.integers(0, 99)
+    workers=st.integers(1, 9),
+    groups=st.integers(1, 4),
+    size=st.integers(1, 5),
+    turns=st.integers(1, 4),
+    seed=st.integers(0, 99),
 )
-def test_batches_are_rounds_and_no_worker_is_forgotten(workers: int, groups: int, size: int, turns: int, seed: int) -> None:
-    """Episodes of different lengths: as many batches as the longest worker has turns, never more than ``workers`` requests."""
+def test_batches_are_rounds_and_no_worker_is_forgotten(
+    workers: int, groups: int, size: int, turns: int, seed: int
+) -> None:
+    """Episodes of different lengths: as many batches as the longest worker has turns, never more than
+    ``workers`` requests.
+    """
     seen: list[int] = []
 
     class Watching(ScriptedEngine):
@@ -252,14 +305,18 @@ def test_batches_are_rounds_and_no_worker_is_forgotten(workers: int, groups: int
         return Fake(on_step=lambda n, t: END if n >= last else say(" o"))
 
     engine = Watching(tokenizer=TOKENIZER, script=lambda r, c: "a.")
-    report = scheduler(engine, Factory(make), max_concurrent=workers).run(tasks(groups), modes=("m",) * size, training_step=0)
+    report = scheduler(engine, Factory(make), max_concurrent=workers).run(
+        tasks(groups), modes=("m",) * size, training_step=0
+    )
     assert report.num_batches == len(seen) and max(seen) <= workers
     assert sum(seen) == sum(node.trainable for trace in report.traces for node in trace.nodes)
     assert len(seen) >= -(-sum(seen) // workers)
 
 
 def test_a_thousand_rollouts_with_random_faults_add_up() -> None:
-    """Faults of every kind at every place, garbage, cuts, endless talk: the groups are whole and every fault is counted."""
+    """Faults of every kind at every place, garbage, cuts, endless talk: the groups are whole and every fault
+    is counted.
+    """
     raised: Counter[str] = Counter()
     lock = threading.Lock()
     numbers = itertools.count()
@@ -310,7 +367,9 @@ def test_a_thousand_rollouts_with_random_faults_add_up() -> None:
         return [draw.choice([1, 10, 20, 30]) for _ in range(draw.randrange(1, 30))]
 
     engine, factory = Weak(TOKENIZER, ids), Factory(make)
-    limits = Limits(max_turns=6, max_turn_tokens=12, max_response_tokens=90, max_observation_tokens=40, step_timeout_s=30)
+    limits = Limits(
+        max_turns=6, max_turn_tokens=12, max_response_tokens=90, max_observation_tokens=40, step_timeout_s=30
+    )
     report = scheduler(engine, factory, limits=limits, max_concurrent=50, max_retries=1).run(
         tasks(125), modes=("m",) * 8, training_step=0
     )

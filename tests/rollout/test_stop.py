@@ -66,7 +66,9 @@ def test_a_step_that_answers_in_the_tick_of_the_stop_does_not_keep_the_batch() -
     held = Held()
 
     def make(task: Task, number: int) -> Fake:
-        return Fake(on_step=lambda n, t: StepResult(message=None, done=True) if task.key == "task 0" else held())
+        return Fake(
+            on_step=lambda n, t: StepResult(message=None, done=True) if task.key == "task 0" else held()
+        )
 
     runs = scheduler(scripted(lambda request, context: "a."), Factory(make))
 

@@ -1,14 +1,16 @@
-"""Tips leave the ids of an episode without a trace, also where a tokenizer would merge their end with what follows.
+"""Tips leave the ids of an episode without a trace, also where a tokenizer would merge their end with what
+follows.
 
-The released code looks for the ids of a tip's end; four newlines behind it are one id with its last character, so that the tip stays.
+The released code looks for the ids of a tip's end; four newlines behind it are one id with its last
+character, so that the tip stays.
 """
 
 from collections.abc import Sequence
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
-from outrider.algorithms.tip_hook import rendered_tips
+from outrider.algorithms.empo2.hook import rendered_tips
 from outrider.environments.base import StepResult
 from outrider.memory.tips import Tip
 from outrider.rollout.episode import Limits, Sampling
@@ -29,9 +31,18 @@ INSTRUCTION = "\n\n\n\nOne line."
 
 
 class MergingTokenizer:
-    """The longest piece first, as Qwen2.5's does here; its ids for the tag, one id a character for all else."""
+    """The longest piece first, as Qwen2.5's does here; its ids for the tag, one id a character for all
+    else.
+    """
 
-    PIECES = {"<": START[0], "tip": START[1], ">": START[2], "</": END[0], ">\n\n": END[2], ">\n\n\n\n": MERGED[2]}  # noqa: RUF012
+    PIECES: ClassVar = {
+        "<": START[0],
+        "tip": START[1],
+        ">": START[2],
+        "</": END[0],
+        ">\n\n": END[2],
+        ">\n\n\n\n": MERGED[2],
+    }
     eos_token_id = 1
     added_tokens_decoder = {1: SimpleNamespace(special=False)}  # noqa: RUF012
 
@@ -43,13 +54,16 @@ class MergingTokenizer:
             text = text[len(piece) :]
         return ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
         texts = {number: piece for piece, number in self.PIECES.items()}
         return "".join(texts[i] if i in texts else chr(i - 50_000) for i in token_ids)
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
         said = [
-            f"[{m['role']}]{m['content']}{INSTRUCTION if m['role'] == 'user' else '[end]'}" for m in conversation
+            f"[{m['role']}]{m['content']}{INSTRUCTION if m['role'] == 'user' else '[end]'}"
+            for m in conversation
         ]  # every user message ends in an instruction
         return "".join(said) + ("[assistant]" if add_generation_prompt else "")
 
@@ -99,7 +113,10 @@ def stripped(ids: list[int]) -> list[int]:
 
 def test_the_released_way_leaves_the_tips_of_the_present_turn() -> None:
     block = TIP + "\n\n"
-    for separator, expected in (("\n\n", "tips_left_by_released_code"), ("", "tips_left_by_revisions_with_empty_separator")):
+    for separator, expected in (
+        ("\n\n", "tips_left_by_released_code"),
+        ("", "tips_left_by_revisions_with_empty_separator"),
+    ):
         turns = [f"[user]q{block}[assistant]go"] * 2 + [f"[user]q{block}{separator}One line."]
         encoded = [TOKENIZER.encode(turn, add_special_tokens=False) for turn in turns]
         assert [holds(ids, MERGED) for ids in encoded] == [False, False, bool(separator)]
@@ -112,4 +129,6 @@ def test_ours_leaves_none_and_is_a_plain_rollout_s() -> None:
     assert [holds([i for node in turn for i in node.token_ids], START) for turn in turns] == [True] * 3
     bare = [[i for node in without_memory(turn) for i in node.token_ids] for turn in turns]
     assert [holds(ids, START) or holds(ids, END[:2]) for ids in bare] == EXPECTED["tips_left_required"]
-    assert [i for node in without_memory(tipped) for i in node.token_ids] == [i for node in plain for i in node.token_ids]
+    assert [i for node in without_memory(tipped) for i in node.token_ids] == [
+        i for node in plain for i in node.token_ids
+    ]

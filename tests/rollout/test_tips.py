@@ -1,4 +1,6 @@
-"""Tips in the loop: without them a rollout is, token by token, a plain one; they end no episode; remarks are trained on nowhere."""
+"""Tips in the loop: without them a rollout is, token by token, a plain one; they end no episode; remarks are
+trained on nowhere.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.algorithms.empo2.hook import MemorySettings, TipHook
 from outrider.algorithms.reflexion import ReflexionHook
-from outrider.algorithms.tip_hook import MemorySettings, TipHook
 from outrider.engines.base import Request
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault
@@ -51,11 +53,17 @@ def acts(request: Request) -> list[int]:
     return [5 + int(rollout), 9 + int(turn), 12]
 
 
-def play(text: str, *, role: Role, limits: Limits, context: int = 4096, asks: Message | None = None) -> tuple[Any, Tips]:
+def play(
+    text: str, *, role: Role, limits: Limits, context: int = 4096, asks: Message | None = None
+) -> tuple[Any, Tips]:
     hook = Tips(text, asks)
     engine = RawEngine(TOKENIZER, acts, context_length=context)
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, said: say(f" seen {n}", role) if n < 3 else END))
-    report = scheduler(engine, factory, hooks=(hook,), limits=limits).run(tasks(2), modes=("tips_on",) * 2, training_step=0)
+    factory = Factory(
+        lambda task, number: Fake(on_step=lambda n, said: say(f" seen {n}", role) if n < 3 else END)
+    )
+    report = scheduler(engine, factory, hooks=(hook,), limits=limits).run(
+        tasks(2), modes=("tips_on",) * 2, training_step=0
+    )
     return report, hook
 
 
@@ -78,7 +86,9 @@ def test_without_its_tips_a_rollout_is_a_plain_one_token_by_token(role: Role, ma
         assert [leaf.outcome for leaf, _ in other.rollouts()] == [leaf.outcome for leaf, _ in one.rollouts()]
         for (_, path), (_, bare) in zip(other.rollouts(), one.rollouts(), strict=True):
             assert sum(node.origin is Origin.MEMORY for node in path) == sum(node.trainable for node in path)
-            assert [turn.observation for turn in played_turns(path)] == [turn.observation for turn in played_turns(bare)]
+            assert [turn.observation for turn in played_turns(path)] == [
+                turn.observation for turn in played_turns(bare)
+            ]
 
 
 def test_a_tip_stands_inside_the_user_message_and_the_group_shares_the_prompt() -> None:
@@ -121,7 +131,9 @@ def test_a_remark_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -> No
         assert [len(trace.nodes), *ids(trace, plain=False)] == [len(other.nodes), *ids(other, plain=False)]
         for leaf, path in trace.rollouts():
             turns = sum(node.trainable for node in path)
-            request = Request(request_id=f"x/{leaf.rollout}/{turns}/remark", token_ids=(1,), max_tokens=6, seed=0)
+            request = Request(
+                request_id=f"x/{leaf.rollout}/{turns}/remark", token_ids=(1,), max_tokens=6, seed=0
+            )
             assert leaf.remark == TOKENIZER.decode(acts(request), skip_special_tokens=True)
             assert leaf.num_remark_tokens == 3
     assert hook.traces[0].leaves[0].remark
@@ -129,8 +141,12 @@ def test_a_remark_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -> No
 
 def test_a_remark_without_room_or_with_a_fault_costs_no_rollout() -> None:
     limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=30, step_timeout_s=60)
-    crowded, _ = play("", role="inline", limits=limits, context=60, asks=Message(role="user", content="why " * 20))
-    assert all(leaf.remark == "" and leaf.num_remark_tokens == 0 for t in crowded.traces for leaf, _ in t.rollouts())
+    crowded, _ = play(
+        "", role="inline", limits=limits, context=60, asks=Message(role="user", content="why " * 20)
+    )
+    assert all(
+        leaf.remark == "" and leaf.num_remark_tokens == 0 for t in crowded.traces for leaf, _ in t.rollouts()
+    )
 
     class Breaks(RawEngine):
         def generate(self, requests: Sequence[Request]) -> Any:
@@ -168,7 +184,9 @@ class Lost(Fake):
         return EpisodeResult(episode_return=-0.25, success=False)
 
 
-def ended(words: str | None, *, engine: Asked, kind: str, done: bool = True, hooked: bool = True) -> RolloutReport:
+def ended(
+    words: str | None, *, engine: Asked, kind: str, done: bool = True, hooked: bool = True
+) -> RolloutReport:
     """Two rollouts of two turns; the environment's last step says ``words``."""
     message = None if words is None else Message(role="user", content=words)
 
@@ -178,8 +196,15 @@ def ended(words: str | None, *, engine: Asked, kind: str, done: bool = True, hoo
     settings_ = MemorySettings(max_tip_tokens=6)
     tips = TipHook(settings_, embedder=HashEmbedder(), num_tokens=len, seed=0)
     hook = tips if kind == "tips" else ReflexionHook(max_plan_tokens=6)
-    limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=200, max_observation_tokens=40, step_timeout_s=60)
-    runs = scheduler(engine, Factory(lambda task, number: Lost(on_step=step)), hooks=(hook,) if hooked else (), limits=limits)
+    limits = Limits(
+        max_turns=2, max_turn_tokens=3, max_response_tokens=200, max_observation_tokens=40, step_timeout_s=60
+    )
+    runs = scheduler(
+        engine,
+        Factory(lambda task, number: Lost(on_step=step)),
+        hooks=(hook,) if hooked else (),
+        limits=limits,
+    )
     return runs.run(tasks(1), modes=("plain",) * 2, training_step=0)
 
 
@@ -193,7 +218,8 @@ def test_the_writer_of_a_remark_sees_how_the_episode_ended(kind: str) -> None:
         assert request.startswith("<|im_start|>user\nthe vase broke\n\nThe ") and "score of -0.25" in request
         assert text.count("the vase broke") == 1
     silent = ended("the vase broke", engine=Asked(), kind=kind, hooked=False)
-    assert ids(report.traces[0], plain=False) == ids(silent.traces[0], plain=False)  # what is trained on stays as it was
+    # what is trained on stays as it was
+    assert ids(report.traces[0], plain=False) == ids(silent.traces[0], plain=False)
     assert len(report.traces[0].nodes) == len(silent.traces[0].nodes)
 
 

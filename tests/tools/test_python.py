@@ -42,7 +42,9 @@ def tool() -> Iterator[PythonTool]:
 
 
 def server_pids(folder: Path) -> list[int]:
-    """Servers that use ``folder`` and what they forked: a fork keeps the command line, in which the folder stands."""
+    """Servers that use ``folder`` and what they forked: a fork keeps the command line, in which the folder
+    stands.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -104,7 +106,11 @@ def test_cut_keeps_both_ends_and_says_what_is_missing(text: str, max_chars: int)
         ("print(chr(0xd800), 'after')", "ok", "? after"),
         ("print('Zürich 東京')", "ok", "Zürich 東京"),
         ("input()", "error", "EOFError: EOF when reading a line"),
-        ("if True:\nx", "error", "IndentationError: expected an indented block after 'if' statement on line 1"),
+        (
+            "if True:\nx",
+            "error",
+            "IndentationError: expected an indented block after 'if' statement on line 1",
+        ),
         ("print('seen')\n1/0", "error", "ZeroDivisionError: division by zero"),
         ("'\ud800'", "error", "surrogates not allowed"),
         ("x\0", "error", "null bytes"),
@@ -136,7 +142,9 @@ def test_an_error_shows_the_program_and_nothing_of_the_tool(tool: PythonTool) ->
         'File "<python>", line 3, in half',
     ]
     assert "    return x / 0" in lines
-    found = tool.run("import json\ntry:\n    json.loads('{')\nexcept ValueError as error:\n    raise KeyError('k') from error")
+    found = tool.run(
+        "import json\ntry:\n    json.loads('{')\nexcept ValueError as error:\n    raise KeyError('k') from error"
+    )
     assert found.output.count("Traceback") == 2
     assert found.output.count('File "') == found.output.count('File "<python>"') == 2
 
@@ -153,9 +161,7 @@ def test_a_long_output_is_cut_with_a_mark(tool: PythonTool) -> None:
 @needs_locks
 def test_calls_share_nothing_and_repeat_exactly(tool: PythonTool) -> None:
     assert tool.run("import math\nmath.pi = 3\nkept = 1\nopen('kept', 'w').close()").status == "ok"
-    code = (
-        "import math, os, random\nprint(math.pi, 'kept' in globals(), os.listdir(), random.random(), hash('a'), list({'b', 'c'}))"
-    )
+    code = "import math, os, random\nprint(math.pi, 'kept' in globals(), os.listdir(), random.random(), hash('a'), list({'b', 'c'}))"
     first, second = tool.run(code), tool.run(code)
     assert first.output.startswith("3.14159")
     assert "False []" in first.output
@@ -178,7 +184,10 @@ def test_a_limit_on_code_that_prints_slowly_keeps_what_was_printed() -> None:
 def test_processor_time_is_limited_apart_from_wall_time() -> None:
     with PythonTool(PythonToolConfig(wall_seconds=60, cpu_seconds=1)) as tool:
         found = tool.run("print('begun')\nwhile True: pass")
-    assert (found.status, found.output) == ("timeout", "begun\n[stopped: used more than 1 s of processor time]")
+    assert (found.status, found.output) == (
+        "timeout",
+        "begun\n[stopped: used more than 1 s of processor time]",
+    )
 
 
 @needs_locks
@@ -232,7 +241,9 @@ def test_check_passes_and_finds_a_lock_that_does_not_hold(monkeypatch: pytest.Mo
         tool.check()
 
 
-@pytest.mark.parametrize("wrong", [{"wall_seconds": 0}, {"memory_bytes": -1}, {"num_servers": 0}, {"max_output_chars": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"wall_seconds": 0}, {"memory_bytes": -1}, {"num_servers": 0}, {"max_output_chars": 0}]
+)
 def test_impossible_limits_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="greater than 0"):
         PythonToolConfig(**wrong)  # type: ignore[arg-type]
@@ -246,7 +257,12 @@ def test_the_config_travels() -> None:
 @needs_locks
 def test_many_threads_get_their_own_answers() -> None:
     with PythonTool(PythonToolConfig(num_servers=2)) as tool, ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda i: tool.run(f"import os\nopen('{i}', 'w').close()\nprint({i}, os.listdir())"), range(40)))
+        found = list(
+            threads.map(
+                lambda i: tool.run(f"import os\nopen('{i}', 'w').close()\nprint({i}, os.listdir())"),
+                range(40),
+            )
+        )
     assert [one.output for one in found] == [f"{i} ['{i}']" for i in range(40)]
 
 
@@ -286,7 +302,9 @@ def test_a_server_lost_twice_is_a_fault_and_the_tool_recovers(tmp_path: Path) ->
 
 
 def killed_in_call(folder: Path) -> list[int]:
-    """Kill a server (the oldest of its family) once it has a call under way; the pids that were killed or died with it."""
+    """Kill a server (the oldest of its family) once it has a call under way; the pids that were killed or
+    died with it.
+    """
     end = time.monotonic() + 30
     while time.monotonic() < end:
         pids = server_pids(folder)
@@ -346,7 +364,9 @@ time.sleep(60)
 def test_everything_ends_with_a_killed_parent(tmp_path: Path, state: str) -> None:
     source = str(Path(sandbox.__file__).parents[2])
     command = [sys.executable, "-c", PARENT, str(tmp_path), state]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source}) as parent:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source}
+    ) as parent:
         try:
             assert parent.stdout is not None
             assert parent.stdout.readline() == b"up\n"

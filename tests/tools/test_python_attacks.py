@@ -1,7 +1,8 @@
-"""Model-written code that attacks its cage: the attack fails, the tool works afterwards, nothing and nobody is left.
+"""Model-written code that attacks its cage: the attack fails, the tool works afterwards, nothing and nobody
+is left.
 
-Every attack prints PWNED only after the forbidden thing really happened; ``test_the_attacks_are_real`` runs several of them
-without the locks and sees them succeed.
+Every attack prints PWNED only after the forbidden thing really happened; ``test_the_attacks_are_real`` runs
+several of them without the locks and sees them succeed.
 """
 
 import os
@@ -29,7 +30,12 @@ class Cage:
     port: int
 
     def fill(self, code: str) -> str:
-        names = {"@SECRET@": str(self.secret), "@PORT@": str(self.port), "@PID@": str(os.getpid()), "@HERE@": str(self.scratch)}
+        names = {
+            "@SECRET@": str(self.secret),
+            "@PORT@": str(self.port),
+            "@PID@": str(os.getpid()),
+            "@HERE@": str(self.scratch),
+        }
         for name, value in names.items():
             code = code.replace(name, value)
         return code
@@ -59,7 +65,9 @@ class Cage:
         return found[0]
 
     def processes(self) -> list[int]:
-        """Processes of the server's family: a fork keeps the command line, in which the scratch folder stands."""
+        """Processes of the server's family: a fork keeps the command line, in which the scratch folder
+        stands.
+        """
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -91,37 +99,70 @@ def cage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cage]:
 # Attack -> the error that the code must see.
 REFUSED = {
     "fork": ("import os\nif os.fork() == 0:\n    os._exit(0)\nprint('PWNED')", "PermissionError"),
-    "daemon": ("import os\nif os.fork() == 0:\n    os.setsid(); os.fork()\nprint('PWNED')", "PermissionError"),
+    "daemon": (
+        "import os\nif os.fork() == 0:\n    os.setsid(); os.fork()\nprint('PWNED')",
+        "PermissionError",
+    ),
     "spawn": ("import os\nos.posix_spawn('/bin/true', ['true'], {})\nprint('PWNED')", "PermissionError"),
-    "multiprocessing": ("import multiprocessing as m\nm.Process(target=print).start()\nprint('PWNED')", "Error"),
-    "exec": ("import subprocess\nprint('PWNED', subprocess.run(['id', '-u'], capture_output=True))", "PermissionError"),
+    "multiprocessing": (
+        "import multiprocessing as m\nm.Process(target=print).start()\nprint('PWNED')",
+        "Error",
+    ),
+    "exec": (
+        "import subprocess\nprint('PWNED', subprocess.run(['id', '-u'], capture_output=True))",
+        "PermissionError",
+    ),
     "execve": ("import os\nos.execv('/bin/echo', ['echo', 'PW' 'NED'])", "PermissionError"),
     "read passwd": ("print('PWNED', open('/etc/passwd').read())", "PermissionError"),
     "read secret": ("print('PWNED', open('@SECRET@').read())", "PermissionError"),
     "list root": ("import os\nprint('PWNED', os.listdir('/'))", "PermissionError"),
     "list scratch parent": ("import os\nprint('PWNED', os.listdir('@HERE@'))", "PermissionError"),
-    "relative escape": ("print('PWNED', open('../../../../../../../../etc/passwd').read())", "PermissionError"),
+    "relative escape": (
+        "print('PWNED', open('../../../../../../../../etc/passwd').read())",
+        "PermissionError",
+    ),
     "chdir escape": ("import os\nos.chdir('/etc')\nprint('PWNED', open('passwd').read())", "PermissionError"),
-    "symlink escape": ("import os\nos.symlink('@SECRET@', 'x')\nprint('PWNED', open('x').read())", "PermissionError"),
-    "hard link escape": ("import os\nos.link('@SECRET@', 'x')\nprint('PWNED', open('x').read())", "PermissionError"),
-    "rename in": ("import os\nos.rename('@SECRET@', 'x')\nprint('PWNED', open('x').read())", "OSError|PermissionError"),
-    "rename out": ("import os\nopen('x', 'w').close()\nos.rename('x', '../x')\nprint('PWNED')", "OSError|PermissionError"),
+    "symlink escape": (
+        "import os\nos.symlink('@SECRET@', 'x')\nprint('PWNED', open('x').read())",
+        "PermissionError",
+    ),
+    "hard link escape": (
+        "import os\nos.link('@SECRET@', 'x')\nprint('PWNED', open('x').read())",
+        "PermissionError",
+    ),
+    "rename in": (
+        "import os\nos.rename('@SECRET@', 'x')\nprint('PWNED', open('x').read())",
+        "OSError|PermissionError",
+    ),
+    "rename out": (
+        "import os\nopen('x', 'w').close()\nos.rename('x', '../x')\nprint('PWNED')",
+        "OSError|PermissionError",
+    ),
     "write outside": ("open('@SECRET@', 'w').write('x')\nprint('PWNED')", "PermissionError"),
     "write above": ("open('../next-call', 'w').write('x')\nprint('PWNED')", "PermissionError"),
     "write shm": ("open('/dev/shm/outrider-x', 'w').write('x')\nprint('PWNED')", "PermissionError|OSError"),
     "delete": ("import os\nos.remove('@SECRET@')\nprint('PWNED')", "PermissionError"),
     "truncate": ("import os\nos.truncate('@SECRET@', 0)\nprint('PWNED')", "PermissionError"),
-    "truncate library": ("import os\nos.open(os.__file__, os.O_RDONLY | os.O_TRUNC)\nprint('PWNED')", "PermissionError"),
+    "truncate library": (
+        "import os\nos.open(os.__file__, os.O_RDONLY | os.O_TRUNC)\nprint('PWNED')",
+        "PermissionError",
+    ),
     "chmod": ("import os\nos.chmod('@SECRET@', 0)\nprint('PWNED')", "PermissionError"),
     "utime": ("import os\nos.utime('@SECRET@', (0, 0))\nprint('PWNED')", "PermissionError"),
     "mkdir": ("import os\nos.mkdir('../next-call')\nprint('PWNED')", "PermissionError"),
     "fifo": ("import os\nos.mkfifo('x')\nprint('PWNED')", "PermissionError"),
     "own environ": ("print('PWNED', open('/proc/self/environ').read())", "PermissionError"),
-    "parent environ": ("import os\nprint('PWNED', open(f'/proc/{os.getppid()}/environ').read())", "PermissionError"),
+    "parent environ": (
+        "import os\nprint('PWNED', open(f'/proc/{os.getppid()}/environ').read())",
+        "PermissionError",
+    ),
     "harness environ": ("print('PWNED', open('/proc/@PID@/environ').read())", "PermissionError"),
     "harness memory": ("open('/proc/@PID@/mem', 'rb')\nprint('PWNED')", "PermissionError"),
     "own memory": ("open('/proc/self/mem', 'r+b')\nprint('PWNED')", "PermissionError"),
-    "tcp": ("import socket\nsocket.create_connection(('127.0.0.1', @PORT@), 2)\nprint('PWNED')", "PermissionError"),
+    "tcp": (
+        "import socket\nsocket.create_connection(('127.0.0.1', @PORT@), 2)\nprint('PWNED')",
+        "PermissionError",
+    ),
     "unix socket": ("import socket\nsocket.socketpair()\nprint('PWNED')", "PermissionError"),
     "kill harness": ("import os\nos.kill(@PID@, 0)\nprint('PWNED')", "PermissionError"),
     "kill server": ("import os\nos.kill(os.getppid(), 9)\nprint('PWNED')", "PermissionError"),
@@ -130,7 +171,10 @@ REFUSED = {
         "import fcntl, os\nfcntl.fcntl(1, 10, 9)\nfcntl.fcntl(1, fcntl.F_SETOWN, @PID@)\nprint('PWNED')",
         "PermissionError",
     ),
-    "raise limits": ("import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))\nprint('PWNED')", "PermissionError|ValueError"),
+    "raise limits": (
+        "import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))\nprint('PWNED')",
+        "PermissionError|ValueError",
+    ),
     "subclasses": (
         """w = [c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0]
 code = w.__init__.__globals__['system']('exit 7')
@@ -186,17 +230,33 @@ def test_raw_system_calls_through_ctypes(cage: Cage) -> None:
     [
         ("print('begun')\nwhile True: pass", "timeout", "stopped"),
         ("import time\nprint('begun')\ntime.sleep(60)", "timeout", "longer than 1.5 s"),
-        ("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nprint('begun')\nwhile True: pass", "timeout", "stopped"),
+        (
+            "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nprint('begun')\nwhile True: pass",
+            "timeout",
+            "stopped",
+        ),
         ("import os\nprint('begun')\nos.close(1); os.close(2)\nwhile True: pass", "timeout", "stopped"),
         ("print('begun')\nx = bytearray(10 * 2**30)", "memory", "limit"),
         ("print('begun')\nx = []\nwhile True: x.append(bytearray(2**20))", "memory", "limit"),
-        ("import mmap\nprint('begun')\nx = [mmap.mmap(-1, 2**24) for _ in range(100)]", "error", "Cannot allocate memory"),
+        (
+            "import mmap\nprint('begun')\nx = [mmap.mmap(-1, 2**24) for _ in range(100)]",
+            "error",
+            "Cannot allocate memory",
+        ),
         ("print('begun')\nwhile True: print('A' * 2**20)", "output_limit", "printed more than"),
         ("print('begun')\nprint('A' * 10**8)", "output_limit", "printed more than"),
-        ("import sys\nprint('begun')\nwhile True: sys.stderr.write('A' * 2**16)", "output_limit", "printed more than"),
+        (
+            "import sys\nprint('begun')\nwhile True: sys.stderr.write('A' * 2**16)",
+            "output_limit",
+            "printed more than",
+        ),
         ("import ctypes\nprint('begun')\nctypes.string_at(0)", "killed", "SIGSEGV"),
         ("import os\nprint('begun')\nos.abort()", "killed", "ended by SIG"),
-        ("import time\nprint('begun')\nfor i in range(10**6): open(str(i), 'w').close()\n", "error", "No space left on device"),
+        (
+            "import time\nprint('begun')\nfor i in range(10**6): open(str(i), 'w').close()\n",
+            "error",
+            "No space left on device",
+        ),
     ],
 )
 def test_stopped_at_a_limit(cage: Cage, code: str, status: str, word: str) -> None:
@@ -209,7 +269,9 @@ def test_stopped_at_a_limit(cage: Cage, code: str, status: str, word: str) -> No
 
 
 def test_c_recursion_ends_only_its_own_process(cage: Cage) -> None:
-    result = cage.attack("import sys\nsys.setrecursionlimit(10**9)\nx = ()\nfor _ in range(10**6): x = (x,)\nprint(repr(x))")
+    result = cage.attack(
+        "import sys\nsys.setrecursionlimit(10**9)\nx = ()\nfor _ in range(10**6): x = (x,)\nprint(repr(x))"
+    )
     assert result.status in ("killed", "error", "memory", "timeout")
 
 
@@ -272,12 +334,15 @@ def test_code_cannot_pose_as_a_fault_of_the_infrastructure(cage: Cage) -> None:
     assert cage.attack("import os\nos.close(1)\nos.close(2)\nos._exit(120)").status == "error"
 
 
-@pytest.mark.parametrize("name", ["read secret", "write above", "tcp", "kill harness", "exec", "subclasses", "own environ"])
+@pytest.mark.parametrize(
+    "name", ["read secret", "write above", "tcp", "kill harness", "exec", "subclasses", "own environ"]
+)
 def test_the_attacks_are_real(cage: Cage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     monkeypatch.setattr(sandbox, "landlock_abi", lambda: 0)
     monkeypatch.setattr(sandbox, "seccomp_works", lambda: False)
     monkeypatch.setattr(sandbox, "problems", lambda: ("locks",))
-    # As root the limit on processes does not hold; for other users it would stop "exec" even without the other locks.
+    # As root the limit on processes does not hold; for other users it would stop "exec" even without the
+    # other locks.
     if os.getuid() != 0 and name in ("exec", "subclasses"):
         pytest.skip("stopped by the limit on processes already")
     with pytest.warns(RuntimeWarning, match="NOT SANDBOXED"):

@@ -1,4 +1,6 @@
-"""Faults D2, D3 and D7 of the tool: pipes that the code reads back, files that nobody counts, a line with no order."""
+"""Faults D2, D3 and D7 of the tool: pipes that the code reads back, files that nobody counts, a line with no
+order.
+"""
 
 import contextlib
 import os
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.tools import ToolsConfig, ToolsFamily
+from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily
 from outrider.errors import ToolUnavailable
 from outrider.tools import sandbox, sandbox_mounts
 from outrider.tools.fair_pool import FairPool
@@ -80,7 +82,11 @@ print(os.WTERMSIG(os.waitpid(worker, 0)[1]))
 def test_d2_a_parked_supervisor_still_ends_its_worker() -> None:
     source = str(Path(sandbox.__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", PARKED], env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PARKED],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.stdout.split() == ["b''", "9"], done.stderr
 
@@ -106,7 +112,10 @@ def test_d3_files_that_were_removed_but_are_mapped_count(tool: PythonTool) -> No
     found = tool.run(HOLD.replace("PAUSE", ""))
     assert "PWNED" not in found.output.splitlines() and found.status in ("error", "killed")
     if found.status == "error":  # the file system is of this size
-        assert found.output.endswith("OSError: [Errno 28] No space left on device") and found.output.split()[0] == "3"
+        assert (
+            found.output.endswith("OSError: [Errno 28] No space left on device")
+            and found.output.split()[0] == "3"
+        )
     assert tool.run("import os\nopen('y', 'wb').write(bytes(3 << 20))\nos.listdir()").output == "['y']"
 
 
@@ -118,7 +127,10 @@ def test_d3_without_a_file_system_of_its_own_bytes_are_charged_as_they_are_writt
     config = PythonToolConfig(wall_seconds=60, disk_bytes=DISK, scratch_folder=str(tmp_path))
     with PythonTool(config) as tool:
         found = tool.run(HOLD.replace("PAUSE", "__import__('time').sleep(0.05)"))
-        assert (found.status, found.output.splitlines()[-1]) == ("killed", f"[stopped: wrote more than {DISK} bytes of files]")
+        assert (found.status, found.output.splitlines()[-1]) == (
+            "killed",
+            f"[stopped: wrote more than {DISK} bytes of files]",
+        )
         assert tool.run("6 * 7").output == "42"
 
 
@@ -189,10 +201,14 @@ for line in open('/proc/self/status'):
 def test_d7_a_worker_has_no_capabilities_whoever_started_it(tmp_path: Path) -> None:
     source = str(Path(sandbox.__file__).parents[2])
     command = [sys.executable, "-c", CAPABILITIES]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.split() == ["0"] * 4, done.stderr
     with PythonTool(PythonToolConfig(scratch_folder=str(tmp_path), wall_seconds=60)) as tool:
-        caller = threading.Thread(target=tool.run, args=("import time\nopen('up', 'w').close()\nwhile True: time.sleep(0.01)",))
+        caller = threading.Thread(
+            target=tool.run, args=("import time\nopen('up', 'w').close()\nwhile True: time.sleep(0.01)",)
+        )
         caller.start()
         try:
             worker = _locked_worker(tmp_path)
@@ -209,15 +225,22 @@ def _locked_worker(scratch: Path) -> int:
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
-                if str(scratch).encode() in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
+                if (
+                    str(scratch).encode() in (entry / "cmdline").read_bytes()
+                    and int(entry.name) != os.getpid()
+                ):
                     found.append(int(entry.name))
         with contextlib.suppress(OSError):
-            if len(found) == 3 and "\nSeccomp:\t2\n" in Path(f"/proc/{max(found)}/status").read_text(encoding="ascii"):
+            if len(found) == 3 and "\nSeccomp:\t2\n" in Path(f"/proc/{max(found)}/status").read_text(
+                encoding="ascii"
+            ):
                 return max(found)
 
 
 @needs_locks
-def test_d7_a_lock_that_does_not_hold_is_found_before_the_first_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d7_a_lock_that_does_not_hold_is_found_before_the_first_rollout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sandbox, "seccomp_works", lambda: False)
     monkeypatch.setattr(sandbox, "problems", tuple)
     with pytest.raises(ToolUnavailable, match="does not hold"):

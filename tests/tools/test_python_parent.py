@@ -15,18 +15,41 @@ from outrider.tools.python_server import REPLY, REQUEST, Settings
 from outrider.tools.sandbox import Limits
 
 
-@pytest.mark.parametrize("sent", [None, REQUEST.pack(100) + b"print(1)"], ids=["while it starts", "inside a request"])
-def test_e7_a_server_without_a_trainer_leaves_neither_traceback_nor_folder(sent: bytes | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sent", [None, REQUEST.pack(100) + b"print(1)"], ids=["while it starts", "inside a request"]
+)
+def test_e7_a_server_without_a_trainer_leaves_neither_traceback_nor_folder(
+    sent: bytes | None, tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     root.mkdir()
     limits = Limits(wall_seconds=5.0, cpu_seconds=5, memory_bytes=2**28, disk_bytes=2**20, output_bytes=2**16)
     settings = Settings(
-        root=str(root), parent=os.getpid(), packages=(), landlock=False, seccomp=False, mounts=False, limits=limits
+        root=str(root),
+        parent=os.getpid(),
+        packages=(),
+        landlock=False,
+        seccomp=False,
+        mounts=False,
+        limits=limits,
     )
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", _BOOT, json.dumps(dataclasses.asdict(settings)), _SOURCE]
+    command = [
+        sys.executable,
+        "-s",
+        "-P",
+        "-B",
+        "-X",
+        "utf8",
+        "-c",
+        _BOOT,
+        json.dumps(dataclasses.asdict(settings)),
+        _SOURCE,
+    ]
     with theirs:
-        server = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        server = subprocess.Popen(
+            command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
     with ours:
         if sent is not None:
             ours.settimeout(60)

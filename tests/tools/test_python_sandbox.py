@@ -1,10 +1,13 @@
-"""The filter program: run by a small interpreter of BPF, and its numbers held against the C library's own tables."""
+"""The filter program: run by a small interpreter of BPF, and its numbers held against the C library's own
+tables.
+"""
 
 import ctypes
 import ctypes.util
 import errno
 import os
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +17,11 @@ from outrider.tools import sandbox
 from outrider.tools.sandbox_filter import ALLOWED, AUDIT_ARCH, filter_program
 
 ALLOW, KILL, DENY, NO_TERMINAL = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOTTY
-FCNTL, IOCTL, OPENAT = {"x86_64": 72, "aarch64": 25}, {"x86_64": 16, "aarch64": 29}, {"x86_64": 257, "aarch64": 56}
+FCNTL, IOCTL, OPENAT = (
+    {"x86_64": 72, "aarch64": 25},
+    {"x86_64": 16, "aarch64": 29},
+    {"x86_64": 257, "aarch64": 56},
+)
 MADVISE = {"x86_64": 28, "aarch64": 233}
 
 
@@ -47,7 +54,9 @@ def test_exactly_the_named_calls_pass(machine: str) -> None:
         if number == IOCTL[machine]:
             assert verdict == NO_TERMINAL
         else:
-            assert (verdict == ALLOW) == (number in allowed | opening | {FCNTL[machine], MADVISE[machine]}), number
+            assert (verdict == ALLOW) == (number in allowed | opening | {FCNTL[machine], MADVISE[machine]}), (
+                number
+            )
             assert verdict in (ALLOW, DENY)
 
 
@@ -83,7 +92,12 @@ def test_numbers_agree_with_libseccomp(machine: str) -> None:
         pytest.skip("libseccomp is not installed")
     resolve = ctypes.CDLL(found).seccomp_syscall_resolve_name_arch
     column = list(AUDIT_ARCH).index(machine)
-    others = {"fcntl": FCNTL[machine], "ioctl": IOCTL[machine], "openat": OPENAT[machine], "madvise": MADVISE[machine]}
+    others = {
+        "fcntl": FCNTL[machine],
+        "ioctl": IOCTL[machine],
+        "openat": OPENAT[machine],
+        "madvise": MADVISE[machine],
+    }
     for name, number in ({name: numbers[column] for name, numbers in ALLOWED.items()} | others).items():
         reference = resolve(ctypes.c_uint32(AUDIT_ARCH[machine]), name.encode())
         assert number == reference or (number == -1 and reference < 0), name
@@ -101,4 +115,5 @@ def test_probing_does_not_lock_the_caller() -> None:
     sandbox.problems()
     with open("/proc/self/status", encoding="ascii") as file:
         lines = dict(line.split(":\t", 1) for line in file.read().splitlines() if ":\t" in line)
-    assert lines["NoNewPrivs"] == open("/proc/1/status", encoding="ascii").read().split("NoNewPrivs:\t")[1][:1]  # noqa: SIM115
+    first = Path("/proc/1/status").read_text(encoding="ascii")
+    assert lines["NoNewPrivs"] == first.split("NoNewPrivs:\t")[1][:1]

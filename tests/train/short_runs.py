@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.config import load_settings
-from outrider.train.checkpoint_state import read_sealed, write_sealed
-from outrider.train.run_directory import RunDirectory
+from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
-from outrider.train.start import run_training
+from outrider.train.state.checkpoint_state import read_sealed, write_sealed
+from outrider.train.state.run_directory import RunDirectory
 
 
 def begin(recipe: Path, run: Path, *overrides: str) -> Path:
@@ -42,7 +42,9 @@ def assert_same(one: Path, other: Path) -> None:
 
 @contextmanager
 def rewrite_state(checkpoint: Path) -> Iterator[dict[str, Any]]:
-    """The state as another process might have written it: what is changed gets the checksum that belongs to it."""
+    """The state as another process might have written it: what is changed gets the checksum that belongs to
+    it.
+    """
     state = read_sealed(checkpoint / "state.json")
     yield state
     write_sealed(checkpoint / "state.json", state)

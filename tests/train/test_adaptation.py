@@ -9,7 +9,7 @@ from outrider.algorithms.reflexion import NUM_SHOWN, ReflexionHook
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.tool_episode import ToolEnvironment
+from outrider.environments.tool_qa.episode import ToolEnvironment
 from outrider.errors import EnvironmentFault
 from outrider.rollout.episode import Limits
 from outrider.trace import Trace
@@ -36,7 +36,9 @@ def evaluations(run: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("method", ["tips", "reflexion"])
-def test_a_curve_over_trials_is_written(recipe: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_curve_over_trials_is_written(
+    recipe: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = recipe.parent / method
     assert main(["eval", str(recipe), *MEMORY, "--run", str(run), "--adapt", "3", "--method", method]) == 0
     records = evaluations(run)
@@ -98,16 +100,26 @@ def test_plans_come_from_failures_and_only_the_last_are_shown() -> None:
     for trial in range(5):
         question = "solved" if trial == 4 else "q"
         factory = Factory(
-            lambda task, number, q=question: Fails(on_step=lambda n, t: StepResult(message=None, done=True), question=q)
+            lambda task, number, q=question: Fails(
+                on_step=lambda n, t: StepResult(message=None, done=True), question=q
+            )
         )  # type: ignore[misc]
-        engine = scripted(lambda request, text, t=trial: f"plan {t}." if request.request_id.endswith("remark") else "a.")  # type: ignore[misc]
+        engine = scripted(
+            lambda request, text, t=trial: f"plan {t}." if request.request_id.endswith("remark") else "a."
+        )  # type: ignore[misc]
         runs = scheduler(engine, factory, hooks=(hook,), limits=Limits(step_timeout_s=60))
         traces += runs.run(tasks(1), modes=("m",) * 2, training_step=-1 - trial).traces
-    shown = [[n.message.content for _, path in trace.rollouts() for n in path if n.origin is Origin.MEMORY] for trace in traces]
+    shown = [
+        [n.message.content for _, path in trace.rollouts() for n in path if n.origin is Origin.MEMORY]
+        for trace in traces
+    ]
     assert shown[0] == [] and len(shown[1]) == 2
-    assert all(text.count("plan ") == min(trial, NUM_SHOWN) for trial, texts in enumerate(shown) for text in texts)
+    assert all(
+        text.count("plan ") == min(trial, NUM_SHOWN) for trial, texts in enumerate(shown) for text in texts
+    )
     assert "plan 0" not in shown[4][0] and "plan 3" in shown[4][0]
-    assert hook.plans["task 0", 0] == ["plan 0.", "plan 1.", "plan 2.", "plan 3."]  # the solved trial wrote none
+    # the solved trial wrote none
+    assert hook.plans["task 0", 0] == ["plan 0.", "plan 1.", "plan 2.", "plan 3."]
 
 
 def test_a_recipe_for_every_environment_is_valid() -> None:

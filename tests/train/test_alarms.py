@@ -1,4 +1,6 @@
-"""What a run says aloud: rollouts that were lost and why, steps that were skipped, and an evaluation without any result."""
+"""What a run says aloud: rollouts that were lost and why, steps that were skipped, and an evaluation without
+any result.
+"""
 
 import itertools
 import json
@@ -10,15 +12,16 @@ import pytest
 
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult
-from outrider.environments.tool_episode import ToolEnvironment
+from outrider.environments.tool_qa.episode import ToolEnvironment
 from outrider.errors import EnvironmentFault
 from outrider.metrics import declared_metric
+from outrider.rollout.faults import fault_line
 from outrider.trace import Leaf, Trace
-from outrider.train.alarms import fault_line, skipped_alarms, step_alarms
-from outrider.train.run_directory import RunDirectory
+from outrider.train.launch import run_training
+from outrider.train.metrics.alarms import skipped_alarms, step_alarms
+from outrider.train.metrics.step_metrics import retrieval_metrics, rollout_metrics
 from outrider.train.settings import RunSettings
-from outrider.train.start import run_training
-from outrider.train.step_metrics import retrieval_metrics, rollout_metrics
+from outrider.train.state.run_directory import RunDirectory
 from outrider.types import Message, Origin, Outcome, Task
 from tests.train.tool_run import write_tool_run
 
@@ -35,7 +38,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(recipe: Path, name: str, *overrides: str) -> Path:
-    settings = load_settings(RunSettings, file=recipe, overrides=["evaluation.every=0", "train.num_steps=1", *overrides])
+    settings = load_settings(
+        RunSettings, file=recipe, overrides=["evaluation.every=0", "train.num_steps=1", *overrides]
+    )
     run = recipe.parent / name
     run_training((RunDirectory.create(run, settings), settings), progress="plain", on_start=lambda stop: None)
     return run
@@ -60,7 +65,9 @@ def test_a_run_says_why_rollouts_were_lost_and_tried_again(
     assert "the simulator hung up" in told and "tries were repeated" in told
     [before] = [line for line in told.splitlines() if line.startswith("before training: ")]
     assert re.search(r" faults.*, [1-9]\d* tries repeated$", before)
-    record = next(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line)
+    record = next(
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line
+    )
     assert record["rollout/num_retries"] >= 1 and record["rollout/num_close_faults"] == 0
 
 
@@ -77,16 +84,22 @@ def test_b11_a_run_s_budget_of_policy_tokens_counts_the_tries_that_a_fault_broke
 
     monkeypatch.setattr(ToolEnvironment, "result", flaky)
     run = train(recipe, "discarded", "evaluation.at_start=false", "train.max_retries=9")
-    [record] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line]
+    [record] = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line
+    ]
     assert record["rollout/num_masked"] == 0 and record["tokens/discarded"] > 0
     assert record["tokens/policy_total"] == record["tokens/policy"] + record["tokens/discarded"]
 
 
-def test_an_evaluation_in_which_every_rollout_was_lost_is_no_result(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_in_which_every_rollout_was_lost_is_no_result(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recorded as a score of NaN it would count as done: a resumed run would never play it again."""
     with monkeypatch.context() as broken:
         broken.setattr(ToolEnvironment, "reset", _refuse)
-        with pytest.raises(EnvironmentFault, match="every rollout was lost to a fault: tasks-0: no simulator today"):
+        with pytest.raises(
+            EnvironmentFault, match="every rollout was lost to a fault: tasks-0: no simulator today"
+        ):
             train(recipe, "broken")
     run = recipe.parent / "broken"
     assert not (run / "evaluations.jsonl").exists() or not (run / "evaluations.jsonl").read_text()
@@ -102,12 +115,22 @@ def settings_of(recipe: Path) -> RunSettings:
 
 def test_a_step_without_any_rollout_is_an_alarm_with_its_reason(recipe: Path) -> None:
     values = {"rollout/num": 8.0, "rollout/num_masked": 8.0}
-    [line] = step_alarms(settings_of(recipe), step=3, values=values, fault_reasons=["environment_fault in a: dead", "b"])
-    assert line.startswith("ALARM: every rollout of step 3 was lost") and "environment_fault in a: dead (and 1 more)" in line
+    [line] = step_alarms(
+        settings_of(recipe), step=3, values=values, fault_reasons=["environment_fault in a: dead", "b"]
+    )
+    assert (
+        line.startswith("ALARM: every rollout of step 3 was lost")
+        and "environment_fault in a: dead (and 1 more)" in line
+    )
 
 
 def test_a_quiet_step_says_nothing(recipe: Path) -> None:
-    values = {"rollout/num": 8.0, "rollout/num_masked": 0.0, "rollout/num_tool_calls": 2.0, "grad/num_skipped": 0.0}
+    values = {
+        "rollout/num": 8.0,
+        "rollout/num_masked": 0.0,
+        "rollout/num_tool_calls": 2.0,
+        "grad/num_skipped": 0.0,
+    }
     assert step_alarms(settings_of(recipe), step=3, values=values, fault_reasons=[]) == []
 
 
@@ -129,7 +152,9 @@ def played(*, agent: str = "expert", cut: int = 0) -> Trace:
     token = {"logprobs": (-0.5,), "entropies": (0.5,)}
     trace.append(parent=None, origin=Origin.PROMPT, token_ids=(1,), message=seen)
     trace.append(parent=0, origin=Origin.POLICY, token_ids=(2,), message=said, **token)
-    trace.append(parent=1, origin=Origin.ENVIRONMENT, token_ids=(3,), message=seen, metadata={"num_tokens_cut": cut})
+    trace.append(
+        parent=1, origin=Origin.ENVIRONMENT, token_ids=(3,), message=seen, metadata={"num_tokens_cut": cut}
+    )
     found = {"num_tokens_cut": 0, "agent": agent, "step_ids": [1], "similarity": 1.0}
     trace.append(parent=2, origin=Origin.BUFFER, token_ids=(4,), message=seen, metadata=found)
     trace.append(parent=3, origin=Origin.POLICY, token_ids=(5,), message=said, **token)
@@ -141,9 +166,13 @@ def test_observations_that_were_cut_are_counted() -> None:
     assert rollout_metrics([played(cut=7), played(), played(cut=1)])["rollout/num_observations_cut"] == 2
 
 
-@pytest.mark.parametrize(("agent", "name"), [("", "unnamed"), ("lab/model-{x}", "lab_model-_x_"), ("expert", "expert")])
+@pytest.mark.parametrize(
+    ("agent", "name"), [("", "unnamed"), ("lab/model-{x}", "lab_model-_x_"), ("expert", "expert")]
+)
 def test_a_buffer_may_call_its_agents_anything(agent: str, name: str) -> None:
-    """The name of the metric has to be a declared one, or the run would end after its update and before its record."""
+    """The name of the metric has to be a declared one, or the run would end after its update and before its
+    record.
+    """
     values = retrieval_metrics([played(agent=agent)], [], {})
     assert values[f"retrieval/num_hits/{name}"] == 1.0
     for metric in values:

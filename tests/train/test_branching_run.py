@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from outrider.config import load_settings
 from outrider.errors import ConfigError
-from outrider.train.run_directory import RunDirectory
+from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
-from outrider.train.start import run_training
+from outrider.train.state.run_directory import RunDirectory
 from outrider.watch.traces import TraceReader
 from tests.train.tool_run import write_tool_run
 
@@ -27,7 +27,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(recipe: Path, name: str, *overrides: str) -> Path:
     settings = load_settings(
-        RunSettings, file=recipe, overrides=["evaluation.every=0", "train.num_steps=2", "train.tasks_per_step=6", *overrides]
+        RunSettings,
+        file=recipe,
+        overrides=["evaluation.every=0", "train.num_steps=2", "train.tasks_per_step=6", *overrides],
     )
     run = recipe.parent / name
     run_training((RunDirectory.create(run, settings), settings), progress="none", on_start=lambda stop: None)
@@ -49,7 +51,9 @@ def test_a_preset_trains_whole_groups_that_share_calls(recipe: Path, preset: str
     assert sum(record.get("branch/num_forks", 0) for record in records) > 0
     for record in records:
         on_paths = record["rollout/tool_calls_per_leaf"] * 48
-        assert record["rollout/num_tool_calls"] + record["rollout/num_tool_calls_shared"] == pytest.approx(on_paths)
+        assert record["rollout/num_tool_calls"] + record["rollout/num_tool_calls_shared"] == pytest.approx(
+            on_paths
+        )
     assert sum(record["rollout/num_tool_calls_shared"] for record in records) > 0
     page = (run / "report.html").read_text()
     assert "Branching groups" in page and "left in front of it" in page and "advantage" in page
@@ -59,14 +63,18 @@ def test_a_fork_shares_the_rows_of_its_prefix(recipe: Path) -> None:
     rows = TraceReader(train(recipe, "rows", "algorithm.base_probability=1.0") / "traces").read(1)
     children: dict[tuple[str, int], int] = {}
     for row in rows:
-        children[row.trace_id, row.parent_id] = children.get((row.trace_id, row.parent_id), 0) + (row.origin == "policy")
+        children[row.trace_id, row.parent_id] = children.get((row.trace_id, row.parent_id), 0) + (
+            row.origin == "policy"
+        )
     prompts = {(row.trace_id, row.node_id) for row in rows if row.origin == "prompt"}
     assert any(count > 1 for place, count in children.items() if place not in prompts)
 
 
 def test_one_seed_gives_the_same_tree_and_the_same_weights(recipe: Path) -> None:
     first, second = train(recipe, "first"), train(recipe, "second")
-    one, other = (load_file(run / "checkpoints" / "step-000002" / "masters.safetensors") for run in (first, second))
+    one, other = (
+        load_file(run / "checkpoints" / "step-000002" / "masters.safetensors") for run in (first, second)
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert [row.text for row in TraceReader(first / "traces").read(2)] == [
         row.text for row in TraceReader(second / "traces").read(2)
@@ -76,7 +84,11 @@ def test_one_seed_gives_the_same_tree_and_the_same_weights(recipe: Path) -> None
 def test_branching_and_retrieval_in_one_run(tmp_path: Path) -> None:
     """The tree holds retrieved steps and forks; leaves of one token have ratio scales of their own."""
     recipe = write_tool_run(tmp_path / "both")
-    branch = ["algorithm.branch.first_wave=5", "algorithm.branch.base_probability=1.0", "algorithm.group_size=8"]
+    branch = [
+        "algorithm.branch.first_wave=5",
+        "algorithm.branch.base_probability=1.0",
+        "algorithm.group_size=8",
+    ]
     run = train(recipe, "run", "algorithm.num_hybrid=4", *branch)
     records = steps(run)
     assert sum(record["branch/num_forks"] for record in records) > 0

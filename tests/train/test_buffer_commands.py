@@ -1,4 +1,6 @@
-"""``outrider buffer``: experts with the environment's own returns, endpoints, imports, statistics and queries."""
+"""``outrider buffer``: experts with the environment's own returns, endpoints, imports, statistics and
+queries.
+"""
 
 import json
 from pathlib import Path
@@ -11,12 +13,12 @@ from outrider.config import validate
 from outrider.environments.families import make_family
 from outrider.errors import ConfigError, DataError, EngineFault
 from outrider.memory.embedder import HashEmbedder
-from outrider.memory.history import history_text
-from outrider.memory.records import BuildReport
-from outrider.memory.steps import StepTraceBuffer
-from outrider.train import buffer_commands
-from outrider.train.buffer_commands import build_buffer, import_trajectories, print_hits, print_stats
-from outrider.train.experts import play_expert
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.steps.history import history_text
+from outrider.memory.steps.records import BuildReport
+from outrider.train.data import buffer_commands
+from outrider.train.data.buffer_commands import build_buffer, import_trajectories, print_hits, print_stats
+from outrider.train.data.experts import play_expert
 from outrider.train.settings import RunSettings
 from outrider.types import Step
 from tests.chat_server import Answer, Asked, chat_server
@@ -25,7 +27,11 @@ from tests.toy import ToyFamily
 
 
 def recipe(**buffer: Any) -> RunSettings:
-    tree = {"environment": {"type": "factbook"}, "algorithm": {"type": "rapo"}, "buffer": {"embedder": "hash", **buffer}}
+    tree = {
+        "environment": {"type": "factbook"},
+        "algorithm": {"type": "rapo"},
+        "buffer": {"embedder": "hash", **buffer},
+    }
     return validate(RunSettings, {**tree, "seed": 5, "train": {"max_retries": 1}})
 
 
@@ -38,7 +44,9 @@ def family(monkeypatch: pytest.MonkeyPatch) -> ToyFamily:
 
 
 def build(settings: RunSettings, out: Path, *, endpoint: str | None = None, num_trajectories: int = 3) -> int:
-    return build_buffer(settings, out=out, endpoint=endpoint, endpoint_model="default", num_trajectories=num_trajectories)
+    return build_buffer(
+        settings, out=out, endpoint=endpoint, endpoint_model="default", num_trajectories=num_trajectories
+    )
 
 
 def opened(path: Path) -> StepTraceBuffer:
@@ -47,21 +55,41 @@ def opened(path: Path) -> StepTraceBuffer:
 
 def table(text: str) -> dict[str, str]:
     """Rows of the printed two-column tables."""
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in text.splitlines()
+        if line.startswith("│")
+    ]
     return {row[0]: row[1] for row in cells if len(row) == 2}
 
 
-def test_experts_are_played_and_have_the_environments_return(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_experts_are_played_and_have_the_environments_return(
+    family: ToyFamily, tmp_path: Path, capsys: Any
+) -> None:
     assert build(recipe(), tmp_path / "b.sqlite") == 0
     with opened(tmp_path / "b.sqlite") as buffer:
         good, wrong = buffer.trajectory("expert/toy/0"), buffer.trajectory("expert/toy/1")
-        assert [step.reward for step in good] == [2.0, 2.0] and [step.reward for step in wrong] == [0.25, 0.25]
-        assert good[0].observation == "\n<result>\nit is 5\n</result>\n"  # what it claims is not what the environment says
+        assert [step.reward for step in good] == [2.0, 2.0] and [step.reward for step in wrong] == [
+            0.25,
+            0.25,
+        ]
+        # what it claims is not what the environment says
+        assert good[0].observation == "\n<result>\nit is 5\n</result>\n"
         assert [step.is_terminal for step in good] == [False, True]
-        assert good[1].history_text == history_text("question 0", [Step(text=good[0].text, observation=good[0].observation)])
+        assert good[1].history_text == history_text(
+            "question 0", [Step(text=good[0].text, observation=good[0].observation)]
+        )
     counts = table(capsys.readouterr().out)
-    assert (counts["num_tasks"], counts["num_tasks_without_expert"], counts["num_tasks_unsolved"]) == ("3", "1", "1")
-    assert (counts["num_inserted"], counts["num_steps_inserted"], counts["num_tasks_present"]) == ("2", "4", "0")
+    assert (counts["num_tasks"], counts["num_tasks_without_expert"], counts["num_tasks_unsolved"]) == (
+        "3",
+        "1",
+        "1",
+    )
+    assert (counts["num_inserted"], counts["num_steps_inserted"], counts["num_tasks_present"]) == (
+        "2",
+        "4",
+        "0",
+    )
     assert set(BuildReport.__dataclass_fields__) - {"revision"} <= set(counts)
     assert family.num_factories_open == 0 and family.num_closed == 2
 
@@ -81,7 +109,9 @@ def test_min_reward_acts_on_the_real_return(family: ToyFamily, tmp_path: Path, c
         assert buffer.trajectory("expert/toy/1") == []
 
 
-def test_an_experts_fault_is_retried_counted_and_named(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_an_experts_fault_is_retried_counted_and_named(
+    family: ToyFamily, tmp_path: Path, capsys: Any
+) -> None:
     family.broken.add("toy/0")
     build(recipe(), tmp_path / "b.sqlite")
     text = capsys.readouterr().out
@@ -90,7 +120,9 @@ def test_an_experts_fault_is_retried_counted_and_named(family: ToyFamily, tmp_pa
 
 
 def test_a_real_expert_gets_the_real_return() -> None:
-    settings = validate(RunSettings, {"environment": {"type": "factbook", "num_train": 2}, "algorithm": {"type": "grpo"}})
+    settings = validate(
+        RunSettings, {"environment": {"type": "factbook", "num_train": 2}, "algorithm": {"type": "grpo"}}
+    )
     factbook = make_family(settings.environment)
     factory = factbook.make()
     task = factbook.tasks("train")[0]
@@ -102,7 +134,9 @@ def test_a_real_expert_gets_the_real_return() -> None:
     factory.close()
 
 
-def test_an_endpoint_fills_the_buffer_and_a_second_run_asks_nothing(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_an_endpoint_fills_the_buffer_and_a_second_run_asks_nothing(
+    family: ToyFamily, tmp_path: Path, capsys: Any
+) -> None:
     with chat_server(lambda asked: models() if asked.path.endswith("models") else solver(asked)) as server:
         build(recipe(keep_best=2), tmp_path / "b.sqlite", endpoint=server.url)
         counts = table(capsys.readouterr().out)
@@ -118,7 +152,9 @@ def test_an_endpoint_fills_the_buffer_and_a_second_run_asks_nothing(family: ToyF
         assert buffer.stats().reward_quantiles == (2.0,) * 5
 
 
-def test_a_kill_between_buffer_and_log_costs_no_duplicate(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_a_kill_between_buffer_and_log_costs_no_duplicate(
+    family: ToyFamily, tmp_path: Path, capsys: Any
+) -> None:
     with chat_server(lambda asked: models() if asked.path.endswith("models") else solver(asked)) as server:
         build(recipe(), tmp_path / "b.sqlite", endpoint=server.url)
         log = tmp_path / "b.sqlite.collected.jsonl"
@@ -139,11 +175,15 @@ def test_a_log_without_its_buffer_is_of_another_one(family: ToyFamily, tmp_path:
     assert table(capsys.readouterr().out)["num_inserted"] == "9"
 
 
-def test_faults_of_rollouts_are_counted_named_and_played_again(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_faults_of_rollouts_are_counted_named_and_played_again(
+    family: ToyFamily, tmp_path: Path, capsys: Any
+) -> None:
     def script(asked: Asked) -> Answer:
         if asked.path.endswith("models"):
             return models()
-        return Answer({"message": "too long"}, status=400) if "question 1" in str(asked.body) else solver(asked)
+        return (
+            Answer({"message": "too long"}, status=400) if "question 1" in str(asked.body) else solver(asked)
+        )
 
     with chat_server(script) as server:
         build(recipe(), tmp_path / "b.sqlite", endpoint=server.url)
@@ -181,8 +221,17 @@ def chats(path: Path, *lines: Any) -> Path:
 
 
 def chat(answer: str, reward: float) -> dict[str, Any]:
-    said = [("user", "[red]why[/red]?"), ("assistant", "<search>sky</search>"), ("user", "blue"), ("assistant", answer)]
-    return {"question": "why?", "reward": reward, "messages": [{"role": role, "content": text} for role, text in said]}
+    said = [
+        ("user", "[red]why[/red]?"),
+        ("assistant", "<search>sky</search>"),
+        ("user", "blue"),
+        ("assistant", answer),
+    ]
+    return {
+        "question": "why?",
+        "reward": reward,
+        "messages": [{"role": role, "content": text} for role, text in said],
+    }
 
 
 def imported(file: Path, out: Path, **options: Any) -> int:
@@ -191,12 +240,22 @@ def imported(file: Path, out: Path, **options: Any) -> int:
 
 
 def test_import_counts_everything_and_can_be_repeated(tmp_path: Path, capsys: Any) -> None:
-    file, out = chats(tmp_path / "a.jsonl", chat("a", 1.0), "not json", chat("b", 0.5), chat("c", 0.0)), tmp_path / "b.sqlite"
+    file, out = (
+        chats(tmp_path / "a.jsonl", chat("a", 1.0), "not json", chat("b", 0.5), chat("c", 0.0)),
+        tmp_path / "b.sqlite",
+    )
     options: dict[str, Any] = {"min_reward": 0.25, "keep_best": 1, "skip_malformed": True}
     assert imported(file, out, **options) == 0
     text = capsys.readouterr().out
     counts = table(text)
-    names = ("num_malformed", "num_offered", "num_inserted", "num_outranked", "num_below_min_reward", "num_present")
+    names = (
+        "num_malformed",
+        "num_offered",
+        "num_inserted",
+        "num_outranked",
+        "num_below_min_reward",
+        "num_present",
+    )
     assert [counts[name] for name in names] == ["1", "3", "1", "1", "1", "0"]
     assert "malformed: " in text and "a.jsonl:2: not JSON" in text
     imported(file, out, **options)
@@ -208,7 +267,9 @@ def test_an_import_that_was_stopped_continues_to_the_same_contents(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffer_commands, "_PORTION", 2)
-    records = [chat(f"{answer} of {task}", 1.0) | {"question": task} for task in "abc" for answer in ("one", "two")]
+    records = [
+        chat(f"{answer} of {task}", 1.0) | {"question": task} for task in "abc" for answer in ("one", "two")
+    ]
     file = chats(tmp_path / "a.jsonl", *records)
     imported(file, tmp_path / "whole.sqlite")
     assert "import: 4 of 6 trajectories" in capsys.readouterr().out
@@ -239,7 +300,9 @@ def test_a_malformed_file_leaves_no_buffer(tmp_path: Path) -> None:
     assert not (tmp_path / "b.sqlite").exists()
 
 
-def test_stats_and_query_print_what_is_there(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_and_query_print_what_is_there(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "b.sqlite"
     imported(chats(tmp_path / "a.jsonl", chat("a [/red]", 1.0), chat("b", 0.5)), out)
@@ -251,12 +314,15 @@ def test_stats_and_query_print_what_is_there(tmp_path: Path, capsys: Any, monkey
     assert counts["rewards (min, quartiles, max)"] == "0.5, 0.625, 0.75, 0.875, 1"
     assert print_hits(out, embedder="hash", history="why?", k=5) == 0
     text = capsys.readouterr().out
-    assert text.count("1.0000") == 2 and text.count("<search>sky</search>") == 2 and "[/red]" not in text  # terminal: not shown
+    # terminal: not shown
+    assert text.count("1.0000") == 2 and text.count("<search>sky</search>") == 2 and "[/red]" not in text
     with pytest.raises(ConfigError, match="at least 1"):
         print_hits(out, embedder="hash", history="why?", k=0)
 
 
-def test_markup_in_texts_is_shown_as_it_is(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_markup_in_texts_is_shown_as_it_is(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     record = chat("a", 1.0)
     record["messages"][1]["content"] = "[bold]x[/bold] [/nonsense]"
@@ -267,12 +333,27 @@ def test_markup_in_texts_is_shown_as_it_is(tmp_path: Path, capsys: Any, monkeypa
 
 def test_the_command_line_reaches_all_four(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "r.toml"
-    file.write_text('[environment]\ntype = "factbook"\n[algorithm]\ntype = "rapo"\n[buffer]\nembedder = "hash"\n')
+    file.write_text(
+        '[environment]\ntype = "factbook"\n[algorithm]\ntype = "rapo"\n[buffer]\nembedder = "hash"\n'
+    )
     out = str(tmp_path / "b.sqlite")
     assert main(["buffer", "build", str(file), "--out", out]) == 0
     assert main(["buffer", "stats", out, "--embedder", "hash"]) == 0
     assert main(["buffer", "query", out, "question 0", "-k", "1", "--embedder", "hash"]) == 0
-    assert main(["buffer", "import", str(chats(tmp_path / "a.jsonl", chat("a", 1.0))), "--out", out, "--embedder", "hash"]) == 0
+    assert (
+        main(
+            [
+                "buffer",
+                "import",
+                str(chats(tmp_path / "a.jsonl", chat("a", 1.0))),
+                "--out",
+                out,
+                "--embedder",
+                "hash",
+            ]
+        )
+        == 0
+    )
     assert main(["buffer", "stats", str(tmp_path / "none"), "--embedder", "hash"]) == 1
     assert main(["buffer", "stats", out, "--embedder", "minilm"]) == 2
     assert capsys.readouterr().err.count("\n") == 2

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from outrider.errors import CheckpointError
-from outrider.train.checkpoint import (
+from outrider.train.components import load_weights
+from outrider.train.state.checkpoint import (
     checkpoints_newest_first,
     load_checkpoint,
     load_reference,
@@ -14,8 +15,7 @@ from outrider.train.checkpoint import (
     save_checkpoint,
     save_reference,
 )
-from outrider.train.components import load_weights
-from outrider.train.policy import OptimizerSettings, Policy
+from outrider.train.update.policy import OptimizerSettings, Policy
 from tests.tiny import tiny_model
 
 
@@ -39,8 +39,12 @@ def make(checkpoints: Path, *names: str) -> None:
         (checkpoints / name).mkdir(parents=True)
 
 
-def test_a_run_that_went_back_keeps_what_it_writes_and_not_the_damaged_ones_in_front_of_it(tmp_path: Path) -> None:
-    """Steps 20 and 30 were damaged, so the run went back to 0 and has now saved step 10: that is the one to continue from."""
+def test_a_run_that_went_back_keeps_what_it_writes_and_not_the_damaged_ones_in_front_of_it(
+    tmp_path: Path,
+) -> None:
+    """Steps 20 and 30 were damaged, so the run went back to 0 and has now saved step 10: that is the one to
+    continue from.
+    """
     make(tmp_path, "step-000000", "step-000010", "step-000020", "step-000030")
     prune_checkpoints(tmp_path, keep=2, newest=10)
     assert folders(tmp_path) == ["step-000000", "step-000010"]
@@ -60,7 +64,9 @@ def test_folders_that_a_user_made_are_no_checkpoints_and_stay(tmp_path: Path) ->
 
 
 def test_a_checkpoint_that_a_kill_left_half_written_goes_with_the_next_one(tmp_path: Path) -> None:
-    """A stop writes one at any step; killed inside it, a run goes on from an earlier one and never saves that step again."""
+    """A stop writes one at any step; killed inside it, a run goes on from an earlier one and never saves that
+    step again.
+    """
     half = tmp_path / ".step-000007.partial"
     half.mkdir()
     (half / "masters.safetensors").write_bytes(b"half")
@@ -77,7 +83,9 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
 
 
 def test_weights_for_another_run_are_checked_too(tmp_path: Path) -> None:
-    """``--checkpoint`` and ``model.initial_checkpoint`` take the weights alone: a changed bit must not be evaluated in silence."""
+    """``--checkpoint`` and ``model.initial_checkpoint`` take the weights alone: a changed bit must not be
+    evaluated in silence.
+    """
     checkpoint = tmp_path / "step-000001"
     save_checkpoint(checkpoint, policy(0), {"step": 1})
     load_weights(policy(1), checkpoint)

@@ -1,4 +1,6 @@
-"""What a run needs of its surroundings to continue to the same bits, and what it says where they have changed. In process."""
+"""What a run needs of its surroundings to continue to the same bits, and what it says where they have
+changed. In process.
+"""
 
 import json
 import shutil
@@ -10,14 +12,14 @@ from safetensors.torch import load_file
 
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.engines.processor import Processor
+from outrider.engines.local.processor import Processor
 from outrider.errors import CheckpointError, ConfigError
 from outrider.memory.embedder import load_embedder
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.train import trainer
-from outrider.train.run_directory import RunDirectory
+from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
-from outrider.train.start import run_training
+from outrider.train.state.run_directory import RunDirectory
 from tests.memory.builders import make_trajectory
 from tests.train.short_runs import assert_same, begin, interrupted, resume, rewrite_state
 from tests.train.tool_run import write_tool_run
@@ -43,7 +45,9 @@ def test_a_shared_buffer_may_grow_meanwhile(recipe: Path, tmp_path: Path) -> Non
     run = begin(recipe, tmp_path / "run")
     killed = interrupted(run)
     with StepTraceBuffer(recipe.parent / "buffer.sqlite", load_embedder("hash"), mode="write") as buffer:
-        buffer.add_trajectories([make_trajectory(f"new {i}", task=f"tasks-{i}", reward=2.0) for i in range(6)], keep_best=1)
+        buffer.add_trajectories(
+            [make_trajectory(f"new {i}", task=f"tasks-{i}", reward=2.0) for i in range(6)], keep_best=1
+        )
     resume(killed)
     assert_same(run, killed)
 
@@ -58,18 +62,29 @@ def test_a_stop_writes_what_is_finished_and_the_rest_has_the_same_bits(
         requests[0]()
         return []
 
-    given = ["evaluation.every=0", "train.num_steps=2", "evaluation.num_tasks=1", "train.checkpoint_every=100"]
+    given = [
+        "evaluation.every=0",
+        "train.num_steps=2",
+        "evaluation.num_tasks=1",
+        "train.checkpoint_every=100",
+    ]
     settings = load_settings(RunSettings, file=recipe, overrides=given)
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "step_alarms", alarms_of_the_first_step)
-        run_training((RunDirectory.create(stopped, settings), settings), progress="plain", on_start=requests.append)
-    assert "stopped on request after step 1 of 2, the checkpoint of step 1 is written" in capsys.readouterr().out
+        run_training(
+            (RunDirectory.create(stopped, settings), settings), progress="plain", on_start=requests.append
+        )
+    assert (
+        "stopped on request after step 1 of 2, the checkpoint of step 1 is written" in capsys.readouterr().out
+    )
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step-000000", "step-000001"]
     resume(stopped)
     assert_same(whole, stopped)
 
 
-@pytest.mark.parametrize(("change", "name"), [("other question", "train"), ("one more", "train"), ("test", "held-out")])
+@pytest.mark.parametrize(
+    ("change", "name"), [("other question", "train"), ("one more", "train"), ("test", "held-out")]
+)
 def test_tasks_that_changed_meanwhile_are_refused_before_anything_is_written(
     change: str, name: str, recipe: Path, tmp_path: Path
 ) -> None:
@@ -77,9 +92,15 @@ def test_tasks_that_changed_meanwhile_are_refused_before_anything_is_written(
     if change == "test":
         shutil.copy(folder / "tasks.jsonl", folder / "held-out.jsonl")
         text = recipe.read_text()
-        recipe.write_text(text.replace(f'test = {{ path = "{folder}/tasks', f'test = {{ path = "{folder}/held-out'))
+        recipe.write_text(
+            text.replace(f'test = {{ path = "{folder}/tasks', f'test = {{ path = "{folder}/held-out')
+        )
     killed = interrupted(begin(recipe, tmp_path / "run"))
-    before = {path: path.read_bytes() for path in sorted(killed.rglob("*")) if path.is_file() and path.name != "report.html"}
+    before = {
+        path: path.read_bytes()
+        for path in sorted(killed.rglob("*"))
+        if path.is_file() and path.name != "report.html"
+    }
     tasks = folder / ("held-out.jsonl" if change == "test" else "tasks.jsonl")
     lines = tasks.read_text().splitlines()
     place = 0 if change == "test" else -1  # only the first one is played in evaluations
@@ -97,9 +118,17 @@ def test_tasks_that_changed_meanwhile_are_refused_before_anything_is_written(
 
 def test_the_reference_of_the_kl_term_comes_back(recipe: Path, tmp_path: Path) -> None:
     recipe.write_text(recipe.read_text().replace(HYBRID, 'type = "grpo"\ngroup_size = 4\nkl_weight = 0.5'))
-    run = begin(recipe, tmp_path / "run", "update.num_mini_batches=2", "optimizer.warmup_steps=3", "algorithm.kl_estimator=k3")
+    run = begin(
+        recipe,
+        tmp_path / "run",
+        "update.num_mini_batches=2",
+        "optimizer.warmup_steps=3",
+        "algorithm.kl_estimator=k3",
+    )
     killed = interrupted(run)
-    first, last = (load_file(run / "checkpoints" / f"step-{step:06d}" / "masters.safetensors") for step in (0, 2))
+    first, last = (
+        load_file(run / "checkpoints" / f"step-{step:06d}" / "masters.safetensors") for step in (0, 2)
+    )
     assert any((first[name] != last[name]).any() for name in first)
     resume(killed)
     assert_same(run, killed)
@@ -111,7 +140,9 @@ def test_the_reference_of_the_kl_term_comes_back(recipe: Path, tmp_path: Path) -
         resume(killed)
 
 
-def test_a_checkpoint_that_does_not_know_tasks_or_reference_still_continues(recipe: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_know_tasks_or_reference_still_continues(
+    recipe: Path, tmp_path: Path
+) -> None:
     """As earlier versions wrote them."""
     run = begin(recipe, tmp_path / "run")
     killed = interrupted(run)
@@ -124,7 +155,9 @@ def test_a_checkpoint_that_does_not_know_tasks_or_reference_still_continues(reci
     assert_same(run, killed)
 
 
-def test_an_adaptation_is_no_training_run(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adaptation_is_no_training_run(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``train`` would pass over the trials in silence."""
     assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "evaluation.num_trials=2"]) == 2
     assert "evaluation.num_trials" in capsys.readouterr().err and not (tmp_path / "run").exists()
@@ -154,7 +187,7 @@ def test_another_processor_is_told_and_the_same_one_is_not(
     run_training(RunDirectory.open(here), progress="plain", on_start=lambda stop: None)
     assert "OTHER" not in capsys.readouterr().out
     other = Processor(model="another", instruction_sets=frozenset({"avx1024"}))
-    monkeypatch.setattr("outrider.train.versions.read_processor", lambda: other)
+    monkeypatch.setattr("outrider.train.state.versions.read_processor", lambda: other)
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX2")
     run_training(RunDirectory.open(elsewhere), progress="plain", on_start=lambda stop: None)
     (told,) = [line for line in capsys.readouterr().out.splitlines() if "OTHER" in line]
@@ -176,7 +209,10 @@ def test_a_dry_run_of_a_resumed_run_prints_its_settings_and_trains_nothing(
     ("arguments", "says"),
     [
         (("eval", "--run", "r", "--method", "reflexion"), "--method goes with --adapt"),
-        (("buffer", "build", "--out", "b.sqlite", "--endpoint-model", "m"), "--endpoint-model goes with --endpoint"),
+        (
+            ("buffer", "build", "--out", "b.sqlite", "--endpoint-model", "m"),
+            "--endpoint-model goes with --endpoint",
+        ),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.errors import CheckpointError, DataError
 from outrider.memory.embedder import load_embedder
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.metrics import writer
 from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import write_tool_run
@@ -70,7 +70,9 @@ def test_e5_a_changed_value_of_the_state_is_not_continued_from(
     assert_same(empo2, killed)
 
 
-@pytest.mark.parametrize("content", ["null", "[]", "{}", "", '{"checksums": null}', '{"checksums": {}}', "[" * 100_000, "\x00"])
+@pytest.mark.parametrize(
+    "content", ["null", "[]", "{}", "", '{"checksums": null}', '{"checksums": {}}', "[" * 100_000, "\x00"]
+)
 def test_e7_a_state_that_is_none_falls_back_to_the_checkpoint_before(
     content: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,12 +85,29 @@ def test_e7_a_state_that_is_none_falls_back_to_the_checkpoint_before(
 @pytest.mark.parametrize(
     "key", ["step", "num_policy_tokens", "num_metric_records", "hook_counts", "memory", "num_optimizer_steps"]
 )
-def test_e7_a_state_that_lacks_a_key_is_damaged(key: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_e7_a_state_that_lacks_a_key_is_damaged(
+    key: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = json.loads(newest(killed).read_text())
     del state[key], state["own_checksum"]  # as an earlier Outrider wrote it: without a checksum to tell
     newest(killed).write_text(json.dumps(state))
     resume(killed, progress="plain")
     assert f"state.json lacks '{key}'" in capsys.readouterr().out
+    assert_same(empo2, killed)
+
+
+def test_a_state_without_a_checksum_is_continued_from_and_told(
+    empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was read without a word: a damage that took the checksum's name away was one that nobody could
+    notice.
+    """
+    state = json.loads(newest(killed).read_text())
+    state["own_checksun"] = state.pop("own_checksum")
+    newest(killed).write_text(json.dumps(state))
+    resume(killed, progress="plain")
+    said = [line for line in capsys.readouterr().out.splitlines() if "NO CHECKSUM" in line]
+    assert len(said) == 1 and "state.json of step-000001" in said[0]
     assert_same(empo2, killed)
 
 
@@ -99,7 +118,9 @@ def test_e7_without_an_older_checkpoint_there_is_one_line(killed: Path) -> None:
         resume(killed)
 
 
-@pytest.mark.parametrize("line", ["null", "[]", '{"label": "before training"}', "\x00" * 40, '{"label": null', "[" * 100_000])
+@pytest.mark.parametrize(
+    "line", ["null", "[]", '{"label": "before training"}', "\x00" * 40, '{"label": null', "[" * 100_000]
+)
 @pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
 def test_e7_a_line_that_is_no_record_is_named(name: str, line: str, killed: Path) -> None:
     _, *others = (killed / name).read_text().splitlines()
@@ -144,6 +165,28 @@ def test_e8_a_missing_reference_is_missing_and_not_damaged(recipe: Path, tmp_pat
         resume(run)
 
 
+@pytest.mark.parametrize(
+    ("damage", "told"), [(Path.unlink, "is missing"), (lambda path: path.write_bytes(b""), "is not what")]
+)
+def test_the_reference_of_a_finished_run_is_looked_at(
+    damage: Callable[[Path], None],
+    told: str,
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The campaign of damages: it was cut, and the finished run said that all was well."""
+    plain = recipe.with_name("kl-finished.toml")
+    plain.write_text(recipe.read_text().replace("num_hybrid = 2", ""))
+    run = begin(plain, tmp_path / "run", "algorithm.type=grpo", "algorithm.kl_weight=0.5")
+    resume(run, progress="plain")
+    assert "DAMAGED" not in capsys.readouterr().out
+    damage(run / "reference.safetensors")
+    resume(run, progress="plain")
+    said = [line for line in capsys.readouterr().out.splitlines() if "DAMAGED RECORDS" in line]
+    assert len(said) == 1 and f"reference.safetensors {told}" in said[0]
+
+
 def test_e8_a_file_that_is_named_like_a_checkpoint_is_none_and_stays(empo2: Path, killed: Path) -> None:
     """Saving ended in "Not a directory", and so did the removal of old checkpoints."""
     notes = killed / "checkpoints" / "step-000002"
@@ -166,7 +209,9 @@ def lose_last_line(path: Path) -> None:
 
 def change_a_digit(path: Path) -> None:
     path.write_text(
-        path.read_text().replace('"num_faults": 0', '"num_faults": 7').replace('num_non_finite": 0', 'num_non_finite": 7')
+        path.read_text()
+        .replace('"num_faults": 0', '"num_faults": 7')
+        .replace('num_non_finite": 0', 'num_non_finite": 7')
     )
 
 
@@ -182,14 +227,25 @@ E6 = [
     ("metrics.jsonl", lose_last_line, "metrics.jsonl has "),
     ("metrics.jsonl", change_a_digit, "lines of metrics.jsonl are not what was written"),
     ("traces/step-000001.parquet", Path.unlink, "step-000001.parquet of the traces: missing"),
-    ("traces/evaluation-000.parquet", flip_in_the_middle, "evaluation-000.parquet of the traces: not what was written"),
+    (
+        "traces/evaluation-000.parquet",
+        flip_in_the_middle,
+        "evaluation-000.parquet of the traces: not what was written",
+    ),
     ("checkpoints/step-000002/records.json", lose_last_line, "records.json of step-000002 cannot be read"),
 ]
 
 
-@pytest.mark.parametrize(("name", "damage", "told"), E6, ids=[f"{name} {one.__name__}" for name, one, _ in E6])
+@pytest.mark.parametrize(
+    ("name", "damage", "told"), E6, ids=[f"{name} {one.__name__}" for name, one, _ in E6]
+)
 def test_e6_records_of_a_finished_run_that_vanish_are_told(
-    name: str, damage: Callable[[Path], None], told: str, empo2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    damage: Callable[[Path], None],
+    told: str,
+    empo2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = Path(shutil.copytree(empo2, tmp_path / "run"))
     damage(run / name)
@@ -214,5 +270,7 @@ def test_e6_a_whole_run_is_told_nothing_and_its_last_evaluation_can_be_made_agai
 def test_e6_lines_that_training_went_on_from_cannot_be_made_again(name: str, killed: Path) -> None:
     """A lost first line of the evaluations was made again, with the weights of now."""
     (killed / name).write_text("")
-    with pytest.raises(CheckpointError, match=f"{name} has 0 lines, its checkpoint was saved at .*put the file back"):
+    with pytest.raises(
+        CheckpointError, match=f"{name} has 0 lines, its checkpoint was saved at .*put the file back"
+    ):
         resume(killed)

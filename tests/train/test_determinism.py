@@ -1,4 +1,6 @@
-"""Two short trainings of one seed in one process give the same bits; what other code drew before does not matter."""
+"""Two short trainings of one seed in one process give the same bits; what other code drew before does not
+matter.
+"""
 
 from pathlib import Path
 
@@ -8,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import load_settings
-from outrider.engines import onednn
+from outrider.engines.local import onednn
 from outrider.errors import ConfigError
-from outrider.train.run_directory import RunDirectory
+from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
-from outrider.train.start import run_training
+from outrider.train.state.run_directory import RunDirectory
 from outrider.watch.traces import TraceReader
 from tests.train.tool_run import write_tool_run
 
@@ -56,8 +58,12 @@ def test_one_seed_gives_equal_bits_and_another_seed_does_not(recipe: Path) -> No
 def test_the_evaluation_before_training_may_be_left_out_and_changes_no_bit(recipe: Path) -> None:
     with_it = _train(recipe, "evaluated", "train.num_steps=2")
     without = _train(recipe, "not-evaluated", "train.num_steps=2", "evaluation.at_start=false")
-    assert _equal(_weights(with_it, 2), _weights(without, 2)) and not _equal(_weights(without, 2), _weights(without, 0))
-    labels = [[one["label"] for one in RunDirectory(run).finished_evaluations()] for run in (with_it, without)]
+    assert _equal(_weights(with_it, 2), _weights(without, 2)) and not _equal(
+        _weights(without, 2), _weights(without, 0)
+    )
+    labels = [
+        [one["label"] for one in RunDirectory(run).finished_evaluations()] for run in (with_it, without)
+    ]
     assert len(labels[0]) == 2 and labels[1] == labels[0][1:]
     with pytest.raises(ConfigError, match="nothing to do"):
         load_settings(RunSettings, file=recipe, overrides=["train.num_steps=0", "evaluation.at_start=false"])
@@ -71,7 +77,9 @@ def test_bfloat16_trains_without_packed_layers_for_it(recipe: Path, monkeypatch:
 
 
 def test_concurrency_decides_no_draw(recipe: Path) -> None:
-    """Which rollouts share a batch changes at most the last digits of a log-prob, and with it no token of these."""
+    """Which rollouts share a batch changes at most the last digits of a log-prob, and with it no token of
+    these.
+    """
     texts = []
     for number in (1, 3, 64):
         run = _train(recipe, f"concurrent-{number}", f"train.max_concurrent={number}", "train.num_steps=1")

@@ -1,4 +1,6 @@
-"""EMPO² end to end with a tiny real model: GRPO's bits without memory, the off-policy gradient by an independent way, a report."""
+"""EMPO² end to end with a tiny real model: GRPO's bits without memory, the off-policy gradient by an
+independent way, a report.
+"""
 
 import json
 import math
@@ -11,13 +13,13 @@ from safetensors.torch import load_file
 
 from outrider.algorithms.base import OffPolicyObjective
 from outrider.config import load_settings
-from outrider.engines.attention import Segment, TreePlan
+from outrider.engines.local.attention import Segment, TreePlan
 from outrider.trace import Leaf, Trace, without_memory
-from outrider.train.policy import OptimizerSettings, Policy
-from outrider.train.run_directory import RunDirectory
+from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
-from outrider.train.start import run_training
-from outrider.train.update import UpdateSettings, update
+from outrider.train.state.run_directory import RunDirectory
+from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.train.update.update import UpdateSettings, update
 from outrider.types import Message, Origin, Outcome, Task
 from tests.algorithms.tip_groups import vector
 from tests.tiny import tiny_model
@@ -36,12 +38,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(recipe: Path, name: str, *overrides: str, num_steps: int = 3, progress: Literal["none", "plain"] = "none") -> Path:
+def train(
+    recipe: Path, name: str, *overrides: str, num_steps: int = 3, progress: Literal["none", "plain"] = "none"
+) -> Path:
     settings = load_settings(
         RunSettings, file=recipe, overrides=["evaluation.every=0", f"train.num_steps={num_steps}", *overrides]
     )
     run = recipe.parent / name
-    run_training((RunDirectory.create(run, settings), settings), progress=progress, on_start=lambda stop: None)
+    run_training(
+        (RunDirectory.create(run, settings), settings), progress=progress, on_start=lambda stop: None
+    )
     return run
 
 
@@ -54,9 +60,16 @@ def test_without_memory_and_novelty_it_is_grpo_bit_for_bit(recipe: Path) -> None
     objective = ("algorithm.clip_high=0.3", "algorithm.dual_clip=10.0")
     grpo = train(recipe, "grpo", "algorithm.type=grpo", *objective)
     none = train(
-        recipe, "none", "algorithm.type=empo2", "algorithm.memory_probability=0", "algorithm.intrinsic_coefficient=0", *TIPS
+        recipe,
+        "none",
+        "algorithm.type=empo2",
+        "algorithm.memory_probability=0",
+        "algorithm.intrinsic_coefficient=0",
+        *TIPS,
     )
-    one, other = (load_file(run / "checkpoints" / "step-000003" / "masters.safetensors") for run in (grpo, none))
+    one, other = (
+        load_file(run / "checkpoints" / "step-000003" / "masters.safetensors") for run in (grpo, none)
+    )
     start = load_file(grpo / "checkpoints" / "step-000000" / "masters.safetensors")
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not all(torch.equal(one[name], start[name]) for name in one)
@@ -76,15 +89,21 @@ def test_a_preset_trains_in_all_modes(recipe: Path, preset: str) -> None:
         num_steps=6,
     )
     records = steps(run)
-    groups = {mode: sum(record[f"tips/num_groups_{mode}"] for record in records) for mode in ("plain", "tips_on", "tips_off")}
+    groups = {
+        mode: sum(record[f"tips/num_groups_{mode}"] for record in records)
+        for mode in ("plain", "tips_on", "tips_off")
+    }
     assert sum(groups.values()) == 12 and all(groups.values())
     assert sum(record["tips/num_shown"] for record in records) > 0 and records[-1]["tips/memory_size"] > 0
     assert all(record["rollout/num_masked"] == 0 for record in records)
     assert sum(record.get("tips/num_off_tokens", 0) for record in records) > 0
     for record in records:
         if record.get("tips/num_off_tokens"):
-            assert math.isfinite(record["tips/kl_acting_student"]) and 0 <= record["tips/masked_fraction"] <= 1
-            if preset == "empo2-alg1":  # one step on data of the same weights: the student is its own denominator
+            assert (
+                math.isfinite(record["tips/kl_acting_student"]) and 0 <= record["tips/masked_fraction"] <= 1
+            )
+            # one step on data of the same weights: the student is its own denominator
+            if preset == "empo2-alg1":
                 assert record["tips/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
         assert record["gap/logprob_mean"] < 1e-4  # the engine is compared with the context that it saw
     assert (run / "report.html").exists()
@@ -92,7 +111,9 @@ def test_a_preset_trains_in_all_modes(recipe: Path, preset: str) -> None:
 
 @pytest.mark.parametrize("q", [0, 1])
 def test_in_a_run_the_first_ratio_of_tips_on_is_one_and_that_of_tips_off_is_not(recipe: Path, q: int) -> None:
-    """Two optimiser steps that move nothing: denominators are scored before the first one, and only a context can tell them apart."""
+    """Two optimiser steps that move nothing: denominators are scored before the first one, and only a context
+    can tell them apart.
+    """
     run = train(
         recipe,
         f"ratios-{q}",
@@ -112,10 +133,17 @@ def test_in_a_run_the_first_ratio_of_tips_on_is_one_and_that_of_tips_off_is_not(
         assert is_one == (q == 0)
 
 
-def test_a_run_that_can_show_no_tip_says_so_at_its_start(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_can_show_no_tip_says_so_at_its_start(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Six tasks, two a step: after three steps none has been played twice."""
     for num_steps, scope, silent in ((3, "task", True), (4, "task", False), (3, "all", False)):
-        chosen = ("algorithm.type=empo2", "algorithm.memory_probability=1", f"algorithm.memory.scope={scope}", *TIPS)
+        chosen = (
+            "algorithm.type=empo2",
+            "algorithm.memory_probability=1",
+            f"algorithm.memory.scope={scope}",
+            *TIPS,
+        )
         run = train(recipe, f"said-{num_steps}-{scope}", *chosen, num_steps=num_steps, progress="plain")
         told = [line for line in capsys.readouterr().out.splitlines() if "NO TIPS" in line]
         shown = sum(record["tips/num_shown"] for record in steps(run))
@@ -125,7 +153,9 @@ def test_a_run_that_can_show_no_tip_says_so_at_its_start(recipe: Path, capsys: p
 
 
 def group(lm: Any, *, off: bool, num_with_tips: int = 2) -> Trace:
-    """Two rollouts of two turns, the first of them with tips of their own, with the log-probs of another policy."""
+    """Two rollouts of two turns, the first of them with tips of their own, with the log-probs of another
+    policy.
+    """
     trace = Trace(task=Task(key="t", question=""), modes=("tips_off" if off else "tips_on",) * 2)
     text = Message(role="user", content="x")
     draw = torch.Generator().manual_seed(7)
@@ -138,7 +168,9 @@ def group(lm: Any, *, off: bool, num_with_tips: int = 2) -> Trace:
         parent = root.node_id
         for _ in range(2):
             if rollout < num_with_tips:
-                parent = trace.append(parent=parent, origin=Origin.MEMORY, token_ids=ids(4), message=text).node_id
+                parent = trace.append(
+                    parent=parent, origin=Origin.MEMORY, token_ids=ids(4), message=text
+                ).node_id
             rest = trace.append(parent=parent, origin=Origin.ENVIRONMENT, token_ids=ids(2), message=text)
             said = ids(3)
             node = trace.append(
@@ -151,12 +183,16 @@ def group(lm: Any, *, off: bool, num_with_tips: int = 2) -> Trace:
             )
             node.credit = (advantage,) * 3
             parent = node.node_id
-        trace.finish(Leaf(node_id=parent, rollout=rollout, outcome=Outcome.FINISHED, episode_return=advantage))
+        trace.finish(
+            Leaf(node_id=parent, rollout=rollout, outcome=Outcome.FINISHED, episode_return=advantage)
+        )
     trace.without_memory = off
     return trace
 
 
-def reference(lm: Any, trace: Trace, objective: OffPolicyObjective) -> tuple[dict[str, torch.Tensor], list[float]]:
+def reference(
+    lm: Any, trace: Trace, objective: OffPolicyObjective
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The same gradient with one plain forward pass for each rollout and context."""
     policy = lm.model
     losses = []
@@ -207,7 +243,9 @@ def _owners(path: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("mask", ["token", "turn"])
 @pytest.mark.parametrize("num_with_tips", [0, 1])
 def test_the_mask_leaves_rollouts_alone_that_saw_no_tip(mask: Any, num_with_tips: int) -> None:
-    """B8: in a group that is trained without its tips. They cost no second pass either. The mask here takes every token it may."""
+    """B8: in a group that is trained without its tips. They cost no second pass either. The mask here takes
+    every token it may.
+    """
     lm = tiny_model(dtype=torch.float64)
     objective = OffPolicyObjective(student_mask=mask, min_probability=0.999, sampler_correction=None)
     trace = group(lm, off=True, num_with_tips=num_with_tips)
@@ -229,7 +267,9 @@ def updated(policy: Policy, trace: Trace, objective: OffPolicyObjective, *, max_
     step, score = policy.step, policy.score
 
     def keep(**options: Any) -> float:
-        found.update({name: master.grad.clone() for name, master in policy.masters.items() if master.grad is not None})
+        found.update(
+            {name: master.grad.clone() for name, master in policy.masters.items() if master.grad is not None}
+        )
         return step(**options)
 
     def count(batch: Any) -> Any:
@@ -245,10 +285,17 @@ def updated(policy: Policy, trace: Trace, objective: OffPolicyObjective, *, max_
 @pytest.mark.parametrize("old_context", ["acting", "student"])
 @pytest.mark.parametrize("mask", ["token", "turn", "none"])
 @pytest.mark.parametrize("max_tokens", [17, 1000])
-def test_the_off_policy_gradient_is_that_of_two_plain_passes(old_context: Any, mask: Any, max_tokens: int) -> None:
+def test_the_off_policy_gradient_is_that_of_two_plain_passes(
+    old_context: Any, mask: Any, max_tokens: int
+) -> None:
     lm = tiny_model(dtype=torch.float64, scale=9.0)
     objective = OffPolicyObjective(
-        old_context=old_context, student_mask=mask, min_probability=0.003, clip_high=0.3, dual_clip=10.0, sampler_correction=None
+        old_context=old_context,
+        student_mask=mask,
+        min_probability=0.003,
+        clip_high=0.3,
+        dual_clip=10.0,
+        sampler_correction=None,
     )
     trace = group(lm, off=True)
     wanted, ratios = reference(lm, trace, objective)
@@ -264,18 +311,28 @@ def test_the_off_policy_gradient_is_that_of_two_plain_passes(old_context: Any, m
 
 @pytest.mark.parametrize("repeats", [{"num_mini_batches": 2}, {"num_epochs": 2}])
 def test_tips_on_is_trained_in_the_context_that_it_acted_in(repeats: dict[str, int]) -> None:
-    """Denominators are scored apart where there are several steps; the engine's values are those of a plain pass with the tips."""
+    """Denominators are scored apart where there are several steps; the engine's values are those of a plain
+    pass with the tips.
+    """
     lm = tiny_model(dtype=torch.float64)
     groups = [group(lm, off=False) for _ in range(2)]
     with torch.no_grad():
         for _, path in (rollout for trace in groups for rollout in trace.rollouts()):
             acting = scored(lm.model, path).tolist()
-            assert max(abs(a - b) for a, b in zip(acting, scored(lm.model, without_memory(path)).tolist(), strict=True)) > 0.1
+            assert (
+                max(
+                    abs(a - b)
+                    for a, b in zip(acting, scored(lm.model, without_memory(path)).tolist(), strict=True)
+                )
+                > 0.1
+            )
             for node in (node for node in path if node.trainable):
                 node.logprobs, acting = tuple(acting[:3]), acting[3:]
     policy = Policy(lm, OptimizerSettings(learning_rate=1e-15))
     settings = UpdateSettings(max_logprob_gap=1e-5, **repeats)  # type: ignore[arg-type]
-    report = update(policy, groups, objective=OffPolicyObjective(), settings=settings, reference=None, first=True)
+    report = update(
+        policy, groups, objective=OffPolicyObjective(), settings=settings, reference=None, first=True
+    )
     assert policy.num_steps == 2 and "tips/num_off_tokens" not in report.metrics
     assert report.metrics["gap/logprob_max"] < 1e-5  # the model's norms are float32
     for name in ("ratio/min", "ratio/max"):
@@ -283,7 +340,9 @@ def test_tips_on_is_trained_in_the_context_that_it_acted_in(repeats: dict[str, i
 
 
 def test_a_step_makes_as_many_optimiser_steps_as_are_asked_for_and_drops_no_rollout() -> None:
-    """The released trainer makes one for every 128 rows and drops the rows that do not fill 16: up to 2 of the vector's 130."""
+    """The released trainer makes one for every 128 rows and drops the rows that do not fill 16: up to 2 of
+    the vector's 130.
+    """
     given, expected = vector("optimizer_steps_per_iteration")
     kept = [one[0] for one in expected["kept_steps_lastpartial"]]
     assert [rows - left for rows, left in zip(given["rows"], kept, strict=True)] == [0, 8, 2]
@@ -292,6 +351,10 @@ def test_a_step_makes_as_many_optimiser_steps_as_are_asked_for_and_drops_no_roll
         policy = Policy(lm, OptimizerSettings(learning_rate=1e-9))
         groups = [group(lm, off=False) for _ in range(3)]
         chosen = UpdateSettings(num_mini_batches=num_mini_batches, max_logprob_gap=99.0)
-        report = update(policy, groups, objective=OffPolicyObjective(), settings=chosen, reference=None, first=True)
+        report = update(
+            policy, groups, objective=OffPolicyObjective(), settings=chosen, reference=None, first=True
+        )
         assert policy.num_steps == num_mini_batches
-        assert report.num_scored_tokens == 3 * 12  # of every rollout of every group
+        # Of every rollout; the groups say the same, so a mini-batch computes them once, and its gap is over
+        # three times as many.
+        assert report.num_scored_tokens == num_mini_batches * 12

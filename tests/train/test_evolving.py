@@ -7,13 +7,13 @@ import pytest
 
 from outrider.config import validate
 from outrider.memory.embedder import load_embedder
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
-from outrider.train.evolving import evolve_buffer
-from outrider.train.experts import fill_buffer
+from outrider.train.data.buffer_growth import evolve_buffer
+from outrider.train.data.experts import fill_buffer
 from outrider.train.settings import BufferSettings, RunSettings
 from outrider.types import Step
 from tests.rollout.fakes import TOKENIZER
@@ -49,12 +49,16 @@ def solved(num_thoughts: int) -> Trace:
 def evolve(buffer: StepTraceBuffer, *num_thoughts: int) -> dict[str, int]:
     """Who is in the buffer after steps with one success each."""
     for step, count in enumerate(num_thoughts):
-        evolve_buffer(buffer, [solved(count)], settings=BufferSettings(evolve=True), step=step, count_tokens=len)
+        evolve_buffer(
+            buffer, [solved(count)], settings=BufferSettings(evolve=True), step=step, count_tokens=len
+        )
     return dict(buffer.stats().num_trajectories_by_agent)
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_long_rollouts_of_the_agent_do_not_push_the_expert_out(buffer: StepTraceBuffer, counted: bool) -> None:
+def test_long_rollouts_of_the_agent_do_not_push_the_expert_out(
+    buffer: StepTraceBuffer, counted: bool
+) -> None:
     """B6: nor do they where the expert's length is unknown."""
     count = len if counted else None
     fill_buffer(buffer, FAMILY, FAMILY.make(), FAMILY.tasks("train"), SETTINGS, print, count_tokens=count)
@@ -62,5 +66,13 @@ def test_long_rollouts_of_the_agent_do_not_push_the_expert_out(buffer: StepTrace
 
 
 def test_what_is_known_to_be_shorter_displaces_the_longest(buffer: StepTraceBuffer) -> None:
-    fill_buffer(buffer, FAMILY, FAMILY.make(), FAMILY.tasks("train"), SETTINGS, print, count_tokens=lambda text: 100 * len(text))
+    fill_buffer(
+        buffer,
+        FAMILY,
+        FAMILY.make(),
+        FAMILY.tasks("train"),
+        SETTINGS,
+        print,
+        count_tokens=lambda text: 100 * len(text),
+    )
     assert evolve(buffer, *range(20, 27)) == {"self": 5}

@@ -11,7 +11,7 @@ from outrider.config import validate
 from outrider.errors import ConfigError, EnvironmentFault
 from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
-from outrider.train.experts import ask_experts, play_expert
+from outrider.train.data.experts import ask_experts, play_expert
 from outrider.train.settings import RunSettings
 from outrider.types import Step, Task
 from tests.rollout.fakes import TOKENIZER
@@ -19,7 +19,9 @@ from tests.toy import ToyFamily
 
 
 def settings(**train: float) -> RunSettings:
-    return validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "train": train})
+    return validate(
+        RunSettings, {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "train": train}
+    )
 
 
 class Stubborn(ToyFamily):
@@ -49,7 +51,9 @@ class Stubborn(ToyFamily):
 def test_an_expert_that_hangs_is_given_up_and_asked_again(num_hangs: int, num_asked: int) -> None:
     family = Stubborn(num_hangs)
     began = time.monotonic()
-    paths, reasons = ask_experts(family, family.tasks("train"), settings(expert_timeout_s=0.3, max_retries=1), training_step=0)
+    paths, reasons = ask_experts(
+        family, family.tasks("train"), settings(expert_timeout_s=0.3, max_retries=1), training_step=0
+    )
     assert time.monotonic() - began < 30
     assert family.asked == {"toy/0": num_asked, "toy/1": 1, "toy/2": 1}
     assert family.num_family_closed == min(num_hangs, 2) + 1

@@ -1,16 +1,18 @@
-"""Supervised fine-tuning: the mean negative log-likelihood over the tokens of a batch, for any micro-batches, and nothing else's."""
+"""Supervised fine-tuning: the mean negative log-likelihood over the tokens of a batch, for any micro-batches,
+and nothing else's.
+"""
 
 import itertools
 
 import pytest
 import torch
 
-from outrider.engines.model import LanguageModel
+from outrider.engines.local.model import LanguageModel
 from outrider.errors import DataError
 from outrider.seeding import stream
 from outrider.trace import Trace
-from outrider.train.pack import RolloutPath
-from outrider.train.sft import ColdStartSettings, cold_start, successful_paths
+from outrider.train.data.sft import ColdStartSettings, cold_start, successful_paths
+from outrider.train.update.pack import RolloutPath
 from outrider.types import Origin
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import (  # noqa: F401
@@ -38,7 +40,9 @@ class Scheduled(Recorder):
 
 
 def solved(*, num: int = 3) -> tuple[list[Trace], list[RolloutPath]]:
-    """Groups with shared prompts, of which every other rollout was solved; what was credited before must not matter."""
+    """Groups with shared prompts, of which every other rollout was solved; what was credited before must not
+    matter.
+    """
     traces = [random_trace(seed, key=str(seed)) for seed in range(num)]
     for rollout, leaf in itertools.chain.from_iterable(trace.leaves.items() for trace in traces):
         leaf.success = leaf.episode_return is not None and rollout % 2 == 0
@@ -53,10 +57,17 @@ def test_every_step_is_the_mean_over_the_tokens_of_its_batch(max_tokens: int) ->
     plain, policy = eager(model), Scheduled(model)
     losses: list[dict[str, float]] = []
     num_steps = cold_start(
-        policy, paths, chosen, run_seed=4, max_tokens=max_tokens, on_step=lambda done, total, values: losses.append(values)
+        policy,
+        paths,
+        chosen,
+        run_seed=4,
+        max_tokens=max_tokens,
+        on_step=lambda done, total, values: losses.append(values),
     )
     orders = [stream(4, "cold start order", epoch).permutation(len(paths)) for epoch in range(2)]
-    batches = [[paths[i] for i in order[start : start + 2]] for order in orders for start in range(0, len(order), 2)]
+    batches = [
+        [paths[i] for i in order[start : start + 2]] for order in orders for start in range(0, len(order), 2)
+    ]
     assert num_steps == len(batches) == len(losses) == len(policy.gradients) > 4
     for batch, found, values in zip(batches, policy.gradients, losses, strict=True):
         logprobs = torch.cat(padded_logprobs(plain, batch))
@@ -67,13 +78,16 @@ def test_every_step_is_the_mean_over_the_tokens_of_its_batch(max_tokens: int) ->
             for name, parameter in plain.named_parameters():
                 parameter.add_(shift(name, parameter))
     falling = [0.5 * (1.0 - 0.9 * number / num_steps) for number in range(num_steps)]
-    assert policy.rates == pytest.approx([0.5 * falling[0], *falling[1:]])  # the first of two steps of a warm-up
+    # the first of two steps of a warm-up
+    assert policy.rates == pytest.approx([0.5 * falling[0], *falling[1:]])
 
 
 def test_only_solved_rollouts_and_only_what_the_policy_says_are_imitated() -> None:
     traces, paths = solved()
     kept = [path for trace in traces for leaf, path in trace.rollouts() if leaf.success]
-    assert [path.nodes for path in paths] == kept and [path.rollout_index for path in paths] == list(range(len(kept)))
+    assert [path.nodes for path in paths] == kept and [path.rollout_index for path in paths] == list(
+        range(len(kept))
+    )
     for path in kept:
         for node in path:
             assert node.origin is not Origin.POLICY or node.credit == (1.0,) * len(node.token_ids)

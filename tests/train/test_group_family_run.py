@@ -1,4 +1,6 @@
-"""Every method of the group family end to end with a tiny real model; supervised fine-tuning as a run of its own."""
+"""Every method of the group family end to end with a tiny real model; supervised fine-tuning as a run of its
+own.
+"""
 
 import json
 import shutil
@@ -11,13 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.config import load_settings
-from outrider.environments.tools import ToolsFamily
-from outrider.train.policy import OptimizerSettings, Policy
-from outrider.train.reward_kl import measure_kl
-from outrider.train.run_directory import RunDirectory
+from outrider.environments.tool_qa.family import ToolsFamily
+from outrider.train import components
+from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
-from outrider.train.start import run_training
-from outrider.train.update import rollout_paths
+from outrider.train.state.run_directory import RunDirectory
+from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.train.update.reward_kl import measure_kl
+from outrider.train.update.update import rollout_paths
 from outrider.types import Step, Task
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import double_precision, eager, padded_logprobs, random_trace  # noqa: F401
@@ -73,7 +76,8 @@ RUNS: dict[str, list[str]] = {
     "cispo": [GRPO, "algorithm.preset=cispo-official", "algorithm.group_size=4", "update.num_mini_batches=2"],
     "rloo": [GRPO, "algorithm.preset=rloo-trl", "algorithm.group_size=4"],
     "dr-grpo": [GRPO, "algorithm.preset=dr-grpo", "algorithm.group_size=4", "algorithm.max_length=300"],
-    "rejection": ["algorithm.type=rejection", "algorithm.group_size=12", "algorithm.threshold=0.5"],  # one rollout in 15 passes
+    # one rollout in 15 passes
+    "rejection": ["algorithm.type=rejection", "algorithm.group_size=12", "algorithm.threshold=0.5"],
     "engine masks": [GRPO, "algorithm.group_size=4", "algorithm.sampler_rejection={upper = 2.0}"],
 }  # fmt: skip
 
@@ -87,13 +91,20 @@ def test_a_method_trains_and_one_seed_gives_the_same_weights(recipe: Path, name:
     for record in found:
         assert record["rollout/num_masked"] == 0 and record["grad/num_skipped"] == 0
     if name.startswith("rejection"):
-        assert any(0 < record["rejection/kept_fraction"] <= record["rejection/passed_fraction"] < 1 for record in found)
+        assert any(
+            0 < record["rejection/kept_fraction"] <= record["rejection/passed_fraction"] < 1
+            for record in found
+        )
         assert all(record["loss/policy"] >= 0 for record in found if "loss/policy" in record)
     if name == "dapo":
         assert sum(record["group/num_extra_batches"] for record in found) > 0
-        assert all(record["group/num"] - record["group/num_dropped"] + record["group/num_missing"] == 2 for record in found)
+        assert all(
+            record["group/num"] - record["group/num_dropped"] + record["group/num_missing"] == 2
+            for record in found
+        )
         assert all(record["reward/overlong_mean"] < 0 for record in found if record["group/num_missing"] < 2)
-        assert all(record["reward/max"] in (0.0, 1.0) for record in found)  # the environment's, without the punishment
+        # the environment's, without the punishment
+        assert all(record["reward/max"] in (0.0, 1.0) for record in found)
     if name == "gppo":
         assert all(record["loss/positive_nll"] > 0 for record in found if record["reward/success_rate"] > 0)
     if "KL" in name:
@@ -106,11 +117,18 @@ def test_a_method_trains_and_one_seed_gives_the_same_weights(recipe: Path, name:
 
 
 def test_dynamic_sampling_that_drops_nothing_is_the_plain_run_bit_for_bit(recipe: Path) -> None:
-    """A metric that always differs: all groups that a plain run would train on have spread, or both runs train on none."""
+    """A metric that always differs: all groups that a plain run would train on have spread, or both runs
+    train on none.
+    """
     plain = train(recipe, "plain", GRPO, "algorithm.group_size=4", "train.num_steps=1")
     found = records(plain)[0]
     filtered = train(
-        recipe, "filtered", GRPO, "algorithm.group_size=4", "train.num_steps=1", "algorithm.dynamic_sampling.max_extra_batches=0"
+        recipe,
+        "filtered",
+        GRPO,
+        "algorithm.group_size=4",
+        "train.num_steps=1",
+        "algorithm.dynamic_sampling.max_extra_batches=0",
     )
     dropped = records(filtered)[0]["group/num_dropped"]
     assert dropped == found["group/num_without_signal_no_spread"]
@@ -121,11 +139,23 @@ def test_dynamic_sampling_that_drops_nothing_is_the_plain_run_bit_for_bit(recipe
 
 
 def test_dynamic_sampling_continues_from_its_cursor_to_the_same_bits(recipe: Path) -> None:
-    """As a kill after step 1 of 3 leaves it: the newest checkpoint is older than metrics and traces. Kills: test_resume.py."""
-    run = train(recipe, "cursor", *RUNS["dapo"], "train.num_steps=3", "train.checkpoint_every=1", "train.keep_checkpoints=9")
-    states = [json.loads((run / "checkpoints" / f"step-{step:06d}" / "state.json").read_text()) for step in range(4)]
+    """As a kill after step 1 of 3 leaves it: the newest checkpoint is older than metrics and traces. Kills:
+    test_resume.py.
+    """
+    run = train(
+        recipe,
+        "cursor",
+        *RUNS["dapo"],
+        "train.num_steps=3",
+        "train.checkpoint_every=1",
+        "train.keep_checkpoints=9",
+    )
+    states = [
+        json.loads((run / "checkpoints" / f"step-{step:06d}" / "state.json").read_text()) for step in range(4)
+    ]
     cursors = [state["task_cursor"] for state in states]
-    assert cursors[0] == 0 and cursors[3] > 6 and cursors == sorted(cursors)  # further than the step's number times its tasks
+    # further than the step's number times its tasks
+    assert cursors[0] == 0 and cursors[3] > 6 and cursors == sorted(cursors)
     killed = recipe.parent / "cursor-killed"
     shutil.copytree(run, killed)
     for step in (2, 3):
@@ -137,13 +167,18 @@ def test_dynamic_sampling_continues_from_its_cursor_to_the_same_bits(recipe: Pat
         assert (run / place).read_bytes() == (killed / place).read_bytes(), name
     clock = ("time/", "speed/", "memory/")
     first, second = (
-        [{name: value for name, value in record.items() if not name.startswith(clock)} for record in records(one)]
+        [
+            {name: value for name, value in record.items() if not name.startswith(clock)}
+            for record in records(one)
+        ]
         for one in (run, killed)
     )
     assert first == second and len(first) == 3
 
 
-def test_a_step_without_a_single_group_is_said_and_survived(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_without_a_single_group_is_said_and_survived(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = load_settings(
         RunSettings,
         file=recipe,
@@ -173,7 +208,14 @@ def test_fine_tuning_alone_is_a_run_with_an_evaluation_after_it(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ToolsFamily, "expert", _expert)
-    options = ["train.num_steps=0", "cold_start.num_examples=6", "cold_start.batch_size=6", "cold_start.num_epochs=8", GRPO]
+    monkeypatch.setattr(components, "require_experts", lambda settings: None)  # they have one here
+    options = [
+        "train.num_steps=0",
+        "cold_start.num_examples=6",
+        "cold_start.batch_size=6",
+        "cold_start.num_epochs=8",
+        GRPO,
+    ]
     run = train(recipe, "sft", *options, "algorithm.kl_weight=0.1", "cold_start.learning_rate=1e-3")
     losses = [record["sft/loss"] for record in records(run, "sft")]
     assert len(losses) == 8 and losses[-1] < losses[0] and not records(run)
@@ -181,13 +223,18 @@ def test_fine_tuning_alone_is_a_run_with_an_evaluation_after_it(
     assert labels == ["before training", "after cold start"]
     assert weights(run, 0) and (run / "report.html").exists()
     capsys.readouterr()
-    resumed = (RunDirectory(run), load_settings(RunSettings, file=run / "config.toml"))  # this process holds its lock
+    # this process holds its lock
+    resumed = (RunDirectory(run), load_settings(RunSettings, file=run / "config.toml"))
     run_training(resumed, progress="plain", on_start=lambda stop: None)
     assert "this run is finished" in "".join(capsys.readouterr())
     assert len((run / "evaluations.jsonl").read_text().splitlines()) == 2
     # Its weights are where another run begins.
     after = train(
-        recipe, "after-sft", GRPO, f"model.initial_checkpoint={run / 'checkpoints' / 'step-000000'}", "train.num_steps=1"
+        recipe,
+        "after-sft",
+        GRPO,
+        f"model.initial_checkpoint={run / 'checkpoints' / 'step-000000'}",
+        "train.num_steps=1",
     )
     assert all(torch.equal(value, weights(run, 0)[name]) for name, value in weights(after, 0).items())
 
@@ -203,13 +250,23 @@ def test_a_cold_start_goes_on_without_the_experts_that_hang(
         return _expert(self, task, seed)
 
     monkeypatch.setattr(ToolsFamily, "expert", hangs)
-    options = ["train.num_steps=0", "cold_start.num_examples=6", "cold_start.batch_size=6", GRPO, "train.max_retries=0"]
+    monkeypatch.setattr(components, "require_experts", lambda settings: None)  # they have one here
+    options = [
+        "train.num_steps=0",
+        "cold_start.num_examples=6",
+        "cold_start.batch_size=6",
+        GRPO,
+        "train.max_retries=0",
+    ]
     settings = load_settings(RunSettings, file=recipe, overrides=[*options, "train.expert_timeout_s=1"])
     run = recipe.parent / "hanging"
     run_training((RunDirectory.create(run, settings), settings), progress="plain", on_start=lambda stop: None)
     release.set()
     told = "".join(capsys.readouterr())
-    assert "cold start: 1 of 6 expert rollouts were lost to faults: the expert of " in told and "no answer within 1 s" in told
+    assert (
+        "cold start: 1 of 6 expert rollouts were lost to faults: the expert of " in told
+        and "no answer within 1 s" in told
+    )
     assert "5 of 6 expert rollouts solved their task" in told and records(run, "sft")
 
 

@@ -31,7 +31,10 @@ def test_the_first_asks_for_a_stop_and_the_exit_status_tells(capfd: pytest.Captu
         asked.append("went on to the end of the step")
 
     assert _stoppable(run) == 130
-    assert asked == ["stop", "went on to the end of the step"] and "A second signal ends at once" in capfd.readouterr().err
+    assert (
+        asked == ["stop", "went on to the end of the step"]
+        and "A second signal ends at once" in capfd.readouterr().err
+    )
 
 
 def test_a_wrapper_may_send_one_request_twice(capfd: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +49,9 @@ def test_a_wrapper_may_send_one_request_twice(capfd: pytest.CaptureFixture[str])
         asked.append("went on to the end of the step")
 
     assert _stoppable(run) == 130
-    assert asked == ["stop", "went on to the end of the step"] and capfd.readouterr().err.count("outrider:") == 1
+    assert (
+        asked == ["stop", "went on to the end of the step"] and capfd.readouterr().err.count("outrider:") == 1
+    )
 
 
 def test_sigterm_alone_is_a_clean_exit() -> None:
@@ -127,7 +132,9 @@ def test_a_second_signal_of_any_kind_ends_whatever_the_run_is_doing(
     stuck: str, signals: tuple[signal.Signals, signal.Signals], asks: bool
 ) -> None:
     code = COMMAND.format(stuck=stuck, asks=asks)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "stuck\n"
     try:
         for number in signals:
@@ -144,8 +151,14 @@ def test_a_second_signal_of_any_kind_ends_whatever_the_run_is_doing(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["train", "x.toml", "--run", "r"], "outrider: interrupted; continue with: outrider train --resume r\n"),
-        (["train", "--resume", "my run"], "outrider: interrupted; continue with: outrider train --resume 'my run'\n"),
+        (
+            ["train", "x.toml", "--run", "r"],
+            "outrider: interrupted; continue with: outrider train --resume r\n",
+        ),
+        (
+            ["train", "--resume", "my run"],
+            "outrider: interrupted; continue with: outrider train --resume 'my run'\n",
+        ),
         (["buffer", "build", "x.toml", "--out", "b"], "outrider: interrupted; the same command continues\n"),
         (["view", "r"], "outrider: interrupted\n"),
     ],
@@ -160,3 +173,16 @@ def test_e8_an_interrupted_command_says_how_it_goes_on_where_it_does(
         monkeypatch.setattr(cli, command, interrupted)
     assert cli.main(arguments) == 130
     assert capsys.readouterr().err == told
+
+
+def test_an_interruption_while_the_arguments_are_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The campaign of kills sends a SIGINT from the first instant of the command on."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_parser", interrupted)
+    assert cli.main(["view", "r"]) == 130
+    assert capsys.readouterr().err == "outrider: interrupted\n"

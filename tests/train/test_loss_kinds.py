@@ -1,15 +1,17 @@
-"""Every token loss and sampler correction in the real update: gradients of a written-out reference, for any micro-batches."""
+"""Every token loss and sampler correction in the real update: gradients of a written-out reference, for any
+micro-batches.
+"""
 
 from typing import Any
 
 import pytest
 import torch
 
-from outrider.algorithms.arpo import ArpoSettings
+from outrider.algorithms.arpo.algorithm import ArpoSettings
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.train.update import UpdateSettings, rollout_paths, update
+from outrider.train.update.update import UpdateSettings, rollout_paths, update
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import (  # noqa: F401
     Recorder,
@@ -70,7 +72,9 @@ def written(logprobs: Any, olds: Any, paths: Any, o: ObjectiveSettings) -> torch
             mean = float(difference.mean().exp())
             correction = torch.full_like(difference, mean if 0.12 <= mean <= 2.0 else 0.0)
         if (mask := o.sampler_rejection) is not None and mask.statistic == "k1":
-            correction = correction * ((-difference).exp() >= mask.lower) * ((-difference).exp() <= mask.upper)
+            correction = (
+                correction * ((-difference).exp() >= mask.lower) * ((-difference).exp() <= mask.upper)
+            )
         elif mask is not None:
             correction = correction * float((difference.exp() - 1 - difference).mean() <= mask.upper)
         log_ratio = (own - old.detach()).detach()
@@ -88,7 +92,9 @@ def written(logprobs: Any, olds: Any, paths: Any, o: ObjectiveSettings) -> torch
 
 @pytest.mark.parametrize("options", LOSSES, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
-def test_gradients_of_every_step_are_those_of_the_written_loss(options: dict[str, Any], max_tokens: int) -> None:
+def test_gradients_of_every_step_are_those_of_the_written_loss(
+    options: dict[str, Any], max_tokens: int
+) -> None:
     objective = validate(ObjectiveSettings, options)
     model = tiny_model(dtype=torch.float64)
     plain = eager(model)

@@ -1,4 +1,6 @@
-"""Upstream losses, weights and masks through the real update: a policy whose log-probs are the vector's takes the model's place."""
+"""Upstream losses, weights and masks through the real update: a policy whose log-probs are the vector's takes
+the model's place.
+"""
 
 import json
 from collections.abc import Sequence
@@ -11,9 +13,9 @@ import torch
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import validate
-from outrider.train.pack import PackedBatch
-from outrider.train.policy import OptimizerSettings, Policy, TokenScores
-from outrider.train.update import UpdateSettings, update
+from outrider.train.update.pack import PackedBatch
+from outrider.train.update.policy import OptimizerSettings, Policy, TokenScores
+from outrider.train.update.update import UpdateSettings, update
 from tests.algorithms.grouped import Played, trace_of
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -26,7 +28,9 @@ ANY = 1e9  # a cap that nothing reaches
 
 
 class VectorPolicy:
-    """Scores entries with the numbers of padded rows: the old ones while no gradient is wanted, then the new ones."""
+    """Scores entries with the numbers of padded rows: the old ones while no gradient is wanted, then the new
+    ones.
+    """
 
     num_steps = 0
     settings = OptimizerSettings()
@@ -38,7 +42,9 @@ class VectorPolicy:
 
     def score(self, batch: PackedBatch) -> TokenScores:
         entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
-        rows, columns = zip(*((self.places[r][0], self.places[r][1][ordinal]) for r, ordinal in entries), strict=True)
+        rows, columns = zip(
+            *((self.places[r][0], self.places[r][1][ordinal]) for r, ordinal in entries), strict=True
+        )
         values = (self.new if torch.is_grad_enabled() else self.old)[list(rows), list(columns)]
         return TokenScores(logprobs_T=values, entropies_T=torch.zeros_like(values))
 
@@ -64,7 +70,9 @@ def run(
     engine: Any = None,
     keeps_empty: bool = False,
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """The policy loss and its gradient [rows, width], and the metrics of two equal epochs; one rollout a micro-batch."""
+    """The policy loss and its gradient [rows, width], and the metrics of two equal epochs; one rollout a
+    micro-batch.
+    """
     mask = torch.tensor(inputs["response_mask"] if "response_mask" in inputs else inputs["mask"]) > 0
     new_rows = wide(inputs["log_prob"] if new is None else new, mask.shape).clone()
     old_rows = new_rows.detach().clone() if old is None and "old_log_prob" not in inputs else wide(
@@ -95,10 +103,12 @@ CLIP = {"sampler_correction": "none"}
 SM = {"aggregation": "sequence_mean_token_mean"}
 HIGH = {"clip_high": 0.28}
 LOSSES: dict[str, dict[str, Any]] = {
-    "loss.ppo_clip.sym0.2.seq-mean-token-sum.verl": CLIP | {"dual_clip": 3.0, "aggregation": "sequence_mean_token_sum"},
+    "loss.ppo_clip.sym0.2.seq-mean-token-sum.verl": CLIP
+    | {"dual_clip": 3.0, "aggregation": "sequence_mean_token_sum"},
     "loss.ppo_clip.sym0.2.seq-mean-token-mean.verl": CLIP | SM | {"dual_clip": 3.0},
     "loss.dapo.clip0.2_0.28.c3.0.verl": CLIP | HIGH | {"dual_clip": 3.0},
-    "loss.dr_grpo.norm_const.verl": CLIP | {"dual_clip": 3.0, "aggregation": "constant_length", "max_length": 16},
+    "loss.dr_grpo.norm_const.verl": CLIP
+    | {"dual_clip": 3.0, "aggregation": "constant_length", "max_length": 16},
     "loss.dapo.with_tis.verl": HIGH | {"dual_clip": 10.0, "sampler_correction": ANY},
     "loss.clip_higher.klear": CLIP | HIGH | {"dual_clip": 10.0},
     "loss.tree_grpo.dual_clip": CLIP | {"dual_clip": 3.0},
@@ -115,7 +125,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "loss.gppo.0.2_0.28.c10.0": CLIP | HIGH | {"loss": "gppo", "dual_clip": 10.0},
     "loss.sft.luffy": CLIP | {"loss": "reinforce"},
     "loss.trl.dapo.token_tis2": HIGH | {"sampler_correction": ANY},
-    "loss.openrlhf.icepop": HIGH | {"sampler_outside": "zero", "sampler_floor": 0.5, "sampler_correction": 5.0},
+    "loss.openrlhf.icepop": HIGH
+    | {"sampler_outside": "zero", "sampler_floor": 0.5, "sampler_correction": 5.0},
     "loss.openrlhf.seq-mask-tis": HIGH
     | {"sampler_correction": ANY, "sampler_rejection": {"scope": "mean", "lower": 0.2, "upper": 2.0}},
 }
@@ -144,20 +155,28 @@ def test_losses(name: str) -> None:
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "tis.verl.token.0.5_2.0": {"sampler_outside": "zero", "sampler_floor": 0.5},
-    "tis.verl.sequence.0.5_2.0": {"sampler_outside": "zero", "sampler_floor": 0.5, "sampler_level": "sequence"},
+    "tis.verl.sequence.0.5_2.0": {
+        "sampler_outside": "zero",
+        "sampler_floor": 0.5,
+        "sampler_level": "sequence",
+    },
     "tis.trl.token_truncate": {},
     "tis.trl.token_mask": {"sampler_outside": "zero"},
     "tis.trl.sequence_mask": {"sampler_outside": "zero", "sampler_level": "sequence"},
     "rs.verl.token_k1.0.5_2.0": CLIP | {"sampler_rejection": {"lower": 0.5, "upper": 2.0}},
     "rs.verl.token_k1.0.4_1.3": CLIP | {"sampler_rejection": {"lower": 0.4, "upper": 1.3}},
-    "rs.verl.seq_mean_k1.0.9_1.1": CLIP | {"sampler_rejection": {"scope": "mean", "lower": 0.9, "upper": 1.1}},
-    "rs.verl.seq_mean_k3.0.05": CLIP | {"sampler_rejection": {"statistic": "k3", "scope": "mean", "upper": 0.05}},
+    "rs.verl.seq_mean_k1.0.9_1.1": CLIP
+    | {"sampler_rejection": {"scope": "mean", "lower": 0.9, "upper": 1.1}},
+    "rs.verl.seq_mean_k3.0.05": CLIP
+    | {"sampler_rejection": {"statistic": "k3", "scope": "mean", "upper": 0.05}},
 }
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_and_masks(name: str) -> None:
-    """With REINFORCE and advantages of 1 the gradient is the weight itself, over the tokens that the denominator keeps."""
+    """With REINFORCE and advantages of 1 the gradient is the weight itself, over the tokens that the
+    denominator keeps.
+    """
     inputs, expected = CASES[name]["inputs"], CASES[name]["expected"]
     options = WEIGHTS[name] | {"loss": "reinforce"}
     if "clip_max" in inputs:
@@ -165,7 +184,13 @@ def test_weights_and_masks(name: str) -> None:
     train, engine = inputs["train_log_prob"], inputs["rollout_log_prob"]
     _, gradient, metrics = run(inputs, options, old=train, new=train, engine=engine)
     mask = torch.tensor(inputs["response_mask"]) > 0
-    weights = expected["weights"] if "weights" in expected else expected["mask"] if "mask" in expected else expected["ratio"]
+    weights = (
+        expected["weights"]
+        if "weights" in expected
+        else expected["mask"]
+        if "mask" in expected
+        else expected["ratio"]
+    )
     found = -gradient * int(mask.sum())
     np.testing.assert_allclose(found, torch.where(mask, wide(weights, mask.shape), 0.0), atol=1e-9)
     if "ess" in expected:

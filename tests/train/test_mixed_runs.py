@@ -1,4 +1,6 @@
-"""LUFFY, RolloutReplay and Tree-GRPO end to end with a tiny real model: presets, equal bits where they are promised, files on disk."""
+"""LUFFY, RolloutReplay and Tree-GRPO end to end with a tiny real model: presets, equal bits where they are
+promised, files on disk.
+"""
 
 import json
 from pathlib import Path
@@ -10,13 +12,13 @@ from safetensors.torch import load_file
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.rapo import RapoSettings
+from outrider.algorithms.rapo.algorithm import RapoSettings
 from outrider.config import load_settings
 from outrider.errors import ConfigError, DataError
+from outrider.train.launch import run_training
 from outrider.train.replay import replay_step
-from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
-from outrider.train.start import run_training
+from outrider.train.state.run_directory import RunDirectory
 from outrider.types import Origin
 from outrider.watch.traces import TraceReader
 from tests.train.tool_run import write_demonstrations, write_tool_run
@@ -49,16 +51,28 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 
 def same_weights(one: Path, other: Path, *, step: int = 3) -> bool:
-    first, second = (load_file(run / "checkpoints" / f"step-{step:06d}" / "masters.safetensors") for run in (one, other))
+    first, second = (
+        load_file(run / "checkpoints" / f"step-{step:06d}" / "masters.safetensors") for run in (one, other)
+    )
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("preset", ["luffy-paper", "luffy-official"])
 def test_luffy_trains_on_demonstrations_that_are_in_no_other_measure(recipe: Path, preset: str) -> None:
-    run = train(recipe, preset, *luffy(recipe), f"algorithm.preset={preset}", "optimizer.learning_rate=3e-3", num_steps=6)
+    run = train(
+        recipe,
+        preset,
+        *luffy(recipe),
+        f"algorithm.preset={preset}",
+        "optimizer.learning_rate=3e-3",
+        num_steps=6,
+    )
     records = steps(run)
     for record in records:
-        assert record["rollout/num"] == 6 and record["luffy/num_groups_without"] == record["luffy/num_faults"] == 0
+        assert (
+            record["rollout/num"] == 6
+            and record["luffy/num_groups_without"] == record["luffy/num_faults"] == 0
+        )
         assert record["luffy/return_demonstration"] == record["luffy/fraction_solved"] == 1.0
         assert record["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
         assert record.get("gap/logprob_max", 0.0) < 1e-3 and record["grad/num_skipped"] == 0
@@ -66,7 +80,8 @@ def test_luffy_trains_on_demonstrations_that_are_in_no_other_measure(recipe: Pat
     assert len(trained) >= 3 and all(0 < record["luffy/probability_mean"] < 1 for record in trained)
     rows = TraceReader(run / "traces").read(1)
     shown = [row for row in rows if row.origin is Origin.DEMONSTRATION]
-    assert len(shown) == 6 and not any(row.tokens or row.logprobs for row in shown)  # three turns in both groups
+    # three turns in both groups
+    assert len(shown) == 6 and not any(row.tokens or row.logprobs for row in shown)
     written = sum(len(row.tokens) for row in rows if row.origin is Origin.POLICY)
     assert records[0]["tokens/policy"] == written
     assert "demonstration" in (run / "report.html").read_text()
@@ -86,16 +101,27 @@ def test_the_policys_rollouts_are_those_of_a_group_without_the_demonstration(rec
 
 
 def test_without_demonstrations_luffy_is_dr_grpo_bit_for_bit(recipe: Path) -> None:
-    objective = ("algorithm.advantage=group_centered", "algorithm.aggregation=constant_length", "algorithm.max_length=300")
+    objective = (
+        "algorithm.advantage=group_centered",
+        "algorithm.aggregation=constant_length",
+        "algorithm.max_length=300",
+    )
     grpo = train(recipe, "dr-grpo", "algorithm.type=grpo", *objective, "optimizer.learning_rate=3e-3")
     none = train(
-        recipe, "none", "algorithm.type=luffy", "algorithm.num_demonstrations=0", *objective, "optimizer.learning_rate=3e-3"
+        recipe,
+        "none",
+        "algorithm.type=luffy",
+        "algorithm.num_demonstrations=0",
+        *objective,
+        "optimizer.learning_rate=3e-3",
     )
     assert same_weights(grpo, none)
 
 
 def test_rapo_without_hybrid_rollouts_is_grpo_with_its_clip_and_aggregation(recipe: Path) -> None:
-    """What README and the recipes say about GRPO (row C4): three settings apart it is the same run, and with them the same bits."""
+    """What README and the recipes say about GRPO (row C4): three settings apart it is the same run, and with
+    them the same bits.
+    """
     rapo, grpo = RapoSettings(num_hybrid=0).model_dump(), GrpoSettings().model_dump()
     apart = {name: rapo[name] for name in ObjectiveSettings.model_fields if rapo[name] != grpo[name]}
     assert apart == {"clip_low": 0.28, "clip_high": 0.28, "aggregation": "sequence_mean_token_mean"}
@@ -113,10 +139,17 @@ def test_demonstrations_must_be_there_before_the_first_rollout(recipe: Path) -> 
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations"):
         load_settings(RunSettings, file=recipe, overrides=["algorithm.type=luffy"])
     with pytest.raises(DataError, match="cannot be read"):
-        train(recipe, "lost", "algorithm.type=luffy", f"algorithm.demonstrations={recipe.parent / 'lost.jsonl'}")
+        train(
+            recipe, "lost", "algorithm.type=luffy", f"algorithm.demonstrations={recipe.parent / 'lost.jsonl'}"
+        )
     write_demonstrations(recipe.parent / "foreign.jsonl", prefix="other")
     with pytest.raises(DataError, match="no demonstration of a training task"):
-        train(recipe, "foreign", "algorithm.type=luffy", f"algorithm.demonstrations={recipe.parent / 'foreign.jsonl'}")
+        train(
+            recipe,
+            "foreign",
+            "algorithm.type=luffy",
+            f"algorithm.demonstrations={recipe.parent / 'foreign.jsonl'}",
+        )
     assert not (recipe.parent / "foreign" / "config.toml").exists()
 
 
@@ -139,13 +172,18 @@ def test_replay_trains_on_stored_groups_and_plays_fewer(recipe: Path, selection:
     )  # fmt: skip
     records = steps(run)
     assert [record["rollout/num"] for record in records] == [32, 32, 16, 16, 16, 16]
-    assert records[0]["replay/num_groups"] == 0 and sum(record["replay/num_groups"] for record in records) >= 4
+    assert (
+        records[0]["replay/num_groups"] == 0 and sum(record["replay/num_groups"] for record in records) >= 4
+    )
     assert all(record["group/num"] == record["rollout/num"] / 8 for record in records)
     for record in records:
         assert record["replay/num_groups"] <= min(4 - record["group/num"], record["replay/num_eligible"])
         if record["replay/num_groups"]:
             assert record["replay/age_max"] >= record["replay/age_mean"] >= 1
-            assert record["replay/weight_max"] >= record["replay/weight_mean"] > 0 and record["replay/num_tokens"] > 0
+            assert (
+                record["replay/weight_max"] >= record["replay/weight_mean"] > 0
+                and record["replay/num_tokens"] > 0
+            )
         assert record.get("gap/logprob_max", 0.0) < 1e-3  # of the fresh tokens alone
     assert ("replay/estimate_mean" in records[-1]) == (selection == "difficulty")
     assert replay_step(run, 6) == 0
@@ -153,7 +191,9 @@ def test_replay_trains_on_stored_groups_and_plays_fewer(recipe: Path, selection:
 
 @pytest.mark.parametrize("preset", ["tree-grpo", "tree-grpo-official"])
 def test_trees_share_turns_and_calls(recipe: Path, preset: str) -> None:
-    run = train(recipe, preset, "algorithm.type=tree_grpo", f"algorithm.preset={preset}", "algorithm.group_size=6")
+    run = train(
+        recipe, preset, "algorithm.type=tree_grpo", f"algorithm.preset={preset}", "algorithm.group_size=6"
+    )
     records = steps(run)
     for record in records:
         assert record["rollout/num"] == 12 and record["rollout/num_masked"] == 0
@@ -165,7 +205,12 @@ def test_trees_share_turns_and_calls(recipe: Path, preset: str) -> None:
 
 
 def test_one_seed_gives_the_same_trees_and_the_same_weights(recipe: Path) -> None:
-    shape = ("algorithm.type=tree_grpo", "algorithm.group_size=10", "algorithm.num_rounds=2", "algorithm.num_kept=4")
+    shape = (
+        "algorithm.type=tree_grpo",
+        "algorithm.group_size=10",
+        "algorithm.num_rounds=2",
+        "algorithm.num_kept=4",
+    )
     first, second = train(recipe, "trees", *shape, num_steps=2), train(recipe, "again", *shape, num_steps=2)
     assert same_weights(first, second, step=2)
     one, other = (TraceReader(run / "traces").read(2) for run in (first, second))

@@ -1,4 +1,6 @@
-"""Demonstrations and replayed groups in the real update: upstream numbers, written-out gradients, measures that leave them out."""
+"""Demonstrations and replayed groups in the real update: upstream numbers, written-out gradients, measures
+that leave them out.
+"""
 
 import json
 import math
@@ -13,18 +15,19 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.common.losses import token_weights, weighted_loss
 from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.losses import token_weights, weighted_loss
 from outrider.algorithms.luffy import LuffySettings
-from outrider.algorithms.rollout_replay import RolloutReplaySettings
+from outrider.algorithms.rollout_replay.algorithm import RolloutReplaySettings
 from outrider.config import validate
-from outrider.engines.attention import TreePlan
+from outrider.engines.local.attention import TreePlan
 from outrider.errors import ConfigError, EngineFault
 from outrider.trace import Trace
-from outrider.train.foreign import mixed_surrogate
-from outrider.train.mixing import interleaved
-from outrider.train.pack import PackedBatch, RolloutPath
-from outrider.train.update import UpdateReport, UpdateSettings, rollout_paths, update
+from outrider.train.update.batch_loss import loss_inputs
+from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.off_policy_data import interleaved
+from outrider.train.update.pack import PackedBatch, RolloutPath
+from outrider.train.update.update import UpdateReport, UpdateSettings, rollout_paths, update
 from outrider.types import Origin, Task
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import (  # noqa: F401
@@ -38,15 +41,24 @@ from tests.train.test_pack_update import (  # noqa: F401
 )
 
 CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case for case in json.loads((Path(__file__).parents[1] / "vectors" / "objectives.json").read_text())
+    case["id"]: case
+    for case in json.loads((Path(__file__).parents[1] / "vectors" / "objectives.json").read_text())
 }
 
 
-def batch_of(inputs: dict[str, Any], *, foreign: Tensor, engine: Tensor) -> tuple[PackedBatch, Tensor, Tensor]:
-    """The policy tokens of padded upstream rows as one micro-batch, with their places and the rollouts that they belong to."""
+def batch_of(
+    inputs: dict[str, Any], *, foreign: Tensor, engine: Tensor
+) -> tuple[PackedBatch, Tensor, Tensor]:
+    """The policy tokens of padded upstream rows as one micro-batch, with their places and the rollouts that
+    they belong to.
+    """
     mask = torch.tensor(inputs["response_mask"]).bool()
     rows = torch.nonzero(mask)[:, 0]
-    advantages = torch.tensor(inputs["advantages"], dtype=torch.float64).reshape(len(mask), -1).expand(mask.shape)[mask]
+    advantages = (
+        torch.tensor(inputs["advantages"], dtype=torch.float64)
+        .reshape(len(mask), -1)
+        .expand(mask.shape)[mask]
+    )
     numbers = torch.arange(len(rows))
     batch = PackedBatch(
         ids_N=numbers, positions_N=numbers, plan=TreePlan(segments=()), predictors_U=numbers, targets_U=numbers, token_T=numbers,
@@ -56,16 +68,24 @@ def batch_of(inputs: dict[str, Any], *, foreign: Tensor, engine: Tensor) -> tupl
     return batch, mask, rows
 
 
-def check_vector(name: str, objective: ObjectiveSettings, *, foreign: str | None, behaviour: str | None, start: str) -> None:
+def check_vector(
+    name: str, objective: ObjectiveSettings, *, foreign: str | None, behaviour: str | None, start: str
+) -> None:
     case = CASES[name]
     inputs = case["inputs"]
     logprobs = torch.tensor(inputs["log_prob"], dtype=torch.float64)
-    marks = torch.ones_like(logprobs) if foreign is None else torch.tensor(inputs[foreign]).expand(logprobs.shape)
-    engine = torch.zeros_like(logprobs) if behaviour is None else torch.tensor(inputs[behaviour], dtype=torch.float64)
+    marks = (
+        torch.ones_like(logprobs) if foreign is None else torch.tensor(inputs[foreign]).expand(logprobs.shape)
+    )
+    engine = (
+        torch.zeros_like(logprobs)
+        if behaviour is None
+        else torch.tensor(inputs[behaviour], dtype=torch.float64)
+    )
     batch, mask, rows = batch_of(inputs, foreign=marks > 0, engine=engine)
     own_T = logprobs[mask].requires_grad_()
-    surrogate = mixed_surrogate(own_T, torch.tensor(inputs[start], dtype=torch.float64)[mask], batch, objective)
-    assert surrogate is not None
+    old_T = torch.tensor(inputs[start], dtype=torch.float64)[mask]
+    surrogate = objective.token_loss(loss_inputs(own_T, batch, objective.denominators(old_T, None), Tally()))
     weights = token_weights(
         kind=objective.aggregation,
         rollout_index=rows,
@@ -85,14 +105,26 @@ def test_the_official_preset_gives_the_released_loss_and_the_paper_like_ones_the
     plain = validate(LuffySettings, {"shaping": "none"})
     half = validate(LuffySettings, {"shaping": 0.5})
     for name, objective in (("official", official), ("no_shaping", plain), ("gamma0.5", half)):
-        check_vector(f"loss.luffy.{name}", objective, foreign="is_off_policy_token", behaviour=None, start="old_log_prob")
+        check_vector(
+            f"loss.luffy.{name}",
+            objective,
+            foreign="is_off_policy_token",
+            behaviour=None,
+            start="old_log_prob",
+        )
     assert validate(LuffySettings, {"preset": "luffy-official"}).max_length == 8192
 
 
 def test_without_a_cap_replay_gives_the_released_loss() -> None:
     objective = validate(RolloutReplaySettings, {"preset": "rollout-replay-official"})
     assert (objective.selection, objective.sampler_correction) == ("difficulty", None)
-    check_vector("loss.rollout_replay", objective, foreign=None, behaviour="behaviour_log_prob", start="step_start_log_prob")
+    check_vector(
+        "loss.rollout_replay",
+        objective,
+        foreign=None,
+        behaviour="behaviour_log_prob",
+        start="step_start_log_prob",
+    )
 
 
 def with_demonstration(trace: Trace, rollout: int) -> Trace:
@@ -106,7 +138,9 @@ def with_demonstration(trace: Trace, rollout: int) -> Trace:
 
 
 def replayed(trace: Trace) -> Trace:
-    """The same group, as if an earlier policy had played it; its log-probs are near those of the model in places."""
+    """The same group, as if an earlier policy had played it; its log-probs are near those of the model in
+    places.
+    """
     trace.is_replayed = True
     return trace
 
@@ -118,11 +152,15 @@ def credited_logprobs(model: LlamaForCausalLM, paths: Sequence[RolloutPath]) -> 
         row = torch.tensor([[token for node in path.nodes for token in node.token_ids]])
         scores = torch.log_softmax(model(input_ids=row, use_cache=False).logits[0], dim=-1)
         owners = [node for node in path.nodes for _ in node.token_ids]
-        found.append(torch.stack([scores[i - 1, row[0, i]] for i in range(1, row.shape[1]) if owners[i].takes_credit]))
+        found.append(
+            torch.stack([scores[i - 1, row[0, i]] for i in range(1, row.shape[1]) if owners[i].takes_credit])
+        )
     return found
 
 
-def written(logprobs: Sequence[Tensor], olds: Sequence[Tensor], paths: Sequence[RolloutPath], o: ObjectiveSettings) -> Tensor:
+def written(
+    logprobs: Sequence[Tensor], olds: Sequence[Tensor], paths: Sequence[RolloutPath], o: ObjectiveSettings
+) -> Tensor:
     """The loss of a mini-batch, token by token."""
     weight = 1 / sum(map(len, logprobs)) if o.aggregation == "token_mean" else 1 / (o.max_length or 1)
     total = torch.zeros((), dtype=torch.float64)
@@ -148,7 +186,11 @@ def written(logprobs: Sequence[Tensor], olds: Sequence[Tensor], paths: Sequence[
             clips = not isinstance(o, LuffySettings) or o.clip_own
             low, high = ((1 - o.clip_low) * start, (1 + o.clip_high) * start) if clips else (0.0, math.inf)
             bounded = min(max(value, low), high) * advantage
-            gain = ratio * advantage if value * advantage <= bounded else torch.tensor(bounded, dtype=torch.float64)
+            gain = (
+                ratio * advantage
+                if value * advantage <= bounded
+                else torch.tensor(bounded, dtype=torch.float64)
+            )
             total = total - weight * factor * gain
     return total
 
@@ -165,8 +207,12 @@ REPLAY: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", [*LUFFY, *REPLAY], ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
-def test_gradients_of_every_step_are_those_of_the_written_loss(options: dict[str, Any], max_tokens: int) -> None:
-    """Two mini-batches, two epochs, for any micro-batches; the log-probs of engine and author are far from the model's."""
+def test_gradients_of_every_step_are_those_of_the_written_loss(
+    options: dict[str, Any], max_tokens: int
+) -> None:
+    """Two mini-batches, two epochs, for any micro-batches; the log-probs of engine and author are far from
+    the model's.
+    """
     kind = RolloutReplaySettings if "weight_cap" in options else LuffySettings
     objective: Any = validate(kind, options)
     traces = [random_trace(seed, key=str(seed)) for seed in range(4)]
@@ -188,21 +234,36 @@ def test_gradients_of_every_step_are_those_of_the_written_loss(options: dict[str
         with torch.no_grad():
             for name, parameter in plain.named_parameters():
                 parameter.add_(shift(name, parameter))
-    foreign = [path for mini in minis for path in mini if path.is_replayed or path.nodes[-1].origin is Origin.DEMONSTRATION]
-    assert foreign and report.metrics["luffy/num_tokens" if kind is LuffySettings else "replay/num_tokens"] > 0
+    foreign = [
+        path
+        for mini in minis
+        for path in mini
+        if path.is_replayed or path.nodes[-1].origin is Origin.DEMONSTRATION
+    ]
+    assert (
+        foreign and report.metrics["luffy/num_tokens" if kind is LuffySettings else "replay/num_tokens"] > 0
+    )
     if kind is LuffySettings and objective.clip_own:
         assert report.metrics["ratio/clip_fraction_low"] > 0
 
 
 def test_no_measure_and_no_gate_looks_at_foreign_tokens() -> None:
-    """What an engine of today is held against are its own tokens: an old author, or a demonstrator, is no fault of it."""
+    """What an engine of today is held against are its own tokens: an old author, or a demonstrator, is no
+    fault of it.
+    """
     objective = validate(RolloutReplaySettings, {})
     alone = random_trace(5, faults=False)
     with pytest.raises(EngineFault, match="disagree"):
         trained([alone], objective, UpdateSettings())
     report = trained([replayed(alone)], objective, UpdateSettings())
     assert report.metrics["replay/num_tokens"] == report.num_scored_tokens
-    own = ("ratio/mean", "ratio/clip_fraction_low", "ratio/importance_mean", "gap/logprob_mean", "entropy/trainer_mean")
+    own = (
+        "ratio/mean",
+        "ratio/clip_fraction_low",
+        "ratio/importance_mean",
+        "gap/logprob_mean",
+        "entropy/trainer_mean",
+    )
     assert not any(name in report.metrics for name in own)
 
     def measured(traces: list[Trace], kind: Any) -> dict[str, float]:
@@ -213,19 +274,27 @@ def test_no_measure_and_no_gate_looks_at_foreign_tokens() -> None:
     beside = measured([random_trace(7, key="a", faults=False), replayed(other)], RolloutReplaySettings)
     shown = measured([random_trace(7, key="a", faults=False), *demonstrations_only(9)], LuffySettings)
     for name in own:
-        assert beside[name] == pytest.approx(plain[name], rel=1e-12) and shown[name] == pytest.approx(plain[name], rel=1e-12)
+        assert beside[name] == pytest.approx(plain[name], rel=1e-12) and shown[name] == pytest.approx(
+            plain[name], rel=1e-12
+        )
     assert beside["replay/weight_max"] >= beside["replay/weight_mean"] > 0
     assert 0 < shown["luffy/probability_mean"] < 1
 
 
 @pytest.mark.parametrize("kind", [LuffySettings, RolloutReplaySettings])
 def test_the_kl_term_and_the_imitation_of_successes_hold_own_tokens_alone(kind: Any) -> None:
-    """With credit 0 nothing else is left; the denominator of the KL counts foreign tokens too, that of the imitation does not."""
+    """With credit 0 nothing else is left; the denominator of the KL counts foreign tokens too, that of the
+    imitation does not.
+    """
     traces = [random_trace(seed, key=str(seed), faults=False, flat=True) for seed in (3, 4)]
     for trace in traces:
         for leaf in trace.leaves.values():
             leaf.success = True
-    traces = [with_demonstration(traces[0], 1), traces[1]] if kind is LuffySettings else [replayed(traces[0]), traces[1]]
+    traces = (
+        [with_demonstration(traces[0], 1), traces[1]]
+        if kind is LuffySettings
+        else [replayed(traces[0]), traces[1]]
+    )
     model, frozen = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64, seed=9)
     plain, policy, paths = eager(model), Recorder(model), rollout_paths(traces)
     objective = validate(kind, {"kl_weight": 0.3, "positive_nll": 0.2})
@@ -233,7 +302,10 @@ def test_the_kl_term_and_the_imitation_of_successes_hold_own_tokens_alone(kind: 
         policy, traces, objective=objective, settings=UpdateSettings(max_tokens=40), reference=Recorder(frozen).frozen_copy(),
         first=False,
     )  # fmt: skip
-    is_own = [not path.is_replayed and all(node.origin is not Origin.DEMONSTRATION for node in path.nodes) for path in paths]
+    is_own = [
+        not path.is_replayed and all(node.origin is not Origin.DEMONSTRATION for node in path.nodes)
+        for path in paths
+    ]
     every, fixed = credited_logprobs(plain, paths), credited_logprobs(eager(frozen), paths)
     own = torch.cat([one for one, mine in zip(every, is_own, strict=True) if mine])
     reference = torch.cat([one.detach() for one, mine in zip(fixed, is_own, strict=True) if mine])
@@ -297,7 +369,9 @@ def test_a_mini_batch_gets_its_share_of_replayed_groups() -> None:
     draws = random.Random(0)
     for _ in range(20):
         fresh, old = draws.randrange(1, 9), draws.randrange(0, 9)
-        assert sorted(keys(fresh, old)) == sorted(trace.task.key for trace in named("f", fresh) + named("r", old))
+        assert sorted(keys(fresh, old)) == sorted(
+            trace.task.key for trace in named("f", fresh) + named("r", old)
+        )
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [

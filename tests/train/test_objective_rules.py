@@ -1,4 +1,6 @@
-"""What must hold for the gradient and the metrics of every objective, in the real update with a tiny model in float64."""
+"""What must hold for the gradient and the metrics of every objective, in the real update with a tiny model in
+float64.
+"""
 
 import random
 from typing import Any
@@ -11,11 +13,11 @@ from hypothesis import strategies as st
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.luffy import LuffySettings
-from outrider.algorithms.rollout_replay import RolloutReplaySettings
+from outrider.algorithms.rollout_replay.algorithm import RolloutReplaySettings
 from outrider.config import validate
 from outrider.trace import Trace
-from outrider.train.policy import OptimizerSettings, Policy
-from outrider.train.update import UpdateSettings, rollout_paths, update
+from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.train.update.update import UpdateSettings, rollout_paths, update
 from outrider.types import Origin
 from tests.tiny import tiny_model
 from tests.train.test_mixed_update import with_demonstration
@@ -34,7 +36,10 @@ ONE_BATCH = UpdateSettings(max_tokens=10_000)
 
 def traces_of(seed: int, *, num_groups: int = 4, scaled: bool = True) -> list[Trace]:
     """Groups with credit, some of whose rollouts succeeded."""
-    dice, traces = random.Random(seed), [random_trace(seed + number, key=str(number)) for number in range(num_groups)]
+    dice, traces = (
+        random.Random(seed),
+        [random_trace(seed + number, key=str(number)) for number in range(num_groups)],
+    )
     for trace in traces:
         for leaf in trace.leaves.values():
             leaf.success = leaf.episode_return is not None and dice.random() < 0.5
@@ -52,7 +57,9 @@ def run(
 ) -> tuple[Recorder, dict[str, float]]:
     objective = validate(kind, options)
     reference = (
-        Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy() if objective.kl_weight else None
+        Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy()
+        if objective.kl_weight
+        else None
     )
     policy = Recorder(tiny_model(dtype=torch.float64), shift)
     report = update(policy, traces, objective=objective, settings=chosen, reference=reference, first=False)
@@ -77,7 +84,10 @@ LOSSES: list[dict[str, Any]] = [
     {"loss": "reinforce"}, *({"loss": "gspo", "sequence_ratio": form} for form in ("token", "sequence", "product")),
 ]  # fmt: skip
 AGGREGATIONS: list[dict[str, Any]] = [
-    *({"aggregation": kind} for kind in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum")),
+    *(
+        {"aggregation": kind}
+        for kind in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum")
+    ),
     *({"aggregation": kind, "max_length": 30} for kind in ("constant_length", "sum_over_length")),
 ]
 CORRECTIONS: list[dict[str, Any]] = [
@@ -111,7 +121,9 @@ def prepared(kind: type[ObjectiveSettings], seed: int) -> list[Trace]:
 
 @settings(deadline=None, max_examples=30)
 @given(
-    kind=st.sampled_from([ObjectiveSettings] * 3 + [LuffySettings, RolloutReplaySettings, OffPolicyObjective]),
+    kind=st.sampled_from(
+        [ObjectiveSettings] * 3 + [LuffySettings, RolloutReplaySettings, OffPolicyObjective]
+    ),
     parts=st.tuples(*map(st.sampled_from, (LOSSES, AGGREGATIONS, CORRECTIONS, REJECTIONS, TERMS))),
     seed=st.integers(0, 10**6),
     max_tokens=st.integers(1, 150),
@@ -120,22 +132,31 @@ def prepared(kind: type[ObjectiveSettings], seed: int) -> list[Trace]:
 def test_any_split_into_micro_batches_gives_the_same_metrics_loss_and_gradient(
     kind: Any, parts: tuple[dict[str, Any], ...], seed: int, max_tokens: int, num_epochs: int
 ) -> None:
-    """Every loss with every aggregation, correction, rejection and further term; means over micro-batches would depend on the split."""
+    """Every loss with every aggregation, correction, rejection and further term; means over micro-batches
+    would depend on the split.
+    """
     loss, *others = parts
     if kind in (LuffySettings, RolloutReplaySettings):
         loss = {}  # they have their own
     if kind is OffPolicyObjective:
-        loss = {"student_mask": "none"} if loss.get("loss") in ("gspo", "reinforce") else loss | {"min_probability": 0.003}
+        loss = (
+            {"student_mask": "none"}
+            if loss.get("loss") in ("gspo", "reinforce")
+            else loss | {"min_probability": 0.003}
+        )
     options = {"clip_low": 0.02, "clip_high": 0.01} | loss
     for one in others:
         options |= one
     plain = UpdateSettings(num_mini_batches=2, num_epochs=num_epochs, max_tokens=10_000)
     whole, expected = run(prepared(kind, seed), options, chosen=plain, kind=kind)
-    split, found = run(prepared(kind, seed), options, chosen=plain.model_copy(update={"max_tokens": max_tokens}), kind=kind)
+    split, found = run(
+        prepared(kind, seed), options, chosen=plain.model_copy(update={"max_tokens": max_tokens}), kind=kind
+    )
     assert len(split.gradients) == len(whole.gradients)
     for mine, theirs in zip(split.gradients, whole.gradients, strict=True):
         assert_equal_gradients(mine, theirs)
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)  # entropies and ratios are float64, their means float32 at times
+    # entropies and ratios are float64, their means float32 at times
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 def test_the_effective_sample_share_is_that_of_all_tokens() -> None:
@@ -145,7 +166,9 @@ def test_the_effective_sample_share_is_that_of_all_tokens() -> None:
     paths = [path for path in rollout_paths(traces) if any(any(node.credit or ()) for node in path.nodes)]
     with torch.no_grad():
         old = torch.cat(padded_logprobs(eager(model), paths))
-    engine = torch.tensor([value for path in paths for node in path.nodes for value in node.logprobs], dtype=torch.float64)
+    engine = torch.tensor(
+        [value for path in paths for node in path.nodes for value in node.logprobs], dtype=torch.float64
+    )
     weights = (old - engine).exp().clamp(max=2.0)
     _, metrics = run(traces, {}, chosen=UpdateSettings(max_tokens=1))
     assert metrics["ratio/importance_ess_share"] == pytest.approx(
@@ -156,7 +179,8 @@ def test_the_effective_sample_share_is_that_of_all_tokens() -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
 def test_on_policy_the_losses_have_one_gradient(aggregation: str) -> None:
     traces = traces_of(5, scaled=False)
-    common = {"aggregation": aggregation, "sampler_correction": "none"}  # a weight a token is not one of the whole sequence
+    # a weight a token is not one of the whole sequence
+    common = {"aggregation": aggregation, "sampler_correction": "none"}
     expected = run(traces, {"loss": "reinforce"} | common)[0].gradients
     kinds: list[dict[str, Any]] = [
         {}, {"loss": "gppo"}, {"loss": "gppo", "dual_clip": 10.0}, {"loss": "cispo", "ratio_cap": 1.2}, {"loss": "gspo"},
@@ -200,7 +224,9 @@ def test_an_engine_that_agrees_with_the_trainer_is_not_corrected() -> None:
     traces = traces_of(13)
     paths = rollout_paths(traces)
     with torch.no_grad():
-        for path, values in zip(paths, padded_logprobs(eager(tiny_model(dtype=torch.float64)), paths), strict=True):
+        for path, values in zip(
+            paths, padded_logprobs(eager(tiny_model(dtype=torch.float64)), paths), strict=True
+        ):
             each = iter(values.tolist())
             for node in path.nodes:
                 node.logprobs = tuple(next(each) for _ in node.token_ids) if node.trainable else ()
@@ -218,7 +244,9 @@ def test_an_engine_that_agrees_with_the_trainer_is_not_corrected() -> None:
 
 
 def test_rejected_tokens_stay_in_the_denominators_and_are_counted() -> None:
-    """Bounds that no token meets: no gradient at all, also not from the KL, and every trained token counted."""
+    """Bounds that no token meets: no gradient at all, also not from the KL, and every trained token
+    counted.
+    """
     options = {"sampler_rejection": {"upper": 1.0 + 1e-9}, "kl_weight": 0.5}
     policy, metrics = run(traces_of(17), options)
     assert metrics["loss/policy"] == 0.0 and metrics["ratio/num_rejected"] > 0
@@ -234,7 +262,9 @@ def test_successful_rollouts_are_imitated_also_where_the_group_has_no_spread() -
     policy, metrics = run(traces, {"positive_nll": 0.1})
     plain = eager(tiny_model(dtype=torch.float64))
     every = rollout_paths(traces)
-    own = [values for path, values in zip(every, padded_logprobs(plain, every), strict=True) if path.succeeded]
+    own = [
+        values for path, values in zip(every, padded_logprobs(plain, every), strict=True) if path.succeeded
+    ]
     nll = -torch.cat(own).mean()
     parameters = dict(plain.named_parameters())
     gradients = torch.autograd.grad(0.1 * nll, list(parameters.values()))

@@ -1,4 +1,6 @@
-"""Packing and the update against the plain computation: padded rows, eager attention, one rollout after the other."""
+"""Packing and the update against the plain computation: padded rows, eager attention, one rollout after the
+other.
+"""
 
 import copy
 import random
@@ -18,14 +20,14 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.algorithms.base import ObjectiveSettings, RejectionMask, write_credit
-from outrider.algorithms.credit import GroupAdvantages
-from outrider.engines.model import LanguageModel
+from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.engines.local.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
 from outrider.trace import Leaf, Node, Trace
-from outrider.train.checkpoint import load_reference, save_reference
-from outrider.train.pack import PackedBatch, RolloutPath, pack
-from outrider.train.policy import LoraSettings, OptimizerSettings, Policy
-from outrider.train.update import UpdateSettings, rollout_paths, update
+from outrider.train.state.checkpoint import load_reference, save_reference
+from outrider.train.update.pack import PackedBatch, RolloutPath, pack
+from outrider.train.update.policy import LoraSettings, OptimizerSettings, Policy
+from outrider.train.update.update import UpdateSettings, rollout_paths, update
 from outrider.types import Message, Origin, Outcome, Task
 from tests.tiny import tiny_model
 
@@ -46,7 +48,9 @@ def written_attention(
 
 @pytest.fixture(autouse=True, scope="module")
 def double_precision() -> Iterator[None]:
-    """transformers normalises in float32 whatever the model's precision; float64 models need it in float64 here."""
+    """transformers normalises in float32 whatever the model's precision; float64 models need it in float64
+    here.
+    """
 
     def forward(self: Any, states: Tensor) -> Tensor:
         wide = states.to(torch.promote_types(states.dtype, torch.float32))
@@ -68,9 +72,21 @@ def eager(model: LanguageModel) -> LlamaForCausalLM:
     return plain.eval()
 
 
-def random_trace(seed: int, *, num_rollouts: int = 4, key: str = "t", faults: bool = True, flat: bool = False) -> Trace:
-    """A group with a shared prompt (sometimes two), rollouts of other lengths, retrieved and observed nodes, and credit."""
-    dice = random.Random(seed)
+def random_trace(
+    seed: int,
+    *,
+    num_rollouts: int = 4,
+    key: str = "t",
+    faults: bool = True,
+    flat: bool = False,
+    alike: bool = False,
+) -> Trace:
+    """A group with a shared prompt (sometimes two), rollouts of other lengths, retrieved and observed nodes,
+    and credit.
+
+    ``alike``: of a few short texts, so that many rollouts begin with the same tokens, in nodes of their own.
+    """
+    dice: random.Random = Alike(seed) if alike else random.Random(seed)
     trace = Trace(task=Task(key=key, question=""))
     roots = [node(trace, None, Origin.PROMPT, ids(dice, 1, 9)) for _ in range(dice.choice([1, 1, 2]))]
     for rollout in range(num_rollouts):
@@ -86,8 +102,32 @@ def random_trace(seed: int, *, num_rollouts: int = 4, key: str = "t", faults: bo
             tip = node(trace, tip, Origin.ENVIRONMENT, ids(dice, 1, 4))  # cut after an observation
         fault = faults and num_rollouts > 1 and dice.random() < 0.2
         outcome, value = (Outcome.TOOL_FAULT, None) if fault else (Outcome.FINISHED, credit)
-        trace.finish(Leaf(node_id=None if fault else tip.node_id, rollout=rollout, outcome=outcome, episode_return=value))
+        trace.finish(
+            Leaf(
+                node_id=None if fault else tip.node_id, rollout=rollout, outcome=outcome, episode_return=value
+            )
+        )
     return trace
+
+
+class Alike(random.Random):
+    """Draws two tokens and short lengths only."""
+
+    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
+        return super().randrange(3, 5) if stop == 90 else super().randrange(start, stop, step)
+
+    def randint(self, a: int, b: int) -> int:
+        return super().randint(a, min(b, a + 1))
+
+
+def unique_tokens(paths: Sequence[RolloutPath]) -> int:
+    """Tokens of the trees in which nodes of the same tokens behind the same nodes are one."""
+    places = {
+        tuple(one.token_ids for one in path.nodes[: depth + 1])
+        for path in paths
+        for depth in range(len(path.nodes))
+    }
+    return sum(len(place[-1]) for place in places)
 
 
 def ids(dice: random.Random, low: int, high: int) -> tuple[int, ...]:
@@ -95,7 +135,11 @@ def ids(dice: random.Random, low: int, high: int) -> tuple[int, ...]:
 
 
 def node(
-    trace: Trace, parent: Node | None, origin: Origin, token_ids: tuple[int, ...], dice: random.Random | None = None
+    trace: Trace,
+    parent: Node | None,
+    origin: Origin,
+    token_ids: tuple[int, ...],
+    dice: random.Random | None = None,
 ) -> Node:
     values = tuple(-2.0 - dice.random() for _ in token_ids) if dice else ()
     return trace.append(
@@ -108,7 +152,9 @@ def padded_logprobs(model: LlamaForCausalLM, paths: Sequence[RolloutPath]) -> li
     """Log-probs of every policy token of every rollout, from one padded batch."""
     rows = [[token for one in path.nodes for token in one.token_ids] for path in paths]
     width = max(map(len, rows))
-    logits = model(input_ids=torch.tensor([row + [2] * (width - len(row)) for row in rows]), use_cache=False).logits
+    logits = model(
+        input_ids=torch.tensor([row + [2] * (width - len(row)) for row in rows]), use_cache=False
+    ).logits
     found = []
     for row, path, scores in zip(rows, paths, torch.log_softmax(logits, dim=-1), strict=True):
         owners = [one for one in path.nodes for _ in one.token_ids]
@@ -138,7 +184,11 @@ def written_loss(
             advantage = one.credit[0]
             ratio = one.ratio_scale * torch.exp(logprobs[i][t] - olds[i][t].detach())
             clipped = min(max(ratio.item(), 1 - o.clip_low), 1 + o.clip_high)
-            gain = ratio * advantage if ratio.item() * advantage <= clipped * advantage else torch.tensor(clipped * advantage)
+            gain = (
+                ratio * advantage
+                if ratio.item() * advantage <= clipped * advantage
+                else torch.tensor(clipped * advantage)
+            )
             if o.dual_clip is not None and advantage < 0 and gain.item() < o.dual_clip * advantage:
                 gain = torch.tensor(o.dual_clip * advantage)
             correction = 1.0
@@ -148,13 +198,19 @@ def written_loss(
             if refs is not None:
                 difference = logprobs[i][t] - refs[i][t].detach()
                 k3 = torch.exp(-difference) - 1 + difference
-                kl = {"k2": difference**2 / 2, "k3": k3, "k3_ratio": k3 * torch.exp(logprobs[i][t] - olds[i][t].detach())}
+                kl = {
+                    "k2": difference**2 / 2,
+                    "k3": k3,
+                    "k3_ratio": k3 * torch.exp(logprobs[i][t] - olds[i][t].detach()),
+                }
                 total = total + o.kl_weight * weight * kl[o.kl_estimator]
     return total
 
 
 class Recorder(Policy):
-    """Keeps the gradient of each optimiser step and moves the weights by a given amount instead of AdamW's."""
+    """Keeps the gradient of each optimiser step and moves the weights by a given amount instead of
+    AdamW's.
+    """
 
     def __init__(self, model: LanguageModel, move: Callable[[str, Tensor], Tensor] | None = None) -> None:
         super().__init__(model, OptimizerSettings(max_grad_norm=1e9))
@@ -162,7 +218,9 @@ class Recorder(Policy):
         self._move = move
 
     def step(self, *, learning_rate: float | None = None) -> float:
-        self.gradients.append({name: m.grad.clone() for name, m in self.masters.items() if m.grad is not None})
+        self.gradients.append(
+            {name: m.grad.clone() for name, m in self.masters.items() if m.grad is not None}
+        )
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.grad = None
@@ -184,7 +242,9 @@ def gradients_of(model: LlamaForCausalLM, loss: Tensor) -> dict[str, Tensor]:
     return {name: value for name, value in zip(parameters, values, strict=True) if value is not None}
 
 
-def assert_equal_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-10) -> None:
+def assert_equal_gradients(
+    found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-10
+) -> None:
     assert set(found) == set(expected)
     for name, value in expected.items():
         assert float((found[name] - value).abs().max()) < limit * max(1.0, float(value.abs().max())), name
@@ -192,7 +252,12 @@ def assert_equal_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]
 
 OBJECTIVES: list[dict[str, Any]] = [
     {"aggregation": "token_mean", "dual_clip": 1.02},
-    {"aggregation": "sequence_mean_token_mean", "clip_high": 0.01, "clip_low": 0.02, "sampler_correction": 1.1},
+    {
+        "aggregation": "sequence_mean_token_mean",
+        "clip_high": 0.01,
+        "clip_low": 0.02,
+        "sampler_correction": 1.1,
+    },
     {"aggregation": "sequence_mean_token_sum", "dual_clip": 1.05, "clip_low": 0.05, "clip_high": 0.03},
     {"aggregation": "constant_length", "max_length": 37, "sampler_correction": None},
     {"kl_weight": 0.3, "kl_estimator": "k2"},
@@ -202,10 +267,17 @@ OBJECTIVES: list[dict[str, Any]] = [
 
 
 @settings(deadline=None, max_examples=25)
-@given(seed=st.integers(0, 10**6), num_groups=st.integers(1, 3), max_tokens=st.integers(1, 120))
-def test_packed_logprobs_are_those_of_padded_rows_for_any_split(seed: int, num_groups: int, max_tokens: int) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    num_groups=st.integers(1, 3),
+    max_tokens=st.integers(1, 120),
+    alike=st.booleans(),
+)
+def test_packed_logprobs_are_those_of_padded_rows_for_any_split(
+    seed: int, num_groups: int, max_tokens: int, alike: bool
+) -> None:
     model = tiny_model(dtype=torch.float64)
-    traces = [random_trace(seed + i, key=str(i)) for i in range(num_groups)]
+    traces = [random_trace(seed + i, key=str(i), alike=alike) for i in range(num_groups)]
     paths = rollout_paths(traces)
     if not paths:
         return
@@ -217,24 +289,31 @@ def test_packed_logprobs_are_those_of_padded_rows_for_any_split(seed: int, num_g
     for path, reference in zip(paths, expected, strict=True):
         assert float((found[owners == path.rollout_index] - reference).abs().max()) < 1e-10
     assert found.dtype is torch.float64 and len(found) == sum(map(len, expected))
-    unique = {id(one): len(one.token_ids) for path in paths for one in path.nodes}
     for batch in batches:
         assert batch.num_tokens <= max_tokens or len(set(batch.rollout_index_T.tolist())) == 1
     if len(batches) == 1:
-        assert batches[0].num_tokens == sum(unique.values())  # a shared prompt is computed once
+        assert batches[0].num_tokens == unique_tokens(paths)  # what rollouts share is computed once
 
 
 @pytest.mark.parametrize("options", OBJECTIVES, ids=lambda options: "-".join(map(str, options.values())))
-@pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
-def test_gradients_of_every_optimiser_step_are_those_of_the_written_objective(options: dict[str, Any], max_tokens: int) -> None:
-    """Two mini-batches, two epochs: the first step has ratio 1, later ones clip; old log-probs are those of the start."""
+@pytest.mark.parametrize(
+    ("max_tokens", "alike"), [(1, False), (40, False), (10_000, False), (40, True), (10_000, True)]
+)
+def test_gradients_of_every_optimiser_step_are_those_of_the_written_objective(
+    options: dict[str, Any], max_tokens: int, alike: bool
+) -> None:
+    """Two mini-batches, two epochs: the first step has ratio 1, later ones clip; old log-probs are those of
+    the start.
+    """
     objective = ObjectiveSettings(**options)
     model = tiny_model(dtype=torch.float64)
     reference = (
-        Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy() if objective.kl_weight else None
+        Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy()
+        if objective.kl_weight
+        else None
     )
     plain = eager(model)
-    traces = [random_trace(seed, key=str(seed)) for seed in range(4)]
+    traces = [random_trace(seed, key=str(seed), alike=alike) for seed in range(4)]
     policy = Recorder(model, shift)
     report = update(
         policy, traces, objective=objective, reference=reference, first=False,
@@ -243,21 +322,37 @@ def test_gradients_of_every_optimiser_step_are_those_of_the_written_objective(op
     minis = [rollout_paths(traces[:2]), rollout_paths(traces[2:])]
     with torch.no_grad():
         olds = [padded_logprobs(plain, paths) for paths in minis]
-        refs = [padded_logprobs(eager(reference.language_model), paths) for paths in minis] if reference else [None, None]
+        refs = (
+            [padded_logprobs(eager(reference.language_model), paths) for paths in minis]
+            if reference
+            else [None, None]
+        )
     assert len(policy.gradients) == 4
     for step, found in enumerate(policy.gradients):
-        loss = written_loss(padded_logprobs(plain, minis[step % 2]), olds[step % 2], minis[step % 2], objective, refs[step % 2])
+        loss = written_loss(
+            padded_logprobs(plain, minis[step % 2]),
+            olds[step % 2],
+            minis[step % 2],
+            objective,
+            refs[step % 2],
+        )
         assert_equal_gradients(found, gradients_of(plain, loss))
         with torch.no_grad():
             for name, parameter in plain.named_parameters():
                 parameter.add_(shift(name, parameter))
     assert report.metrics["ratio/max"] > 1.01 and report.metrics["ratio/min"] < 0.99
-    clipped = report.metrics["ratio/clip_fraction_dual"] if objective.dual_clip else report.metrics["ratio/clip_fraction_high"]
+    clipped = (
+        report.metrics["ratio/clip_fraction_dual"]
+        if objective.dual_clip
+        else report.metrics["ratio/clip_fraction_high"]
+    )
     assert clipped > 0 or objective.clip_high == 0.2
 
 
 def forked_trace(seed: int, *, num_rollouts: int = 5) -> tuple[Trace, list[float], list[float]]:
-    """Rollouts that start anew or leave another one behind any of its nodes; their advantages and ratio scales."""
+    """Rollouts that start anew or leave another one behind any of its nodes; their advantages and ratio
+    scales.
+    """
     dice = random.Random(seed)
     trace = Trace(task=Task(key="forked", question=""))
     root = node(trace, None, Origin.PROMPT, ids(dice, 1, 6))
@@ -290,7 +385,8 @@ def unshared(trace: Trace, attribution: str) -> list[RolloutPath]:
 
 
 @settings(deadline=None, max_examples=30)
-@example(seed=128, options=OBJECTIVES[0], max_tokens=10_000, attribution="hard")  # opposite advantages meet in a shared node
+# opposite advantages meet in a shared node
+@example(seed=128, options=OBJECTIVES[0], max_tokens=10_000, attribution="hard")
 @given(
     seed=st.integers(0, 10**6), options=st.sampled_from(OBJECTIVES), max_tokens=st.sampled_from([1, 25, 10_000]),
     attribution=st.sampled_from(["soft", "hard"]),
@@ -302,7 +398,9 @@ def test_shared_tokens_give_the_gradient_of_the_unshared_computation(
     objective = ObjectiveSettings(**(options | {"kl_weight": 0.0}))
     trace, values, scales = forked_trace(seed)
     scales = scales if attribution == "soft" else [1.0] * len(scales)
-    advantages = GroupAdvantages(values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None)
+    advantages = GroupAdvantages(
+        values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None
+    )
     write_credit(trace, advantages, scales, attribution=attribution)
     paths = unshared(trace, attribution)
     if not any(value for value in values):
@@ -316,19 +414,25 @@ def test_shared_tokens_give_the_gradient_of_the_unshared_computation(
     for found in policy.gradients:
         loss = written_loss(padded_logprobs(plain, paths), olds, paths, objective, None)
         expected = gradients_of(plain, loss) if loss.requires_grad else {}
-        assert_equal_gradients(found, {name: expected.get(name, torch.zeros_like(value)) for name, value in found.items()})
+        assert_equal_gradients(
+            found, {name: expected.get(name, torch.zeros_like(value)) for name, value in found.items()}
+        )
         with torch.no_grad():
             for name, parameter in plain.named_parameters():
                 parameter.add_(shift(name, parameter))
     unique = {id(one): one for _, path in trace.rollouts() for one in path if one.trainable}.values()
-    cancels = any(one.credit is not None and not any(one.credit) for one in unique)  # hard: the mean of a shared node may be 0
+    # hard: the mean of a shared node may be 0
+    cancels = any(one.credit is not None and not any(one.credit) for one in unique)
     if max_tokens == 10_000 and all(values) and not cancels:
-        assert report.num_scored_tokens == 2 * sum(len(one.token_ids) for one in unique)  # two epochs, each token once
+        # two epochs, each token once
+        assert report.num_scored_tokens == 2 * sum(len(one.token_ids) for one in unique)
 
 
 def test_a_shared_node_needs_an_attribution_and_hard_needs_equal_scales() -> None:
     trace, values, _ = forked_trace(1)
-    advantages = GroupAdvantages(values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None)
+    advantages = GroupAdvantages(
+        values=np.array(values), assigned=np.ones(len(values), dtype=bool), has_signal=True, reason=None
+    )
     with pytest.raises(ValueError, match="already"):
         write_credit(trace, advantages)
     trace, values, _ = forked_trace(1)
@@ -347,17 +451,23 @@ def test_one_step_has_ratio_one_and_its_own_logprobs_as_old() -> None:
     assert report.metrics["ratio/max"] == report.metrics["ratio/min"] == 1.0
     paths = rollout_paths(traces)
     logprobs = padded_logprobs(plain, paths)
-    assert_equal_gradients(policy.gradients[0], gradients_of(plain, written_loss(logprobs, logprobs, paths, objective, None)))
+    assert_equal_gradients(
+        policy.gradients[0], gradients_of(plain, written_loss(logprobs, logprobs, paths, objective, None))
+    )
 
 
 def gradient_norms(traces: Sequence[Trace], **options: Any) -> dict[str, Tensor]:
     policy = Recorder(tiny_model(dtype=torch.float64))
-    update(policy, traces, objective=ObjectiveSettings(**options), settings=NO_GATE, reference=None, first=False)
+    update(
+        policy, traces, objective=ObjectiveSettings(**options), settings=NO_GATE, reference=None, first=False
+    )
     return policy.gradients[0]
 
 
 def test_only_policy_tokens_are_targets() -> None:
-    """With every policy token but one without credit, the loss is that token's alone - whatever stands around it."""
+    """With every policy token but one without credit, the loss is that token's alone - whatever stands around
+    it.
+    """
     model, trace = tiny_model(dtype=torch.float64), random_trace(3, num_rollouts=1, faults=False)
     policy_nodes = [one for one in trace.nodes if one.trainable]
     for one in policy_nodes:
@@ -372,7 +482,9 @@ def test_only_policy_tokens_are_targets() -> None:
 
 
 def places(batch: PackedBatch, trace: Trace) -> list[int]:
-    """Packed positions of the policy tokens, found from the lengths alone: each rollout's own nodes follow one another."""
+    """Packed positions of the policy tokens, found from the lengths alone: each rollout's own nodes follow
+    one another.
+    """
     found: list[int] = []
     position, seen = 0, set()
     roots = {id(path[0]): path[0] for _, path in trace.rollouts()}
@@ -387,13 +499,40 @@ def places(batch: PackedBatch, trace: Trace) -> list[int]:
     return found
 
 
+def test_siblings_that_wrote_the_same_are_computed_once_and_keep_their_credit() -> None:
+    """The same first turn three times, with three credits and three engines' log-probs; then they part."""
+    trace = Trace(task=Task(key="t", question=""))
+    root = node(trace, None, Origin.PROMPT, (5, 6, 7))
+    for rollout, last in enumerate((8, 8, 9)):
+        turn = node(trace, root, Origin.POLICY, (20, 21), dice=random.Random(rollout))
+        turn.credit = (float(rollout + 1),) * 2
+        seen = node(trace, turn, Origin.BUFFER if rollout else Origin.ENVIRONMENT, (30, 31, 32))
+        tip = node(trace, seen, Origin.POLICY, (last,), dice=random.Random(rollout))
+        tip.credit = (float(rollout + 1),)
+        trace.finish(Leaf(node_id=tip.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=1.0))
+    [batch] = pack(rollout_paths([trace]), max_tokens=100)
+    assert batch.ids_N.tolist() == [5, 6, 7, 20, 21, 30, 31, 32, 8, 9]
+    assert batch.targets_U.tolist() == [20, 21, 8, 9]
+    entries = zip(
+        batch.token_T.tolist(), batch.rollout_index_T.tolist(), batch.credit_T.tolist(), strict=True
+    )
+    assert sorted(entries) == [
+        (0, 0, 1.0), (0, 1, 2.0), (0, 2, 3.0), (1, 0, 1.0), (1, 1, 2.0), (1, 2, 3.0), (2, 0, 1.0), (2, 1, 2.0), (3, 2, 3.0)
+    ]  # fmt: skip
+    of_first = batch.engine_logprobs_T[batch.token_T == 0]
+    assert len(set(of_first.tolist())) == 3  # each rollout keeps what its own sampler said
+
+
 def test_targets_of_other_origins_have_no_gradient_in_the_packed_row() -> None:
     trace = random_trace(5, num_rollouts=3, faults=False)
     [batch] = list(pack(rollout_paths([trace]), max_tokens=10_000))
-    expected = [token for _, path in trace.rollouts() for one in path if one.trainable for token in one.token_ids]
+    expected = [
+        token for _, path in trace.rollouts() for one in path if one.trainable for token in one.token_ids
+    ]
     assert sorted(batch.targets_U.tolist()) == sorted(expected)
     assert all(
-        int(target) == int(batch.ids_N[place]) for target, place in zip(batch.targets_U, places(batch, trace), strict=True)
+        int(target) == int(batch.ids_N[place])
+        for target, place in zip(batch.targets_U, places(batch, trace), strict=True)
     )
 
 
@@ -401,11 +540,17 @@ def test_a_rollout_without_signal_is_not_computed_but_stays_in_the_denominators(
     traces = [random_trace(11, faults=False), random_trace(12, key="flat", faults=False, flat=True)]
     alone, both = gradient_norms(traces[:1]), gradient_norms(traces)
     counts = [sum(len(one.token_ids) for one in trace.nodes if one.trainable) for trace in traces]
-    assert_equal_gradients(both, {name: value * counts[0] / sum(counts) for name, value in alone.items()}, 1e-9)
-    alone, both = (gradient_norms(some, aggregation="sequence_mean_token_mean") for some in (traces[:1], traces))
+    assert_equal_gradients(
+        both, {name: value * counts[0] / sum(counts) for name, value in alone.items()}, 1e-9
+    )
+    alone, both = (
+        gradient_norms(some, aggregation="sequence_mean_token_mean") for some in (traces[:1], traces)
+    )
     assert_equal_gradients(both, {name: value / 2 for name, value in alone.items()}, 1e-9)
     policy = Recorder(tiny_model(dtype=torch.float64))
-    report = update(policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False)
+    report = update(
+        policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False
+    )
     assert report.num_scored_tokens <= counts[0]
 
 
@@ -424,11 +569,20 @@ def test_a_group_without_any_policy_token_changes_nothing(kl_weight: float) -> N
     trace = Trace(task=Task(key="long", question=""))
     root = node(trace, None, Origin.PROMPT, (3, 4))
     for rollout in range(2):
-        trace.finish(Leaf(node_id=root.node_id, rollout=rollout, outcome=Outcome.TRUNCATED_TOKENS, episode_return=0.0))
+        trace.finish(
+            Leaf(node_id=root.node_id, rollout=rollout, outcome=Outcome.TRUNCATED_TOKENS, episode_return=0.0)
+        )
     policy = Recorder(tiny_model())
     reference = policy.frozen_copy() if kl_weight else None
     objective = ObjectiveSettings(kl_weight=kl_weight)
-    report = update(policy, [trace], objective=objective, settings=UpdateSettings(max_tokens=1), reference=reference, first=True)
+    report = update(
+        policy,
+        [trace],
+        objective=objective,
+        settings=UpdateSettings(max_tokens=1),
+        reference=reference,
+        first=True,
+    )
     assert policy.gradients == [] and report.num_computed_tokens == 0
 
 
@@ -469,12 +623,24 @@ def test_the_frozen_reference_does_not_move_and_does_not_share_memory() -> None:
     [batch] = list(pack(rollout_paths(traces), max_tokens=10_000))
     before = reference.score(batch).logprobs_T.detach().clone()
     report = update(
-        policy, traces, objective=ObjectiveSettings(kl_weight=0.5), settings=NO_GATE, reference=reference, first=False
+        policy,
+        traces,
+        objective=ObjectiveSettings(kl_weight=0.5),
+        settings=NO_GATE,
+        reference=reference,
+        first=False,
     )
     assert report.metrics["loss/kl"] == 0.0  # equal policies
     assert torch.equal(reference.score(batch).logprobs_T, before)
     assert not torch.equal(policy.score(batch).logprobs_T, before)
-    again = update(policy, traces, objective=ObjectiveSettings(kl_weight=0.5), settings=NO_GATE, reference=reference, first=False)
+    again = update(
+        policy,
+        traces,
+        objective=ObjectiveSettings(kl_weight=0.5),
+        settings=NO_GATE,
+        reference=reference,
+        first=False,
+    )
     assert again.metrics["loss/kl"] > 0.0
     assert not any(parameter.requires_grad for parameter in reference.model.parameters())
 
@@ -489,19 +655,27 @@ def test_the_reference_survives_a_resume_and_is_checked(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], value) for name, value in other.model.named_parameters())
     for broken in (tmp_path / "missing", tmp_path / "cut"):
         (tmp_path / "cut").write_bytes(path.read_bytes()[:100])
-        with pytest.raises(CheckpointError, match="missing is missing" if broken.name == "missing" else "damaged"):
+        with pytest.raises(
+            CheckpointError, match="missing is missing" if broken.name == "missing" else "damaged"
+        ):
             load_reference(broken, other, checksum=None)
     with pytest.raises(CheckpointError, match="not what was written"):
         load_reference(path, other, checksum=checksum ^ 1)
     with pytest.raises(CheckpointError, match="another model"):
-        load_reference(path, Policy(tiny_model(num_layers=1), OptimizerSettings()).frozen_copy(), checksum=checksum)
+        load_reference(
+            path, Policy(tiny_model(num_layers=1), OptimizerSettings()).frozen_copy(), checksum=checksum
+        )
 
 
 def test_lora_trains_only_adapters_and_the_same_seed_gives_the_same_ones() -> None:
     def run(seed: int) -> Policy:
         torch.manual_seed(seed + 1000)  # the global generator must not matter
-        policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2), lora=LoraSettings(rank=2), seed=seed)
-        base = {name: p.detach().clone() for name, p in policy.model.named_parameters() if "lora_" not in name}
+        policy = Policy(
+            tiny_model(), OptimizerSettings(learning_rate=1e-2), lora=LoraSettings(rank=2), seed=seed
+        )
+        base = {
+            name: p.detach().clone() for name, p in policy.model.named_parameters() if "lora_" not in name
+        }
         state = torch.random.get_rng_state()
         for _ in range(2):
             update(
@@ -513,12 +687,16 @@ def test_lora_trains_only_adapters_and_the_same_seed_gives_the_same_ones() -> No
                 first=False,
             )
         assert torch.equal(state, torch.random.get_rng_state())
-        assert all(torch.equal(value, dict(policy.model.named_parameters())[name]) for name, value in base.items())
+        assert all(
+            torch.equal(value, dict(policy.model.named_parameters())[name]) for name, value in base.items()
+        )
         return policy
 
     one, same, other = run(0), run(0), run(1)
     assert one.masters and all("lora_" in name for name in one.masters)
-    assert any("lora_A" in name for name in one.masters) and all(float(one.masters[name].abs().max()) > 0 for name in one.masters)
+    assert any("lora_A" in name for name in one.masters) and all(
+        float(one.masters[name].abs().max()) > 0 for name in one.masters
+    )
     assert all(torch.equal(one.masters[name], same.masters[name]) for name in one.masters)
     assert not all(torch.equal(one.masters[name], other.masters[name]) for name in one.masters)
 
@@ -533,7 +711,9 @@ def test_lora_starts_as_the_base_model_and_its_reference_keeps_the_adapters() ->
             master.add_(0.3 if "lora_B" in name else 0.0)
         policy.round_masters()
         moved = policy.score(batch).logprobs_T
-        assert not torch.equal(moved, plain) and torch.equal(policy.frozen_copy().score(batch).logprobs_T, moved)
+        assert not torch.equal(moved, plain) and torch.equal(
+            policy.frozen_copy().score(batch).logprobs_T, moved
+        )
 
 
 def test_checkpointed_activations_give_the_same_gradients_from_a_second_forward_pass() -> None:
@@ -543,7 +723,9 @@ def test_checkpointed_activations_give_the_same_gradients_from_a_second_forward_
         model = tiny_model()
         model.model.eval()
         counted: list[int] = []
-        model.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
+        model.model.model.layers[0].mlp.register_forward_pre_hook(
+            lambda *_, counted=counted: counted.append(1)
+        )
         policy = Policy(model, OptimizerSettings(), checkpoint_activations=checkpointed)
         policy.score(batch).logprobs_T.sum().backward()
         gradients.append({name: master.grad for name, master in policy.masters.items()})
@@ -554,7 +736,9 @@ def test_checkpointed_activations_give_the_same_gradients_from_a_second_forward_
 
 
 def test_many_updates_below_the_working_precision_are_not_lost() -> None:
-    """Adam moves by about the rate a step: 1e-5 is under half a bf16 unit of almost every weight, 400 of them are not."""
+    """Adam moves by about the rate a step: 1e-5 is under half a bf16 unit of almost every weight, 400 of them
+    are not.
+    """
     model = tiny_model(dtype=torch.bfloat16)
     policy = Policy(model, OptimizerSettings(learning_rate=1e-5, max_grad_norm=1e9))
     name = next(iter(policy.masters))
@@ -565,7 +749,8 @@ def test_many_updates_below_the_working_precision_are_not_lost() -> None:
         policy.step()
         if number == 0:
             large = start.abs() > 0.01
-            assert torch.equal(policy.working[name].float()[large], start[large])  # one step alone is rounded away
+            # one step alone is rounded away
+            assert torch.equal(policy.working[name].float()[large], start[large])
     moved = policy.masters[name] - start
     assert float((moved + 400e-5).abs().max()) < 1e-4
     assert float((policy.working[name].float() - start).mean()) == pytest.approx(-400e-5, rel=0.05)
@@ -591,7 +776,9 @@ def test_a_gradient_that_is_no_number_skips_the_step() -> None:
 
 
 def test_a_batch_whose_tokens_are_all_rejected_moves_nothing() -> None:
-    """Nor does it count as a step of the warm-up: the moments of the step before it would move the weights."""
+    """Nor does it count as a step of the warm-up: the moments of the step before it would move the
+    weights.
+    """
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2, weight_decay=0.1))
     traces = [random_trace(31, faults=False)]
     honest(policy, traces)
@@ -602,7 +789,12 @@ def test_a_batch_whose_tokens_are_all_rejected_moves_nothing() -> None:
             node.logprobs = tuple(value - 5.0 for value in node.logprobs)
     rejecting = ObjectiveSettings(sampler_rejection=RejectionMask(lower=0.5, upper=2.0))
     report = update(policy, traces, objective=rejecting, settings=NO_GATE, reference=None, first=False)
-    assert report.metrics["ratio/num_rejected"] > 0 == report.metrics["grad/norm"] == report.metrics["grad/num_skipped"]
+    assert (
+        report.metrics["ratio/num_rejected"]
+        > 0
+        == report.metrics["grad/norm"]
+        == report.metrics["grad/num_skipped"]
+    )
     assert policy.num_steps == 1
     assert all(torch.equal(before[name], master) for name, master in policy.masters.items())
 
@@ -641,9 +833,13 @@ def test_log_probs_that_are_not_finite_skip_the_step_and_are_counted() -> None:
     before = {name: master.clone() for name, master in policy.masters.items()}
     node = next(one for one in traces[0].nodes if one.trainable and one.credit and any(one.credit))
     node.logprobs = (float("-inf"),) * len(node.logprobs)
-    report = update(policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False)
+    report = update(
+        policy, traces, objective=ObjectiveSettings(), settings=NO_GATE, reference=None, first=False
+    )
     assert report.metrics["grad/num_skipped"] == 1.0
-    assert all(torch.equal(before[name], master) and master.grad is None for name, master in policy.masters.items())
+    assert all(
+        torch.equal(before[name], master) and master.grad is None for name, master in policy.masters.items()
+    )
 
 
 def test_the_cold_start_s_rate_is_not_warmed_up_twice() -> None:
@@ -667,3 +863,20 @@ def test_as_many_optimiser_steps_as_mini_batches(num: int) -> None:
         reference=policy.frozen_copy(), first=False,
     )  # fmt: skip
     assert policy.num_steps == num
+
+
+def test_tokens_count_once_only_behind_the_same_tokens() -> None:
+    """Two rollouts that part and then write the same: 3 + 2 + 2 tokens and 2 + 2 more, which do not fit into
+    8 together.
+    """
+    trace = Trace(task=Task(key="t", question=""))
+    root = node(trace, None, Origin.PROMPT, (5, 6, 7))
+    for rollout, first in enumerate((20, 30)):
+        turn = node(trace, root, Origin.POLICY, (first, first + 1), dice=random.Random(rollout))
+        tip = node(trace, turn, Origin.POLICY, (40, 41), dice=random.Random(rollout))
+        turn.credit = tip.credit = (1.0, 1.0)
+        trace.finish(Leaf(node_id=tip.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=1.0))
+    paths = rollout_paths([trace])
+    assert [batch.num_tokens for batch in pack(paths, max_tokens=10)] == [7, 7]
+    [together] = pack(paths, max_tokens=11)
+    assert together.num_tokens == 11

@@ -7,8 +7,8 @@ import pytest
 
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.environments.datasets import panel_hash
 from outrider.environments.families import make_family
+from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import DataError
 from outrider.train.components import held_out_panel
 from outrider.train.settings import RunSettings
@@ -28,7 +28,10 @@ def test_the_panel_that_a_recipe_names_is_the_one_that_it_plays(path: Path) -> N
     if path.stem.startswith(("scienceworld", "webshop")):
         assert settings.evaluation.panel is not None
     if settings.evaluation.panel is not None:
-        assert panel_hash(held_out_panel(make_family(settings.environment), settings.evaluation)) == settings.evaluation.panel
+        assert (
+            panel_hash(held_out_panel(make_family(settings.environment), settings.evaluation))
+            == settings.evaluation.panel
+        )
 
 
 @pytest.mark.parametrize("change", ["evaluation.num_tasks=2", "evaluation.split=train"])
@@ -37,15 +40,21 @@ def test_another_panel_is_refused_with_both_hashes_and_none_takes_any(recipe: Pa
     family = make_family(named.environment)
     frozen = panel_hash(held_out_panel(family, named.evaluation))
     given = [f"evaluation.panel={frozen}"]
-    assert len(held_out_panel(family, load_settings(RunSettings, file=recipe, overrides=given).evaluation)) == 3
+    assert (
+        len(held_out_panel(family, load_settings(RunSettings, file=recipe, overrides=given).evaluation)) == 3
+    )
     other = load_settings(RunSettings, file=recipe, overrides=[*given, change]).evaluation
     with pytest.raises(DataError, match=rf"evaluation.panel is {frozen}, theirs is [0-9a-f]{{64}} "):
         held_out_panel(family, other)
-    free = load_settings(RunSettings, file=recipe, overrides=[*given, change, "evaluation.panel=none"]).evaluation
+    free = load_settings(
+        RunSettings, file=recipe, overrides=[*given, change, "evaluation.panel=none"]
+    ).evaluation
     assert held_out_panel(family, free)
 
 
-def test_a_refused_run_leaves_nothing_and_the_one_on_file_is_taken(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_run_leaves_nothing_and_the_one_on_file_is_taken(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = recipe.parent / "run"
     wrong = f"evaluation.panel={'0' * 64}"
     assert main(["eval", str(recipe), "--run", str(run), wrong]) == 1
@@ -55,4 +64,17 @@ def test_a_refused_run_leaves_nothing_and_the_one_on_file_is_taken(recipe: Path,
     assert set(line["task_returns"]) == set(line["task_scores"]) and len(line["task_returns"]) == 3
     assert sum(line["task_returns"].values()) / 3 == pytest.approx(line["mean_return"])
     again = recipe.parent / "again"
-    assert main(["eval", str(recipe), "--run", str(again), "--progress", "none", f"evaluation.panel={line['panel_hash']}"]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                str(recipe),
+                "--run",
+                str(again),
+                "--progress",
+                "none",
+                f"evaluation.panel={line['panel_hash']}",
+            ]
+        )
+        == 0
+    )

@@ -19,9 +19,9 @@ from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
 from outrider.train import replay
+from outrider.train.metrics.trace_records import rows_of
 from outrider.train.replay import replay_step
 from outrider.train.settings import RunSettings
-from outrider.train.trace_rows import rows_of
 from outrider.types import Message, Origin, Outcome
 from outrider.watch.traces import TraceReader, TraceRow, TraceWriter
 from tests.tiny import tiny_tokenizer
@@ -58,7 +58,9 @@ class Shows:
             return ()
         facts = {"step_ids": [], "similarity": 1.0, "agent": "x"}
         if not self.executes:
-            return [Splice(origin=Origin.BUFFER, text="<retrieve><ask>a</ask>stored</retrieve>\n", metadata=facts)]
+            return [
+                Splice(origin=Origin.BUFFER, text="<retrieve><ask>a</ask>stored</retrieve>\n", metadata=facts)
+            ]
         return [
             Attempt(
                 action="<ask>a</ask>",
@@ -81,10 +83,14 @@ def settings_of(mode: str | None) -> RunSettings:
         algorithm = {"type": "rapo", "group_size": 7, "retrieval": {"mode": mode}}
     environment = {"type": "scienceworld" if mode == "execute" else "factbook"}
     limits = Limits(max_turns=4, max_turn_tokens=100, max_response_tokens=240).model_dump()
-    return validate(RunSettings, {"environment": environment, "algorithm": algorithm, "rollout": limits, "seed": 9})
+    return validate(
+        RunSettings, {"environment": environment, "algorithm": algorithm, "rollout": limits, "seed": 9}
+    )
 
 
-def record(run: Path, family: ToyFamily, mode: str | None = None, *, hook: type[Shows] = Shows) -> list[Trace]:
+def record(
+    run: Path, family: ToyFamily, mode: str | None = None, *, hook: type[Shows] = Shows
+) -> list[Trace]:
     """Rollouts of the real loop, written as the trainer writes them."""
     settings = settings_of(mode)
     scheduler = Scheduler(
@@ -113,16 +119,28 @@ def family(monkeypatch: pytest.MonkeyPatch) -> ToyFamily:
 
 
 def cells(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
+    return [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in text.splitlines()
+        if line.startswith("│")
+    ]
 
 
 @pytest.mark.parametrize("mode", [None, "context", "execute"])
 @pytest.mark.parametrize("role", ["inline", "user"])
-def test_the_same_environment_gives_the_same(family: ToyFamily, tmp_path: Path, capsys: Any, mode: str | None, role: str) -> None:
+def test_the_same_environment_gives_the_same(
+    family: ToyFamily, tmp_path: Path, capsys: Any, mode: str | None, role: str
+) -> None:
     family.role = role
     traces = record(tmp_path / "run", family, mode)
     outcomes = {leaf.outcome for trace in traces for leaf in trace.leaves.values()}
-    ends = {Outcome.FINISHED, Outcome.INVALID, Outcome.TRUNCATED_TURNS, Outcome.TRUNCATED_TOKENS, Outcome.ENVIRONMENT_FAULT}
+    ends = {
+        Outcome.FINISHED,
+        Outcome.INVALID,
+        Outcome.TRUNCATED_TURNS,
+        Outcome.TRUNCATED_TOKENS,
+        Outcome.ENVIRONMENT_FAULT,
+    }
     assert ends <= outcomes  # every kind of end is there to be replayed
     family.num_factories_open = 0
     assert replay_step(tmp_path / "run", STEP) == 0
@@ -135,7 +153,9 @@ def test_the_same_environment_gives_the_same(family: ToyFamily, tmp_path: Path, 
 def test_what_was_tried_without_a_word_of_it_is_tried_again(
     family: ToyFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B1: a refused action is in no text, but it may have cost a move, so the environment hears it in its place."""
+    """B1: a refused action is in no text, but it may have cost a move, so the environment hears it in its
+    place.
+    """
 
     class Refused(Shows):
         def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
@@ -155,7 +175,11 @@ def test_what_was_tried_without_a_word_of_it_is_tried_again(
     monkeypatch.setattr(ToyEnvironment, "step", listen)
     assert replay_step(tmp_path / "run", STEP) == 0
     assert (
-        sum(texts[:2] == ["<ask>?</ask>", "<ask>refused</ask>"] and texts[2].startswith("<ask>a</ask>") for texts in heard) == 4
+        sum(
+            texts[:2] == ["<ask>?</ask>", "<ask>refused</ask>"] and texts[2].startswith("<ask>a</ask>")
+            for texts in heard
+        )
+        == 4
     )
 
 
@@ -179,10 +203,17 @@ def test_another_return_is_named(family: ToyFamily, tmp_path: Path, capsys: Any)
 
 def test_a_changed_executed_step_is_named(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
     record(tmp_path / "run", family, "execute")
-    change(tmp_path / "run", lambda row: dataclasses.replace(row, text=row.text.replace("it is", "it is not")), Origin.BUFFER)
+    change(
+        tmp_path / "run",
+        lambda row: dataclasses.replace(row, text=row.text.replace("it is", "it is not")),
+        Origin.BUFFER,
+    )
     assert replay_step(tmp_path / "run", STEP) == 1
     rows = [row for row in cells(capsys.readouterr().out) if len(row) == 6]
-    assert {(row[1], row[2], row[3]) for row in rows} == {("0", "1", "executed step"), ("1", "1", "executed step")}
+    assert {(row[1], row[2], row[3]) for row in rows} == {
+        ("0", "1", "executed step"),
+        ("1", "1", "executed step"),
+    }
 
 
 @pytest.mark.parametrize("outcome", [Outcome.TRUNCATED_TURNS, Outcome.FINISHED])
@@ -195,7 +226,9 @@ def test_another_outcome_is_named(family: ToyFamily, tmp_path: Path, capsys: Any
     assert outcome.value not in {row[5] for row in rows}
 
 
-def test_a_changed_turn_that_ends_the_episode_early_is_named(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
+def test_a_changed_turn_that_ends_the_episode_early_is_named(
+    family: ToyFamily, tmp_path: Path, capsys: Any
+) -> None:
     record(tmp_path / "run", family)
     first = {}
 
@@ -211,12 +244,18 @@ def test_a_changed_turn_that_ends_the_episode_early_is_named(family: ToyFamily, 
 
 
 def test_another_start_is_named(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
-    """The seed of the start is that of the loop: with another run seed the prompt differs (it holds the seed modulo 7)."""
+    """The seed of the start is that of the loop: with another run seed the prompt differs (it holds the seed
+    modulo 7).
+    """
     record(tmp_path / "run", family)
     file = tmp_path / "run" / "config.toml"
     file.write_text(file.read_text().replace("seed = 9", "seed = 10", 1))
     assert replay_step(tmp_path / "run", STEP) == 1
-    assert {row[3] for row in cells(capsys.readouterr().out) if len(row) == 6} <= {"prompt", "observation", "return"}
+    assert {row[3] for row in cells(capsys.readouterr().out) if len(row) == 6} <= {
+        "prompt",
+        "observation",
+        "return",
+    }
 
 
 def test_a_fault_of_the_replay_is_a_difference(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
@@ -224,7 +263,9 @@ def test_a_fault_of_the_replay_is_a_difference(family: ToyFamily, tmp_path: Path
     family.broken.add("toy/1")
     assert replay_step(tmp_path / "run", STEP) == 1
     rows = [row for row in cells(capsys.readouterr().out) if len(row) == 6]
-    assert len(rows) == 6 and {(row[0], row[3], row[5]) for row in rows} == {("toy/1", "fault", "the toy broke")}
+    assert len(rows) == 6 and {(row[0], row[3], row[5]) for row in rows} == {
+        ("toy/1", "fault", "the toy broke")
+    }
 
 
 def test_what_is_missing_is_one_line(family: ToyFamily, tmp_path: Path, capsys: Any) -> None:
@@ -247,4 +288,6 @@ def test_markup_in_texts_is_shown_as_it_is(family: ToyFamily, tmp_path: Path, ca
 
 def change(run: Path, edit: Any, origin: Origin | None = None) -> None:
     rows = TraceReader(run / "traces").read(STEP)
-    TraceWriter(run / "traces").write(STEP, [edit(row) if origin in (None, row.origin) else row for row in rows])
+    TraceWriter(run / "traces").write(
+        STEP, [edit(row) if origin in (None, row.origin) else row for row in rows]
+    )

@@ -1,8 +1,8 @@
 """A run can be killed at any instant and continued to the same bits, through the command line.
 
-The reference is the same run, never interrupted. What may differ is only what the clock or the machine decides. The killed run of
-"rapo" and its repetition have real processes, each with a seed of its own for hashes; the others are children of one that has done the
-imports.
+The reference is the same run, never interrupted. What may differ is only what the clock or the machine
+decides. The killed run of "rapo" and its repetition have real processes, each with a seed of its own for
+hashes; the others are children of one that has done the imports.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from outrider.memory.embedder import load_embedder
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.watch.traces import TraceReader
 from tests.train.forked import ForkedOutrider, forked_outrider
 from tests.train.tool_run import outrider, start_outrider
@@ -59,7 +59,9 @@ def _assert_same(one: Path, other: Path) -> None:
 
 
 def _kill_after(process: "subprocess.Popen[str] | ForkedOutrider", run: Path, delay: float) -> None:
-    """SIGKILL ``delay`` seconds after training has begun to write metrics; a negative delay: inside a checkpoint."""
+    """SIGKILL ``delay`` seconds after training has begun to write metrics; a negative delay: inside a
+    checkpoint.
+    """
     size = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
     patience = time.monotonic() + 240
     while process.poll() is None and time.monotonic() < patience:
@@ -93,11 +95,14 @@ def test_a_killed_run_ends_in_the_same_bits(
 ) -> None:
     run = root / f"killed-{case}"
     draws = random.Random(f"kills of {case}")
-    for attempt in range(6):  # on a busy machine a kill may come after the end: then again, with shorter delays
+    # on a busy machine a kill may come after the end: then again, with shorter delays
+    for attempt in range(6):
         shutil.rmtree(run, ignore_errors=True)
         num_killed = 0
         for number, delay in enumerate(delays):
-            arguments = ["train", "--resume", run, "--progress", "plain"] if number else command(root, run, case)
+            arguments = (
+                ["train", "--resume", run, "--progress", "plain"] if number else command(root, run, case)
+            )
             process = start_outrider(*arguments) if case == "rapo" else ForkedOutrider(*arguments)
             _kill_after(process, run, delay * draws.uniform(0.5, 1.5) / 2**attempt)
             num_killed += process.returncode == -signal.SIGKILL
@@ -110,7 +115,9 @@ def test_a_killed_run_ends_in_the_same_bits(
 
 
 def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> None:
-    """Retrievals, tool calls, rewards that differ, a buffer that grew: otherwise the comparison above says little."""
+    """Retrievals, tool calls, rewards that differ, a buffer that grew: otherwise the comparison above says
+    little.
+    """
     train = [record for record in metrics(whole("rapo")) if record["kind"] == "train"]
     assert sum(record["retrieval/num_inserted"] for record in train) >= 3
     assert sum(record["rollout/num_tool_calls"] for record in train) >= 3
@@ -118,7 +125,9 @@ def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> N
     assert len((whole("rapo") / "evaluations.jsonl").read_text().splitlines()) == 4
     sampled = [record for record in metrics(whole("dapo")) if record["kind"] == "train"]
     assert sum(record["group/num_extra_batches"] for record in sampled) >= 2
-    cursor = json.loads((whole("dapo") / "checkpoints" / f"step-{NUM_STEPS:06d}" / "state.json").read_text())["task_cursor"]
+    cursor = json.loads((whole("dapo") / "checkpoints" / f"step-{NUM_STEPS:06d}" / "state.json").read_text())[
+        "task_cursor"
+    ]
     assert cursor > 2 * NUM_STEPS  # no longer the step's number times its tasks
     grown = [record["buffer/num_added"] for record in metrics(whole("evolve")) if record["kind"] == "train"]
     assert sum(grown) >= 2
@@ -134,7 +143,9 @@ def test_the_run_with_tips_shows_some_and_has_all_modes(root: Path, whole: Calla
         for mode in ("plain", "tips_on", "tips_off"):
             assert sum(record[f"tips/num_groups_{mode}"] for record in half) > 0
     assert sum(record.get("tips/num_off_tokens", 0) for record in train) > 0
-    assert train[-1]["tips/state_visits"] > train[0]["tips/state_visits"] and train[-1]["tips/memory_size"] > 0
+    assert (
+        train[-1]["tips/state_visits"] > train[0]["tips/state_visits"] and train[-1]["tips/memory_size"] > 0
+    )
 
 
 def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[str], Path]) -> None:
@@ -143,19 +154,32 @@ def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[st
     dumps = []
     for name in (whole("evolve").name, "killed-evolve"):
         with StepTraceBuffer(root / name / "buffer.sqlite", load_embedder("hash"), mode="read") as buffer:
-            found = {f"self/{step}/tasks-{task}/{rollout}" for step in range(11) for task in range(6) for rollout in range(4)}
+            found = {
+                f"self/{step}/tasks-{task}/{rollout}"
+                for step in range(11)
+                for task in range(6)
+                for rollout in range(4)
+            }
             dumps.append((buffer.revision, buffer.stats(), [buffer.trajectory(one) for one in sorted(found)]))
     assert dumps[0] == dumps[1]
     assert any(dumps[0][2])
 
 
-def test_two_unbroken_runs_of_one_seed_are_equal_and_another_seed_is_not(root: Path, whole: Callable[[str], Path]) -> None:
+def test_two_unbroken_runs_of_one_seed_are_equal_and_another_seed_is_not(
+    root: Path, whole: Callable[[str], Path]
+) -> None:
     again, other = root / "again", root / "other-seed"
     assert outrider(*command(root, again, "rapo")).returncode == 0
     _assert_same(whole("rapo"), again)
-    assert forked_outrider(*command(root, other, "rapo"), "seed=4", "train.num_steps=1", "evaluation.every=0").returncode == 0
+    assert (
+        forked_outrider(
+            *command(root, other, "rapo"), "seed=4", "train.num_steps=1", "evaluation.every=0"
+        ).returncode
+        == 0
+    )
     weights = "checkpoints/step-{:06d}/masters.safetensors"
-    assert (other / weights.format(0)).read_bytes() == (again / weights.format(0)).read_bytes()  # the same pretrained model
+    # the same pretrained model
+    assert (other / weights.format(0)).read_bytes() == (again / weights.format(0)).read_bytes()
     assert TraceReader(other / "traces").read(1) != TraceReader(again / "traces").read(1)
 
 
@@ -176,11 +200,13 @@ def test_sigterm_writes_a_checkpoint_and_exits_cleanly(root: Path, whole: Callab
     _assert_same(whole("rapo"), run)
 
 
-def test_sigterm_in_the_first_evaluation_gives_it_up_and_the_run_starts_again(root: Path, whole: Callable[[str], Path]) -> None:
+def test_sigterm_in_the_first_evaluation_gives_it_up_and_the_run_starts_again(
+    root: Path, whole: Callable[[str], Path]
+) -> None:
     run = root / "terminated-early"
     process = ForkedOutrider(*command(root, run, "rapo"))
     patience = time.monotonic() + 240
-    while "evaluate before training" not in process.stdout_so_far() and time.monotonic() < patience:
+    while "evaluation before training" not in process.stdout_so_far() and time.monotonic() < patience:
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=240)
@@ -206,7 +232,11 @@ def test_a_stop_loses_no_evaluation_between_steps(root: Path) -> None:
 def test_a_finished_run_says_so_and_changes_nothing(root: Path, whole: Callable[[str], Path]) -> None:
     run = root / "finished"
     shutil.copytree(whole("rapo"), run)
-    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != "report.html"}
+    before = {
+        path: path.read_bytes()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.name != "report.html"
+    }
     finished = forked_outrider("train", "--resume", run, "--progress", "plain")
     assert finished.returncode == 0, finished.stderr
     assert f"this run is finished: {NUM_STEPS} of {NUM_STEPS} steps" in finished.stdout + finished.stderr

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from outrider.config import load_settings
+from outrider.engines.local import model
 from outrider.errors import ConfigError
-from outrider.train import run_directory
-from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
+from outrider.train.state.run_directory import RunDirectory
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
@@ -39,7 +39,7 @@ def test_two_processes_that_create_one_run_at_the_same_time_do_not_write_over_ea
         others.append(RunDirectory.create(tmp_path / "run", settings.model_copy(update={"seed": 7})))
         return precision
 
-    monkeypatch.setattr(run_directory, "resolve_precision", other_process_is_faster)
+    monkeypatch.setattr(model, "resolve_precision", other_process_is_faster)
     with pytest.raises(ConfigError, match="in use by another process"):
         RunDirectory.create(tmp_path / "run", settings)
     assert tomllib.loads((others[0].path / "config.toml").read_text())["seed"] == 7
@@ -60,3 +60,24 @@ def test_a_folder_with_files_of_others_is_refused_and_stays_as_it_is(tmp_path: P
     with pytest.raises(ConfigError, match="is not empty"):
         RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_failed_set_up_takes_back_what_it_wrote_and_nothing_else(tmp_path: Path) -> None:
+    """What somebody put into the folder meanwhile stays, and the folder with it; a link is not followed."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    run = RunDirectory.create(tmp_path / "run", load_settings(RunSettings, file=RECIPE))
+    (run.path / "notes").write_text("mine")
+    (run.path / "buffer.sqlite-wal").touch()
+    (run.path / "traces").symlink_to(elsewhere)
+    run.discard()
+    run.release()
+    assert [one.name for one in run.path.iterdir()] == ["notes"] and (elsewhere / "kept").exists()
+
+
+def test_a_lock_with_something_in_it_is_somebodys_file(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))
+    assert (tmp_path / "lock").read_text() == "mine"

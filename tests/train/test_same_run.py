@@ -1,4 +1,6 @@
-"""E2 and E4: a run goes on as the run that it was; what decides its results and is another one now is named and refused."""
+"""E2 and E4: a run goes on as the run that it was; what decides its results and is another one now is named
+and refused.
+"""
 
 import json
 import shutil
@@ -9,10 +11,10 @@ import pytest
 from outrider.config import load_settings, to_toml
 from outrider.errors import CheckpointError
 from outrider.memory.embedder import load_embedder
-from outrider.memory.steps import StepTraceBuffer
-from outrider.train.run_directory import RunDirectory
-from outrider.train.same_settings import flat_settings, other_settings
+from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.train.settings import RunSettings
+from outrider.train.state.run_directory import RunDirectory
+from outrider.train.state.same_settings import flat_settings, other_settings
 from tests.memory.builders import make_trajectory
 from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import write_tool_run
@@ -46,10 +48,16 @@ def edit(run: Path, *overrides: str) -> None:
 
 
 def content(run: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != "report.html"}
+    return {
+        path: path.read_bytes()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.name != "report.html"
+    }
 
 
-def test_e4_data_that_moved_are_the_same(whole: Path, killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_e4_data_that_moved_are_the_same(
+    whole: Path, killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     resume(killed, progress="plain")
     assert "OTHER" not in capsys.readouterr().out
     assert_same(whole, killed)
@@ -80,23 +88,35 @@ def test_e7_another_algorithm_is_named_and_not_its_settings(killed: Path) -> Non
     text = (killed / "config.toml").read_text()
     start, end = text.index("[algorithm]"), text.index("[rollout]")
     (killed / "config.toml").write_text(f'{text[:start]}[algorithm]\ntype = "empo2"\n{text[end:]}')
-    with pytest.raises(CheckpointError, match=r"began with: algorithm\.type is 'empo2', was 'rapo'; put it back"):
+    with pytest.raises(
+        CheckpointError, match=r"began with: algorithm\.type is 'empo2', was 'rapo'; put it back"
+    ):
         resume(killed)
 
 
-def test_e4_settings_that_may_change_are_told(whole: Path, killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_e4_settings_that_may_change_are_told(
+    whole: Path, killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit(killed, "train.checkpoint_every=2", "evaluation.every=2", "train.max_concurrent=3", "num_threads=2")
     resume(killed, progress="plain")
     told = capsys.readouterr().out
-    assert "OTHER SETTINGS: evaluation.every is 2, was 0; the run goes on, to the same bits as far as it went" in told
+    assert (
+        "OTHER SETTINGS: evaluation.every is 2, was 0; the run goes on, to the same bits as far as it went"
+        in told
+    )
     assert "checkpoint_every" not in told  # no number depends on it
-    assert "num_threads is 2, was 1, train.max_concurrent is 3, was 8; the run goes on, but not to the same bits for sure" in told
+    assert (
+        "num_threads is 2, was 1, train.max_concurrent is 3, was 8; the run goes on, but not to the same bits for sure"
+        in told
+    )
 
 
 def test_e4_a_schedule_that_ends_with_the_run_has_its_length(whole: Path) -> None:
     overrides = ["algorithm.retrieval.schedule=linear", "algorithm.retrieval.final_probability=0.1"]
     settings = load_settings(RunSettings, file=whole / "config.toml", overrides=overrides)
-    longer = load_settings(RunSettings, file=whole / "config.toml", overrides=[*overrides, "train.num_steps=9"])
+    longer = load_settings(
+        RunSettings, file=whole / "config.toml", overrides=[*overrides, "train.num_steps=9"]
+    )
     with pytest.raises(CheckpointError, match=r"train\.num_steps is 9, was 2"):
         other_settings(flat_settings(settings), longer)
 
@@ -135,7 +155,9 @@ def change_buffer(data: Path) -> None:
     """As many batches, other contents."""
     (data / "buffer.sqlite").unlink()
     with StepTraceBuffer(data / "buffer.sqlite", load_embedder("hash"), mode="write") as buffer:
-        buffer.add_trajectories([make_trajectory(f"new {i}", task=f"tasks-{i}", reward=2.0) for i in range(6)])
+        buffer.add_trajectories(
+            [make_trajectory(f"new {i}", task=f"tasks-{i}", reward=2.0) for i in range(6)]
+        )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +184,9 @@ def test_e4_inputs_that_changed_are_refused(change: object, name: str, whole: Pa
     assert_same(whole, killed)
 
 
-def test_e4_weights_that_do_not_train_are_in_no_checkpoint_and_are_compared(made: Path, tmp_path: Path) -> None:
+def test_e4_weights_that_do_not_train_are_in_no_checkpoint_and_are_compared(
+    made: Path, tmp_path: Path
+) -> None:
     data = Path(shutil.copytree(made / "data", tmp_path / "data"))
     recipe = data / "recipe.toml"
     recipe.write_text(recipe.read_text().replace(str(made / "data"), str(data)))

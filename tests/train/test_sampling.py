@@ -1,19 +1,25 @@
-"""Which tasks a step plays and which groups it trains on: the order, its cursor, and dynamic sampling with its bound."""
+"""Which tasks a step plays and which groups it trains on: the order, its cursor, and dynamic sampling with
+its bound.
+"""
 
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.group_settings import DynamicSamplingSettings, groups_worth_training
+from outrider.algorithms.algorithm import TaskChoice
+from outrider.algorithms.common.group_settings import DynamicSamplingSettings, groups_worth_training
+from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.algorithms.rollout_replay.algorithm import RolloutReplay
 from outrider.rollout.scheduler import RolloutReport
 from outrider.seeding import stream
-from outrider.train.sampling import SampledStep, TaskOrder, sample_step
+from outrider.train.data.task_sampling import SampledStep, TaskOrder, play_step, sample_step
 from outrider.types import Task
 from tests.algorithms.grouped import Played, grouped, trace_of
 
@@ -25,12 +31,16 @@ def order(num_tasks: int, tasks_per_step: int, seed: int = 0) -> TaskOrder:
 
 @settings(deadline=None, max_examples=50)
 @given(num_tasks=st.integers(1, 12), size=st.integers(1, 12), step=st.integers(0, 30), seed=st.integers(0, 5))
-def test_without_dynamic_sampling_a_step_s_tasks_follow_from_its_number(num_tasks: int, size: int, step: int, seed: int) -> None:
+def test_without_dynamic_sampling_a_step_s_tasks_follow_from_its_number(
+    num_tasks: int, size: int, step: int, seed: int
+) -> None:
     """Whole steps of a fresh permutation an epoch; what does not fill a step is left out of that epoch."""
     size = min(size, num_tasks)
     tasks, cursor = order(num_tasks, size, seed).take(size, cursor=step * size)
     epoch, position = divmod(step, num_tasks // size)
-    expected = stream(seed, "task order", epoch).permutation(num_tasks)[position * size : (position + 1) * size]
+    expected = stream(seed, "task order", epoch).permutation(num_tasks)[
+        position * size : (position + 1) * size
+    ]
     assert [task.key for task in tasks] == [f"t{i}" for i in expected] and cursor == (step + 1) * size
 
 
@@ -65,22 +75,45 @@ class FakeScheduler:
         self.groups: list[int] = []
 
     def run(
-        self, tasks: Sequence[Task], *, modes: Callable[[int], Sequence[str]], training_step: int, continued: bool
+        self,
+        tasks: Sequence[Task],
+        *,
+        modes: Callable[[int], Sequence[str]],
+        training_step: int,
+        continued: bool,
     ) -> RolloutReport:
         assert continued == bool(self.calls)  # one step is one batch, however many rounds it takes
         self.calls.append([task.key for task in tasks])
         self.groups += [int(modes(number)[0]) for number in range(len(tasks))]
         traces = [
-            trace_of([Played(value=value) for value in self.returns(int(task.key[1:]), len(self.calls))], key=task.key)
+            trace_of(
+                [Played(value=value) for value in self.returns(int(task.key[1:]), len(self.calls))],
+                key=task.key,
+            )
             for task in tasks
         ]
         told = (f"call {len(self.calls)}",)
-        return RolloutReport(traces=traces, num_batches=1, num_retries=1, faults=Counter({"retries": 1}), fault_reasons=told)
+        return RolloutReport(
+            traces=traces, num_batches=1, num_retries=1, faults=Counter({"retries": 1}), fault_reasons=told
+        )
 
 
-def play(scheduler: Any, *, num_tasks: int = 12, rule: DynamicSamplingSettings | None, cursor: int = 0) -> SampledStep:
+def chosen_by(rule: DynamicSamplingSettings | None) -> TaskChoice:
+    """Four groups, as GRPO chooses them."""
+    page = Grpo(GrpoSettings(dynamic_sampling=rule))
+    return page.choose_tasks(order(12, 4).tasks, step=0, num_groups=4)
+
+
+def play(
+    scheduler: Any, *, num_tasks: int = 12, rule: DynamicSamplingSettings | None, cursor: int = 0
+) -> SampledStep:
     return sample_step(
-        scheduler, order(num_tasks, 4), cursor=cursor, num_groups=4, modes=lambda group: (str(group),), step=0, rule=rule
+        scheduler,
+        order(num_tasks, 4),
+        cursor=cursor,
+        choice=chosen_by(rule),
+        modes=lambda group: (str(group),),
+        step=0,
     )
 
 
@@ -97,7 +130,9 @@ def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
         found += sum(int(key[1:]) % 3 == 0 for key in call)
     flat = [key for call in scheduler.calls for key in call]
     assert len(set(flat)) == len(flat) == len(step.traces) and scheduler.groups == list(range(len(flat)))
-    assert step.faults == {"retries": len(scheduler.calls)} and len(step.fault_reasons) == len(scheduler.calls)
+    assert step.faults == {"retries": len(scheduler.calls)} and len(step.fault_reasons) == len(
+        scheduler.calls
+    )
     assert step.num_extra_batches == len(scheduler.calls) - 1
     assert step.metrics(4) == {
         "group/num_dropped": len(flat) - 4, "group/num_missing": 0.0, "group/num_extra_batches": step.num_extra_batches,
@@ -119,7 +154,9 @@ def test_a_bound_and_a_small_task_set_end_the_search() -> None:
     one = FakeScheduler(lambda task, call: [0.0, 1.0])
     step = play(one, rule=DynamicSamplingSettings())
     plain = play(FakeScheduler(one.returns), rule=None)
-    assert [t.task.key for t in step.traces] == [t.task.key for t in plain.traces] and step.cursor == plain.cursor == 4
+    assert [t.task.key for t in step.traces] == [
+        t.task.key for t in plain.traces
+    ] and step.cursor == plain.cursor == 4
     unfiltered = play(FakeScheduler(lambda task, call: [0.5, 0.5]), rule=None)
     assert len(unfiltered.trained) == 4 and unfiltered.num_extra_batches == 0
 
@@ -151,3 +188,75 @@ def test_the_filter_of_verl_agent() -> None:
 def test_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         DynamicSamplingSettings(**wrong)
+
+
+class Chosen(FakeScheduler):
+    """As the scheduler is called for a plain step: what it was given."""
+
+    def run(
+        self, tasks: Sequence[Task], *, modes: Any, training_step: int, continued: bool = False
+    ) -> RolloutReport:
+        self.step = training_step
+        return super().run(tasks, modes=modes, training_step=training_step, continued=continued)
+
+
+def parts_of(algorithm: Any) -> Any:
+    run = SimpleNamespace(seed=3, train=SimpleNamespace(tasks_per_step=4))
+    return SimpleNamespace(settings=run, algorithm=algorithm, train_tasks=order(12, 4).tasks)
+
+
+def test_a_step_is_played_by_the_run_s_settings() -> None:
+    """Tasks in the order of the run's seed, modes of the step and the group, and DAPO's rule where the
+    settings have one.
+    """
+
+    class Page(Grpo):
+        def modes_of(self, step: int, group: int) -> Sequence[str]:
+            return (str(10 * step + group),)
+
+    scheduler = Chosen(lambda task, call: [0.5, 0.5])
+    plain = play_step(parts_of(Page(GrpoSettings())), scheduler, step=7, cursor=4)  # type: ignore[arg-type]
+    expected = stream(3, "task order", 0).permutation(12)[4:8]
+    assert [trace.task.key for trace in plain.traces] == [f"t{i}" for i in expected] and plain.cursor == 8
+    assert (scheduler.step, scheduler.groups, plain.choice.groups, len(plain.trained)) == (
+        7,
+        [70, 71, 72, 73],
+        None,
+        4,
+    )
+    rule = DynamicSamplingSettings(max_extra_batches=1)
+    scheduler = Chosen(lambda task, call: [0.5, 0.5])
+    dapo = play_step(parts_of(Page(GrpoSettings(dynamic_sampling=rule))), scheduler, step=0, cursor=0)  # type: ignore[arg-type]
+    assert dapo.choice.groups is not None and (len(dapo.traces), dapo.trained) == (8, [])
+
+
+def test_a_step_with_replay_plays_as_many_groups_as_it_has_no_stored_ones_for() -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Replay(RolloutReplay):
+        def __init__(self) -> None:
+            self.modes = ("m",)
+
+        def num_fresh(self, step: int) -> int:
+            return step
+
+        def choose(self, tasks: Sequence[Task], *, step: int) -> list[Task] | None:
+            asked.append((len(tasks), step))
+            return list(tasks[:2]) if step == 3 else None
+
+        def modes_of(self, step: int, group: int) -> Sequence[str]:
+            return (str(group),)
+
+    for step, keys in ((1, None), (3, ["t0", "t1"])):
+        scheduler = Chosen(lambda task, call: [0.0, 1.0])
+        played = play_step(parts_of(Replay()), scheduler, step=step, cursor=5)  # type: ignore[arg-type]
+        assert keys is None or [trace.task.key for trace in played.trained] == keys
+        assert len(played.traces) == (1 if keys is None else 2) and played.cursor == (
+            6 if keys is None else 5
+        )
+        assert (
+            played.faults == {"retries": 1}
+            and played.fault_reasons == ("call 1",)
+            and played.num_extra_batches == 0
+        )
+    assert asked == [(12, 1), (12, 3)]

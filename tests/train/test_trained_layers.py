@@ -1,4 +1,6 @@
-"""Training the last layers alone: their gradients are those of full training, and nothing below them moves."""
+"""Training the last layers alone: their gradients are those of full training, and nothing below them
+moves.
+"""
 
 from pathlib import Path
 
@@ -6,17 +8,19 @@ import pytest
 import torch
 
 from outrider.config import validate
-from outrider.engines.attention import Segment, TreePlan
+from outrider.engines.local.attention import Segment, TreePlan
 from outrider.errors import ConfigError, ModelError
-from outrider.train.checkpoint import load_checkpoint, save_checkpoint
-from outrider.train.policy import OptimizerSettings, Policy
 from outrider.train.settings import RunSettings
+from outrider.train.state.checkpoint import load_checkpoint, save_checkpoint
+from outrider.train.update.policy import OptimizerSettings, Policy
 from tests.tiny import tiny_model
 
 
 def _policy(trained_layers: int | None) -> Policy:
     model = tiny_model(dtype=torch.float64, num_layers=3)
-    return Policy(model, OptimizerSettings(learning_rate=1e-2, max_grad_norm=1e9), trained_layers=trained_layers)
+    return Policy(
+        model, OptimizerSettings(learning_rate=1e-2, max_grad_norm=1e9), trained_layers=trained_layers
+    )
 
 
 def _backward(policy: Policy) -> None:
@@ -32,7 +36,11 @@ def test_gradients_are_those_of_full_training(trained_layers: int) -> None:
     _backward(whole)
     _backward(part)
     first = 3 - trained_layers
-    expected = {n for n in whole.masters if n.startswith("model.norm") or (".layers." in n and int(n.split(".")[2]) >= first)}
+    expected = {
+        n
+        for n in whole.masters
+        if n.startswith("model.norm") or (".layers." in n and int(n.split(".")[2]) >= first)
+    }
     assert set(part.masters) == expected and expected < set(whole.masters)
     for name, master in part.masters.items():
         assert master.grad is not None and whole.masters[name].grad is not None

@@ -1,4 +1,6 @@
-"""What an update must not do: depend on the micro-batches, leave a term out in silence, or add up what it says to be a mean."""
+"""What an update must not do: depend on the micro-batches, leave a term out in silence, or add up what it
+says to be a mean.
+"""
 
 import random
 from dataclasses import replace
@@ -9,10 +11,10 @@ import torch
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.errors import EngineFault
 from outrider.trace import Leaf, Trace
-from outrider.train.pack import pack
-from outrider.train.policy import OptimizerSettings, Policy
-from outrider.train.reward_kl import measure_kl
-from outrider.train.update import UpdateReport, UpdateSettings, rollout_paths, update
+from outrider.train.update.pack import pack
+from outrider.train.update.policy import OptimizerSettings, Policy
+from outrider.train.update.reward_kl import measure_kl
+from outrider.train.update.update import UpdateReport, UpdateSettings, rollout_paths, update
 from outrider.types import Origin, Outcome, Task
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import Recorder, double_precision, honest, ids, node, random_trace, shift  # noqa: F401
@@ -22,8 +24,12 @@ def trained(
     traces: list[Trace], objective: ObjectiveSettings, chosen: UpdateSettings, *, first: bool = False
 ) -> tuple[Recorder, UpdateReport]:
     policy = Recorder(tiny_model(dtype=torch.float64), shift)
-    reference = Recorder(tiny_model(dtype=torch.float64, seed=9)).frozen_copy() if objective.kl_weight else None
-    return policy, update(policy, traces, objective=objective, settings=chosen, reference=reference, first=first)
+    reference = (
+        Recorder(tiny_model(dtype=torch.float64, seed=9)).frozen_copy() if objective.kl_weight else None
+    )
+    return policy, update(
+        policy, traces, objective=objective, settings=chosen, reference=reference, first=first
+    )
 
 
 def disagreeing(gap: float) -> list[Trace]:
@@ -39,7 +45,10 @@ def disagreeing(gap: float) -> list[Trace]:
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
 def test_the_gate_judges_the_whole_mini_batch_and_not_a_micro_batch(max_tokens: int) -> None:
     """A short rollout in a micro-batch of its own is noisier than the mean that the setting bounds."""
-    objective, calm = ObjectiveSettings(sampler_correction=None), UpdateSettings(max_tokens=max_tokens, max_logprob_gap=99.0)
+    objective, calm = (
+        ObjectiveSettings(sampler_correction=None),
+        UpdateSettings(max_tokens=max_tokens, max_logprob_gap=99.0),
+    )
     _, report = trained(disagreeing(1.0), objective, calm, first=True)
     mean = report.metrics["gap/logprob_mean"]
     assert 0.0 < mean < 0.5
@@ -79,7 +88,9 @@ def test_the_losses_that_are_reported_are_means_over_the_optimiser_steps() -> No
         (twins, still.model_copy(update={"num_mini_batches": 2, "num_epochs": 2})),
     ):
         policy = Recorder(tiny_model(dtype=torch.float64))  # its weights stay
-        reports.append(update(policy, traces, objective=objective, settings=chosen, reference=None, first=False).metrics)
+        reports.append(
+            update(policy, traces, objective=objective, settings=chosen, reference=None, first=False).metrics
+        )
     for name in ("loss/policy", "loss/positive_nll"):
         assert reports[0][name] != 0.0
         assert reports[1][name] == pytest.approx(reports[0][name], rel=1e-9)
@@ -97,7 +108,9 @@ def replace_credit(trace: Trace) -> Trace:
 def test_a_mini_batch_that_is_skipped_reports_no_loss() -> None:
     """Its first micro-batches were computed before the fault was found."""
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32)]
-    last = [one for path in rollout_paths(traces) for one in path.nodes if one.trainable and any(one.credit or ())][-1]
+    last = [
+        one for path in rollout_paths(traces) for one in path.nodes if one.trainable and any(one.credit or ())
+    ][-1]
     last.logprobs = (float("nan"),) * len(last.logprobs)
     policy, report = trained(traces, ObjectiveSettings(), UpdateSettings(max_tokens=1))
     assert policy.gradients == [] and report.metrics["grad/num_skipped"] == 1.0

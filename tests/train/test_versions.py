@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.train.versions import differences, versions
+from outrider.train.state.versions import differences, versions
 
 SOFTWARE = {"outrider", "torch", "transformers", "numpy", "BLAS", "oneDNN"}
 

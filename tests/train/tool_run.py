@@ -1,7 +1,8 @@
-"""A tools run in miniature, on disk: a tiny model that knows the tags, questions, a corpus, a buffer and a recipe.
+"""A tools run in miniature, on disk: a tiny model that knows the tags, questions, a corpus, a buffer and a
+recipe.
 
-The model is the tiny random one, fine-tuned for a second so that it searches and answers: with random weights no turn would
-ever close a tag, and nothing of what these tests are about would happen.
+The model is the tiny random one, fine-tuned for a second so that it searches and answers: with random weights
+no turn would ever close a tag, and nothing of what these tests are about would happen.
 """
 
 import functools
@@ -19,13 +20,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.memory.embedder import load_embedder
-from outrider.memory.steps import StepTraceBuffer
+from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.types import Message, Step, Trajectory
 from tests.tiny import save_tiny_model
 
 PLACES = ("hill", "lake", "wood", "port")
 THINGS = ("lamp", "ship", "ring", "coin", "bell", "drum")
 TAGS = ("<search>", "</search>", "<answer>", "</answer>", "<result>", "</result>")
+PYTHON_TAGS = ("<python>", "</python>")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 RECIPE = """
@@ -79,15 +81,28 @@ temperature = 1.0
 def write_tool_run(root: Path) -> Path:
     """Everything that a run needs, below ``root``; returns the recipe."""
     root.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(_model_folder().name, root / "model")
+    shutil.copytree(_model_folder(TAGS).name, root / "model")
     facts = [(thing, PLACES[number % len(PLACES)]) for number, thing in enumerate(THINGS)]
-    _write_lines(root / "tasks.jsonl", [{"question": f"Where is the {thing}?", "answer": place} for thing, place in facts])
-    _write_lines(root / "corpus.jsonl", [{"id": thing, "title": thing, "text": f"{thing}: {place}"} for thing, place in facts])
+    _write_lines(
+        root / "tasks.jsonl",
+        [{"question": f"Where is the {thing}?", "answer": place} for thing, place in facts],
+    )
+    _write_lines(
+        root / "corpus.jsonl",
+        [{"id": thing, "title": thing, "text": f"{thing}: {place}"} for thing, place in facts],
+    )
     with StepTraceBuffer(root / "buffer.sqlite", load_embedder("hash"), mode="write") as buffer:
-        buffer.add_trajectories([_trajectory(number, thing, place) for number, (thing, place) in enumerate(facts)])
+        buffer.add_trajectories(
+            [_trajectory(number, thing, place) for number, (thing, place) in enumerate(facts)]
+        )
     recipe = root / "recipe.toml"
     recipe.write_text(RECIPE.format(root=root))
     return recipe
+
+
+def write_python_model(folder: Path) -> None:
+    """The model's twin that calls the Python tool too."""
+    shutil.copytree(_model_folder(TAGS + PYTHON_TAGS).name, folder)
 
 
 def write_demonstrations(path: Path, *, prefix: str = "tasks") -> None:
@@ -101,7 +116,9 @@ def write_demonstrations(path: Path, *, prefix: str = "tasks") -> None:
         observed = {"role": "tool", "content": seen}
         question = f"Where is the {thing}?"
         messages = [{"role": "user", "content": question}, turns[0], observed, turns[1], observed, turns[2]]
-        records.append({"task_key": f"{prefix}-{number}", "question": question, "reward": 1.0, "messages": messages})
+        records.append(
+            {"task_key": f"{prefix}-{number}", "question": question, "reward": 1.0, "messages": messages}
+        )
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -114,7 +131,9 @@ def outrider(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def start_outrider(*arguments: str | Path, environment: dict[str, str] | None = None) -> "subprocess.Popen[str]":
+def start_outrider(
+    *arguments: str | Path, environment: dict[str, str] | None = None
+) -> "subprocess.Popen[str]":
     """The command line in a process of its own, running."""
     return subprocess.Popen(
         [sys.executable, "-m", "outrider", *map(str, arguments)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -129,30 +148,37 @@ class _Example:
 
 
 @functools.cache
-def _model_folder() -> "tempfile.TemporaryDirectory[str]":
-    """Made once in a test process: the fine-tuning takes longer than most of what is tested with its result."""
+def _model_folder(tags: tuple[str, ...]) -> "tempfile.TemporaryDirectory[str]":
+    """Made once in a test process: the fine-tuning takes longer than most of what is tested with its
+    result.
+    """
     kept = tempfile.TemporaryDirectory()
-    _save_model(Path(kept.name))
+    _save_model(Path(kept.name), tags)
     return kept
 
 
-def _save_model(folder: Path) -> None:
+def _save_model(folder: Path, tags: tuple[str, ...]) -> None:
     save_tiny_model(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(list(TAGS))
+    tokenizer.add_tokens(list(tags))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(folder)
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        _fine_tune(model, [_ids(tokenizer, example) for example in _examples()])
+        _fine_tune(model, [_ids(tokenizer, example) for example in _examples(python=PYTHON_TAGS[0] in tags)])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _examples() -> Sequence[_Example]:
-    """Search or answer at once; after a result answer or search again. Which place is right cannot be told."""
+def _examples(*, python: bool) -> Sequence[_Example]:
+    """Search or answer at once; after a result answer or search again. Which place is right cannot be
+    told.
+    """
     replies = ["<search>{thing}</search>", "<answer>{place}</answer>"]
     contexts = ["", "<search>{thing}</search>\n<result>\n{thing}: {place}\n</result>\n"]
+    if python:
+        replies.append("<python>print(7)</python>")
+        contexts.append("<python>print(7)</python>\n<result>\n7\n</result>\n")
     return [
         _Example(
             prompt=f"<|im_start|>user\nWhere is the {thing}?<|im_end|>\n<|im_start|>assistant\n"
@@ -164,11 +190,15 @@ def _examples() -> Sequence[_Example]:
 
 
 def _ids(tokenizer: object, example: _Example) -> tuple[torch.Tensor, torch.Tensor]:
-    prompt, reply = (tokenizer.encode(text, add_special_tokens=False) for text in (example.prompt, example.reply))  # type: ignore[attr-defined]
+    prompt, reply = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (example.prompt, example.reply)
+    )  # type: ignore[attr-defined]
     return torch.tensor([prompt + reply]), torch.tensor([[-100] * len(prompt) + reply])
 
 
-def _fine_tune(model: torch.nn.Module, examples: Sequence[tuple[torch.Tensor, torch.Tensor]], *, num_steps: int = 240) -> None:
+def _fine_tune(
+    model: torch.nn.Module, examples: Sequence[tuple[torch.Tensor, torch.Tensor]], *, num_steps: int = 240
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for index in range(num_steps):
         ids, labels = examples[(index * 37) % len(examples)]
@@ -180,7 +210,9 @@ def _fine_tune(model: torch.nn.Module, examples: Sequence[tuple[torch.Tensor, to
 
 def _trajectory(number: int, thing: str, place: str) -> Trajectory:
     search = Step(text=f"<search>{thing}</search>", observation=f"\n<result>\n{thing}: {place}\n</result>\n")
-    again = Step(text=f"<search>the {thing}</search>", observation=f"\n<result>\n{thing}: {place}\n</result>\n")
+    again = Step(
+        text=f"<search>the {thing}</search>", observation=f"\n<result>\n{thing}: {place}\n</result>\n"
+    )
     answer = Step(text=f"<answer>{place}</answer>", observation="", is_terminal=True)
     return Trajectory(
         trajectory_id=f"given/{thing}", task_key=f"tasks-{number}", agent="given", reward=1.0,

@@ -1,4 +1,6 @@
-"""Tiny runs over every algorithm with a state of its own, and how two of them are compared: bit by bit, but for the clock."""
+"""Tiny runs over every algorithm with a state of its own, and how two of them are compared: bit by bit, but
+for the clock.
+"""
 
 import json
 import shutil
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.watch.traces import TraceReader
-from tests.train.tool_run import write_demonstrations, write_tool_run
+from tests.train.tool_run import write_demonstrations, write_python_model, write_tool_run
 
 NUM_STEPS = 10
 CASES: Mapping[str, tuple[str, ...]] = {
@@ -41,6 +43,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "arpo": (
         "algorithm.type=arpo",
         "algorithm.first_wave=2",
+        "model.name={root}/model-python",
         'environment.tools=["search", "python"]',
         "environment.python.num_servers=1",
     ),
@@ -52,6 +55,7 @@ CLOCK = ("time/", "speed/", "memory/")
 def write_data(root: Path) -> None:
     """Model, tasks, corpus, buffer, recipe and demonstrations."""
     write_tool_run(root)
+    write_python_model(root / "model-python")
     write_demonstrations(root / "shown.jsonl")
 
 
@@ -64,19 +68,35 @@ def command(root: Path, run: Path, case: str) -> list[str | Path]:
         return ["train", recipe, *overrides, "--run", run, "--progress", "plain"]
     buffer = root / f"{run.name}.sqlite"
     shutil.copy(root / "buffer.sqlite", buffer)
-    return ["train", root / "recipe.toml", *overrides, f"buffer.path={buffer}", "--run", run, "--progress", "plain"]
+    return [
+        "train",
+        root / "recipe.toml",
+        *overrides,
+        f"buffer.path={buffer}",
+        "--run",
+        run,
+        "--progress",
+        "plain",
+    ]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Without what the clock decides."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in record.items() if not name.startswith(CLOCK)} for record in records]
+    return [
+        {name: value for name, value in record.items() if not name.startswith(CLOCK)} for record in records
+    ]
 
 
 def differences(one: Path, other: Path, *, num_steps: int = NUM_STEPS) -> list[str]:
-    """Names of what differs: weights, optimiser, state, memory, metrics, evaluations, traces, the buffer's rows, files left over."""
+    """Names of what differs: weights, optimiser, state, memory, metrics, evaluations, traces, the buffer's
+    rows, files left over.
+    """
     last = Path("checkpoints") / f"step-{num_steps:06d}"
-    files = [last / name for name in ("masters.safetensors", "optimizer.safetensors", "state.json", "memory.safetensors")]
+    files = [
+        last / name
+        for name in ("masters.safetensors", "optimizer.safetensors", "state.json", "memory.safetensors")
+    ]
     files += [Path("evaluations.jsonl"), Path("reference.safetensors")]
     found = [str(name) for name in files if _content(one / name) != _content(other / name)]
     mine, theirs = TraceReader(one / "traces"), TraceReader(other / "traces")
@@ -84,7 +104,11 @@ def differences(one: Path, other: Path, *, num_steps: int = NUM_STEPS) -> list[s
         found.append("metrics.jsonl")
     if not mine.steps() == theirs.steps() == tuple(range(1, num_steps + 1)):
         found.append("steps of the traces")
-    found += [f"trace of step {step}" for step in mine.steps() if step in theirs.steps() and mine.read(step) != theirs.read(step)]
+    found += [
+        f"trace of step {step}"
+        for step in mine.steps()
+        if step in theirs.steps() and mine.read(step) != theirs.read(step)
+    ]
     for number in range(len((one / "evaluations.jsonl").read_text().splitlines())):
         if mine.read_evaluation(number) != theirs.read_evaluation(number):
             found.append(f"trace of evaluation {number}")

@@ -74,11 +74,15 @@ def write_evaluations(run_dir: Path) -> None:
 
 
 def trace(step: int, index: int, *, num_tokens: int = 60) -> list[TraceRow]:
-    """One trace: prompt, turn, observation; one leaf goes on alone and a hybrid one goes through a retrieved step."""
+    """One trace: prompt, turn, observation; one leaf goes on alone and a hybrid one goes through a retrieved
+    step.
+    """
     draw = random.Random(f"{step}/{index}")
     words = ["think", " about", " the", " sum", ":", "\n", " 12", "+", "30", " <b>", "=", " 42"]
 
-    def node(node_id: int, parent_id: int, origin: Origin, text: str, rollout: int = 0, **fields: Any) -> TraceRow:
+    def node(
+        node_id: int, parent_id: int, origin: Origin, text: str, rollout: int = 0, **fields: Any
+    ) -> TraceRow:
         tokens = tuple(draw.choice(words) for _ in range(num_tokens)) if origin is Origin.POLICY else ()
         entropies = tuple(draw.expovariate(1.5) for _ in tokens)
         return TraceRow(
@@ -87,7 +91,11 @@ def trace(step: int, index: int, *, num_tokens: int = 60) -> list[TraceRow]:
             entropies=entropies, **fields,
         )  # fmt: skip
 
-    end: dict[str, Any] = {"outcome": Outcome.FINISHED, "episode_return": index / 10, "advantage": 0.5 - index / 10}
+    end: dict[str, Any] = {
+        "outcome": Outcome.FINISHED,
+        "episode_return": index / 10,
+        "advantage": 0.5 - index / 10,
+    }
     return [
         node(0, -1, Origin.PROMPT, f"What is 12 + 30? {HOSTILE}"),
         node(1, 0, Origin.POLICY, ""),

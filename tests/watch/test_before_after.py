@@ -17,7 +17,12 @@ def _rows(step: int, returns: dict[str, float]) -> list[TraceRow]:
     for number, (key, value) in enumerate(returns.items()):
         at = {**shared, "task_key": key, "trace_id": f"{step}/{number}"}
         rows.append(TraceRow(**at, node_id=0, parent_id=-1, origin=Origin.PROMPT, text=f"question {key}"))
-        leaf = {"origin": Origin.POLICY, "outcome": Outcome.FINISHED, "episode_return": value, "hybrid": False}
+        leaf = {
+            "origin": Origin.POLICY,
+            "outcome": Outcome.FINISHED,
+            "episode_return": value,
+            "hybrid": False,
+        }
         rows.append(TraceRow(**at, node_id=1, parent_id=0, text=f"answer {key} at {step}", **leaf))
     return rows
 
@@ -44,10 +49,16 @@ def evaluations(tmp_path: Path) -> list[Evaluation]:
     writer = TraceWriter(tmp_path)
     writer.write_evaluation(1, _rows(0, BEFORE))
     writer.write_evaluation(2, _rows(5, AFTER))
-    return [_evaluation("before training", 0, BEFORE), _evaluation("cold", 0, BEFORE), _evaluation("end", 5, AFTER)]
+    return [
+        _evaluation("before training", 0, BEFORE),
+        _evaluation("cold", 0, BEFORE),
+        _evaluation("end", 5, AFTER),
+    ]
 
 
-def test_the_first_task_that_was_gained_is_shown_from_both_sides(tmp_path: Path, evaluations: list[Evaluation]) -> None:
+def test_the_first_task_that_was_gained_is_shown_from_both_sides(
+    tmp_path: Path, evaluations: list[Evaluation]
+) -> None:
     notes: list[str] = []
     before, after = pick_before_after(tmp_path, evaluations, notes)
     assert [sample.path[-1].text for sample in (before, after)] == ["answer c at 0", "answer c at 5"]
@@ -58,7 +69,13 @@ def test_nothing_is_shown_where_nothing_can_be(tmp_path: Path, evaluations: list
     notes: list[str] = []
     other = dataclasses.replace(evaluations[-1], panel_hash="q")
     unchanged = dataclasses.replace(evaluations[-1], task_scores=BEFORE)
-    for several in (evaluations[:2], [*evaluations[:2], other], [*evaluations[:2], unchanged], evaluations[2:], []):
+    for several in (
+        evaluations[:2],
+        [*evaluations[:2], other],
+        [*evaluations[:2], unchanged],
+        evaluations[2:],
+        [],
+    ):
         assert pick_before_after(tmp_path, several, notes) == ()
     (tmp_path / "evaluation-001.parquet").unlink()  # a run of an earlier version has none
     assert pick_before_after(tmp_path, evaluations, notes) == () and not notes

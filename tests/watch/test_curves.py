@@ -1,4 +1,6 @@
-"""Charts: round ticks that enclose the data, points where they belong, gaps where nothing was measured, escaped labels."""
+"""Charts: round ticks that enclose the data, points where they belong, gaps where nothing was measured,
+escaped labels.
+"""
 
 import itertools
 from xml.etree import ElementTree
@@ -21,7 +23,11 @@ def line(*heights: float | None, label: str = "all") -> Series:
 
 
 def paths(svg: str, css: str) -> list[str]:
-    return [e.attrib["d"] for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("path") and css == e.attrib.get("class")]
+    return [
+        e.attrib["d"]
+        for e in ElementTree.fromstring(svg).iter()
+        if e.tag.endswith("path") and css == e.attrib.get("class")
+    ]
 
 
 @given(values, values)
@@ -37,7 +43,12 @@ def test_ticks_ascend_enclose_the_range_and_are_few(a: float, b: float) -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0, 1, [0, 0.5, 1]), (0, 60, [0, 20, 40, 60]), (3, 3, [2.6, 2.8, 3.0, 3.2, 3.4]), (0, 0, [-1, -0.5, 0, 0.5, 1])],
+    [
+        (0, 1, [0, 0.5, 1]),
+        (0, 60, [0, 20, 40, 60]),
+        (3, 3, [2.6, 2.8, 3.0, 3.2, 3.4]),
+        (0, 0, [-1, -0.5, 0, 0.5, 1]),
+    ],
 )
 def test_ticks_of_known_ranges(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
@@ -89,7 +100,8 @@ def test_a_chart_without_values_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(0.12345, "0.1235"), (0.0, "0"), (12000, "12k"), (2_500_000, "2.5M"), (-15000, "-15k"), (42, "42")]
+    ("value", "shown"),
+    [(0.12345, "0.1235"), (0.0, "0"), (12000, "12k"), (2_500_000, "2.5M"), (-15000, "-15k"), (42, "42")],
 )
 def test_numbers_for_people(value: float, shown: str) -> None:
     assert number(value) == shown

@@ -93,7 +93,9 @@ def test_plain_survives_a_closed_pipe_and_says_so(caplog: pytest.LogCaptureFixtu
     progress = PlainProgress(stream=Broken(), clock=Clock())
     progress.stage("train", 1)
     progress.advance(1)
-    assert [record.message for record in caplog.records] == ["progress display stopped, the run goes on: gone"]
+    assert [record.message for record in caplog.records] == [
+        "progress display stopped, the run goes on: gone"
+    ]
 
 
 def test_plain_replaces_what_the_stream_cannot_encode() -> None:
@@ -125,10 +127,13 @@ def test_rich_shows_stage_count_fields_and_message_without_reading_markup() -> N
     shown = capture.get()
     for part in ("train", "1/4", "reward 0.5", "elapsed 0:06", "left 0:18", "[bold]kept[/bold]  [2J"):
         assert part in shown
-    assert "train 1/4  reward 0.5  elapsed 0:06  left 0:18" in stream.getvalue()  # stays after the display is gone
+    # stays after the display is gone
+    assert "train 1/4  reward 0.5  elapsed 0:06  left 0:18" in stream.getvalue()
 
 
-def test_make_progress_is_plain_without_a_terminal_and_refuses_unknown_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_progress_is_plain_without_a_terminal_and_refuses_unknown_modes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.stdout", io.StringIO())
@@ -153,7 +158,8 @@ class HungUp(io.StringIO):
         return super().write(text)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # rich's own redrawing thread ends
+# rich's own redrawing thread ends
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
     stream = HungUp()
     progress = RichProgress(console=Console(file=stream, force_terminal=True, width=80), clock=Clock())

@@ -48,9 +48,20 @@ def page(run_dir: Path) -> Page:
 
 
 def test_nothing_in_the_page_runs_or_loads(page: Page) -> None:
-    assert not {tag for tag, _ in page.elements} & {"script", "img", "iframe", "object", "embed", "link", "form", "base"}
+    assert not {tag for tag, _ in page.elements} & {
+        "script",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "link",
+        "form",
+        "base",
+    }
     for tag, attributes in page.elements:
-        assert not [name for name in attributes if name.startswith("on") or name in ("src", "href", "srcdoc")], tag
+        assert not [
+            name for name in attributes if name.startswith("on") or name in ("src", "href", "srcdoc")
+        ], tag
     assert (
         "meta",
         {"http-equiv": "Content-Security-Policy", "content": "default-src 'none'; style-src 'unsafe-inline'"},
@@ -63,7 +74,9 @@ def test_hostile_text_is_shown_as_text_in_every_kind_of_node(page: Page) -> None
     assert "arithmetic <b>tools</b>" in page.text
 
 
-def test_header_tells_algorithm_model_and_time_but_no_folder_of_the_machine(page: Page, run_dir: Path) -> None:
+def test_header_tells_algorithm_model_and_time_but_no_folder_of_the_machine(
+    page: Page, run_dir: Path
+) -> None:
     for part in ("rapo", ".../tiny-agent", "720", "240k"):
         assert part in page.text
     whole = (run_dir / "report.html").read_text()
@@ -77,11 +90,15 @@ def test_evaluations_have_intervals_and_a_column_each(page: Page) -> None:
         "after cold start",
         "after training",
         "GRPO, after training",
-        "0.58 [0.54, 0.62]",
-        "0.11 [0.07, 0.15]",
+        "58.0 % [54.0, 62.0]",
+        "11.0 % [7.0, 15.0]",
+        "format (a number, no share)",
+        "0.31 [0.27, 0.35]",
     ):
         assert part in page.text
-    assert "0.4 [" not in page.text  # of a label that was evaluated several times the table has the last one
+    assert (
+        "40.0 % [" not in page.text.split("Curves")[0]
+    )  # of a label that was evaluated several times the table has the last one
     assert "panels differ" not in page.text
 
 
@@ -97,8 +114,8 @@ def test_curves_carry_units_legends_and_what_was_not_recorded(page: Page) -> Non
     for title, unit in (
         ("Reward", "reward"), ("Policy entropy", "nats"), ("Response length", "tokens"), ("Retrieval rate", "share, 0 to 1"),
         ("Retrieval reward Z", "nats"), ("Retrieval quality g", "no unit"), ("Similarity of the retrieved key", "no unit"),
-        ("Reward by kind of rollout", "reward"), ("Mean trainer-engine log-prob gap", "nats"), ("Gradient norm", "no unit"),
-        ("Rollout speed", "tokens/s"), ("Tool calls", "calls"), ("Cold start loss", "nats"), ("Evaluation on test", "success"),
+        ("Mean trainer-engine log-prob gap", "nats"), ("Gradient norm", "no unit"),
+        ("Rollout speed", "tokens/s"), ("Tool calls", "calls"), ("Cold start loss", "nats"), ("Evaluation on test", "solved, %"),
     ):  # fmt: skip
         assert any(label.startswith(f"{title} ({unit}) over step.") for label in labels), title
     assert "Not recorded in this run: Groups without signal." in page.text
@@ -117,7 +134,11 @@ def test_samples_mark_origins_and_shade_policy_tokens_by_entropy(page: Page) -> 
     for origin in ("prompt", "policy", "environment", "buffer"):
         assert f"node {origin}" in classes
     assert "retrieved step" in page.text
-    tokens = [a for tag, a in page.elements if tag == "span" and re.fullmatch("e[0-7]", a.get("class") or "") and "title" in a]
+    tokens = [
+        a
+        for tag, a in page.elements
+        if tag == "span" and re.fullmatch("e[0-7]", a.get("class") or "") and "title" in a
+    ]
     assert len(tokens) == 10 * 2 * 60
     for attributes in tokens:
         title = attributes["title"] or ""
@@ -191,7 +212,9 @@ def circular_nodes(run: Path) -> None:
         (lambda run: (run / "traces" / "step-000004.parquet").write_bytes(b"PAR1"), "step-000004.parquet cannot be read"),
     ],
 )  # fmt: skip
-def test_damage_is_a_note_and_the_rest_of_the_page_is_there(tmp_path: Path, damage: Callable[[Path], object], note: str) -> None:
+def test_damage_is_a_note_and_the_rest_of_the_page_is_there(
+    tmp_path: Path, damage: Callable[[Path], object], note: str
+) -> None:
     run = write_run(tmp_path / "run", num_steps=4)
     damage(run)
     page = report(run)
@@ -223,7 +246,12 @@ def test_an_empty_directory_gives_a_page(tmp_path: Path) -> None:
 def test_samples_compare_best_and_worst_of_both_kinds(tmp_path: Path) -> None:
     TraceWriter(tmp_path).write(1, [row for index in range(4) for row in trace(1, index)])
     samples = pick_samples(tmp_path, [])
-    assert [(s.leaf.hybrid, s.leaf.episode_return) for s in samples[:4]] == [(True, 0.3), (False, 0.3), (True, 0.0), (False, 0.0)]
+    assert [(s.leaf.hybrid, s.leaf.episode_return) for s in samples[:4]] == [
+        (True, 0.3),
+        (False, 0.3),
+        (True, 0.0),
+        (False, 0.0),
+    ]
     assert len({id(s) for s in samples}) == len(samples) == 8
     hybrid = samples[0].nodes(Budget(num_tokens=600, num_chars=100))
     assert [node.origin for node in hybrid] == ["prompt", "policy", "environment", "buffer", "policy"]
@@ -235,18 +263,30 @@ def with_evaluations(run_dir: Path, scores: list[float], **more: object) -> Page
     with (run_dir / "evaluations.jsonl").open("w") as stream:
         for step, score in enumerate(scores):
             metric = {"score": {"value": score, "ci_low": score, "ci_high": score}}
-            line = {"label": f"step {step}", "split": "test", "num_tasks": 5, "metric": metric, "step": step, "temperature": 0.0}
+            line = {
+                "label": f"step {step}",
+                "split": "test",
+                "num_tasks": 5,
+                "metric": metric,
+                "step": step,
+                "temperature": 0.0,
+            }
             stream.write(json.dumps({**line, "panel_hash": "9f2c" * 16, **more}) + "\n")
     return report(run_dir)
 
 
 @pytest.mark.parametrize("scores", [[float("nan"), 0.1, 0.3], [0.1, float("nan"), 0.3], [float("nan")]])
-def test_an_evaluation_of_nothing_but_faults_is_no_point_and_is_said(tmp_path: Path, scores: list[float]) -> None:
+def test_an_evaluation_of_nothing_but_faults_is_no_point_and_is_said(
+    tmp_path: Path, scores: list[float]
+) -> None:
     page = with_evaluations(tmp_path / "run", scores, num_faults=5)
     assert "evaluations.jsonl: 'step " in page.text and "has no score: 5 fault(s)" in page.text
     assert "nan" not in page.text.split()
     drawn = [
-        value for _, attributes in page.elements for value in attributes.values() if value and "nan" in value.lower().split()
+        value
+        for _, attributes in page.elements
+        for value in attributes.values()
+        if value and "nan" in value.lower().split()
     ]
     assert drawn == []
 
@@ -258,7 +298,10 @@ def test_faults_stand_beside_the_score_that_they_are_not_in(tmp_path: Path) -> N
 
 def test_an_evaluation_with_an_infinite_count_is_left_out_and_said(tmp_path: Path) -> None:
     page = with_evaluations(tmp_path / "run", [0.1, 0.3], num_tasks=float("inf"))
-    assert "an evaluation was left out (OverflowError" in page.text and "No evaluation was recorded." in page.text
+    assert (
+        "an evaluation was left out (OverflowError" in page.text
+        and "No evaluation was recorded." in page.text
+    )
 
 
 def test_b11_tips_and_what_a_fault_discarded_are_policy_tokens(tmp_path: Path) -> None:
@@ -269,3 +312,77 @@ def test_b11_tips_and_what_a_fault_discarded_are_policy_tokens(tmp_path: Path) -
         writer.write(step, "train", {"tokens/policy": 100.0, "tokens/remarks": 11.0, "tokens/discarded": 3.0})
     writer.close()
     assert re.search(r"policy tokens\s*228\s", report(tmp_path).text)
+
+
+def drawn(page: Page, title: str) -> dict[str, str | None]:
+    """The attributes of a chart."""
+    return next(a for tag, a in page.elements if tag == "svg" and (a["aria-label"] or "").startswith(title))
+
+
+def test_f10_the_curve_begins_before_training_and_no_cold_start_is_a_step(page: Page, run_dir: Path) -> None:
+    label = drawn(page, "Evaluation on test")["aria-label"] or ""
+    assert "first 11.0 %, last 49.0 %" in label
+    whole = (run_dir / "report.html").read_text()
+    chart = whole[whole.index('aria-label="Evaluation on test') :].split("</svg>")[0]
+    for told in ("before cold start: 11.0 % [7.0, 15.0]", "after cold start, step 0: 32.0 % [28.0, 36.0]"):
+        assert f"panel 9f2c9f2c9f2c, {told}</title>" in chart
+    ticks = re.findall(r'<text x="([\d.]+)" y="202" text-anchor="middle">([^<]+)</text>', chart)
+    assert [name for _, name in sorted(ticks, key=lambda tick: float(tick[0]))] == [
+        "before cold start",
+        "0",
+        "20",
+        "40",
+        "60",
+    ]
+    line = re.findall(r'<path class="line s0" d="([^"]+)"', chart)[0]
+    assert line.count("M") == 2  # nothing joins the two: what is between them is no training
+    assert "Left of step 0: before the cold start" in page.text
+
+
+def test_f10_one_evaluation_at_step_0_stands_at_step_0(tmp_path: Path) -> None:
+    page = with_evaluations(tmp_path / "run", [0.1, 0.3])
+    assert (
+        "Left of step 0" not in page.text
+        and "step 0, step 0: 10.0 %" in (tmp_path / "run" / "report.html").read_text()
+    )
+
+
+def test_f10_on_policy_and_hybrid_rewards_are_apart_and_mixed_only_without_a_split(
+    page: Page, tmp_path: Path
+) -> None:
+    label = drawn(page, "Reward (reward)")["aria-label"] or ""
+    assert "on-policy: first" in label and "hybrid: first" in label and "all rollouts" not in label
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        writer.write(step, "train", {"reward/mean": 0.5, "retrieval/reward_on_policy": 0.5})
+    writer.close()
+    label = drawn(report(tmp_path), "Reward (reward)")["aria-label"] or ""
+    assert "all rollouts: first 0.5" in label and "on-policy" not in label
+
+
+def test_f10_the_page_says_how_test_scores_were_played(page: Page, tmp_path: Path) -> None:
+    # under the table and under the curve
+    assert page.text.count("Played on held-out tasks without retrieval") == 2
+    write_run(tmp_path, num_steps=4)
+    config = tmp_path / "config.toml"
+    config.write_text(config.read_text() + "[evaluation]\nnum_trials = 3\n")
+    adapted = report(tmp_path).text
+    assert "without retrieval" not in adapted and "Trials with the memory" in adapted
+    assert (drawn(report(tmp_path), "Evaluation on test")["aria-label"] or "").count("over trial.") == 1
+
+
+def test_f10_wide_tables_scroll_and_charts_shrink(run_dir: Path, page: Page) -> None:
+    whole = (run_dir / "report.html").read_text()
+    assert (
+        whole.count("<table>")
+        == len(
+            re.findall(r'<div class="scroll" tabindex="0" role="region" aria-label="[^"]+"><table>', whole)
+        )
+        > 2
+    )
+    assert (
+        ".scroll { overflow-x: auto; max-width: 100%;" in whole
+        and "svg { width: 100%; height: auto;" in whole
+    )
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
+    assert "<caption" not in whole  # it would be as wide as its table, and scroll away

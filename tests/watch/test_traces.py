@@ -1,4 +1,6 @@
-"""Traces on disk: what is written is read back, files are whole or absent, resume removes exactly the later ones."""
+"""Traces on disk: what is written is read back, files are whole or absent, resume removes exactly the later
+ones.
+"""
 
 import math
 import os
@@ -15,7 +17,12 @@ from outrider.watch.traces import TraceReader, TraceRow, TraceWriter
 
 
 def row(step: int = 1, node_id: int = 0, **fields: object) -> TraceRow:
-    values: dict[str, object] = {"parent_id": node_id - 1, "rollout": 0, "origin": Origin.PROMPT, "text": "question"}
+    values: dict[str, object] = {
+        "parent_id": node_id - 1,
+        "rollout": 0,
+        "origin": Origin.PROMPT,
+        "text": "question",
+    }
     where = {"step": step, "task_key": "task", "trace_id": "trace", "node_id": node_id}
     return TraceRow(**{**where, **values, **fields})  # type: ignore[arg-type]
 
@@ -73,7 +80,11 @@ def test_resume_removes_later_steps_and_temporary_files_only(tmp_path: Path) -> 
     (tmp_path / "notes.txt").write_text("mine")
     assert writer.resume(2) == 3
     assert TraceReader(tmp_path).steps() == (1, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step-000001.parquet", "step-000002.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes.txt",
+        "step-000001.parquet",
+        "step-000002.parquet",
+    ]
 
 
 def test_a_kill_before_the_rename_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Trackers: started before the run or a config error; a failure while running is loud, counted and harmless."""
+"""Trackers: started before the run or a config error; a failure while running is loud, counted and
+harmless.
+"""
 
 import sys
 import types
@@ -9,7 +11,10 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.watch.trackers import TRACKER_NAMES, TrackerSet, make_trackers
+from outrider.plugins.names import BUILT_IN
+from outrider.watch.trackers import TrackerSet, make_trackers
+
+TRACKER_NAMES = tuple(BUILT_IN["trackers"])
 
 
 class Recorder:
@@ -51,7 +56,9 @@ def test_undefined_and_non_finite_values_are_left_out() -> None:
     assert tracker.seen == [(1, {"d": 2.0})]
 
 
-@pytest.mark.parametrize(("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")])
+@pytest.mark.parametrize(
+    ("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")]
+)
 def test_a_missing_extra_is_a_config_error_that_names_it(
     name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +74,9 @@ def test_unknown_or_repeated_names_are_config_errors(names: list[str], tmp_path:
 
 
 class FakeService:
-    """Stands in for the third-party modules and records the calls that their documentation promises to accept."""
+    """Stands in for the third-party modules and records the calls that their documentation promises to
+    accept.
+    """
 
     def __init__(self, *, run_id: str = "id", run_name: str = "name", offline: bool = False) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -82,7 +91,11 @@ class FakeService:
             return call
 
         run = types.SimpleNamespace(
-            **{name: record(name) for name in ("log", "finish", "define_metric", "add_scalar", "flush", "close")}, **self.run
+            **{
+                name: record(name)
+                for name in ("log", "finish", "define_metric", "add_scalar", "flush", "close")
+            },
+            **self.run,
         )
         for module in ("wandb", "trackio", "tensorboardX"):
             fake = types.ModuleType(module)
@@ -104,29 +117,41 @@ def test_each_tracker_gets_the_values_at_its_step(tmp_path: Path, monkeypatch: p
     assert ("log", ({"reward/mean": 0.5},), {"step": 3}) in calls  # trackio
     assert [name for name, _, _ in calls].count("finish") == 2
     inits = {name: kwargs for name, _, kwargs in calls if name.endswith(".init")}
-    assert inits["trackio.init"] == {"project": "outrider", "name": "run-7", "config": {"seed": 1}, "resume": "never"}
+    assert inits["trackio.init"] == {
+        "project": "outrider",
+        "name": "run-7",
+        "config": {"seed": 1},
+        "resume": "never",
+    }
     assert not {"id", "resume"} & inits["wandb.init"].keys()
     assert next(kwargs for name, _, kwargs in calls if name == "SummaryWriter").keys() == {"logdir"}
     assert sum(trackers.num_failures.values()) == 0
 
 
-def test_a_resumed_run_goes_on_in_the_trackers_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = FakeService(run_id="abc", run_name="grpo-0-brave-fox")  # Trackio's name where "grpo-0" is another experiment's
+def test_a_resumed_run_goes_on_in_the_trackers_own_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Trackio's name where "grpo-0" is another experiment's
+    service = FakeService(run_id="abc", run_name="grpo-0-brave-fox")
     service.install(monkeypatch)
     run_dir = tmp_path / "grpo-0"
     run_dir.mkdir()
-    for newest in (None, None, 3):  # begun, killed before the first checkpoint, killed after the one of step 3
+    # begun, killed before the first checkpoint, killed after the one of step 3
+    for newest in (None, None, 3):
         make_trackers(TRACKER_NAMES, run_dir=run_dir, config={}, newest_step=newest)
         (run_dir / "tensorboard").mkdir(exist_ok=True)
     inits = [(name, kwargs) for name, _, kwargs in service.calls if name.endswith((".init", "SummaryWriter"))]
-    assert [kwargs.get("purge_step") for name, kwargs in inits if name == "SummaryWriter"] == [None, 0, 4]  # step 3 stays
+    # step 3 stays
+    assert [kwargs.get("purge_step") for name, kwargs in inits if name == "SummaryWriter"] == [None, 0, 4]
     trackio = [(kwargs["name"], kwargs["resume"]) for name, kwargs in inits if name == "trackio.init"]
     assert trackio == [("grpo-0", "never"), ("grpo-0-brave-fox", "allow"), ("grpo-0-brave-fox", "allow")]
     wandb = [(kwargs.get("id"), kwargs.get("resume")) for name, kwargs in inits if name == "wandb.init"]
     assert wandb == [(None, None), ("abc", "allow"), ("abc", "allow")]
 
 
-def test_a_run_that_wandb_wrote_offline_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_wandb_wrote_offline_is_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two offline parts of one id overwrite each other when they are synchronised."""
     service = FakeService(offline=True)
     service.install(monkeypatch)
@@ -136,7 +161,9 @@ def test_a_run_that_wandb_wrote_offline_is_not_continued(tmp_path: Path, monkeyp
     assert not (tmp_path / "trackers.json").exists()
 
 
-def test_a_tracker_that_cannot_start_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_cannot_start_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = types.ModuleType("wandb")
 
     def init(**_: Any) -> None:

@@ -1,4 +1,6 @@
-"""The tree of a branching group: every leaf once, forks where they were, nothing for a run that never branched."""
+"""The tree of a branching group: every leaf once, forks where they were, nothing for a run that never
+branched.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +10,9 @@ from outrider.watch.traces import TraceRow, TraceWriter
 from outrider.watch.trees import Branch, pick_trees
 
 
-def row(node: int, parent: int, rollout: int, origin: Origin, *, leaf: float | None = None, **metadata: float) -> TraceRow:
+def row(
+    node: int, parent: int, rollout: int, origin: Origin, *, leaf: float | None = None, **metadata: float
+) -> TraceRow:
     policy = origin is Origin.POLICY
     return TraceRow(
         step=1, task_key="t", trace_id="1/0", node_id=node, parent_id=parent, rollout=rollout, origin=origin, text=f"text {node}",

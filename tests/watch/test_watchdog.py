@@ -36,7 +36,9 @@ def clock() -> Clock:
     return Clock()
 
 
-def watched(clock: Clock, display: Told, whereabouts: Whereabouts, *, after_s: float = 60.0) -> WatchedProgress:
+def watched(
+    clock: Clock, display: Told, whereabouts: Whereabouts, *, after_s: float = 60.0
+) -> WatchedProgress:
     return WatchedProgress(display, whereabouts=whereabouts, after_s=after_s, clock=clock)
 
 
@@ -83,18 +85,25 @@ def test_any_sign_of_progress_keeps_it_silent_and_silence_brings_it_again(clock:
         for _ in range(5):
             clock.now += 40.0
             watchdog.look()
-    assert sum("NO PROGRESS" in line for line in display.notes) == 2  # after 80 and after 160 s of looking every 40
+    # after 80 and after 160 s of looking every 40
+    assert sum("NO PROGRESS" in line for line in display.notes) == 2
 
 
 def test_everything_is_handed_on() -> None:
     stream = io.StringIO()
-    display = WatchedProgress(PlainProgress(stream=stream, interval=0.0), whereabouts=Whereabouts(), after_s=0.0)
+    display = WatchedProgress(
+        PlainProgress(stream=stream, interval=0.0), whereabouts=Whereabouts(), after_s=0.0
+    )
     display.stage("train", 4, done=2)
     display.advance(3, reward=0.5)
     display.note("said")
     display.close()
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "train: 2 of 4 done" and lines[1].startswith("train 3/4  reward 0.5") and lines[2] == "said"
+    assert (
+        lines[0] == "train: 2 of 4 done"
+        and lines[1].startswith("train 3/4  reward 0.5")
+        and lines[2] == "said"
+    )
 
 
 def test_a_step_that_hangs_is_named_while_it_hangs_and_the_result_is_the_same() -> None:

@@ -1,7 +1,8 @@
-"""GRPO (DeepSeekMath, arXiv 2402.03300) and the methods that differ from it in settings alone: one advantage a rollout.
+"""GRPO (DeepSeekMath, arXiv 2402.03300) and the methods that differ from it in settings alone: one advantage
+a rollout.
 
-Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets (:mod:`outrider.algorithms.presets`), and every part of them is a setting of
-its own.
+Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets (:mod:`outrider.algorithms.common.presets`), and every
+part of them is a setting of its own.
 """
 
 from collections.abc import Sequence
@@ -12,20 +13,21 @@ import numpy as np
 from pydantic import model_validator
 
 from outrider.algorithms.base import GroupCredit, credited_returns, group_advantages, write_credit
-from outrider.algorithms.credit import GroupAdvantages
-from outrider.algorithms.credit_family import (
+from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.algorithms.common.batch_advantages import (
     batch_scaled_advantages_per_rollout,
     leave_one_out_batch_normalized_advantages_per_rollout,
 )
-from outrider.algorithms.group_settings import GroupSettings, with_preset
-from outrider.algorithms.on_policy import OnPolicyBatch
-from outrider.algorithms.presets import GRPO_PRESETS, GrpoPreset
+from outrider.algorithms.common.group_settings import GroupSettings, with_preset
+from outrider.algorithms.common.on_policy import OnPolicyBatch
+from outrider.algorithms.common.presets import GRPO_PRESETS, GrpoPreset
 from outrider.trace import Trace
 
 
 class GrpoSettings(GroupSettings):
-    """``advantage_std`` divides the advantage: the group's ``sample`` or ``population`` std, or that of the whole ``batch``, which spans
-    all groups of a step (TRL: ``scale_rewards = "batch"``, and ``normalize_advantages`` with leave-one-out).
+    """``advantage_std`` divides the advantage: the group's ``sample`` or ``population`` std, or that of the
+    whole ``batch``, which spans all groups of a step (TRL: ``scale_rewards = "batch"``, and
+    ``normalize_advantages`` with leave-one-out).
 
     A ``preset`` fills what is not given.
     """
@@ -33,6 +35,11 @@ class GrpoSettings(GroupSettings):
     type: Literal["grpo"] = "grpo"
     preset: GrpoPreset = "grpo"
     advantage_std: Literal["sample", "population", "batch"] = "sample"
+
+    @property
+    def label(self) -> str:
+        """The preset's name."""
+        return self.preset
 
     @model_validator(mode="before")
     @classmethod
@@ -51,26 +58,40 @@ class GrpoSettings(GroupSettings):
 class Grpo(OnPolicyBatch[GrpoSettings]):
     """On-policy rollouts, one advantage a rollout."""
 
-    def credit_batch(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+    Settings = GrpoSettings
+
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
         """Advantages of the shaped returns on every policy token."""
         measured = self._shaped(traces)
         found = self._advantages([credited_returns(trace) for trace in traces])
         for trace, advantages in zip(traces, found, strict=True):
             write_credit(trace, advantages)
-        return [GroupCredit(advantages=one, measurements=values) for one, values in zip(found, measured, strict=True)]
+        return [
+            GroupCredit(advantages=one, measurements=values)
+            for one, values in zip(found, measured, strict=True)
+        ]
 
     def _advantages(self, returns: Sequence[Sequence[float | None]]) -> list[GroupAdvantages]:
         chosen = self.settings
         own = [
-            group_advantages(one, chosen.advantage, std_ddof=0 if chosen.advantage_std == "population" else 1) for one in returns
+            group_advantages(one, chosen.advantage, std_ddof=0 if chosen.advantage_std == "population" else 1)
+            for one in returns
         ]
         if chosen.advantage_std != "batch":
             return own
         is_left_out = chosen.advantage == "leave_one_out"
-        over_batch = leave_one_out_batch_normalized_advantages_per_rollout if is_left_out else batch_scaled_advantages_per_rollout
+        over_batch = (
+            leave_one_out_batch_normalized_advantages_per_rollout
+            if is_left_out
+            else batch_scaled_advantages_per_rollout
+        )
         values = over_batch(
             returns=[value for one in returns for value in one],
             groups=[number for number, one in enumerate(returns) for _ in one],
         )
         bounds = np.cumsum([len(one) for one in returns])[:-1]
-        return [replace(one, values=part) for one, part in zip(own, np.split(values, bounds), strict=True)] if own else []
+        return (
+            [replace(one, values=part) for one, part in zip(own, np.split(values, bounds), strict=True)]
+            if own
+            else []
+        )

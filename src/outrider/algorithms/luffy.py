@@ -1,20 +1,29 @@
 """LUFFY (arXiv 2504.14945): a group of the policy's own rollouts and a demonstration, trained on together.
 
-The demonstration is played through the environment and gets the return that the environment gives it. Token losses are
-:func:`outrider.algorithms.objectives.luffy_per_token`; deviations are in docs/algorithms/luffy.md.
+The demonstration is played through the environment and gets the return that the environment gives it. Token
+losses are :func:`outrider.algorithms.common.objectives.luffy_per_token`; deviations are in
+docs/algorithms/luffy.md.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from outrider.algorithms.algorithm import Augmentation, ExpertPaths, StepPlay
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
-from outrider.algorithms.credit_family import mixed_group_advantages_per_rollout
-from outrider.algorithms.group_settings import with_preset
-from outrider.algorithms.on_policy import OnPolicyGroup
+from outrider.algorithms.common.batch_advantages import mixed_group_advantages_per_rollout
+from outrider.algorithms.common.group_settings import with_preset
+from outrider.algorithms.common.on_policy import OnPolicyGroup
+from outrider.algorithms.context import AlgorithmContext
+from outrider.rollout.demonstrations import join_demonstration
+from outrider.rollout.faults import lost_reasons
 from outrider.trace import Trace
 from outrider.types import Origin, Step
+
+if TYPE_CHECKING:
+    from outrider.algorithms.common.token_loss import TokenLoss, TokenLossInputs
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "luffy-paper": {},
@@ -29,12 +38,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class LuffySettings(ObjectiveSettings):
-    """``group_size`` n counts the demonstration: n - 1 rollouts are the policy's. ``num_demonstrations`` 0 leaves it out.
+    """``group_size`` n counts the demonstration: n - 1 rollouts are the policy's. ``num_demonstrations`` 0
+    leaves it out.
 
-    ``demonstrations`` names a ``.jsonl`` or ``.parquet`` file of trajectories (docs/algorithms/luffy.md); without it the environment's
-    experts demonstrate. ``shaping`` is gamma of f(p) = p / (p + gamma), None: f(p) = p. ``statistics`` says whose returns make mean
-    and std: the ``mixed`` group's or the ``on_policy`` rollouts' alone. ``clip_own`` clips the policy's own tokens. A ``preset``
-    fills what is not given.
+    ``demonstrations`` names a ``.jsonl`` or ``.parquet`` file of trajectories (docs/algorithms/luffy.md);
+    without it the environment's experts demonstrate. ``shaping`` is gamma of f(p) = p / (p + gamma), None:
+    f(p) = p. ``statistics`` says whose returns make mean and std: the ``mixed`` group's or the ``on_policy``
+    rollouts' alone. ``clip_own`` clips the policy's own tokens. A ``preset`` fills what is not given.
     """
 
     type: Literal["luffy"] = "luffy"
@@ -53,7 +63,9 @@ class LuffySettings(ObjectiveSettings):
     @model_validator(mode="after")
     def _possible(self) -> "LuffySettings":
         if self.loss != "clip" or self.dual_clip is not None or self.keep_clipped_gradient:
-            raise ValueError("luffy has a token loss of its own: loss = clip, without dual_clip and keep_clipped_gradient")
+            raise ValueError(
+                "luffy has a token loss of its own: loss = clip, without dual_clip and keep_clipped_gradient"
+            )
         if self.advantage == "leave_one_out":
             raise ValueError("advantage = leave_one_out is not defined for a group with a demonstration")
         if self.demonstrations is not None and not self.num_demonstrations:
@@ -65,6 +77,26 @@ class LuffySettings(ObjectiveSettings):
         """Whether the environment's experts demonstrate."""
         return self.num_demonstrations > 0 and self.demonstrations is None
 
+    def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
+        """The clipped surrogate of the policy's own tokens, the shaped likelihood of the demonstrator's."""
+        from outrider.algorithms.common.objectives import luffy_per_token
+
+        shown_T, measures = inputs.is_foreign_T, inputs.measures
+        if num := int(shown_T.sum()):
+            measures.add(
+                "luffy/probability_mean", float(inputs.logprobs_T.detach()[shown_T].exp().mean()), num
+            )
+            measures.add_sum("luffy/num_tokens", float(num))
+        return luffy_per_token(
+            logprobs=inputs.logprobs_T,
+            old_logprobs=inputs.old_T,
+            advantages=inputs.advantages_T,
+            is_demonstration=shown_T,
+            shaping=self.shaping,
+            clip_low=self.clip_low if self.clip_own else 1.0,
+            clip_high=self.clip_high if self.clip_own else math.inf,
+        )
+
 
 class Luffy(OnPolicyGroup):
     """One advantage a rollout. The demonstration joins a group once the policy's rollouts are played.
@@ -72,13 +104,48 @@ class Luffy(OnPolicyGroup):
     ``paths`` are the demonstrations of a file by task; without one, experts are asked in every step.
     """
 
+    Settings = LuffySettings
+
     def __init__(self, settings: LuffySettings, *, paths: Mapping[str, Sequence[Step] | None]) -> None:
         super().__init__(settings, num_rollouts=settings.group_size - settings.num_demonstrations)
         self.settings = settings
         self.paths = dict(paths)
 
+    @classmethod
+    def build(cls, settings: LuffySettings, context: AlgorithmContext) -> "Luffy":
+        """For a run."""
+        named = settings.demonstrations if settings.num_demonstrations and context.train_tasks else None
+        return cls(
+            settings, paths={} if named is None else context.read_demonstrations(named, context.train_tasks)
+        )
+
+    def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
+        """Demonstrations of these groups, played in the states that the groups began in, join them.
+
+        A group whose task has no demonstration stays as it is.
+        """
+        if not self.settings.num_demonstrations:
+            return Augmentation()
+        paths: ExpertPaths = self.paths  # of a file, read when the run began
+        reasons: list[str] = []
+        # in every step anew: a task that comes back is reset with another seed
+        if self.settings.asks_experts:
+            paths, reasons = play.ask_experts([trace.task for trace in traces])
+        shown = [trace for trace in traces if paths.get(trace.task.key)]
+        played = play.play_experts([trace.task for trace in shown], paths)
+        for trace, one in zip(shown, played, strict=True):
+            join_demonstration(trace, one)
+        lost = [*reasons, *lost_reasons(played)]
+        metrics = {
+            "luffy/num_groups_without": float(len(traces) - len(shown)),
+            "luffy/num_faults": float(len(lost)),
+        }
+        return Augmentation(metrics=metrics, lost=lost)
+
     def credit(self, trace: Trace) -> GroupCredit:
-        """Statistics over the group with or without its demonstration, on every token of policy and demonstrator."""
+        """Statistics over the group with or without its demonstration, on every token of policy and
+        demonstrator.
+        """
         leaves = [leaf for leaf, _ in trace.rollouts()]
         advantages = mixed_group_advantages_per_rollout(
             returns=[leaf.episode_return for leaf in leaves],
@@ -94,8 +161,12 @@ class Luffy(OnPolicyGroup):
         return GroupCredit(
             advantages=advantages,
             measurements={
-                "luffy/return_demonstration": [leaf.episode_return for leaf in shown if leaf.episode_return is not None],
+                "luffy/return_demonstration": [
+                    leaf.episode_return for leaf in shown if leaf.episode_return is not None
+                ],
                 "luffy/fraction_solved": [float(leaf.success) for leaf in shown],
-                "luffy/advantage_demonstration": [leaf.advantage for leaf in shown if leaf.advantage is not None],
+                "luffy/advantage_demonstration": [
+                    leaf.advantage for leaf in shown if leaf.advantage is not None
+                ],
             },
         )

@@ -1,11 +1,13 @@
-"""Reflexion (arXiv 2303.11366): a failed episode writes a plan, and the next try of the same task begins with the last three.
+"""Reflexion (arXiv 2303.11366): a failed episode writes a plan, and the next try of the same task begins with
+the last three.
 
-No weights change. A baseline of EMPO² that runs in the same loop: a hook, played by :mod:`outrider.train.adaptation`.
+No weights change. A baseline of EMPO² that runs in the same loop: a hook, played by
+:mod:`outrider.train.adaptation`.
 """
 
 from collections.abc import Sequence
 
-from outrider.algorithms.tip_hook import cleaned, last_words
+from outrider.algorithms.empo2.hook import cleaned, last_words
 from outrider.environments.base import EpisodeResult
 from outrider.rollout.hooks import EpisodeState, Splice
 from outrider.trace import Trace
@@ -21,6 +23,8 @@ REQUEST = (
 
 class ReflexionHook:
     """Plans by task and rollout number: every sample of a task learns from its own failures only."""
+
+    retries_failures = True
 
     def __init__(self, *, max_plan_tokens: int = 64) -> None:
         self.max_remark_tokens = max_plan_tokens

@@ -1,6 +1,8 @@
-"""REINFORCE++ (arXiv 2501.03262) and REINFORCE++-baseline: credit that is whitened over all policy tokens of a step.
+"""REINFORCE++ (arXiv 2501.03262) and REINFORCE++-baseline: credit that is whitened over all policy tokens of
+a step.
 
-The formulas are in :mod:`outrider.algorithms.credit_family`, deviations in docs/algorithms/objectives.md.
+The formulas are in :mod:`outrider.algorithms.common.batch_advantages`, deviations in
+docs/algorithms/objectives.md.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,21 +14,22 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import AdvantageKind, GroupCredit
-from outrider.algorithms.credit import Float64Array, GroupAdvantages, NoSignalReason
-from outrider.algorithms.credit_family import (
+from outrider.algorithms.common.advantages import Float64Array, GroupAdvantages, NoSignalReason
+from outrider.algorithms.common.batch_advantages import (
     Variance,
     reinforce_plus_plus_advantages_per_token,
     reinforce_plus_plus_baseline_advantages_per_token,
 )
-from outrider.algorithms.group_settings import GroupSettings, measured_kl, with_preset
-from outrider.algorithms.on_policy import OnPolicyBatch
-from outrider.algorithms.presets import REINFORCE_PLUS_PLUS_PRESETS, ReinforcePlusPlusPreset
+from outrider.algorithms.common.group_settings import GroupSettings, measured_kl, with_preset
+from outrider.algorithms.common.on_policy import OnPolicyBatch
+from outrider.algorithms.common.presets import REINFORCE_PLUS_PLUS_PRESETS, ReinforcePlusPlusPreset
 from outrider.trace import Leaf, Node, Trace
 
 
 class ReinforcePlusPlusSettings(GroupSettings):
-    """``group_baseline`` takes the group's mean from the return before whitening (REINFORCE++-baseline); without it a group of one will
-    do, and ``gamma`` discounts over policy tokens. ``variance`` is that of the whitening. A ``preset`` fills what is not given.
+    """``group_baseline`` takes the group's mean from the return before whitening (REINFORCE++-baseline);
+    without it a group of one will do, and ``gamma`` discounts over policy tokens. ``variance`` is that of the
+    whitening. A ``preset`` fills what is not given.
     """
 
     type: Literal["reinforce++"] = "reinforce++"
@@ -36,6 +39,11 @@ class ReinforcePlusPlusSettings(GroupSettings):
     group_baseline: bool = False
     gamma: float = Field(1.0, ge=0, le=1)
     variance: Variance = "sample"
+
+    @property
+    def label(self) -> str:
+        """The preset's name."""
+        return self.preset
 
     @model_validator(mode="before")
     @classmethod
@@ -51,7 +59,9 @@ class ReinforcePlusPlusSettings(GroupSettings):
         if self.group_baseline and self.group_size < 2:
             raise ValueError("group_baseline = true needs group_size >= 2: a group of one has no baseline")
         if self.group_baseline and (self.gamma != 1.0 or self.reward_kl_weight > 0):
-            raise ValueError("group_baseline = true has one value a rollout: no gamma, and a KL in the loss (kl_weight) instead")
+            raise ValueError(
+                "group_baseline = true has one value a rollout: no gamma, and a KL in the loss (kl_weight) instead"
+            )
         return self
 
 
@@ -72,7 +82,9 @@ class _Played:
 class ReinforcePlusPlus(OnPolicyBatch[ReinforcePlusPlusSettings]):
     """On-policy rollouts; one advantage a token, against the whole batch."""
 
-    def credit_batch(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+    Settings = ReinforcePlusPlusSettings
+
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
         """Whitened advantages on every policy token; ``advantages`` holds their mean over each rollout.
 
         Raises ValueError for a node that several rollouts share: it would need the credit of each.
@@ -88,7 +100,10 @@ class ReinforcePlusPlus(OnPolicyBatch[ReinforcePlusPlusSettings]):
         values = iter(self._values(played, owners).tolist())
         for one in played:
             _write(one, values)
-        return [GroupCredit(advantages=_summary(trace), measurements=own) for trace, own in zip(traces, measured, strict=True)]
+        return [
+            GroupCredit(advantages=_summary(trace), measurements=own)
+            for trace, own in zip(traces, measured, strict=True)
+        ]
 
     def _values(self, played: Sequence[_Played], owners: Sequence[int]) -> Float64Array:
         chosen = self.settings
@@ -100,7 +115,10 @@ class ReinforcePlusPlus(OnPolicyBatch[ReinforcePlusPlusSettings]):
             )
         kl = None
         if chosen.reward_kl_weight > 0:
-            kl = np.array([value for one in played for node in one.nodes for value in measured_kl(node)], dtype=np.float64)
+            kl = np.array(
+                [value for one in played for node in one.nodes for value in measured_kl(node)],
+                dtype=np.float64,
+            )
         return reinforce_plus_plus_advantages_per_token(
             returns=returns,
             rollout_index=owners,

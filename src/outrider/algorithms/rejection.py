@@ -1,7 +1,9 @@
-"""Rejection sampling (RAFT, arXiv 2304.06767): imitate the policy's own rollouts that were good enough, and nothing else.
+"""Rejection sampling (RAFT, arXiv 2304.06767): imitate the policy's own rollouts that were good enough, and
+nothing else.
 
-A policy gradient with advantages in {0, 1}: no baseline and no negative signal. Rejected rollouts are in no denominator, so that the
-loss is the mean negative log-likelihood over the tokens of the kept ones, as fine-tuning on them has it.
+A policy gradient with advantages in {0, 1}: no baseline and no negative signal. Rejected rollouts are in no
+denominator, so that the loss is the mean negative log-likelihood over the tokens of the kept ones, as
+fine-tuning on them has it.
 """
 
 from collections.abc import Sequence
@@ -11,17 +13,17 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import AdvantageKind, GroupCredit, LossKind, ObjectiveSettings
-from outrider.algorithms.credit import GroupAdvantages
-from outrider.algorithms.on_policy import OnPolicyGroup
+from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.algorithms.common.on_policy import OnPolicyGroup
 from outrider.trace import Leaf, Node, Trace
 
 
 class RejectionSettings(ObjectiveSettings):
     """Rollouts whose return, the environment's own, is at least ``threshold`` may be kept.
 
-    ``keep``: of a task's, ``all`` (at most ``max_kept``, the first ones), the ``best``, or the ``first``. ``deduplicate`` counts
-    rollouts in which the policy wrote the same tokens once. A ``loss`` other than ``reinforce`` clips what several optimiser steps do
-    to a kept rollout.
+    ``keep``: of a task's, ``all`` (at most ``max_kept``, the first ones), the ``best``, or the ``first``.
+    ``deduplicate`` counts rollouts in which the policy wrote the same tokens once. A ``loss`` other than
+    ``reinforce`` clips what several optimiser steps do to a kept rollout.
     """
 
     type: Literal["rejection"] = "rejection"
@@ -38,9 +40,13 @@ class RejectionSettings(ObjectiveSettings):
         if self.advantage != "group_centered":
             raise ValueError("rejection sampling has advantages of 0 and 1: leave advantage out")
         if self.aggregation != "token_mean":
-            raise ValueError("rejection sampling averages over the tokens of the kept rollouts: aggregation = token_mean")
+            raise ValueError(
+                "rejection sampling averages over the tokens of the kept rollouts: aggregation = token_mean"
+            )
         if self.positive_nll > 0:
-            raise ValueError("rejection sampling is a negative log-likelihood of its own: leave positive_nll out")
+            raise ValueError(
+                "rejection sampling is a negative log-likelihood of its own: leave positive_nll out"
+            )
         if self.max_kept is not None and self.keep != "all":
             raise ValueError(f"keep = {self.keep} keeps one rollout a task: leave max_kept out")
         return self
@@ -49,12 +55,15 @@ class RejectionSettings(ObjectiveSettings):
 class Rejection(OnPolicyGroup):
     """On-policy rollouts; credit 1 for those that are kept."""
 
+    Settings = RejectionSettings
+
     def __init__(self, settings: RejectionSettings) -> None:
         super().__init__(settings, num_rollouts=settings.group_size)
         self.settings = settings
 
     def credit(self, trace: Trace) -> GroupCredit:
-        """1 on every policy token of a kept rollout; the advantage of the others is 0, and their tokens are not trained on.
+        """1 on every policy token of a kept rollout; the advantage of the others is 0, and their tokens are
+        not trained on.
 
         Raises ValueError for a node that several kept rollouts share.
         """
@@ -88,7 +97,8 @@ class Rejection(OnPolicyGroup):
     def _kept(self, passed: Sequence[tuple[Leaf, list[Node]]]) -> Sequence[tuple[Leaf, list[Node]]]:
         chosen = self.settings
         if chosen.keep == "best":  # before equal texts are put together: of those the better one counts
-            return sorted(passed, key=lambda one: -(one[0].episode_return or 0.0))[:1]  # stable: the first of equal ones
+            # stable: the first of equal ones
+            return sorted(passed, key=lambda one: -(one[0].episode_return or 0.0))[:1]
         if chosen.deduplicate:
             first: dict[tuple[tuple[int, ...], ...], tuple[Leaf, list[Node]]] = {}
             for leaf, path in passed:

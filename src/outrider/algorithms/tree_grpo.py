@@ -1,6 +1,7 @@
-"""Tree-GRPO (arXiv 2509.21240): groups of trees, whose leaves are compared with the whole group and with their own tree.
+"""Tree-GRPO (arXiv 2509.21240): groups of trees, whose leaves are compared with the whole group and with
+their own tree.
 
-Trees grow in :mod:`outrider.rollout.expansion`; deviations are in docs/algorithms/tree_grpo.md.
+Trees grow in :mod:`outrider.rollout.tree_growth`; deviations are in docs/algorithms/tree_grpo.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,25 +9,32 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from outrider.algorithms.arpo.hook import require_countable
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
-from outrider.algorithms.branch_hook import require_countable
-from outrider.algorithms.credit_family import TreeCombination, tree_advantages_per_leaf
-from outrider.algorithms.group_settings import with_preset
-from outrider.algorithms.on_policy import OnPolicyGroup
-from outrider.rollout.expansion import Expansion
+from outrider.algorithms.common.batch_advantages import TreeCombination, tree_advantages_per_leaf
+from outrider.algorithms.common.group_settings import with_preset
+from outrider.algorithms.common.on_policy import OnPolicyGroup
+from outrider.rollout.tree_growth import Expansion
 from outrider.trace import Leaf, Node, Trace
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tree-grpo": {},
-    "tree-grpo-official": {"sampler_correction": None, "dual_clip": 3.0, "kl_weight": 0.001, "kl_estimator": "k3"},
+    "tree-grpo-official": {
+        "sampler_correction": None,
+        "dual_clip": 3.0,
+        "kl_weight": 0.001,
+        "kl_estimator": "k3",
+    },
 }
 
 
 class TreeGrpoSettings(ObjectiveSettings):
-    """``num_trees`` M a task; a tree is one chain and ``num_rounds`` L times ``num_expansions`` N rollouts that leave it.
+    """``num_trees`` M a task; a tree is one chain and ``num_rounds`` L times ``num_expansions`` N rollouts
+    that leave it.
 
-    ``num_kept`` K leaves of a tree are trained on (None: all 1 + N L). ``combination`` of the scores over group and tree: their ``sum``,
-    the tree's alone (``inner``), or the tree's of the group's (``nested``). ``group_size`` follows: M (1 + N L) rollouts are played.
+    ``num_kept`` K leaves of a tree are trained on (None: all 1 + N L). ``combination`` of the scores over
+    group and tree: their ``sum``, the tree's alone (``inner``), or the tree's of the group's (``nested``).
+    ``group_size`` follows: M (1 + N L) rollouts are played.
     """
 
     type: Literal["tree_grpo"] = "tree_grpo"
@@ -52,15 +60,23 @@ class TreeGrpoSettings(ObjectiveSettings):
     @model_validator(mode="after")
     def _possible(self) -> "TreeGrpoSettings":
         if self.group_size != self.num_trees * self.tree_size:
-            raise ValueError(f"group_size follows from the trees, {self.num_trees * self.tree_size} here: leave it out")
+            raise ValueError(
+                f"group_size follows from the trees, {self.num_trees * self.tree_size} here: leave it out"
+            )
         if self.num_kept is not None and self.num_kept > self.tree_size:
             raise ValueError(f"num_kept {self.num_kept} exceeds the {self.tree_size} leaves of a tree")
         if self.advantage != "group_normalized":
             raise ValueError("tree_grpo has an advantage of its own: see combination")
         if self.combination != "sum" and min(self.num_kept or self.tree_size, self.tree_size) < 2:
-            raise ValueError(f"combination = {self.combination} needs two leaves a tree: a tree of one tells nothing apart")
+            raise ValueError(
+                f"combination = {self.combination} needs two leaves a tree: a tree of one tells nothing apart"
+            )
         require_countable(
-            "soft", self.aggregation, loss=self.loss, sampler_level=self.sampler_level, rejection=self.sampler_rejection
+            "soft",
+            self.aggregation,
+            loss=self.loss,
+            sampler_level=self.sampler_level,
+            rejection=self.sampler_rejection,
         )
         return self
 
@@ -69,9 +85,16 @@ class TreeGrpoSettings(ObjectiveSettings):
         """Leaves of a tree before pruning."""
         return 1 + self.num_expansions * self.num_rounds
 
+    @property
+    def forks_by_replay(self) -> bool:
+        """Always."""
+        return True
+
 
 class TreeGrpo(OnPolicyGroup):
     """Two z-scores a leaf; a token that several leaves share is trained with the sum of theirs."""
+
+    Settings = TreeGrpoSettings
 
     def __init__(self, settings: TreeGrpoSettings) -> None:
         self.settings = settings
@@ -84,7 +107,9 @@ class TreeGrpo(OnPolicyGroup):
         super().__init__(settings, num_rollouts=settings.group_size, hooks=(self.expansion,))
 
     def credit(self, trace: Trace) -> GroupCredit:
-        """The leaf's advantage on every token of its path, counted once a leaf. Pruned leaves are in no statistic."""
+        """The leaf's advantage on every token of its path, counted once a leaf. Pruned leaves are in no
+        statistic.
+        """
         rollouts = list(trace.rollouts())
         trees = [leaf.rollout // self.expansion.tree_size for leaf, _ in rollouts]
         advantages = tree_advantages_per_leaf(
@@ -95,17 +120,23 @@ class TreeGrpo(OnPolicyGroup):
         write_credit(trace, advantages, attribution="soft")
         scored = list(trace.scored_rollouts())
         kept = [one for one in scored if one[0].rollout not in trace.pruned]
-        return GroupCredit(advantages=advantages, measurements=_measure(kept, scored, self.expansion.tree_size))
+        return GroupCredit(
+            advantages=advantages, measurements=_measure(kept, scored, self.expansion.tree_size)
+        )
 
 
 def _measure(
     rollouts: Sequence[tuple[Leaf, list[Node]]], played: Sequence[tuple[Leaf, list[Node]]], tree_size: int
 ) -> dict[str, list[float]]:
-    """How much the kept ``rollouts`` share, with all that were ``played`` in front of them; the trainer averages over the step."""
+    """How much the kept ``rollouts`` share, with all that were ``played`` in front of them; the trainer
+    averages over the step.
+    """
     depths: list[float] = []
     for leaf, path in rollouts:
         tree = leaf.rollout // tree_size
-        others = [other for one, other in played if one.rollout // tree_size == tree and one.rollout < leaf.rollout]
+        others = [
+            other for one, other in played if one.rollout // tree_size == tree and one.rollout < leaf.rollout
+        ]
         seen = {node.node_id for other in others for node in other}
         if leaf.rollout % tree_size:
             depths.append(float(sum(node.trainable and node.node_id in seen for node in path)))
@@ -119,5 +150,7 @@ def _measure(
         "tree/turns_shared": depths,
         "tree/share_at_root": [float(depth == 0) for depth in depths],
         "tree/tokens_shared": [1.0 - sum(written.values()) / on_paths] if on_paths else [],
-        "tree/fraction_without_spread": [float(max(values) - min(values) < 1e-9) for values in inner.values()],
+        "tree/fraction_without_spread": [
+            float(max(values) - min(values) < 1e-9) for values in inner.values()
+        ],
     }

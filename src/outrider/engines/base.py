@@ -1,9 +1,10 @@
 """The engine contract: token ids in; ids, log-probs, entropies, finish reason and weight version out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -11,8 +12,48 @@ from outrider.config import Settings
 from outrider.tokens import Tokenizer
 
 
-class LocalSettings(Settings):
-    """The model that is trained generates itself, in process. ``max_rows`` bounds the batch: more requests wait their turn."""
+class EngineSettings(Settings):
+    """Base of the settings of every engine.
+
+    ``is_exact``: the trainer's own weights generate, so that its log-probs are compared with the engine's
+    once and not in every step.
+    ``takes_adapters``: it can generate with adapters that are not merged (``model.lora``).
+    """
+
+    is_exact: ClassVar[bool] = False
+    takes_adapters: ClassVar[bool] = False
+    if TYPE_CHECKING:
+        type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """What a run knows that an engine is built with: ``build(settings, context)`` of its class takes what it
+    needs.
+
+    ``language_model`` is the policy's :class:`outrider.engines.local.model.LanguageModel`, whose weights
+    move; ``export(folder)`` writes them as a Hugging Face folder. ``folder`` is the engine's own.
+    ``context_length`` (None: the model's) and ``precision`` are resolved settings. ``on_tokens`` is told how
+    many tokens came with each decoding step.
+    """
+
+    language_model: Any
+    export: Callable[[Path], None]
+    folder: Path
+    context_length: int | None
+    precision: str
+    device: str
+    seed: int
+    on_tokens: Callable[[int], None]
+
+
+class LocalSettings(EngineSettings):
+    """The model that is trained generates itself, in process. ``max_rows`` bounds the batch: more requests
+    wait their turn.
+    """
+
+    is_exact: ClassVar[bool] = True
+    takes_adapters: ClassVar[bool] = True
 
     type: Literal["local"] = "local"
     max_rows: int = Field(256, ge=1)
@@ -22,7 +63,8 @@ class FinishReason(StrEnum):
     """Why a generation ended."""
 
     STOP = "stop"  # a stop string was completed; it is part of the ids
-    EOS = "eos"  # the turn was closed, by an EOS id or as the chat template closes one; the closing is part of the ids
+    # the turn was closed, by an EOS id or as the chat template closes one; the closing is part of the ids
+    EOS = "eos"
     LENGTH = "length"
     CANCELLED = "cancelled"
 
@@ -31,9 +73,10 @@ class FinishReason(StrEnum):
 class Request:
     """One continuation to sample.
 
-    ``token_ids`` is the whole context. ``seed`` starts this request's own random stream, so that a result does not
-    depend on which requests share its batch (up to the engine's documented numerical level). ``temperature`` 0 is greedy.
-    ``cache_key`` names the rollout, so that its keys and values can be kept between turns.
+    ``token_ids`` is the whole context. ``seed`` starts this request's own random stream, so that a result
+    does not depend on which requests share its batch (up to the engine's documented numerical level).
+    ``temperature`` 0 is greedy. ``cache_key`` names the rollout, so that its keys and values can be kept
+    between turns.
     """
 
     request_id: str
@@ -50,8 +93,8 @@ class Generation:
     """A sampled continuation.
 
     ``logprobs``: natural log of the probability at the sampling temperature (at 1 when greedy).
-    ``entropies``: nats over the whole vocabulary at temperature 1, or lower bounds from the likeliest tokens of the sampling
-    distribution (``entropies_are_bounds``). Both have one value a token.
+    ``entropies``: nats over the whole vocabulary at temperature 1, or lower bounds from the likeliest tokens
+    of the sampling distribution (``entropies_are_bounds``). Both have one value a token.
     """
 
     request_id: str
@@ -65,7 +108,11 @@ class Generation:
 
 
 class Engine(Protocol):
-    """A batch in, a batch out, in the order asked. Raises EngineFault when the batch could not be served."""
+    """A batch in, a batch out, in the order asked. Raises EngineFault when the batch could not be served.
+
+    As a plug-in, a class with ``Settings`` (a subclass of :class:`EngineSettings`), made by ``build(settings,
+    context)`` with :class:`EngineContext`, or of its settings alone.
+    """
 
     tokenizer: Tokenizer
     context_length: int
@@ -76,7 +123,9 @@ class Engine(Protocol):
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Stop a running request at its next token; safe to call from another thread; unknown ids are ignored."""
+        """Stop a running request at its next token; safe to call from another thread; unknown ids are
+        ignored.
+        """
         ...
 
     def release(self, cache_keys: Sequence[str]) -> None:

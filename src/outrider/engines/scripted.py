@@ -10,8 +10,8 @@ from outrider.tokens import ChatRenderer, Tokenizer, text_of
 class ScriptedEngine:
     """Answers every request with the text that ``script(request, context text)`` returns.
 
-    Stop strings and the token limit act as in a real engine. Log-probs are 0 and entropies 0 unless ``entropy`` gives a
-    value for the turn: a replayed policy is certain of its script.
+    Stop strings and the token limit act as in a real engine. Log-probs are 0 and entropies 0 unless
+    ``entropy`` gives a value for the turn: a replayed policy is certain of its script.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class ScriptedEngine:
         return self._generation(request, ids, reason)
 
     def _close(self) -> list[int]:
-        """What the template ends a turn with, where it has a marker: an expert's turns teach the policy to end its own."""
+        """What the template ends a turn with, where it has a marker: an expert's turns teach the policy to
+        end its own.
+        """
         if self._closing.stop:
             return self.tokenizer.encode(self._closing.text, add_special_tokens=False)
         marker = self.tokenizer.eos_token_id if self._closing.token_id is None else self._closing.token_id

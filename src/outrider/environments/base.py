@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
+from outrider.config import Settings
 from outrider.types import Message, Step, Task
 
 
@@ -12,10 +13,11 @@ class StepResult:
     """What one policy message did.
 
     ``message`` is the observation (None when the episode ended without one). ``reward`` is the step reward.
-    ``num_tool_calls`` counts calls that were really executed; ``tools`` names them. ``invalid`` marks output that the
-    environment could not read as an action; the observation then says what was wrong. ``refused`` marks an action that was read
-    and not done (a door that is not there, a button that the page lacks, a call beyond the budget); rewards and outcomes are as
-    for any other. ``truncated`` goes with ``done``: the environment's own limit of moves cut the episode.
+    ``num_tool_calls`` counts calls that were really executed; ``tools`` names them. ``invalid`` marks output
+    that the environment could not read as an action; the observation then says what was wrong. ``refused``
+    marks an action that was read and not done (a door that is not there, a button that the page lacks, a call
+    beyond the budget); rewards and outcomes are as for any other. ``truncated`` goes with ``done``: the
+    environment's own limit of moves cut the episode.
     """
 
     message: Message | None
@@ -47,11 +49,43 @@ class EpisodeResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class EnvironmentSettings(Settings):
+    """Base of the settings of every task family; the rest says what a run asks before anything is built.
+
+    ``has_experts``: whether :meth:`TaskFamily.expert` may find steps. ``is_closed_book``: whether the tasks
+    are questions with answers, which can be asked without the environment.
+    """
+
+    has_experts: ClassVar[bool] = True
+    is_closed_book: ClassVar[bool] = False
+    if TYPE_CHECKING:
+        type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
+
+    @property
+    def max_concurrent(self) -> int | None:
+        """Episodes that can be played at a time, where something shared bounds them."""
+        return None
+
+    def waiting_s(self, num_concurrent: int) -> float:
+        """Seconds that a step may wait for other episodes' steps, which are no fault of its own."""
+        return 0.0
+
+    def replayed_differently(self) -> list[str]:
+        """Names of the tasks in which the same actions may lead elsewhere: methods that fork by replay refuse
+        them.
+        """
+        return []
+
+    def tool_names(self) -> tuple[str, ...]:
+        """Tag names of the tools that the policy can call."""
+        return ()
+
+
 class Environment(Protocol):
     """One episode at a time. May block: the rollout loop calls ``step`` in a thread.
 
-    Raises :class:`~outrider.errors.ToolFault` or :class:`~outrider.errors.EnvironmentFault` when infrastructure broke;
-    malformed model output never raises.
+    Raises :class:`~outrider.errors.ToolFault` or :class:`~outrider.errors.EnvironmentFault` when
+    infrastructure broke; malformed model output never raises.
     """
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -81,11 +115,13 @@ class CopyableEnvironment(Environment, Protocol):
 
 
 class TaskFamily(Protocol):
-    """A named set of tasks together with the environment that plays them.
+    """A named set of tasks together with the environment that plays them. As a plug-in, a class with
+    ``Settings`` (a subclass of :class:`EnvironmentSettings`), made of them.
 
-    ``stop`` are the strings that end a policy turn (kept in the turn's text). ``protocol`` tells how an observation is
-    joined: ``inline`` (inside the open assistant message) or ``chat`` (a new user message). ``stateful`` says whether an
-    action changes hidden state, so that showing a step is not the same as doing it (RAPO's mode ``execute``).
+    ``stop`` are the strings that end a policy turn (kept in the turn's text). ``protocol`` tells how an
+    observation is joined: ``inline`` (inside the open assistant message) or ``chat`` (a new user message).
+    ``stateful`` says whether an action changes hidden state, so that showing a step is not the same as doing
+    it (RAPO's mode ``execute``).
     """
 
     name: str
@@ -97,12 +133,15 @@ class TaskFamily(Protocol):
         ...
 
     def make(self) -> "EnvironmentFactory":
-        """Check that everything the family needs can load and return a factory; raises before the first rollout."""
+        """Check that everything the family needs can load and return a factory; raises before the first
+        rollout.
+        """
         ...
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """Steps of a scripted or gold-path expert for the task, or None where there is none. Called in a thread of its own,
-        which is given up after ``train.expert_timeout_s`` seconds and :meth:`close`."""
+        """Steps of a scripted or gold-path expert for the task, or None where there is none. Called in a
+        thread of its own, which is given up after ``train.expert_timeout_s`` seconds and :meth:`close`.
+        """
         ...
 
     def close(self) -> None:
@@ -123,7 +162,9 @@ class EnvironmentFactory(Protocol):
 
 
 def played_steps(environment: Environment, texts: Sequence[str]) -> tuple[Step, ...]:
-    """Act with texts that are known beforehand until they or the episode end (a gold path may be longer than needed)."""
+    """Act with texts that are known beforehand until they or the episode end (a gold path may be longer than
+    needed).
+    """
     steps: list[Step] = []
     for text in texts:
         outcome = environment.step(Message(role="assistant", content=text))

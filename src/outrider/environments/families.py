@@ -1,30 +1,27 @@
 """Which settings make which task family; nothing here needs a model."""
 
-from typing import Annotated
+from typing import Annotated, TypeAlias, cast
 
-from pydantic import Field
+from outrider.environments.base import EnvironmentSettings, TaskFamily
+from outrider.plugins.fields import Section
+from outrider.plugins.registry import build, resolve
 
-from outrider.environments.base import TaskFamily
-from outrider.environments.factbook import FactbookConfig, FactbookFamily
-from outrider.environments.house import HouseConfig, HouseFamily
-from outrider.environments.scienceworld import ScienceWorldConfig, ScienceWorldFamily
-from outrider.environments.textworld import TextWorldConfig, TextWorldFamily
-from outrider.environments.tools import ToolsConfig, ToolsFamily
-from outrider.environments.webshop import WebShopConfig, WebShopFamily
-
-EnvironmentConfig = Annotated[
-    FactbookConfig | ToolsConfig | ScienceWorldConfig | WebShopConfig | TextWorldConfig | HouseConfig, Field(discriminator="type")
-]
+EnvironmentConfig: TypeAlias = Annotated[EnvironmentSettings, Section("environments")]
+"""The section ``environment``: that of the family which its ``type`` names."""
 
 
-def make_family(config: EnvironmentConfig) -> TaskFamily:
+def make_family(config: EnvironmentSettings) -> TaskFamily:
     """The task family of an environment's settings."""
-    if isinstance(config, FactbookConfig):
-        return FactbookFamily(config)
-    if isinstance(config, WebShopConfig):
-        return WebShopFamily(config)
-    if isinstance(config, TextWorldConfig):
-        return TextWorldFamily(config)
-    if isinstance(config, HouseConfig):
-        return HouseFamily(config)
-    return ScienceWorldFamily(config) if isinstance(config, ScienceWorldConfig) else ToolsFamily(config)
+    return cast(TaskFamily, build("environments", config, None))
+
+
+def is_stateful(config: EnvironmentSettings) -> bool:
+    """Whether an action of this family changes hidden state."""
+    return bool(getattr(resolve("environments", config.type), "stateful", True))
+
+
+def is_inline(config: EnvironmentSettings) -> bool:
+    """Whether an observation continues the open assistant message (``protocol``), and is no message of its
+    own.
+    """
+    return getattr(resolve("environments", config.type), "protocol", "chat") == "inline"

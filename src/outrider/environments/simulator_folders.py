@@ -1,7 +1,8 @@
-"""Working folders of simulator processes: they go with their process, or with the next start where that was killed.
+"""Working folders of simulator processes: they go with their process, or with the next start where that was
+killed.
 
-SIGKILL runs no clean-up. Each folder holds a file that its owner keeps locked; the kernel frees the lock however the owner
-dies, so that a later one can tell a folder in use from one that nobody will come back to.
+SIGKILL runs no clean-up. Each folder holds a file that its owner keeps locked; the kernel frees the lock
+however the owner dies, so that a later one can tell a folder in use from one that nobody will come back to.
 """
 
 import contextlib
@@ -34,7 +35,9 @@ class SimulatorFolder:
 
 
 def remove_abandoned(parent: Path) -> int:
-    """Remove this user's folders whose owners have died; how many. One without its lock file is left: it may just be made."""
+    """Remove this user's folders whose owners have died; how many. One without its lock file is left: it may
+    just be made.
+    """
     num = 0
     for folder in sorted(parent.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # somebody else's, in use, or gone in this moment

@@ -1,4 +1,6 @@
-"""Whether a difference between two groups of runs is more than chance: tests, their correction, and the verdict. Pure functions."""
+"""Whether a difference between two groups of runs is more than chance: tests, their correction, and the
+verdict. Pure functions.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +21,9 @@ _NUM_NODES: Final = 64  # of the integral of Student's tail
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedTest:
-    """Two-sided ``p`` of no difference over ``num_tasks`` tasks; ``mean_difference`` is first minus second."""
+    """Two-sided ``p`` of no difference over ``num_tasks`` tasks; ``mean_difference`` is first minus
+    second.
+    """
 
     name: str
     p: float
@@ -36,10 +40,11 @@ class Verdict:
 
 
 def paired_test(first: Scores, second: Scores, *, seed: int) -> PairedTest:
-    """Test over tasks of two score vectors of shape (tasks,), task by task: McNemar's where all scores are 0 or 1.
+    """Test over tasks of two score vectors of shape (tasks,), task by task: McNemar's where all scores are 0
+    or 1.
 
-    It takes the trained policies as given: what other seeds would have given, only the interval over runs tells.
-    Raises ``ValueError`` when the shapes differ or there is no task.
+    It takes the trained policies as given: what other seeds would have given, only the interval over runs
+    tells. Raises ``ValueError`` when the shapes differ or there is no task.
     """
     if first.shape != second.shape or not len(first):
         raise ValueError("a paired test needs the same tasks on both sides, and at least one")
@@ -53,7 +58,9 @@ def paired_test(first: Scores, second: Scores, *, seed: int) -> PairedTest:
 
 
 def mcnemar_p(num_first: int, num_second: int) -> float:
-    """Exact two-sided p of McNemar's test: tasks that only the first solved against tasks that only the second solved."""
+    """Exact two-sided p of McNemar's test: tasks that only the first solved against tasks that only the
+    second solved.
+    """
     num = num_first + num_second
     tail = term = 1
     for k in range(min(num_first, num_second)):
@@ -63,10 +70,11 @@ def mcnemar_p(num_first: int, num_second: int) -> float:
 
 
 def sign_flip_p(differences: Scores, *, seed: int) -> float:
-    """Two-sided p of mean difference zero, when each task's difference is as likely with either sign (Fisher 1935).
+    """Two-sided p of mean difference zero, when each task's difference is as likely with either sign (Fisher
+    1935).
 
-    Exact up to 14 tasks that differ; beyond, from 10,000 draws as (1 + hits) / (1 + draws), which never is 0 (Phipson and
-    Smyth 2010).
+    Exact up to 14 tasks that differ; beyond, from 10,000 draws as (1 + hits) / (1 + draws), which never is 0
+    (Phipson and Smyth 2010).
     """
     rounded = np.round(differences, DECIMALS)
     values = rounded[rounded != 0]
@@ -86,11 +94,13 @@ def sign_flip_p(differences: Scores, *, seed: int) -> float:
 
 
 def seeds_p(first: Sample, second: Sample) -> float:
-    """Two-sided p of no difference between two trainings, over the mean scores of their runs: Welch's t test (1947).
+    """Two-sided p of no difference between two trainings, over the mean scores of their runs: Welch's t test
+    (1947).
 
-    It alone asks whether other seeds would have shown the same; Colas et al. 2018 (arXiv 1806.08295) choose it for learning
-    algorithms. Where the runs of neither side differ among themselves there is no spread to measure, and p is the share of the
-    ways to hand out the runs that look as unequal: 2 / C(n + k, n). Raises ValueError for fewer than two runs a side.
+    It alone asks whether other seeds would have shown the same; Colas et al. 2018 (arXiv 1806.08295) choose
+    it for learning algorithms. Where the runs of neither side differ among themselves there is no spread to
+    measure, and p is the share of the ways to hand out the runs that look as unequal: 2 / C(n + k, n). Raises
+    ValueError for fewer than two runs a side.
     """
     sizes = [first.num_runs, second.num_runs]
     if min(sizes) < 2:
@@ -105,9 +115,11 @@ def seeds_p(first: Sample, second: Sample) -> float:
 
 
 def student_p(t: float, freedom: float) -> float:
-    """Chance of a value beyond ``t`` on either side under Student's distribution with ``freedom`` degrees, at least 1.
+    """Chance of a value beyond ``t`` on either side under Student's distribution with ``freedom`` degrees, at
+    least 1.
 
-    With t = sqrt(freedom) tan(angle) the density is a power of the cosine, so the tail is an integral over angles (Gauss-Legendre).
+    With t = sqrt(freedom) tan(angle) the density is a power of the cosine, so the tail is an integral over
+    angles (Gauss-Legendre).
     """
     begin = math.atan2(abs(t), math.sqrt(freedom))
     half = (math.pi / 2 - begin) / 2
@@ -118,7 +130,9 @@ def student_p(t: float, freedom: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's (1979) step-down correction, in the given order: with it, the chance of any false finding stays below alpha."""
+    """Holm's (1979) step-down correction, in the given order: with it, the chance of any false finding stays
+    below alpha.
+    """
     corrected = [1.0] * len(p_values)
     largest = 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -139,15 +153,16 @@ def verdict(
 ) -> Verdict:
     """Names a winner only where nothing speaks against it; otherwise says everything that does.
 
-    What is asked: at least three seeds a side, a corrected p below 0.05 over tasks and one over seeds (``p_seeds``; None where the
-    paired test itself runs over seeds), an interval of the difference over seeds that excludes 0, and one sign of all.
-    ``obstacles`` are reasons from outside the numbers.
+    What is asked: at least three seeds a side, a corrected p below 0.05 over tasks and one over seeds
+    (``p_seeds``; None where the paired test itself runs over seeds), an interval of the difference over seeds
+    that excludes 0, and one sign of all. ``obstacles`` are reasons from outside the numbers.
 
-    Each part alone would name too many. The test over tasks takes the policies as given, so seeds that differ are a difference
-    to it; the interval is too narrow for three seeds and is not corrected for many groups; the test over seeds supposes that
-    means are about normal. Of comparisons of four equal groups of three seeds that differ much, about one in three would have a
-    winner without the test over seeds, and one in thirty has with it; one in eight where seeds either succeed or fail, which no
-    test of three can tell from a difference (``tests/evals/test_significance.py``).
+    Each part alone would name too many. The test over tasks takes the policies as given, so seeds that differ
+    are a difference to it; the interval is too narrow for three seeds and is not corrected for many groups;
+    the test over seeds supposes that means are about normal. Of comparisons of four equal groups of three
+    seeds that differ much, about one in three would have a winner without the test over seeds, and one in
+    thirty has with it; one in eight where seeds either succeed or fail, which no test of three can tell from
+    a difference (``tests/evals/test_significance.py``).
     """
     reasons = list(obstacles)
     for one in (first, second):

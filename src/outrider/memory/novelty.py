@@ -1,7 +1,9 @@
-"""How often a state was visited, by embeddings: the intrinsic reward of EMPO² (arXiv 2602.23008, section 4.2).
+"""How often a state was visited, by embeddings: the intrinsic reward of EMPO² (arXiv 2602.23008, section
+4.2).
 
-A state is the nearest stored one when their cosine reaches the threshold, and else a new one. The paper's literal ``1 / n`` over distinct
-states is nearly always 1, so n counts visits. Shape letters: N states of a task, D dimensions.
+A state is the nearest stored one when their cosine reaches the threshold, and else a new one. The paper's
+literal ``1 / n`` over distinct states is nearly always 1, so n counts visits. Shape letters: N states of a
+task, D dimensions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +26,11 @@ class _States:
 
 
 class NoveltyStore:
-    """Visit counts a task key; new states are those whose cosine with every stored one is below ``threshold``.
+    """Visit counts a task key; new states are those whose cosine with every stored one is below
+    ``threshold``.
 
-    Keys count in single precision, in which they are saved; cosines that agree to ``SIMILARITY_DIGITS`` digits are equal, and of equally
-    near states the older one is visited.
+    Keys count in single precision, in which they are saved; cosines that agree to ``SIMILARITY_DIGITS``
+    digits are equal, and of equally near states the older one is visited.
     """
 
     def __init__(self, *, threshold: float = 0.9) -> None:
@@ -47,13 +50,15 @@ class NoveltyStore:
     def visit_together(self, task_key: str, keys: Sequence[Key]) -> list[int]:
         """Count visits that happened at the same time; for each, the visits of its state after all of them.
 
-        Rollouts of one group that reach one state get one reward: counted one after the other, the first would get ``c``, the
-        eighth ``c / 8``, and a group whose returns tie would be taught by the order of its rollouts.
+        Rollouts of one group that reach one state get one reward: counted one after the other, the first
+        would get ``c``, the eighth ``c / 8``, and a group whose returns tie would be taught by the order of
+        its rollouts.
         """
         states = self._tasks.setdefault(task_key, _States())
         rows = [np.asarray(key, np.float32) for key in keys]
         units = [_unit(row) for row in rows]
-        for key, unit in zip(rows, units, strict=True):  # first all new ones: a late one may be the nearest of an early visit
+        # first all new ones: a late one may be the nearest of an early visit
+        for key, unit in zip(rows, units, strict=True):
             if not states.counts or self._nearest(states, unit)[1] < self.threshold - 10**-SIMILARITY_DIGITS:
                 _add(states, key, unit)
         found = [self._nearest(states, unit)[0] for unit in units]
@@ -63,7 +68,8 @@ class NoveltyStore:
 
     def _nearest(self, states: _States, unit: NDArray[np.float64]) -> tuple[int, float]:
         assert states.units_ND is not None
-        similarities = (states.units_ND[: len(states.counts)] * unit).sum(axis=1)  # not a BLAS product: the same bits everywhere
+        # not a BLAS product: the same bits everywhere
+        similarities = (states.units_ND[: len(states.counts)] * unit).sum(axis=1)
         nearest = int(similarities.round(SIMILARITY_DIGITS).argmax())
         return nearest, float(similarities[nearest])
 

@@ -1,7 +1,7 @@
 """The memory of tips (EMPO², arXiv 2602.23008, Listing 1): what earlier episodes say to the next ones.
 
-One buffer a task key. A record has the key of a state, the text that is shown, and the score of the episode that wrote it.
-Shape letters: N records of a buffer, D dimensions of a key.
+One buffer a task key. A record has the key of a state, the text that is shown, and the score of the episode
+that wrote it. Shape letters: N records of a buffer, D dimensions of a key.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,13 +52,15 @@ class _Buffer:
 class TipMemory:
     """Tips by task key. ``capacity`` bounds every buffer; a full one evicts by ``eviction``:
 
-    ``fifo`` the oldest (the paper), ``lowest_score`` the worst, of equals the oldest (a new one that is worse than all is not kept),
-    ``reservoir`` keeps a uniform sample of all that
-    were ever added (seeded). A text that its buffer holds already is not added again, with ``by_state`` only if its key is the same too; an
+    ``fifo`` the oldest (the paper), ``lowest_score`` the worst, of equals the oldest (a new one that is worse
+    than all is not kept), ``reservoir`` keeps a uniform sample of all that were ever added (seeded). A text
+    that its buffer holds already is not added again, with ``by_state`` only if its key is the same too; an
     evicted one may come back.
     """
 
-    def __init__(self, *, capacity: int = 1000, eviction: Eviction = "fifo", by_state: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, *, capacity: int = 1000, eviction: Eviction = "fifo", by_state: bool = False, seed: int = 0
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}, must be at least 1")
         self.capacity = capacity
@@ -79,9 +81,17 @@ class TipMemory:
         return self._buffers[task_key].num_added if task_key in self._buffers else 0
 
     def add(
-        self, task_key: str, state_key: Key, text: str, score: float, *, policy_version: int = 0, rollout_id: str = ""
+        self,
+        task_key: str,
+        state_key: Key,
+        text: str,
+        score: float,
+        *,
+        policy_version: int = 0,
+        rollout_id: str = "",
     ) -> bool:
-        """Store a record; False when its text is there already, it is worse than all that are kept, or it lost the reservoir's draw.
+        """Store a record; False when its text is there already, it is worse than all that are kept, or it
+        lost the reservoir's draw.
 
         Raises ValueError for a key without length or a score that is not finite.
         """
@@ -92,7 +102,13 @@ class TipMemory:
         same = (held for tip, held in zip(buffer.tips, buffer.keys, strict=True) if tip.text == text)
         if any(not self._by_state or np.array_equal(held, key) for held in same):
             return False
-        tip = Tip(tip_id=buffer.num_added, text=text, score=score, policy_version=policy_version, rollout_id=rollout_id)
+        tip = Tip(
+            tip_id=buffer.num_added,
+            text=text,
+            score=score,
+            policy_version=policy_version,
+            rollout_id=rollout_id,
+        )
         buffer.num_added += 1
         if len(buffer.tips) >= self.capacity:
             position = self._evicted(task_key, buffer, score)
@@ -111,7 +127,9 @@ class TipMemory:
         if self.eviction == "lowest_score":
             worst = min(range(len(buffer.tips)), key=lambda i: (buffer.tips[i].score, buffer.tips[i].tip_id))
             return None if score < buffer.tips[worst].score else worst
-        drawn = int(stream(self._seed, "tip reservoir", task_key, buffer.num_added).integers(buffer.num_added))
+        drawn = int(
+            stream(self._seed, "tip reservoir", task_key, buffer.num_added).integers(buffer.num_added)
+        )
         return drawn if drawn < len(buffer.tips) else None
 
     def query(
@@ -119,17 +137,25 @@ class TipMemory:
     ) -> list[TipHit]:
         """Up to ``k`` records whose cosine is strictly above ``min_similarity``, best first.
 
-        ``rank`` by score (the paper's listing: similarity only filters) or by similarity; ties go to the older record. Cosines that
-        agree to ``SIMILARITY_DIGITS`` digits are equal: keys are kept in single precision.
+        ``rank`` by score (the paper's listing: similarity only filters) or by similarity; ties go to the
+        older record. Cosines that agree to ``SIMILARITY_DIGITS`` digits are equal: keys are kept in single
+        precision.
         """
         buffer = self._buffers.get(task_key)
         if buffer is None or not buffer.tips:
             return []
         if buffer.matrix_ND is None:
             buffer.matrix_ND = np.stack([_unit(key) for key in buffer.keys])
-        similarities = (buffer.matrix_ND * _unit(state_key)).sum(axis=1)  # not a BLAS product: the same bits everywhere
-        near = [i for i in range(len(buffer.tips)) if similarities[i] > min_similarity + 10**-SIMILARITY_DIGITS]
-        values = similarities.round(SIMILARITY_DIGITS) if rank == "similarity" else [tip.score for tip in buffer.tips]
+        # not a BLAS product: the same bits everywhere
+        similarities = (buffer.matrix_ND * _unit(state_key)).sum(axis=1)
+        near = [
+            i for i in range(len(buffer.tips)) if similarities[i] > min_similarity + 10**-SIMILARITY_DIGITS
+        ]
+        values = (
+            similarities.round(SIMILARITY_DIGITS)
+            if rank == "similarity"
+            else [tip.score for tip in buffer.tips]
+        )
         near.sort(key=lambda i: (-values[i], buffer.tips[i].tip_id))
         return [TipHit(tip=buffer.tips[i], similarity=float(similarities[i])) for i in near[:k]]
 
@@ -137,11 +163,16 @@ class TipMemory:
         """Plain data and arrays that :meth:`restore` takes; for checkpoints."""
         keys = list(self._buffers)
         state = {
-            key: {"num_added": self._buffers[key].num_added, "tips": [asdict(tip) for tip in self._buffers[key].tips]}
+            key: {
+                "num_added": self._buffers[key].num_added,
+                "tips": [asdict(tip) for tip in self._buffers[key].tips],
+            }
             for key in keys
         }
         arrays = {
-            f"tips/{number}": np.stack(self._buffers[key].keys) for number, key in enumerate(keys) if self._buffers[key].keys
+            f"tips/{number}": np.stack(self._buffers[key].keys)
+            for number, key in enumerate(keys)
+            if self._buffers[key].keys
         }
         return {"order": keys, "buffers": state}, arrays
 

@@ -1,6 +1,23 @@
 """Metrics: every name is declared once, every record is one line of ``metrics.jsonl``. No torch, no numpy."""
 
-from outrider.metrics.declared import DECLARED, WRITTEN_TOKENS, Metric, UndeclaredMetric, declared_metric
+from outrider.metrics.declared import (
+    DECLARED,
+    WRITTEN_TOKENS,
+    Metric,
+    UndeclaredMetric,
+    declare,
+    declared_metric,
+)
 from outrider.metrics.writer import CutReport, Kind, MetricsWriter
 
-__all__ = ["DECLARED", "WRITTEN_TOKENS", "CutReport", "Kind", "Metric", "MetricsWriter", "UndeclaredMetric", "declared_metric"]
+__all__ = [
+    "DECLARED",
+    "WRITTEN_TOKENS",
+    "CutReport",
+    "Kind",
+    "Metric",
+    "MetricsWriter",
+    "UndeclaredMetric",
+    "declare",
+    "declared_metric",
+]

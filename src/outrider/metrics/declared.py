@@ -1,9 +1,12 @@
-"""Name, unit, meaning, healthy range and what to look at when a value leaves it (RAPO: arXiv 2603.03078; entropies in nats)."""
+"""Name, unit, meaning, healthy range and what to look at when a value leaves it (RAPO: arXiv 2603.03078;
+entropies in nats).
+"""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.types import Outcome
 
 
@@ -18,8 +21,9 @@ class UndeclaredMetric(OutriderError, KeyError):
 class Metric:
     """One declared metric.
 
-    ``name`` is ``group/rest``; its last part may be a placeholder in braces that stands for any name without a slash.
-    ``unit`` is ``1`` for a pure number or a share; ``healthy`` is words, not a bound that code tests.
+    ``name`` is ``group/rest``; its last part may be a placeholder in braces that stands for any name without
+    a slash. ``unit`` is ``1`` for a pure number or a share; ``healthy`` is words, not a bound that code
+    tests.
     """
 
     name: str
@@ -44,12 +48,21 @@ def _group(prefix: str, *rows: tuple[str, str, str, str, str]) -> tuple[Metric, 
 def _outcome_row(outcome: Outcome) -> tuple[str, str, str, str, str]:
     healthy = "most rollouts" if outcome is Outcome.FINISHED else "0 or rare"
     look_at = (
-        "the tool, simulator or engine: faults never count as reward" if outcome.is_fault else "the sample rollouts in the report"
+        "the tool, simulator or engine: faults never count as reward"
+        if outcome.is_fault
+        else "the sample rollouts in the report"
     )
-    return (f"num_{outcome.value}", "rollouts", f"rollouts of this step that ended as `{outcome.value}`", healthy, look_at)
+    return (
+        f"num_{outcome.value}",
+        "rollouts",
+        f"rollouts of this step that ended as `{outcome.value}`",
+        healthy,
+        look_at,
+    )
 
 
-WRITTEN_TOKENS: Final = ("tokens/policy", "tokens/remarks", "tokens/discarded")  # all that the policy wrote in a step
+# all that the policy wrote in a step
+WRITTEN_TOKENS: Final = ("tokens/policy", "tokens/remarks", "tokens/discarded")
 
 # fmt: off
 DECLARED: tuple[Metric, ...] = (
@@ -230,6 +243,8 @@ DECLARED: tuple[Metric, ...] = (
         ("update", "s", "wall-clock seconds of the update phase", "stable", "tokens/policy"),
         ("step", "s", "wall-clock seconds of rollout, credit and update; without checkpoints and evaluations", "stable",
          "time/rollout, time/update"),
+        ("evaluation", "s", "wall-clock seconds of this evaluation", "stable", "evaluation.num_tasks, evaluation.num_samples"),
+        ("checkpoint", "s", "mean wall-clock seconds of the last checkpoints before this step", "stable", "the disk"),
     ),
     *_group(
         "speed",
@@ -385,6 +400,20 @@ DECLARED: tuple[Metric, ...] = (
 
 _BY_NAME = {metric.name: metric for metric in DECLARED}
 _OPEN = {metric.name.rpartition("/")[0]: metric for metric in DECLARED if metric.name.endswith("}")}
+
+
+def declare(metrics: Iterable[Metric]) -> None:
+    """Declare what a plug-in measures beside what is declared here. Raises ConfigError for a name that means
+    something else.
+    """
+    for metric in metrics:
+        if (known := _BY_NAME.get(metric.name, metric)) != metric:
+            raise ConfigError(f"metric {metric.name!r} is declared already, as: {known.meaning}")
+        if "/" not in metric.name:
+            raise ConfigError(f"metric {metric.name!r} has no group: GROUP/NAME")
+        _BY_NAME[metric.name] = metric
+        if metric.name.endswith("}"):
+            _OPEN[metric.name.rpartition("/")[0]] = metric
 
 
 def declared_metric(name: str) -> Metric:

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Final, Literal, SupportsFloat, TypeAlias
 
-from outrider.durable import replace_file
+from outrider.atomic_io import replace_file
 from outrider.errors import CheckpointError, DataError
 from outrider.metrics.declared import declared_metric
 
@@ -31,10 +31,11 @@ class CutReport:
 class MetricsWriter:
     """Appends one JSON object a line and forces it to disk before it returns.
 
-    A record is ``{"step", "kind", name: value, ...}`` with declared names only. A value that is NaN or infinite becomes
-    null and is counted under ``record/num_non_finite``; None means "not defined at this step". Within ``train`` and ``sft``
-    the step must rise. Opening a file whose last line was torn by a kill drops that line, warns, and counts it in
-    ``num_torn``. A line that is damaged anywhere else is a :class:`~outrider.errors.DataError`.
+    A record is ``{"step", "kind", name: value, ...}`` with declared names only. A value that is NaN or
+    infinite becomes null and is counted under ``record/num_non_finite``; None means "not defined at this
+    step". Within ``train`` and ``sft`` the step must rise. Opening a file whose last line was torn by a kill
+    drops that line, warns, and counts it in ``num_torn``. A line that is damaged anywhere else is a
+    :class:`~outrider.errors.DataError`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +46,9 @@ class MetricsWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
 
     def write(self, step: int, kind: Kind, values: Mapping[str, SupportsFloat | None]) -> None:
-        """Append one record. Raises ``UndeclaredMetric``, ``TypeError`` (not a number) or ``ValueError`` (bad step)."""
+        """Append one record. Raises ``UndeclaredMetric``, ``TypeError`` (not a number) or ``ValueError`` (bad
+        step).
+        """
         last = max((line_step for line_step, line_kind in self._records if line_kind == kind), default=-1)
         if step < 0 or (kind in _STAGE_ORDER and step <= last):
             raise ValueError(f"{kind} step {step} does not follow {kind} step {last}")
@@ -62,12 +65,16 @@ class MetricsWriter:
         self._records.append((step, kind))
 
     def resume(self, step: int, kind: Literal["sft", "train"] = "train") -> CutReport:
-        """Cut every line written after the checkpoint of ``step`` of stage ``kind``, in one atomic replacement.
+        """Cut every line written after the checkpoint of ``step`` of stage ``kind``, in one atomic
+        replacement.
 
-        The file is in the order of time, so the cut is one position: before the first line of a later stage, or of a
-        later step of this stage. An evaluation of the step itself stays: write it before the checkpoint, or use :meth:`cut`.
+        The file is in the order of time, so the cut is one position: before the first line of a later stage,
+        or of a later step of this stage. An evaluation of the step itself stays: write it before the
+        checkpoint, or use :meth:`cut`.
         """
-        num_kept = next((i for i in range(len(self._records)) if self._is_after(i, step, kind)), len(self._records))
+        num_kept = next(
+            (i for i in range(len(self._records)) if self._is_after(i, step, kind)), len(self._records)
+        )
         return self.cut(num_kept)
 
     @property
@@ -75,14 +82,22 @@ class MetricsWriter:
         """Whole lines in the file; a checkpoint that stores this number can be resumed with :meth:`cut`."""
         return len(self._records)
 
+    @property
+    def kinds(self) -> list[tuple[int, str]]:
+        """Step and kind of every whole line."""
+        return list(self._records)
+
     def cut(self, num_records: int) -> CutReport:
         """Keep the first ``num_records`` lines, in one atomic replacement.
 
-        Raises :class:`~outrider.errors.CheckpointError` when the file has fewer: then it is not this checkpoint's file.
+        Raises :class:`~outrider.errors.CheckpointError` when the file has fewer: then it is not this
+        checkpoint's file.
         """
         num_cut = len(self._records) - num_records
         if num_cut < 0:
-            raise CheckpointError(f"{self.path.name} has {len(self._records)} lines, its checkpoint was saved at {num_records}")
+            raise CheckpointError(
+                f"{self.path.name} has {len(self._records)} lines, its checkpoint was saved at {num_records}"
+            )
         if num_cut:
             lines = self.path.read_bytes().split(b"\n")
             replace_file(self.path, b"".join(line + b"\n" for line in lines[:num_records]))

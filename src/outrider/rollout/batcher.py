@@ -1,7 +1,7 @@
 """Collects the requests of all running episodes into one engine batch a round.
 
-A batch is formed only when every running episode waits for the engine, and new episodes begin only then. So its content
-depends on ids and never on how fast a tool answered, and the same seed gives the same bits.
+A batch is formed only when every running episode waits for the engine, and new episodes begin only then. So
+its content depends on ids and never on how fast a tool answered, and the same seed gives the same bits.
 """
 
 import asyncio
@@ -59,11 +59,14 @@ class RoundBatcher:
             results = self.engine.generate([request for request, _ in entries])
         except EngineFault as fault:
             results = [EngineFault(str(fault)) for _ in entries]
-        # Through the loop: the worker whose request completed the batch must wait its turn too, or the slowest acts first.
+        # Through the loop: the worker whose request completed the batch must wait its turn too, or the
+        # slowest acts first.
         asyncio.get_running_loop().call_soon(_deliver, [future for _, future in entries], results)
 
 
-def _deliver(futures: Sequence[asyncio.Future[Generation]], results: Sequence[Generation | EngineFault]) -> None:
+def _deliver(
+    futures: Sequence[asyncio.Future[Generation]], results: Sequence[Generation | EngineFault]
+) -> None:
     for future, result in zip(futures, results, strict=True):
         if future.done():  # cancelled meanwhile
             continue

@@ -29,7 +29,8 @@ async def guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: f
 
     def run() -> None:
         outcome = _called(call, *arguments)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a call that outlived the run
+        # the loop is closed: nobody waits for a call that outlived the run
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=run, daemon=True).start()
@@ -39,7 +40,8 @@ async def guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: f
         async with asyncio.timeout(timeout_s):
             outcome = await answered
     except TimeoutError as late:
-        # A loop that was busy for longer than the limit sees the answer and the limit in one go: the answer counts.
+        # A loop that was busy for longer than the limit sees the answer and the limit in one go: the answer
+        # counts.
         if answered.cancelled():  # by the limit; nobody else can take this future
             raise EnvironmentFault(f"no answer within {timeout_s:g} s") from late
         outcome = answered.result()

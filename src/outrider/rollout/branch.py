@@ -1,6 +1,8 @@
-"""Rollouts that leave another one in mid-episode: where they begin, how their environment gets there, and how many may.
+"""Rollouts that leave another one in mid-episode: where they begin, how their environment gets there, and how
+many may.
 
-A fork shares the parent's nodes; the engine shares the keys and values of its context; nothing of it is computed again.
+A fork shares the parent's nodes; the engine shares the keys and values of its context; nothing of it is
+computed again.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +20,8 @@ from outrider.types import Message, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """A running rollout in front of a policy turn. ``environment`` is a copy that nobody plays; None: replay ``actions``.
+    """A running rollout in front of a policy turn. ``environment`` is a copy that nobody plays; None: replay
+    ``actions``.
 
     ``actions`` are the texts that the environment was given, with its answers in ``results``.
     """
@@ -46,7 +49,9 @@ class Fork:
         if prompt_text(messages) != self.prompt:
             raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
         for action, expected in zip(self.actions, self.results, strict=True):
-            result = await guarded(environment.step, Message(role="assistant", content=action), timeout_s=timeout_s)
+            result = await guarded(
+                environment.step, Message(role="assistant", content=action), timeout_s=timeout_s
+            )
             if other := _differences(result, expected):
                 raise EnvironmentFault(
                     f"a replayed prefix was answered differently ({other}): this environment cannot fork by replay"
@@ -54,7 +59,11 @@ class Fork:
 
     def continue_in(self, state: EpisodeState) -> None:
         """Give a new rollout's state the history up to here."""
-        state.turn, state.num_response_tokens, state.last_result = self.turn, self.num_response_tokens, self.last_result
+        state.turn, state.num_response_tokens, state.last_result = (
+            self.turn,
+            self.num_response_tokens,
+            self.last_result,
+        )
         state.steps, state.actions, state.results = list(self.steps), list(self.actions), list(self.results)
         state.branch_streak, state.is_forked = self.branch_streak, True
 
@@ -65,13 +74,17 @@ def prompt_text(messages: Sequence[Message]) -> str:
 
 
 def _differences(found: StepResult, expected: StepResult) -> str:
-    """The names of the fields in which two answers differ: one with the same text may pay or end otherwise."""
+    """The names of the fields in which two answers differ: one with the same text may pay or end
+    otherwise.
+    """
     answered = asdict(found)
     return ", ".join(name for name, value in asdict(expected).items() if answered[name] != value)
 
 
 async def take_fork(state: EpisodeState, tip: Node, *, timeout_s: float) -> Fork:
-    """The rollout as it is in front of the turn that it has just written. A copy that fails is replaced by replaying."""
+    """The rollout as it is in front of the turn that it has just written. A copy that fails is replaced by
+    replaying.
+    """
     environment = state.environment
     copy = None
     if isinstance(environment, CopyableEnvironment):
@@ -92,7 +105,9 @@ async def take_fork(state: EpisodeState, tip: Node, *, timeout_s: float) -> Fork
     )
 
 
-async def fork_environment(fork: Fork | None, factory: EnvironmentFactory, trace: Trace, *, timeout_s: float) -> Environment:
+async def fork_environment(
+    fork: Fork | None, factory: EnvironmentFactory, trace: Trace, *, timeout_s: float
+) -> Environment:
     """An environment for one try: a copy of the fork's, or a fresh one."""
     if fork is not None and fork.environment is not None:
         return await guarded(fork.environment.copy, timeout_s=timeout_s)
@@ -124,25 +139,29 @@ class Copies:
 
 @runtime_checkable
 class Brancher(Protocol):
-    """A hook that forks. ``first_wave`` rollouts of a group begin at its prompt; the rest are forks, or follow at its end.
+    """A hook that forks. ``first_wave`` rollouts of a group begin at its prompt; the rest are forks, or
+    follow at its end.
 
-    ``streak_scope``: whether ``branch_streak`` counts the branched turns in a row of a lineage, or of the whole
-    group in the order of its decisions.
+    ``streak_scope``: whether ``branch_streak`` counts the branched turns in a row of a lineage, or of the
+    whole group in the order of its decisions.
     """
 
     first_wave: int
     streak_scope: Literal["lineage", "prompt"]
 
     def num_forks(self, state: EpisodeState) -> int | None:
-        """Called when the policy has written a turn and before the environment acts: how many rollouts should leave here.
+        """Called when the policy has written a turn and before the environment acts: how many rollouts should
+        leave here.
 
-        None: there is nothing to decide here. The number depends on the rollout's own history, on its streams and
-        on ``branch_streak``, with which it does not grow; never on other rollouts, or on when or how often it is asked.
+        None: there is nothing to decide here. The number depends on the rollout's own history, on its streams
+        and on ``branch_streak``, with which it does not grow; never on other rollouts, or on when or how
+        often it is asked.
         """
         ...
 
     def budget(self, trace: Trace) -> int | None:
-        """Called when the only rollout of a first wave of one has ended: how many should begin at the prompt, it included.
+        """Called when the only rollout of a first wave of one has ended: how many should begin at the prompt,
+        it included.
 
         None: it decides nothing.
         """
@@ -173,4 +192,5 @@ class Book(Protocol):
         ...
 
 
-Owe = Callable[[Trace, int, Fork | None], None]  # to be played: group, number, where it begins (None: the prompt)
+# to be played: group, number, where it begins (None: the prompt)
+Owe = Callable[[Trace, int, Fork | None], None]

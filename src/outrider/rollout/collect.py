@@ -1,4 +1,6 @@
-"""Episodes of an agent behind a chat endpoint: off-policy steps for the buffer, and evaluation; never training (no ids)."""
+"""Episodes of an agent behind a chat endpoint: off-policy steps for the buffer, and evaluation; never
+training (no ids).
+"""
 
 import math
 from collections import Counter
@@ -8,27 +10,33 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TypeVar
 
-from outrider.engines.endpoint import ChatEndpoint
-from outrider.engines.endpoint_wire import Refusal
+from outrider.engines.chat.engine import ChatEndpoint
+from outrider.engines.chat.wire import Refusal
 from outrider.environments.base import Environment, EnvironmentFactory, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
-from outrider.rollout.direct import close_quietly, outcome_of, step_of
 from outrider.rollout.episode import Limits
+from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream_seed
 from outrider.types import Message, Outcome, Step, Task, Trajectory
 
-_FAULT_OUTCOMES = {ToolFault: Outcome.TOOL_FAULT, EnvironmentFault: Outcome.ENVIRONMENT_FAULT, EngineFault: Outcome.ENGINE_FAULT}
+_FAULT_OUTCOMES = {
+    ToolFault: Outcome.TOOL_FAULT,
+    EnvironmentFault: Outcome.ENVIRONMENT_FAULT,
+    EngineFault: Outcome.ENGINE_FAULT,
+}
 
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """One owed rollout: its outcome, and its trajectory unless infrastructure broke (``detail`` then says what).
+    """One owed rollout: its outcome, and its trajectory unless infrastructure broke (``detail`` then says
+    what).
 
-    ``num_retries`` counts the fresh tries after a fault of a tool or of the environment; ``metrics`` are the environment's.
+    ``num_retries`` counts the fresh tries after a fault of a tool or of the environment; ``metrics`` are the
+    environment's.
     """
 
     trajectory_id: str
@@ -63,9 +71,10 @@ class CollectReport:
 class Collector:
     """Lets an endpoint's agent play tasks.
 
-    Turns, and tokens where the server counts them, are limited as in the rollout loop; observations are not cut.
-    After ``max_faults_in_a_row`` rollouts that the endpoint failed, with none between that it served, collecting stops
-    with :class:`EngineFault`: a dead server must not cost the back-off of every rollout. ``stop`` ends a turn.
+    Turns, and tokens where the server counts them, are limited as in the rollout loop; observations are not
+    cut. After ``max_faults_in_a_row`` rollouts that the endpoint failed, with none between that it served,
+    collecting stops with :class:`EngineFault`: a dead server must not cost the back-off of every rollout.
+    ``stop`` ends a turn.
     """
 
     endpoint: ChatEndpoint
@@ -79,8 +88,12 @@ class Collector:
     max_faults_in_a_row: int = 8
     whereabouts: Whereabouts = field(default_factory=Whereabouts)  # for the one who watches
 
-    def collect(self, tasks: Sequence[Task], *, num_rollouts: int, done: Collection[str] = ()) -> CollectReport:
-        """Play every task ``num_rollouts`` times, except rollouts whose trajectory ids are in ``done``. Raises as :meth:`play`."""
+    def collect(
+        self, tasks: Sequence[Task], *, num_rollouts: int, done: Collection[str] = ()
+    ) -> CollectReport:
+        """Play every task ``num_rollouts`` times, except rollouts whose trajectory ids are in ``done``.
+        Raises as :meth:`play`.
+        """
         owed = [(task, rollout) for task in tasks for rollout in range(num_rollouts)]
         fresh = [(task, rollout) for task, rollout in owed if self.trajectory_id(task, rollout) not in done]
         return CollectReport(collected=self.play(fresh), num_skipped=len(owed) - len(fresh))
@@ -91,10 +104,11 @@ class Collector:
         *,
         on_played: Callable[[Task, int, Collected], None] = lambda task, rollout, collected: None,
     ) -> tuple[Collected, ...]:
-        """Play these rollouts of tasks; ``on_played`` gets each as soon as it has ended, in the thread that played it.
+        """Play these rollouts of tasks; ``on_played`` gets each as soon as it has ended, in the thread that
+        played it.
 
-        Raises EngineFault (see above), ModelError (the server will never answer) and what ``on_played`` raises, once running
-        episodes have ended.
+        Raises EngineFault (see above), ModelError (the server will never answer) and what ``on_played``
+        raises, once running episodes have ended.
         """
         streak = _FaultStreak(self.max_faults_in_a_row)
 
@@ -116,7 +130,9 @@ class Collector:
         return f"{self.endpoint.settings.model}/{task.key}/{rollout}"
 
     def _owed(self, task: Task, rollout: int, streak: "_FaultStreak") -> Collected:
-        """One rollout with fresh tries after a tool's or environment's fault; the endpoint has retried on its own."""
+        """One rollout with fresh tries after a tool's or environment's fault; the endpoint has retried on its
+        own.
+        """
         name = self.trajectory_id(task, rollout)
         for attempt in range(self.max_retries + 1):
             try:
@@ -126,7 +142,12 @@ class Collector:
                     streak.failed(fault)
                 elif attempt < self.max_retries:
                     continue
-                return Collected(trajectory_id=name, outcome=_FAULT_OUTCOMES[type(fault)], num_retries=attempt, detail=str(fault))
+                return Collected(
+                    trajectory_id=name,
+                    outcome=_FAULT_OUTCOMES[type(fault)],
+                    num_retries=attempt,
+                    detail=str(fault),
+                )
             streak.served()
             return played
         raise AssertionError("unreachable: the last attempt returns")
@@ -163,7 +184,8 @@ class Collector:
                     conversation, max_tokens=room, temperature=self.temperature, stop=self.stop,
                     seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, len(steps)),
                 )  # fmt: skip
-            except EngineFault as fault:  # an episode that outgrows the context is cut and scored, as in the rollout loop
+            # an episode that outgrows the context is cut and scored, as in the rollout loop
+            except EngineFault as fault:
                 if not steps or not (isinstance(fault.__cause__, Refusal) and fault.__cause__.is_too_long):
                     raise
                 outcome = Outcome.TRUNCATED_TOKENS
@@ -175,7 +197,9 @@ class Collector:
             steps.append(step_of(reply.text, result))
             num_tool_calls += result.num_tool_calls
             if result.done:  # unreadable because it was cut is not the same as wrong, as in the rollout loop
-                outcome = Outcome.TRUNCATED_TOKENS if reply.truncated and result.invalid else outcome_of(result)
+                outcome = (
+                    Outcome.TRUNCATED_TOKENS if reply.truncated and result.invalid else outcome_of(result)
+                )
             elif result.message is None:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
@@ -204,13 +228,17 @@ class _FaultStreak:
         self._lock = Lock()
 
     def failed(self, fault: EngineFault) -> None:
-        """Raises once there were too many; rollouts still under way then raise for the same fault, whoever is asked first."""
+        """Raises once there were too many; rollouts still under way then raise for the same fault, whoever is
+        asked first.
+        """
         with self._lock:
             self._num_failed += 1
             if self._num_failed >= self._limit:
                 self._last = self._last or fault
             if self._last is not None:
-                raise EngineFault(f"{self._limit} rollouts in a row failed; the last: {self._last}") from self._last
+                raise EngineFault(
+                    f"{self._limit} rollouts in a row failed; the last: {self._last}"
+                ) from self._last
 
     def served(self) -> None:
         """A rollout got all its answers."""

@@ -1,4 +1,6 @@
-"""A demonstrator's rollout as a member of the policy's group: in the same tree, with its own mark on rollout and tokens."""
+"""A demonstrator's rollout as a member of the policy's group: in the same tree, with its own mark on rollout
+and tokens.
+"""
 
 from dataclasses import replace
 from typing import Final
@@ -12,9 +14,9 @@ DEMONSTRATION: Final = "demonstration"
 def join_demonstration(trace: Trace, played: Trace) -> None:
     """Add the one rollout of ``played`` to the group ``trace`` under the next number.
 
-    Its turns become ``Origin.DEMONSTRATION`` nodes, without log-probs and entropies: nobody measured the demonstrator's. It begins at
-    the group's prompt where that is the same. Its return, or its fault, stays what it was.
-    Raises ValueError unless ``played`` holds exactly one rollout.
+    Its turns become ``Origin.DEMONSTRATION`` nodes, without log-probs and entropies: nobody measured the
+    demonstrator's. It begins at the group's prompt where that is the same. Its return, or its fault, stays
+    what it was. Raises ValueError unless ``played`` holds exactly one rollout.
     """
     [(leaf, path)] = played.rollouts()
     rollout = len(trace.modes)
@@ -22,7 +24,9 @@ def join_demonstration(trace: Trace, played: Trace) -> None:
     tip: Node | None = None
     for node in path:
         tip = _added(trace, tip, node, rollout)
-    trace.finish(replace(leaf, node_id=None if tip is None else tip.node_id, rollout=rollout, is_demonstration=True))
+    trace.finish(
+        replace(leaf, node_id=None if tip is None else tip.node_id, rollout=rollout, is_demonstration=True)
+    )
 
 
 def _added(trace: Trace, parent: Node | None, node: Node, rollout: int) -> Node:

@@ -14,9 +14,9 @@ from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
-from outrider.rollout.cut import shortened
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
-from outrider.rollout.tips import ask_for_remark, show_tip
+from outrider.rollout.tip_splice import ask_for_remark, show_tip
+from outrider.rollout.truncation import shortened
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer, text_of
@@ -27,11 +27,12 @@ ResultT = TypeVar("ResultT")
 
 
 class Limits(Settings):
-    """Budgets of one rollout; none is ever exceeded. Observations and retrieved steps count as response tokens too.
+    """Budgets of one rollout; none is ever exceeded. Observations and retrieved steps count as response
+    tokens too.
 
-    A longer observation or retrieved step loses its middle. What still leaves the policy no room for a token is not appended:
-    the rollout ends there as truncated after an observation. A splice must leave room for a whole turn, or the rollout goes
-    on without it.
+    A longer observation or retrieved step loses its middle. What still leaves the policy no room for a token
+    is not appended: the rollout ends there as truncated after an observation. A splice must leave room for a
+    whole turn, or the rollout goes on without it.
     """
 
     max_turns: int = Field(8, ge=1)
@@ -65,11 +66,19 @@ class EpisodeRunner:
     book: Book
 
     async def run(
-        self, *, task: Task, trace: Trace, environment: Environment, rollout: int, mode: str, fork: Fork | None = None
+        self,
+        *,
+        task: Task,
+        trace: Trace,
+        environment: Environment,
+        rollout: int,
+        mode: str,
+        fork: Fork | None = None,
     ) -> Leaf:
         """Play one rollout into ``trace``, from the prompt or from ``fork`` on.
 
-        Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or records it.
+        Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or
+        records it.
         """
         self.whereabouts.at(f"{task.key}/{rollout}", "the start of its environment")
         seed = reset_seed(self.run_seed, self.training_step, task.key)
@@ -121,7 +130,9 @@ class EpisodeRunner:
                     batcher=self.batcher,
                     renderer=self.renderer,
                     max_ending_tokens=self.limits.max_observation_tokens,
-                    seed=stream_seed(self.run_seed, "remark", self.training_step, state.task.key, state.rollout),
+                    seed=stream_seed(
+                        self.run_seed, "remark", self.training_step, state.task.key, state.rollout
+                    ),
                 )
                 if remark is not None:
                     return remark
@@ -133,7 +144,8 @@ class EpisodeRunner:
             return Outcome.TRUNCATED_TURNS
         if self._left(state) <= 0:
             return Outcome.TRUNCATED_TOKENS
-        here = state.is_forked  # hooks have acted, and this point was decided about, in the rollout that it left
+        # hooks have acted, and this point was decided about, in the rollout that it left
+        here = state.is_forked
         state.is_forked = False
         if not here and (outcome := await self._before_turn(state)) is not None:
             return outcome
@@ -145,7 +157,11 @@ class EpisodeRunner:
         result = await self._act(state, text)
         state.last_result = result
         state.tip.reward = result.reward
-        state.tip.metadata |= {"num_tool_calls": result.num_tool_calls, "tools": list(result.tools), "invalid": result.invalid}
+        state.tip.metadata |= {
+            "num_tool_calls": result.num_tool_calls,
+            "tools": list(result.tools),
+            "invalid": result.invalid,
+        }
         observation = result.text
         state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
         outcome = self._observe(state, result, finish)
@@ -164,7 +180,9 @@ class EpisodeRunner:
         return None
 
     async def _pass(self, state: EpisodeState, before: Node, *, is_known: bool) -> None:
-        """Rollouts may leave in front of the turn that was just written, now or later; its own tokens stay with this rollout."""
+        """Rollouts may leave in front of the turn that was just written, now or later; its own tokens stay
+        with this rollout.
+        """
         fork: Fork | None = None
         if self.book.arrived(state, is_known=is_known):
             self._at(state, "a copy of its environment")
@@ -183,7 +201,10 @@ class EpisodeRunner:
     def _left(self, state: EpisodeState) -> int:
         """Tokens that the rollout may still add."""
         used = len(state.trace.token_ids(state.tip.node_id))
-        return min(self.limits.max_response_tokens - state.num_response_tokens, self.batcher.engine.context_length - used)
+        return min(
+            self.limits.max_response_tokens - state.num_response_tokens,
+            self.batcher.engine.context_length - used,
+        )
 
     async def _generate(self, state: EpisodeState, room: int) -> tuple[FinishReason, str]:
         self._at(state, "the wait for a batch")
@@ -192,7 +213,9 @@ class EpisodeRunner:
                 request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}",
                 token_ids=state.trace.token_ids(state.tip.node_id),
                 max_tokens=room,
-                seed=stream_seed(self.run_seed, "sample", self.training_step, state.task.key, state.rollout, state.turn),
+                seed=stream_seed(
+                    self.run_seed, "sample", self.training_step, state.task.key, state.rollout, state.turn
+                ),
                 temperature=self.sampling.temperature,
                 stop=self.sampling.stop,
                 cache_key=f"{state.task.key}/{state.rollout}",
@@ -223,13 +246,16 @@ class EpisodeRunner:
     def _observe(self, state: EpisodeState, result: StepResult, finish: FinishReason) -> Outcome | None:
         """Append the observation and decide whether the episode is over."""
         if result.done:
-            cut = finish is FinishReason.LENGTH and result.invalid  # unreadable because it was cut, not because it is wrong
+            # unreadable because it was cut, not because it is wrong
+            cut = finish is FinishReason.LENGTH and result.invalid
             return Outcome.TRUNCATED_TOKENS if cut else _ended(result)
         if result.message is None:
             raise EnvironmentFault("the environment neither answered nor ended the episode")
         if finish is FinishReason.EOS and result.message.role == "inline":
             return Outcome.INVALID  # the policy closed the one assistant message that the protocol has
-        appended = self._append(state, Origin.ENVIRONMENT, result.message, self.limits.max_observation_tokens, {})
+        appended = self._append(
+            state, Origin.ENVIRONMENT, result.message, self.limits.max_observation_tokens, {}
+        )
         return None if appended else Outcome.TRUNCATED_TOKENS
 
     async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
@@ -243,13 +269,16 @@ class EpisodeRunner:
             state.tip.reward = result.reward
             state.tip.metadata |= {"action": attempt.action, "observation": result.text}
         else:
-            before.metadata.setdefault("attempted", []).append(attempt.action)  # no text tells of it, so the record does
+            # no text tells of it, so the record does
+            before.metadata.setdefault("attempted", []).append(attempt.action)
             if splice is not None and not result.done:
                 return Outcome.TRUNCATED_TOKENS  # the state has moved on and the policy could not be told
         return _ended(result) if result.done else None
 
     def _splice(self, state: EpisodeState, splice: Splice, *, room: int) -> None:
-        """Put a hook's text in, unless it would leave the policy less than ``room`` tokens: a step must not end the episode."""
+        """Put a hook's text in, unless it would leave the policy less than ``room`` tokens: a step must not
+        end the episode.
+        """
         if splice.origin is Origin.MEMORY:
             reserve = self.limits.max_response_tokens - state.num_response_tokens
             length = self.batcher.engine.context_length
@@ -257,15 +286,25 @@ class EpisodeRunner:
             state.num_splices_dropped += not shown
             return
         limit = self.limits.max_splice_tokens
-        if not self._append(state, splice.origin, message_of(splice), limit, dict(splice.metadata), room=room):
+        if not self._append(
+            state, splice.origin, message_of(splice), limit, dict(splice.metadata), room=room
+        ):
             state.num_splices_dropped += 1
         elif splice.step is not None:
             state.steps.append(splice.step)
 
     def _append(
-        self, state: EpisodeState, origin: Origin, message: Message, limit: int, metadata: dict[str, object], *, room: int = 1
+        self,
+        state: EpisodeState,
+        origin: Origin,
+        message: Message,
+        limit: int,
+        metadata: dict[str, object],
+        *,
+        room: int = 1,
     ) -> bool:
-        """Append tokens that the policy did not write; False when they would leave it less than ``room`` tokens.
+        """Append tokens that the policy did not write; False when they would leave it less than ``room``
+        tokens.
 
         A cut at the limit is marked in the text and on the node; it is never silent.
         """
@@ -294,7 +333,9 @@ def _ended(result: StepResult) -> Outcome:
 
 
 def _root(trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message]) -> Node:
-    """The group's shared prompt node; a simulator without a seed may open differently and then gets its own."""
+    """The group's shared prompt node; a simulator without a seed may open differently and then gets its
+    own.
+    """
     for node in trace.nodes:
         if node.parent is None and node.token_ids == token_ids:
             return node

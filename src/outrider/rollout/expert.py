@@ -1,4 +1,6 @@
-"""Experts played through the real loop: their steps get the ids, observations and returns that a policy's would get."""
+"""Experts played through the real loop: their steps get the ids, observations and returns that a policy's
+would get.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +9,7 @@ from functools import partial
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EnvironmentFactory, StepResult
-from outrider.memory.history import TokenCounter
+from outrider.memory.steps.history import TokenCounter
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, joined, retrieved
 from outrider.rollout.scheduler import Scheduler
@@ -22,10 +24,12 @@ ExpertSource = Callable[[Task], Sequence[Step] | None]
 
 @dataclass(slots=True, kw_only=True)
 class ExpertPlayer:
-    """Script and hook in one: says the expert's next step, and shows some steps inside ``<retrieve>`` instead.
+    """Script and hook in one: says the expert's next step, and shows some steps inside ``<retrieve>``
+    instead.
 
-    ``retrieve_share`` of the tasks (by their own random stream) get one middle step shown. It is done in the environment and shown
-    with the real observation, so that what follows it goes on from the state that the text tells of.
+    ``retrieve_share`` of the tasks (by their own random stream) get one middle step shown. It is done in the
+    environment and shown with the real observation, so that what follows it goes on from the state that the
+    text tells of.
     """
 
     expert: ExpertSource
@@ -42,9 +46,15 @@ class ExpertPlayer:
             self._steps[key] = self.expert(state.task) or ()
         random = stream(self.run_seed, "expert retrieve", key)
         shown = 1 + int(random.integers(max(1, len(self._steps[key]) - 2)))
-        if random.random() >= self.retrieve_share or len(state.steps) != shown or shown >= len(self._steps[key]) - 1:
+        if (
+            random.random() >= self.retrieve_share
+            or len(state.steps) != shown
+            or shown >= len(self._steps[key]) - 1
+        ):
             return ()
-        return [Attempt(action=self._steps[key][shown].text, then=partial(_shown, self._steps[key][shown].text))]
+        return [
+            Attempt(action=self._steps[key][shown].text, then=partial(_shown, self._steps[key][shown].text))
+        ]
 
     def after_turn(self, state: EpisodeState) -> None:
         """Nothing to do."""
@@ -65,7 +75,9 @@ def _shown(action: str, result: StepResult) -> Splice | None:
         return None
     step = Step(text=action, observation=result.text, is_terminal=result.done)
     metadata = {"step_ids": [], "agent": "expert", "similarity": 1.0}
-    return Splice(origin=Origin.BUFFER, text=retrieved(joined(action, step.observation)), step=step, metadata=metadata)
+    return Splice(
+        origin=Origin.BUFFER, text=retrieved(joined(action, step.observation)), step=step, metadata=metadata
+    )
 
 
 def play_experts(
@@ -85,10 +97,13 @@ def play_experts(
     whereabouts: Whereabouts | None = None,
     hooks: Sequence[Hook] = (),
     mode: str = "expert",
+    on_finished: Callable[[int, int], None] | None = None,
 ) -> list[Trace]:
-    """One expert rollout of every task, in order; ``training_step`` chooses the initial states, as it does for a policy's rollouts.
+    """One expert rollout of every task, in order; ``training_step`` chooses the initial states, as it does
+    for a policy's rollouts.
 
     ``hooks`` act before the expert does, in rollouts of ``mode``: a memory may show it tips.
+    ``on_finished(done, total)`` is called after every rollout.
     """
     player = ExpertPlayer(expert=expert, run_seed=run_seed, retrieve_share=retrieve_share)
     engine = ScriptedEngine(tokenizer=tokenizer, script=player.say, context_length=context_length)
@@ -103,6 +118,7 @@ def play_experts(
         hooks=(*hooks, player),
         max_concurrent=max_concurrent,
         whereabouts=whereabouts or Whereabouts(),
+        on_finished=on_finished,
     )
     return scheduler.run(tasks, modes=(mode,), training_step=training_step).traces
 
@@ -110,13 +126,19 @@ def play_experts(
 def trajectory_of(
     trace: Trace, rollout: int, *, agent: str, trajectory_id: str, count_tokens: TokenCounter | None = None
 ) -> Trajectory | None:
-    """A finished rollout as a trajectory for the step-trace buffer; None after a fault, and where its last action has no text.
+    """A finished rollout as a trajectory for the step-trace buffer; None after a fault, and where its last
+    action has no text.
 
-    Retrieved steps that were only shown are left out: a buffer must not feed on itself. Those that were done belong to the episode,
-    and are counted by ``count_tokens``; without it the length of such a trajectory is unknown.
+    Retrieved steps that were only shown are left out: a buffer must not feed on itself. Those that were done
+    belong to the episode, and are counted by ``count_tokens``; without it the length of such a trajectory is
+    unknown.
     """
     leaf = trace.leaves[rollout]
-    if leaf.episode_return is None or leaf.node_id is None or "attempted" in trace.nodes[leaf.node_id].metadata:
+    if (
+        leaf.episode_return is None
+        or leaf.node_id is None
+        or "attempted" in trace.nodes[leaf.node_id].metadata
+    ):
         return None
     path = trace.path(leaf.node_id)
     steps: list[Step] = []
@@ -124,12 +146,20 @@ def trajectory_of(
     for index, node in enumerate(path):
         if node.origin is Origin.BUFFER and "action" in node.metadata:
             done.append(node.metadata["action"])
-            steps.append(Step(text=done[-1], observation=node.metadata["observation"], is_terminal=node is path[-1]))
+            steps.append(
+                Step(text=done[-1], observation=node.metadata["observation"], is_terminal=node is path[-1])
+            )
         elif node.trainable:
             following: Node | None = path[index + 1] if index + 1 < len(path) else None
             observed = following is not None and following.origin is Origin.ENVIRONMENT
             observation = following.message.content if observed and following is not None else ""
-            steps.append(Step(text=node.message.content, observation=observation, is_terminal=not observed and following is None))
+            steps.append(
+                Step(
+                    text=node.message.content,
+                    observation=observation,
+                    is_terminal=not observed and following is None,
+                )
+            )
     num_tokens = sum(len(node.token_ids) for node in path if node.trainable)
     if done:
         num_tokens = num_tokens + sum(map(count_tokens, done)) if count_tokens else 0

@@ -1,11 +1,16 @@
-"""What broke while rollouts were played: counted by kind, with the reasons for the person who has to repair it."""
+"""What broke while rollouts were played: counted by kind, with the reasons for the person who has to repair
+it.
+"""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.trace import Leaf
+from outrider.trace import Leaf, Trace
 from outrider.types import Outcome
+
+_MAX_CHARS = 300
 
 Fault = ToolFault | EnvironmentFault | EngineFault
 
@@ -24,7 +29,9 @@ def lost(rollout: int, outcome: Outcome, detail: str) -> Leaf:
 
 @dataclass(slots=True)
 class FaultLog:
-    """``counts`` holds every fault by its outcome, ``retries``, and ``close``: environments that broke while they were closed."""
+    """``counts`` holds every fault by its outcome, ``retries``, and ``close``: environments that broke while
+    they were closed.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     _reasons: dict[tuple[int, int, int], str] = field(default_factory=dict)
@@ -46,3 +53,17 @@ class FaultLog:
         """What the faults said, in the order of groups, rollouts and tries; those of closing last."""
         ordered = sorted(self._reasons.items(), key=lambda entry: (entry[0][0] < 0, entry[0]))
         return tuple(reason for _, reason in ordered)
+
+
+def fault_line(reasons: Sequence[str]) -> str:
+    """The first of several reasons, and how many more there are; empty without any."""
+    if not reasons:
+        return ""
+    first = reasons[0] if len(reasons[0]) <= _MAX_CHARS else reasons[0][:_MAX_CHARS] + "..."
+    return first + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
+
+
+def lost_reasons(traces: Sequence[Trace]) -> list[str]:
+    """Why rollouts were lost for good, in the order of tasks and rollouts."""
+    leaves = [(trace.task.key, leaf) for trace in traces for leaf, _ in trace.rollouts()]
+    return [f"{key}: {leaf.detail}" for key, leaf in leaves if leaf.outcome.is_fault]

@@ -1,10 +1,10 @@
 """Who begins when in a group whose rollouts fork, decided in an order that nobody's speed can change.
 
 A rollout's turns have *rounds*, as if all rollouts of its group were played in lock step: those from the
-prompt begin in round 0, and a fork in the round behind that of the turn in front of which it leaves, as in the
-released loop. Points are decided in the order of round and rollout, each as soon as nothing can come before it
-any more. No rollout waits for a decision, because it would hold its place: it goes on, its point is kept, and a
-fork that is granted later begins later. So the tree is the same with one place as with a hundred.
+prompt begin in round 0, and a fork in the round behind that of the turn in front of which it leaves, as in
+the released loop. Points are decided in the order of round and rollout, each as soon as nothing can come
+before it any more. No rollout waits for a decision, because it would hold its place: it goes on, its point is
+kept, and a fork that is granted later begins later. So the tree is the same with one place as with a hundred.
 """
 
 from bisect import insort
@@ -22,8 +22,8 @@ _At = tuple[int, int]  # round and rollout: the order of decisions
 class _Point:
     """In front of a turn that was ``written``, undecided.
 
-    ``most`` rollouts should leave here, exactly so many without a ``state``: that is what the hook is asked with
-    again once the group's streak is known. ``fork`` is there as long as it may be granted.
+    ``most`` rollouts should leave here, exactly so many without a ``state``: that is what the hook is asked
+    with again once the group's streak is known. ``fork`` is there as long as it may be granted.
     """
 
     at: _At
@@ -35,9 +35,11 @@ class _Point:
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """``ahead`` maps every rollout that has not ended to the first round in which it may still come to a point.
+    """``ahead`` maps every rollout that has not ended to the first round in which it may still come to a
+    point.
 
-    ``offsets`` are the rounds of all rollouts minus their turns; ``left_at`` says where forks that have not ended began.
+    ``offsets`` are the rounds of all rollouts minus their turns; ``left_at`` says where forks that have not
+    ended began.
     """
 
     trace: Trace
@@ -67,10 +69,10 @@ class _Group:
 class GroupBook:
     """How many rollouts of every group have begun and ended, and the points at which others may leave them.
 
-    A fault that starts a rollout again takes no decision back and makes none twice: a point is that of the try
-    that came there first. A copy is kept only where a fork can still be granted: at most one for every place that
-    a group has left, unless streaks are the group's (``streak_scope`` prompt): there every earlier point may yet
-    turn out to want none.
+    A fault that starts a rollout again takes no decision back and makes none twice: a point is that of the
+    try that came there first. A copy is kept only where a fork can still be granted: at most one for every
+    place that a group has left, unless streaks are the group's (``streak_scope`` prompt): there every earlier
+    point may yet turn out to want none.
     """
 
     def __init__(
@@ -119,7 +121,9 @@ class GroupBook:
         self._settle(self._brancher, group)
 
     def ended(self, trace: Trace, rollout: int) -> None:
-        """Decide what waited for this rollout; then fresh ones, for a wave that waited for it or to fill the group up."""
+        """Decide what waited for this rollout; then fresh ones, for a wave that waited for it or to fill the
+        group up.
+        """
         if self._brancher is None:
             return
         group = self._groups[trace.task.key]
@@ -176,7 +180,9 @@ class GroupBook:
             self._owe(group.trace, number, fork)
 
     def _grantable(self, group: _Group) -> list[_Point]:
-        """Points at which a fork may still be granted: those in front of them do not surely take every place."""
+        """Points at which a fork may still be granted: those in front of them do not surely take every
+        place.
+        """
         found = []
         num_left = self._size - group.num_begun
         for point in group.points:

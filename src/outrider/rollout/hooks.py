@@ -16,8 +16,9 @@ from outrider.types import Message, Origin, Step, Task
 class Splice:
     """Text that a hook puts into the context before the policy's next turn.
 
-    A tip (origin ``memory``) stands at the end of the newest user message, where the policy answers one; everything else, inside the
-    open assistant message. ``step`` is the step that the text stands for (it joins the history).
+    A tip (origin ``memory``) stands at the end of the newest user message, where the policy answers one;
+    everything else, inside the open assistant message. ``step`` is the step that the text stands for (it
+    joins the history).
     """
 
     origin: Origin
@@ -28,7 +29,8 @@ class Splice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """An action that a hook wants done in the live environment; the loop does it with its own time limit and faults.
+    """An action that a hook wants done in the live environment; the loop does it with its own time limit and
+    faults.
 
     ``then`` makes the splice from the environment's answer, or None when the episode goes on without one.
     """
@@ -39,10 +41,12 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeState:
-    """One running rollout. ``turn`` counts the policy's turns; ``tip`` is the newest node; ``steps`` the history.
+    """One running rollout. ``turn`` counts the policy's turns; ``tip`` is the newest node; ``steps`` the
+    history.
 
-    ``actions`` and ``results`` are what the environment was given and answered. ``is_forked``: the next turn begins
-    where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a row at which rollouts left.
+    ``actions`` and ``results`` are what the environment was given and answered. ``is_forked``: the next turn
+    begins where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a
+    row at which rollouts left.
     """
 
     task: Task
@@ -76,7 +80,9 @@ class Hook(Protocol):
         ...
 
     def after_turn(self, state: EpisodeState) -> None:
-        """Called after the environment answered; sees the entropies of the newest policy node and the result."""
+        """Called after the environment answered; sees the entropies of the newest policy node and the
+        result.
+        """
         ...
 
     def after_group(self, trace: Trace) -> None:
@@ -86,15 +92,17 @@ class Hook(Protocol):
 
 @runtime_checkable
 class Reflector(Protocol):
-    """A hook that has the policy say something about an ended episode, in at most ``max_remark_tokens`` that nothing trains on."""
+    """A hook that has the policy say something about an ended episode, in at most ``max_remark_tokens`` that
+    nothing trains on.
+    """
 
     max_remark_tokens: int
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
         """Called when the episode has ended: the message that the policy answers, or None.
 
-        Where the environment ended it, its last message is in no node but in ``state.last_result``, cut to what there is room for.
-        Called again with less of it where the message turns out too long.
+        Where the environment ended it, its last message is in no node but in ``state.last_result``, cut to
+        what there is room for. Called again with less of it where the message turns out too long.
         """
         ...
 
@@ -105,7 +113,9 @@ def retrieved(text: str) -> str:
 
 
 def joined(text: str, observation: str) -> str:
-    """Action and observation; a chat observation goes on a line of its own, an inline one brings its own spacing."""
+    """Action and observation; a chat observation goes on a line of its own, an inline one brings its own
+    spacing.
+    """
     separator = "" if not observation or observation[0].isspace() or text[-1:].isspace() else "\n"
     return text + separator + observation
 

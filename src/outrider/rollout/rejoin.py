@@ -1,4 +1,6 @@
-"""A fault starts a rollout again. What its tries wrote alike is one piece of the tree: a fault changes no sharing."""
+"""A fault starts a rollout again. What its tries wrote alike is one piece of the tree: a fault changes no
+sharing.
+"""
 
 from collections.abc import Hashable
 from typing import Final
@@ -9,13 +11,19 @@ _DECIDED: Final = ("entropy_change", "num_forks", "num_forks_wanted", "is_replay
 
 
 def rejoin(trace: Trace) -> None:
-    """Hang the rollouts that left a failed try under the same nodes of the try that counts, where it has them.
+    """Hang the rollouts that left a failed try under the same nodes of the try that counts, where it has
+    them.
 
     Nodes are the same if one rollout wrote the same tokens in the same place. The try that counts is the
-    rollout's last, or the first that came there where all of them failed. A failed try's own nodes stay in the
-    trace, as what they cost. Call it before the nodes get their final numbers.
+    rollout's last, or the first that came there where all of them failed. A failed try's own nodes stay in
+    the trace, as what they cost. Call it before the nodes get their final numbers.
     """
-    own = [node for leaf, path in trace.rollouts() for node in path if node.metadata.get("rollout") == leaf.rollout]
+    own = [
+        node
+        for leaf, path in trace.rollouts()
+        for node in path
+        if node.metadata.get("rollout") == leaf.rollout
+    ]
     counts = {node.node_id for node in own}
     first: dict[Hashable, int] = {}  # what was written where -> the node that came first
     same: list[int] = []  # of every node, the first one that is the same

@@ -13,11 +13,11 @@ from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Brancher, Copies, Fork, Owe, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
-from outrider.rollout.expansion import Expansion, ExpansionBook
 from outrider.rollout.faults import FaultLog, lost
 from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
 from outrider.rollout.rejoin import rejoin
+from outrider.rollout.tree_growth import Expansion, ExpansionBook
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
@@ -30,8 +30,9 @@ Modes = Sequence[str] | Callable[[int], Sequence[str]]
 class RolloutReport:
     """The groups in the order asked, and what was counted on the way.
 
-    ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``, and ``close``: environments
-    that broke while they were closed, which changes no outcome. ``fault_reasons`` is what each of them said.
+    ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``, and
+    ``close``: environments that broke while they were closed, which changes no outcome. ``fault_reasons`` is
+    what each of them said.
     """
 
     traces: list[Trace]
@@ -43,7 +44,9 @@ class RolloutReport:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Owed:
-    """A rollout that must end in one outcome: from its prompt, or from a fork on. Ordered by group and number."""
+    """A rollout that must end in one outcome: from its prompt, or from a fork on. Ordered by group and
+    number.
+    """
 
     group: int
     rollout: int
@@ -53,7 +56,9 @@ class _Owed:
 
 @dataclass(slots=True, kw_only=True)
 class Scheduler:
-    """Plays groups of rollouts. ``max_concurrent`` bounds the batch; ``max_retries`` fresh tries follow a fault."""
+    """Plays groups of rollouts. ``max_concurrent`` bounds the batch; ``max_retries`` fresh tries follow a
+    fault.
+    """
 
     engine: Engine
     renderer: ChatRenderer
@@ -64,15 +69,18 @@ class Scheduler:
     hooks: Sequence[Hook] = ()
     max_concurrent: int = 64
     max_retries: int = 2
-    limits_calls: bool = False  # a batch's cap on calls is for training: an evaluation must not depend on its size
+    # a batch's cap on calls is for training: an evaluation must not depend on its size
+    limits_calls: bool = False
     on_finished: Callable[[int, int], None] | None = None  # rollouts done and owed: live progress
     whereabouts: Whereabouts = field(default_factory=Whereabouts)  # for the one who watches
 
-    def run(self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False) -> RolloutReport:
+    def run(
+        self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
+    ) -> RolloutReport:
         """Play ``len(modes)`` rollouts of every task; rollout i of a group has mode ``modes[i]``.
 
-        A function of the group's number gives every group its own; all groups have one size. ``continued``: these are further tasks of the
-        batch before, which share what is left of its calls.
+        A function of the group's number gives every group its own; all groups have one size. ``continued``:
+        these are further tasks of the batch before, which share what is left of its calls.
 
         Raises ValueError when two tasks share a key (their random streams would coincide).
         """
@@ -115,7 +123,8 @@ class Scheduler:
         )
         rounds = self._rounds(continued=continued)
         ended: set[str] = set()  # rollouts whose keys and values the engine still has
-        needed: dict[str, int] = {}  # rollout -> number of batches when a fork of it was last waiting for its first
+        # rollout -> number of batches when a fork of it was last waiting for its first
+        needed: dict[str, int] = {}
 
         def admit(num_running: int) -> None:
             """Begin what there is room for, first groups first, however early or late it came to be owed."""
@@ -125,7 +134,13 @@ class Scheduler:
                 batcher.join()
                 group.create_task(work(one))
             # A fork shares its parent's keys and values when it first asks, in a later batch.
-            needed.update({f"{o.trace.task.key}/{o.fork.parent}": batcher.num_batches for o in (*begun, *owed) if o.fork})
+            needed.update(
+                {
+                    f"{o.trace.task.key}/{o.fork.parent}": batcher.num_batches
+                    for o in (*begun, *owed)
+                    if o.fork
+                }
+            )
             gone = [key for key in sorted(ended) if batcher.num_batches > needed.get(key, -1)]
             self.engine.release(gone)
             ended.difference_update(gone)
@@ -136,7 +151,8 @@ class Scheduler:
             book.ended(one.trace, one.rollout)
             if self.on_finished is not None:
                 self.on_finished(sum(len(trace.leaves) for trace in traces), len(traces) * size)
-            batcher.leave()  # not after an exception: it would start one more batch for workers that end anyway
+            # not after an exception: it would start one more batch for workers that end anyway
+            batcher.leave()
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -157,16 +173,22 @@ class Scheduler:
             rounds.begin_batch(limited=self.limits_calls)
         return rounds
 
-    def _book(self, traces: Sequence[Trace], *, size: int, training_step: int, owe: Owe, copies: Copies) -> Book:
+    def _book(
+        self, traces: Sequence[Trace], *, size: int, training_step: int, owe: Owe, copies: Copies
+    ) -> Book:
         """Who begins when, as the hooks want it."""
         expansion = next((hook for hook in self.hooks if isinstance(hook, Expansion)), None)
         if expansion is not None:
-            return ExpansionBook(expansion, run_seed=self.run_seed, training_step=training_step, owe=owe, copies=copies)
+            return ExpansionBook(
+                expansion, run_seed=self.run_seed, training_step=training_step, owe=owe, copies=copies
+            )
         brancher = next((hook for hook in self.hooks if isinstance(hook, Brancher)), None)
         return GroupBook(traces, size=size, brancher=brancher, owe=owe, copies=copies)
 
     def _complete(self, trace: Trace, size: int) -> None:
-        """A group has ended: all of its outcomes are there, in an order that does not depend on who was fast."""
+        """A group has ended: all of its outcomes are there, in an order that does not depend on who was
+        fast.
+        """
         if len(trace.leaves) != size:
             raise AssertionError(f"task {trace.task.key}: {len(trace.leaves)} outcomes for {size} rollouts")
         trace.number_by_rollout()
@@ -174,20 +196,35 @@ class Scheduler:
             hook.after_group(trace)
 
     async def _play(self, runner: EpisodeRunner, owed: _Owed, faults: FaultLog) -> Leaf:
-        """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under where it began."""
+        """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under
+        where it began.
+        """
         trace, rollout, fork = owed.trace, owed.rollout, owed.fork
         mode, name = _mode(trace, rollout, fork), f"{trace.task.key}/{rollout}"
         for attempt in range(self.max_retries + 1):
             environment: Environment | None = None
             try:
                 self.whereabouts.at(name, "a new environment")
-                environment = await fork_environment(fork, self.factory, trace, timeout_s=self.limits.step_timeout_s)
-                leaf = await runner.run(
-                    task=trace.task, trace=trace, environment=environment, rollout=rollout, mode=mode, fork=fork
+                environment = await fork_environment(
+                    fork, self.factory, trace, timeout_s=self.limits.step_timeout_s
                 )
-                return leaf if leaf.outcome is not Outcome.CANCELLED else lost(rollout, Outcome.CANCELLED, "cancelled")
+                leaf = await runner.run(
+                    task=trace.task,
+                    trace=trace,
+                    environment=environment,
+                    rollout=rollout,
+                    mode=mode,
+                    fork=fork,
+                )
+                return (
+                    leaf
+                    if leaf.outcome is not Outcome.CANCELLED
+                    else lost(rollout, Outcome.CANCELLED, "cancelled")
+                )
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
-                outcome = faults.add(fault, group=owed.group, rollout=rollout, attempt=attempt, task_key=trace.task.key)
+                outcome = faults.add(
+                    fault, group=owed.group, rollout=rollout, attempt=attempt, task_key=trace.task.key
+                )
                 if attempt == self.max_retries:
                     return lost(rollout, outcome, str(fault))
                 faults.counts["retries"] += 1
@@ -221,7 +258,9 @@ class _NoRounds:
 
 
 def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
-    """The mode of this number; a fork whose shared part holds a retrieved step has the mode that its parent could retrieve in."""
+    """The mode of this number; a fork whose shared part holds a retrieved step has the mode that its parent
+    could retrieve in.
+    """
     if fork is not None and any(node.origin is Origin.BUFFER for node in trace.path(fork.tip.node_id)):
         trace.modes = (*trace.modes[:rollout], trace.modes[fork.parent], *trace.modes[rollout + 1 :])
     return trace.modes[rollout]

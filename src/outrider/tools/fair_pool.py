@@ -11,7 +11,8 @@ ItemT = TypeVar("ItemT")
 class FairPool(Generic[ItemT]):
     """First come, first served; of several idle items the one used last, which is warm.
 
-    ``queue.Queue`` is not fair: a thread that gives an item back and asks again takes it before the one that was woken for it.
+    ``queue.Queue`` is not fair: a thread that gives an item back and asks again takes it before the one that
+    was woken for it.
     """
 
     def __init__(self, items: Iterable[ItemT]) -> None:
@@ -20,7 +21,9 @@ class FairPool(Generic[ItemT]):
         self._lock = threading.Lock()
 
     def take(self) -> ItemT:
-        """An item for this thread alone; waits behind all who asked before. Give it back with :meth:`give`."""
+        """An item for this thread alone; waits behind all who asked before. Give it back with
+        :meth:`give`.
+        """
         turn: _Turn[ItemT] = _Turn()
         try:
             with self._lock:

@@ -37,14 +37,18 @@ class PythonToolConfig:
     memory_bytes: int = 512 << 20
     """Address space of a call beyond what the preloaded modules take."""
     disk_bytes: int = 32 << 20
-    """All files of a call together, also those that it removed but still maps. Kept by a file system of this size in memory
-    (tmpfs in a mount namespace); where the kernel does not allow one, by charging what is written, removed or not."""
+    """All files of a call together, also those that it removed but still maps. Kept by a file system of this
+    size in memory (tmpfs in a mount namespace); where the kernel does not allow one, by charging what is
+    written, removed or not.
+    """
     output_bytes: int = 1 << 20
     """A call that prints more is stopped."""
     max_output_chars: int = 8000
     """A longer output is cut in the middle, with a mark."""
     packages: tuple[str, ...] = ()
-    """Installed packages to preload, such as ``sympy`` and ``numpy``. No other installed package can be imported or read."""
+    """Installed packages to preload, such as ``sympy`` and ``numpy``. No other installed package can be
+    imported or read.
+    """
     num_servers: int = 1
     """Calls that can run at the same time."""
     scratch_folder: str | None = None
@@ -53,7 +57,8 @@ class PythonToolConfig:
     """Run with fewer locks where the kernel lacks them, with a warning, instead of refusing."""
 
     def __post_init__(self) -> None:
-        if self.scratch_folder == NONE:  # as every settings class reads it: the resolved configuration of a run says so
+        # as every settings class reads it: the resolved configuration of a run says so
+        if self.scratch_folder == NONE:
             object.__setattr__(self, "scratch_folder", None)
         numbers = (self.wall_seconds, self.cpu_seconds, self.memory_bytes, self.disk_bytes, self.output_bytes)
         if min(*numbers, self.max_output_chars, self.num_servers) <= 0:
@@ -64,9 +69,10 @@ class PythonToolConfig:
 class PythonResult:
     """What one call did.
 
-    ``output`` is standard output and standard error in the order written, then a note in brackets where a limit ended the
-    call. ``seconds`` is wall time. ``truncated``: part of the output was cut. ``sandboxed`` is False only under
-    ``allow_unsafe`` on a machine without the locks. An empty output with status ``ok`` is a program that printed nothing.
+    ``output`` is standard output and standard error in the order written, then a note in brackets where a
+    limit ended the call. ``seconds`` is wall time. ``truncated``: part of the output was cut. ``sandboxed``
+    is False only under ``allow_unsafe`` on a machine without the locks. An empty output with status ``ok`` is
+    a program that printed nothing.
     """
 
     output: str
@@ -77,15 +83,17 @@ class PythonResult:
 
 
 class PythonTool:
-    """Runs model-written code, each call in a fresh process, folder and namespace; safe to call from several threads.
+    """Runs model-written code, each call in a fresh process, folder and namespace; safe to call from several
+    threads.
 
-    Limits: wall and processor time, memory, files, output; no network, processes, threads or signals; files outside the
-    call's own folder can be neither changed nor, except the standard library and the preloaded packages, read. The same code
-    gives the same output: hash seed and random streams are fixed. A last bare expression is printed
-    (:func:`~outrider.tools.python_worker.print_last_expression`). Nothing is run twice because its output was empty.
+    Limits: wall and processor time, memory, files, output; no network, processes, threads or signals; files
+    outside the call's own folder can be neither changed nor, except the standard library and the preloaded
+    packages, read. The same code gives the same output: hash seed and random streams are fixed. A last bare
+    expression is printed (:func:`~outrider.tools.python_worker.print_last_expression`). Nothing is run twice
+    because its output was empty.
 
-    Raises :class:`ToolUnavailable` when a lock or a package is missing, :class:`ToolFault` from ``run`` when the machinery
-    broke twice in a row; what the code does never raises.
+    Raises :class:`ToolUnavailable` when a lock or a package is missing, :class:`ToolFault` from ``run`` when
+    the machinery broke twice in a row; what the code does never raises.
     """
 
     def __init__(self, config: PythonToolConfig) -> None:
@@ -95,9 +103,15 @@ class PythonTool:
         missing = sandbox.problems()
         self._sandboxed = not missing
         if missing and not config.allow_unsafe:
-            raise ToolUnavailable(f"python tool: this machine lacks {' and '.join(missing)}; allow_unsafe=True runs without")
+            raise ToolUnavailable(
+                f"python tool: this machine lacks {' and '.join(missing)}; allow_unsafe=True runs without"
+            )
         if missing:
-            warnings.warn(f"python tool: NOT SANDBOXED, this machine lacks {' and '.join(missing)}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"python tool: NOT SANDBOXED, this machine lacks {' and '.join(missing)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._servers = FairPool([_server(config) for _ in range(config.num_servers)])
         first = self._servers.take()
         try:
@@ -113,7 +127,9 @@ class PythonTool:
         return self._num_restarts
 
     def run(self, code: str) -> PythonResult:
-        """Run ``code`` and wait for its end; waits first while all servers are busy, in the order of asking."""
+        """Run ``code`` and wait for its end; waits first while all servers are busy, in the order of
+        asking.
+        """
         if os.getpid() != self._owner:
             raise ToolFault("python tool: belongs to another process; make one tool in every process")
         server = self._servers.take()
@@ -135,11 +151,15 @@ class PythonTool:
         )
 
     def check(self) -> None:
-        """Run a program that tries to read, write, connect and fork; raises :class:`ToolUnavailable` unless all of it fails."""
+        """Run a program that tries to read, write, connect and fork; raises :class:`ToolUnavailable` unless
+        all of it fails.
+        """
         result = self.run(_PROBE)
         expected = "[True, True, True, True]"
         if result.status != "ok" or (self._sandboxed and result.output != expected):
-            raise ToolUnavailable(f"python tool: the lock does not hold: {result.output!r} instead of {expected!r}")
+            raise ToolUnavailable(
+                f"python tool: the lock does not hold: {result.output!r} instead of {expected!r}"
+            )
 
     def close(self) -> None:
         """Stop the servers once their calls have ended. May be called twice."""
@@ -168,7 +188,8 @@ class PythonTool:
 
 
 def cut(text: str, max_chars: int) -> tuple[str, bool]:
-    """``text`` with its middle replaced by a mark where it has more than ``max_chars`` characters, and whether that was so.
+    """``text`` with its middle replaced by a mark where it has more than ``max_chars`` characters, and
+    whether that was so.
 
     The start shows what the program did, the end holds the error; ``max_chars`` characters of the text stay.
     """

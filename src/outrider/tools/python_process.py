@@ -24,7 +24,8 @@ del sys.path[0]
 main(sys.argv[1])
 """
 _SOURCE = str(Path(__file__).resolve().parents[2])
-# Nothing of the parent's environment may reach model code. One thread: a helper must not disturb the trainer's OpenMP team.
+# Nothing of the parent's environment may reach model code. One thread: a helper must not disturb the
+# trainer's OpenMP team.
 _ENVIRONMENT = (
     ("PYTHONHASHSEED", "0"),
     ("OMP_NUM_THREADS", "1"),
@@ -39,10 +40,19 @@ class ServerLost(Exception):
 
 
 class ServerProcess:
-    """One fork server with its own scratch folder. Not thread-safe; starts at the first call and again after a loss."""
+    """One fork server with its own scratch folder. Not thread-safe; starts at the first call and again after
+    a loss.
+    """
 
     def __init__(
-        self, *, limits: Limits, packages: tuple[str, ...], landlock: bool, seccomp: bool, mounts: bool, folder: str | None
+        self,
+        *,
+        limits: Limits,
+        packages: tuple[str, ...],
+        landlock: bool,
+        seccomp: bool,
+        mounts: bool,
+        folder: str | None,
     ) -> None:
         self._limits, self._packages, self._folder = limits, packages, folder
         self._landlock, self._seccomp, self._mounts = landlock, seccomp, mounts
@@ -59,7 +69,9 @@ class ServerProcess:
         """Start the server unless it runs. Raises :class:`ServerLost` with the reason."""
         if self._sock is not None:
             return
-        self._root = tempfile.mkdtemp(prefix="outrider-python-", dir=self._folder and os.path.abspath(self._folder))
+        self._root = tempfile.mkdtemp(
+            prefix="outrider-python-", dir=self._folder and os.path.abspath(self._folder)
+        )
         settings = Settings(
             root=self._root,
             parent=os.getpid(),
@@ -71,7 +83,18 @@ class ServerProcess:
         )
         self._sock, theirs = socket.socketpair()
         library_path = os.environ.get("LD_LIBRARY_PATH")  # the interpreter itself may need it
-        command = [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", _BOOT, json.dumps(dataclasses.asdict(settings)), _SOURCE]
+        command = [
+            sys.executable,
+            "-s",
+            "-P",
+            "-B",
+            "-X",
+            "utf8",
+            "-c",
+            _BOOT,
+            json.dumps(dataclasses.asdict(settings)),
+            _SOURCE,
+        ]
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -90,10 +113,14 @@ class ServerProcess:
             raise ServerLost(output.decode("utf-8", "replace"))
 
     def call(self, code: bytes) -> tuple[str, float, bytes]:
-        """Run ``code``: status, wall seconds, output. Raises :class:`ServerLost`, after which the next call starts afresh."""
+        """Run ``code``: status, wall seconds, output. Raises :class:`ServerLost`, after which the next call
+        starts afresh.
+        """
         self.start()
         assert self._sock is not None
-        return self._exchange(self._sock, REQUEST.pack(len(code)) + code, self._limits.wall_seconds + _GRACE_SECONDS)
+        return self._exchange(
+            self._sock, REQUEST.pack(len(code)) + code, self._limits.wall_seconds + _GRACE_SECONDS
+        )
 
     def stop(self) -> None:
         """End the server and whatever it runs, and remove its scratch folder. May be called twice."""
@@ -107,8 +134,9 @@ class ServerProcess:
         self._sock, self._process, self._root = None, None, ""
 
     def _exchange(self, sock: socket.socket, request: bytes, seconds: float) -> tuple[str, float, bytes]:
-        """Send, and wait ``seconds`` for each part of the answer. After any failure the server is gone, also when this
-        thread was interrupted: the late answer must not become that of the next call."""
+        """Send, and wait ``seconds`` for each part of the answer. After any failure the server is gone, also
+        when this thread was interrupted: the late answer must not become that of the next call.
+        """
         done = False
         sock.settimeout(seconds)
         try:

@@ -1,8 +1,10 @@
-"""The fork server behind the Python tool: one process that preloads modules and forks a locked child for every call.
+"""The fork server behind the Python tool: one process that preloads modules and forks a locked child for
+every call.
 
-Three generations, so that a call sees nothing of another one, not even in freed memory: the *server* never reads from the
-socket itself; for each request it forks a *supervisor*, which reads the code, forks the locked *worker*, watches its limits,
-answers and ends. Requests and answers are length-prefixed bytes on the socket at file descriptor 0.
+Three generations, so that a call sees nothing of another one, not even in freed memory: the *server* never
+reads from the socket itself; for each request it forks a *supervisor*, which reads the code, forks the locked
+*worker*, watches its limits, answers and ends. Requests and answers are length-prefixed bytes on the socket
+at file descriptor 0.
 """
 
 import contextlib
@@ -36,10 +38,11 @@ REPLY = struct.Struct("<BdI")
 """Index into :data:`STATUSES`, wall seconds, number of output bytes; the output follows."""
 STATUSES = ("ready", "fault", "ok", "error", "timeout", "memory", "output_limit", "killed")
 _LOCKED = b"\x01"
-# What the worker says on a pipe of its own, which is closed before the code starts, once the locks are on. Anything else is a
-# fault, and never the code's doing.
+# What the worker says on a pipe of its own, which is closed before the code starts, once the locks are on.
+# Anything else is a fault, and never the code's doing.
 
-_WALL_GRACE = 2.0  # seconds after which the kernel's clock ends a worker that its supervisor should have ended
+# seconds after which the kernel's clock ends a worker that its supervisor should have ended
+_WALL_GRACE = 2.0
 _NUM_SERVER_FILES = 256  # no descriptor of the server is larger, so a worker can close all of them
 
 # Small and asked for all the time; imported once here instead of once a call.
@@ -68,7 +71,9 @@ _PRELOADED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the parent hands to the server on its command line. ``root`` is an empty folder that the server owns."""
+    """What the parent hands to the server on its command line. ``root`` is an empty folder that the server
+    owns.
+    """
 
     root: str
     parent: int
@@ -95,7 +100,9 @@ def main(argument: str) -> None:
         try:
             limits = settings.limits
             num_files = limits.num_files + 1  # the folder of the call
-            sized = settings.mounts and mount_scratch(settings.root, num_bytes=limits.disk_bytes, num_files=num_files)
+            sized = settings.mounts and mount_scratch(
+                settings.root, num_bytes=limits.disk_bytes, num_files=num_files
+            )
             lock = _prepare(settings)
         except (ImportError, OSError) as error:
             with contextlib.suppress(ConnectionError):
@@ -113,15 +120,20 @@ def main(argument: str) -> None:
 
 
 def _prepare(settings: Settings) -> Callable[[str, int], int]:
-    """Load everything, close the rest of the installed packages, and return the function that locks a worker into a folder."""
+    """Load everything, close the rest of the installed packages, and return the function that locks a worker
+    into a folder.
+    """
     for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None:  # a lone surrogate must not fail, and a killed call shows the lines that it printed
+        # a lone surrogate must not fail, and a killed call shows the lines that it printed
+        if stream is not None:
             stream.reconfigure(errors="replace", line_buffering=True)
     for name in (*_PRELOADED, *settings.packages):
         importlib.import_module(name)
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random").seed(0)
-    readable = sandbox_paths.standard_paths() + sandbox_paths.package_paths(sandbox_paths.loaded_packages("outrider"))
+    readable = sandbox_paths.standard_paths() + sandbox_paths.package_paths(
+        sandbox_paths.loaded_packages("outrider")
+    )
     sys.path[:] = sandbox_paths.standard_search_path()
     reading = sandbox.read_ruleset([settings.root, *readable]) if settings.landlock else None
     program = filter_program(platform.machine()) if settings.seccomp else None
@@ -129,7 +141,9 @@ def _prepare(settings: Settings) -> Callable[[str, int], int]:
     gc.freeze()  # the children must not copy these pages only because a collection touches them
 
     def lock(folder: str, kept: int) -> int:
-        """Returns the only descriptor beside the standard ones that stays open: ``kept``, under a new number."""
+        """Returns the only descriptor beside the standard ones that stays open: ``kept``, under a new
+        number.
+        """
         sandbox.drop_capabilities()
         sandbox.set_limits(settings.limits)
         if reading is not None:
@@ -148,8 +162,9 @@ def _prepare(settings: Settings) -> Callable[[str, int], int]:
 def _serve(sock: socket.socket, settings: Settings, lock: Callable[[str, int], int], sized: bool) -> None:
     requests = select.poll()
     requests.register(sock, select.POLLIN)
-    # A death signal would come when the *thread* that started this server ends, and episodes run in short-lived threads. So:
-    # end of file on the socket, and, in case another child of the parent holds its end open, a look at the parent's id.
+    # A death signal would come when the *thread* that started this server ends, and episodes run in
+    # short-lived threads. So: end of file on the socket, and, in case another child of the parent holds its
+    # end open, a look at the parent's id.
     while os.getppid() == settings.parent:
         if not requests.poll(1000):
             continue
@@ -163,7 +178,9 @@ def _serve(sock: socket.socket, settings: Settings, lock: Callable[[str, int], i
             return  # the parent sees the closed socket and starts another server
 
 
-def _supervise(sock: socket.socket, settings: Settings, lock: Callable[[str, int], int], sized: bool) -> NoReturn:
+def _supervise(
+    sock: socket.socket, settings: Settings, lock: Callable[[str, int], int], sized: bool
+) -> NoReturn:
     """Answer one request and end this process; status 1 where that was not possible."""
     status = 1
     try:
@@ -183,7 +200,8 @@ def _handle(sock: socket.socket, settings: Settings, lock: Callable[[str, int], 
     code = _receive(sock, length).decode("utf-8", "surrogatepass")
     folder = os.path.join(settings.root, "call")
     os.mkdir(folder, 0o700)
-    # A socket and no pipe: the code could open its end of a pipe again by /proc/self/fd and read there what it wrote.
+    # A socket and no pipe: the code could open its end of a pipe again by /proc/self/fd and read there what
+    # it wrote.
     source, sink = socket.socketpair()
     hears, says = os.pipe()
     start = time.monotonic()
@@ -202,7 +220,9 @@ def _handle(sock: socket.socket, settings: Settings, lock: Callable[[str, int], 
     if said == _LOCKED:
         _answer(sock, ending.status, seconds, output + _note(ending, output))
     else:
-        _answer(sock, "fault", seconds, (said or b"the worker ended before it was locked") + _note(ending, b""))
+        _answer(
+            sock, "fault", seconds, (said or b"the worker ended before it was locked") + _note(ending, b"")
+        )
 
 
 def _work(code: str, sink: int, says: int, folder: str, lock: Callable[[str, int], int]) -> NoReturn:

@@ -1,4 +1,6 @@
-"""Watches one locked worker from outside until it has ended or must be ended: wall time, output and files on disk."""
+"""Watches one locked worker from outside until it has ended or must be ended: wall time, output and files on
+disk.
+"""
 
 import contextlib
 import os
@@ -18,7 +20,9 @@ _TICK = 0.02  # seconds between two looks at the disk; bounds by how much a fast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a worker ended: a status of the Python tool and, where a limit ended it, which one (for the model to read)."""
+    """How a worker ended: a status of the Python tool and, where a limit ended it, which one (for the model
+    to read).
+    """
 
     status: str
     note: str = ""
@@ -26,14 +30,17 @@ class Ending:
 
 @contextlib.contextmanager
 def wall_limit(worker: int, seconds: float) -> Iterator[None]:
-    """Has the kernel interrupt whatever this process waits for, and then kills the worker: nobody can park this limit."""
+    """Has the kernel interrupt whatever this process waits for, and then kills the worker: nobody can park
+    this limit.
+    """
 
     def kill(*_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
 
     signal.signal(signal.SIGALRM, kill)
-    signal.setitimer(signal.ITIMER_REAL, seconds, _TICK)  # again and again: a first one may come between two calls
+    # again and again: a first one may come between two calls
+    signal.setitimer(signal.ITIMER_REAL, seconds, _TICK)
     try:
         yield
     finally:
@@ -45,8 +52,9 @@ def watch(
 ) -> tuple[Ending, bytes]:
     """Collect the worker's output from ``source`` until it ends; no process of it is left afterwards.
 
-    ``sized``: the file system of ``folder`` keeps the limits on files itself. Otherwise files are counted where they can be
-    seen, and bytes are charged as they are written. Ends this process at once (and with it the worker) when ``parent`` hangs up.
+    ``sized``: the file system of ``folder`` keeps the limits on files itself. Otherwise files are counted
+    where they can be seen, and bytes are charged as they are written. Ends this process at once (and with it
+    the worker) when ``parent`` hangs up.
     """
     output = bytearray()
     source.setblocking(False)
@@ -80,11 +88,14 @@ def watch(
         _, status, usage = os.wait4(worker, 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)  # its children, where no filter forbade them
-    while len(output) <= limits.output_bytes and (chunk := _read(source)):  # does not wait for others who may hold it open
+    # does not wait for others who may hold it open
+    while len(output) <= limits.output_bytes and (chunk := _read(source)):
         output += chunk
     if len(output) > limits.output_bytes:
         cause = Ending(status="output_limit", note=f"stopped: printed more than {limits.output_bytes} bytes")
-    return cause or _judge(status, usage.ru_utime + usage.ru_stime, limits), bytes(output[: limits.output_bytes])
+    return cause or _judge(status, usage.ru_utime + usage.ru_stime, limits), bytes(
+        output[: limits.output_bytes]
+    )
 
 
 def _read(source: socket.socket) -> bytes | None:
@@ -101,7 +112,9 @@ def _judge(status: int, cpu_seconds: float, limits: Limits) -> Ending:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
-            return Ending(status="timeout", note=f"stopped: used more than {limits.cpu_seconds} s of processor time")
+            return Ending(
+                status="timeout", note=f"stopped: used more than {limits.cpu_seconds} s of processor time"
+            )
         return Ending(status="killed", note=f"ended by {signal.Signals(number).name}")
     code = os.WEXITSTATUS(status)
     if code == EXIT_MEMORY:
@@ -110,22 +123,25 @@ def _judge(status: int, cpu_seconds: float, limits: Limits) -> Ending:
 
 
 def _disk_excess(worker: int, folder: str, limits: Limits) -> Ending | None:
-    """An ending when the worker keeps too many files or bytes: in its folder, or open but no longer in any folder."""
+    """An ending when the worker keeps too many files or bytes: in its folder, or open but no longer in any
+    folder.
+    """
     sizes = []
     with os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 sizes.append(_size(entry.stat(follow_symlinks=False)))
     opened = f"/proc/{worker}/fd"
-    # A process that is just ending may not be looked into (PermissionError); one that runs cannot hide, since prctl and exec
-    # are forbidden to it.
+    # A process that is just ending may not be looked into (PermissionError); one that runs cannot hide, since
+    # prctl and exec are forbidden to it.
     with contextlib.suppress(FileNotFoundError, PermissionError):
         for descriptor in os.listdir(opened):
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 found = os.stat(os.path.join(opened, descriptor))
                 if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
                     sizes.append(_size(found))
-    # A file that was removed and closed, but is mapped, is in neither place; what was written to it was written.
+    # A file that was removed and closed, but is mapped, is in neither place; what was written to it was
+    # written.
     if max(sum(sizes), _written(worker, limits)) > limits.disk_bytes:
         return Ending(status="killed", note=f"stopped: wrote more than {limits.disk_bytes} bytes of files")
     if len(sizes) > limits.num_files:
@@ -138,7 +154,9 @@ def _size(found: os.stat_result) -> int:
 
 
 def _written(worker: int, limits: Limits) -> int:
-    """Bytes that the worker has written to files so far, also to those that it removed; 0 where the kernel does not count."""
+    """Bytes that the worker has written to files so far, also to those that it removed; 0 where the kernel
+    does not count.
+    """
     try:
         with open(f"/proc/{worker}/io", encoding="ascii") as file:
             counts = dict(line.split(": ") for line in file.read().splitlines())

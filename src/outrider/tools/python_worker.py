@@ -1,4 +1,6 @@
-"""What a locked child does with model-written code: print a last bare expression, run, report the error. Standard library only."""
+"""What a locked child does with model-written code: print a last bare expression, run, report the error.
+Standard library only.
+"""
 
 import ast
 import linecache
@@ -13,10 +15,12 @@ _EMPTY = "[error: no code to run]"
 
 
 def print_last_expression(code: str) -> ast.Module:
-    """The parsed program; a last statement that is a bare expression, other than a call of ``print``, is printed.
+    """The parsed program; a last statement that is a bare expression, other than a call of ``print``, is
+    printed.
 
-    As in the released ARPO tool a last ``None`` prints ``None`` and the value is shown by ``str``. Line numbers are kept.
-    SyntaxError (ValueError before Python 3.12 for a null byte) where the code does not parse.
+    As in the released ARPO tool a last ``None`` prints ``None`` and the value is shown by ``str``. Line
+    numbers are kept. SyntaxError (ValueError before Python 3.12 for a null byte) where the code does not
+    parse.
     """
     tree = ast.parse(code, FILENAME)
     last = tree.body[-1] if tree.body else None
@@ -27,9 +31,11 @@ def print_last_expression(code: str) -> ast.Module:
 
 
 def run_program(code: str) -> int:
-    """Run ``code`` as a main program in this process; output and traceback go to its streams. The exit status.
+    """Run ``code`` as a main program in this process; output and traceback go to its streams. The exit
+    status.
 
-    Never raises. A ``SystemExit`` means what it means to the interpreter: none or 0 is success, a text is printed.
+    Never raises. A ``SystemExit`` means what it means to the interpreter: none or 0 is success, a text is
+    printed.
     """
     linecache.cache[FILENAME] = (len(code), None, code.splitlines(keepends=True), FILENAME)
     try:
@@ -69,11 +75,15 @@ def _report(error: BaseException) -> int:
 
 
 def _of_program(error: BaseException) -> traceback.TracebackException:
-    """The traceback with the program's own lines only: paths of libraries differ between machines and cost tokens."""
+    """The traceback with the program's own lines only: paths of libraries differ between machines and cost
+    tokens.
+    """
     shown = traceback.TracebackException.from_exception(error)
     parts = [shown]
     for part in parts:  # grows while it is walked
-        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if frame.filename == FILENAME])
+        part.stack = traceback.StackSummary.from_list(
+            [frame for frame in part.stack if frame.filename == FILENAME]
+        )
         parts += [other for other in (part.__cause__, part.__context__) if other is not None]
     return shown
 

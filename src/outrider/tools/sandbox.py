@@ -1,7 +1,8 @@
-"""Locks the calling process in: resource limits, Landlock (files) and seccomp (system calls). Linux; no library needed.
+"""Locks the calling process in: resource limits, Landlock (files) and seccomp (system calls). Linux; no
+library needed.
 
-The locks are one-way and pass on to children. They are built from the kernel's own interface through ``ctypes``:
-``Documentation/userspace-api/landlock.rst`` and ``seccomp_filter.rst`` of the Linux kernel.
+The locks are one-way and pass on to children. They are built from the kernel's own interface through
+``ctypes``: ``Documentation/userspace-api/landlock.rst`` and ``seccomp_filter.rst`` of the Linux kernel.
 """
 
 import ctypes
@@ -22,15 +23,26 @@ _CAPABILITY_VERSION_3, _MAX_CAPABILITIES = 0x20080522, 64
 _SECCOMP_MODE_FILTER = 2
 # The same numbers on every architecture.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1, 2, 4, 8, 32, 256, 1 << 14
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    256,
+    1 << 14,
+)
 _READING = _EXECUTE | _READ_FILE | _READ_DIR
 _FIRST_RIGHTS = (1 << 13) - 1  # what ABI 1 knows
-_LATER_RIGHTS = ((2, 1 << 13), (3, _TRUNCATE), (5, 1 << 15))  # (ABI, right): refer, truncate, ioctl on devices
+# (ABI, right): refer, truncate, ioctl on devices
+_LATER_RIGHTS = ((2, 1 << 13), (3, _TRUNCATE), (5, 1 << 15))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Ceilings of one locked process. Seconds and bytes; ``memory_bytes`` counts beyond what is mapped already."""
+    """Ceilings of one locked process. Seconds and bytes; ``memory_bytes`` counts beyond what is mapped
+    already.
+    """
 
     wall_seconds: float
     cpu_seconds: int
@@ -74,13 +86,16 @@ def die_with_parent() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability for good, so that a worker of root is no more than any other user's (``capabilities(7)``)."""
+    """Give up every capability for good, so that a worker of root is no more than any other user's
+    (``capabilities(7)``).
+    """
     libc = _libc()
     for number in range(_MAX_CAPABILITIES):
         if libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             break  # no such capability, or none to drop it with: then there is nothing to inherit either
     libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    header, nothing = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)  # 2 x (effective, permitted, inheritable)
+    # 2 x (effective, permitted, inheritable)
+    header, nothing = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
     _check(libc.capset(header, nothing), "capset")
 
 
@@ -106,7 +121,9 @@ def read_ruleset(paths: Iterable[str]) -> int:
 
 
 def write_ruleset(folder: str) -> int:
-    """A Landlock ruleset under which only plain files directly in ``folder`` can be made, changed and removed."""
+    """A Landlock ruleset under which only plain files directly in ``folder`` can be made, changed and
+    removed.
+    """
     abi = landlock_abi()
     handled = (_FIRST_RIGHTS | sum(right for since, right in _LATER_RIGHTS if abi >= since)) & ~_READING
     writing = (_WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE) & handled
@@ -134,11 +151,14 @@ def install_filter(program: bytes) -> None:
 
 def _ruleset(handled: int, grants: Iterable[tuple[str, int]]) -> int:
     libc = _libc()
-    ruleset = _check(libc.syscall(_CREATE_RULESET, struct.pack("=Q", handled), 8, 0), "landlock_create_ruleset")
+    ruleset = _check(
+        libc.syscall(_CREATE_RULESET, struct.pack("=Q", handled), 8, 0), "landlock_create_ruleset"
+    )
     for path, rights in grants:
         target = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not os.path.isdir(path):
-            rights &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE  # the kernel refuses folder rights on a file
+            # the kernel refuses folder rights on a file
+            rights &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
         rule = struct.pack("=Qi", rights, target)
         failed = libc.syscall(_ADD_RULE, ruleset, 1, rule, 0)
         os.close(target)

@@ -1,9 +1,10 @@
 """The system calls that model-written Python may use, as a seccomp filter program for x86_64 and aarch64.
 
-An allow-list: a call that is not named here, also one that a future kernel adds, fails with EPERM. Left out on purpose are
-all that start processes or threads, open sockets or pipes, send signals, or change an owner, a mode, a time or an attribute of a
-file (Landlock does not cover those four). Numbers: Linux ``arch/x86/entry/syscalls/syscall_64.tbl`` and
-``include/uapi/asm-generic/unistd.h``. Program format: classic BPF, ``linux/seccomp.h`` and ``linux/filter.h``.
+An allow-list: a call that is not named here, also one that a future kernel adds, fails with EPERM. Left out
+on purpose are all that start processes or threads, open sockets or pipes, send signals, or change an owner, a
+mode, a time or an attribute of a file (Landlock does not cover those four). Numbers: Linux
+``arch/x86/entry/syscalls/syscall_64.tbl`` and ``include/uapi/asm-generic/unistd.h``. Program format: classic
+BPF, ``linux/seccomp.h`` and ``linux/filter.h``.
 """
 
 import errno
@@ -109,12 +110,13 @@ _FCNTL = (72, 25, 1)
 _MADVISE = (28, 233, 2)
 _IOCTL = (16, 29)
 
-# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Not F_SETOWN, F_SETSIG and F_SETFL: together they make the kernel
-# send any signal to any process of the same user as soon as a pipe becomes ready.
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Not F_SETOWN, F_SETSIG and F_SETFL: together they make
+# the kernel send any signal to any process of the same user as soon as a pipe becomes ready.
 _FCNTL_COMMANDS = (0, 1, 2, 3, 1030)
 
-# NORMAL, RANDOM, SEQUENTIAL, WILLNEED, DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE, DONTDUMP, DODUMP: what allocators use. Not MERGEABLE
-# (another process's pages can be guessed), REMOVE, HWPOISON, SOFT_OFFLINE, nor what a future kernel adds.
+# NORMAL, RANDOM, SEQUENTIAL, WILLNEED, DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE, DONTDUMP, DODUMP: what
+# allocators use. Not MERGEABLE (another process's pages can be guessed), REMOVE, HWPOISON, SOFT_OFFLINE, nor
+# what a future kernel adds.
 _MADVICE = (0, 1, 2, 3, 4, 8, 14, 15, 16, 17)
 
 _LD_WORD, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
@@ -123,10 +125,17 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 
 def filter_program(machine: str) -> bytes:
-    """The filter for ``machine`` (``platform.machine()``): 8 bytes an instruction. KeyError for an unknown machine."""
+    """The filter for ``machine`` (``platform.machine()``): 8 bytes an instruction. KeyError for an unknown
+    machine.
+    """
     column = list(AUDIT_ARCH).index(machine) if machine in AUDIT_ARCH else -1
     denied = _op(_RETURN, _FAIL | errno.EPERM)
-    program = [_op(_LD_WORD, _ARCH), _op(_JUMP_EQUAL, AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL), _op(_LD_WORD, _NUMBER)]
+    program = [
+        _op(_LD_WORD, _ARCH),
+        _op(_JUMP_EQUAL, AUDIT_ARCH[machine], 1, 0),
+        _op(_RETURN, _KILL),
+        _op(_LD_WORD, _NUMBER),
+    ]
     for named in ALLOWED.values():
         program += _when(named[column], [_op(_RETURN, _ALLOW)])
     for *numbers_opening, argument in _OPENING.values():
@@ -139,7 +148,9 @@ def filter_program(machine: str) -> bytes:
 
 
 def _open_without_hidden_truncation(argument: int, denied: bytes) -> list[bytes]:
-    """O_RDONLY with O_TRUNC empties a file that may only be read; Landlock sees that from kernel 6.2 on only."""
+    """O_RDONLY with O_TRUNC empties a file that may only be read; Landlock sees that from kernel 6.2 on
+    only.
+    """
     return [
         _op(_LD_WORD, _ARGUMENTS + 8 * argument),
         _op(_AND, os.O_TRUNC | os.O_ACCMODE),

@@ -1,4 +1,5 @@
-"""What locked Python may read: the standard library, the shared libraries of the system and the preloaded packages.
+"""What locked Python may read: the standard library, the shared libraries of the system and the preloaded
+packages.
 
 Never all of ``site-packages``: it holds data sets too, and with them the answers of the tasks.
 """
@@ -25,7 +26,9 @@ def standard_paths() -> list[str]:
 
 
 def package_paths(names: Iterable[str]) -> list[str]:
-    """Files and folders of loaded top-level modules ``names``, and of the shared libraries that wheels put beside them."""
+    """Files and folders of loaded top-level modules ``names``, and of the shared libraries that wheels put
+    beside them.
+    """
     paths = []
     for name in sorted(names):
         module = sys.modules[name]
@@ -45,7 +48,9 @@ def loaded_packages(own: str) -> set[str]:
 
 
 def standard_search_path() -> list[str]:
-    """``sys.path`` without any folder of installed packages, so that ``import`` of a closed one says "no module"."""
+    """``sys.path`` without any folder of installed packages, so that ``import`` of a closed one says "no
+    module".
+    """
     stdlib = sysconfig.get_path("stdlib")
     return [path for path in sys.path if _belongs(path, stdlib)]
 

@@ -9,16 +9,19 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import bm25s
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
 from outrider.config import Settings
-from outrider.errors import DataError
-from outrider.rows import read_rows
-from outrider.tools.base import ToolOutput
+from outrider.errors import DataError, ToolUnavailable
+from outrider.records import read_rows
+from outrider.tools.base import ToolContext, ToolOutput
+
+if TYPE_CHECKING:  # its import is slow, and settings are read without an index
+    import bm25s
 
 EMPTY_QUERY = "The search query is empty."
 NO_HITS = "No search results."
@@ -29,7 +32,9 @@ _INDEX_FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """One searchable text. ``passage_id`` is unique within a corpus; the title is indexed and shown with the text."""
+    """One searchable text. ``passage_id`` is unique within a corpus; the title is indexed and shown with the
+    text.
+    """
 
     passage_id: str
     title: str
@@ -38,7 +43,9 @@ class Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Hits of one query, best first, and their rendering. ``num_cut`` counts passages shortened to ``max_chars``."""
+    """Hits of one query, best first, and their rendering. ``num_cut`` counts passages shortened to
+    ``max_chars``.
+    """
 
     passages: tuple[Passage, ...]
     scores: tuple[float, ...]
@@ -54,15 +61,21 @@ class SearchConfig(Settings):
     max_chars: int = Field(default=1000, ge=20)
     """Characters that one rendered passage (title and text) may have; longer ones are cut at a word."""
     title_weight: int = Field(default=2, ge=1, le=5)
-    """How often a title's words count in the index; a title says what a passage is about, so 2 finds it more often."""
+    """How often a title's words count in the index; a title says what a passage is about, so 2 finds it more
+    often.
+    """
     cache_dir: Path | None = None
     """Folder that keeps built indices, one a corpus content hash; None builds in memory each time."""
 
 
 class SearchTool:
-    """The ``search`` tool. Hits with equal scores come in corpus order; a passage without any query term is no hit."""
+    """BM25 search of a text collection.
+
+    Hits with equal scores come in corpus order; a passage without any query term is no hit.
+    """
 
     name = "search"
+    usage = "Write <search>a query</search> to search a text collection."
 
     def __init__(self, passages: Sequence[Passage], config: SearchConfig | None = None) -> None:
         if not passages:
@@ -75,6 +88,16 @@ class SearchTool:
         self._passages = tuple(passages)
         self._config = config or SearchConfig()
         self._index = _load_or_build(self._passages, self._config)
+
+    @classmethod
+    def build(cls, settings: Settings, context: ToolContext) -> "SearchTool":
+        """Over the environment's ``corpus``, by its section ``search``. Raises ToolUnavailable."""
+        if context.environment.corpus is None:
+            raise ToolUnavailable("search: no corpus is configured")
+        try:
+            return cls(load_passages(context.environment.corpus), context.environment.search)
+        except DataError as error:
+            raise ToolUnavailable(f"search: {error}") from error
 
     def run(self, query: str) -> SearchResult:
         """Search once. An empty query or one without hits returns no passages and a text that says so."""
@@ -106,7 +129,9 @@ class SearchTool:
 
 
 def load_passages(path: Path) -> list[Passage]:
-    """Passages of a JSONL or Parquet file with the columns ``id``, ``title`` and ``text``; raises DataError."""
+    """Passages of a JSONL or Parquet file with the columns ``id``, ``title`` and ``text``; raises
+    DataError.
+    """
     passages: dict[str, Passage] = {}
     for row in read_rows(path):
         passage = Passage(passage_id=str(row.get("id")), title=str(row.get("title")), text=row.text("text"))
@@ -117,7 +142,9 @@ def load_passages(path: Path) -> list[Passage]:
 
 
 def terms(text: str) -> list[str]:
-    """Index terms: letter and digit runs without accents, case folded. Stop words stay, their weight is near zero."""
+    """Index terms: letter and digit runs without accents, case folded. Stop words stay, their weight is near
+    zero.
+    """
     folded = unicodedata.normalize("NFKD", text).casefold()
     return re.findall(r"[^\W_]+", "".join(c for c in folded if not unicodedata.combining(c)))
 
@@ -150,10 +177,16 @@ def _render(passage: Passage, max_chars: int) -> tuple[str, bool]:
     return (kept[:boundary] if boundary > max_chars // 2 else kept) + _CUT_MARK, True
 
 
-def _build(passages: Sequence[Passage], title_weight: int) -> bm25s.BM25:
+def _build(passages: Sequence[Passage], title_weight: int) -> "bm25s.BM25":
+    import bm25s
+
     vocabulary: dict[str, int] = {}
     ids = [
-        [vocabulary.setdefault(word, len(vocabulary)) for word in terms(p.title) * title_weight + terms(p.text)] for p in passages
+        [
+            vocabulary.setdefault(word, len(vocabulary))
+            for word in terms(p.title) * title_weight + terms(p.text)
+        ]
+        for p in passages
     ]
     if not vocabulary:
         raise DataError("search corpus: no passage has a word in it")
@@ -163,11 +196,16 @@ def _build(passages: Sequence[Passage], title_weight: int) -> bm25s.BM25:
     return index
 
 
-def _load_or_build(passages: Sequence[Passage], config: SearchConfig) -> bm25s.BM25:
+def _load_or_build(passages: Sequence[Passage], config: SearchConfig) -> "bm25s.BM25":
+    import bm25s
+
     cache_dir = config.cache_dir
     if cache_dir is None:
         return _build(passages, config.title_weight)
-    folder = cache_dir / f"bm25-{_INDEX_FORMAT}-{bm25s.__version__}-{config.title_weight}-{corpus_hash(passages)[:32]}"
+    folder = (
+        cache_dir
+        / f"bm25-{_INDEX_FORMAT}-{bm25s.__version__}-{config.title_weight}-{corpus_hash(passages)[:32]}"
+    )
     if not folder.is_dir():
         index = _build(passages, config.title_weight)
         cache_dir.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
-"""``outrider eval --adapt K``: K trials on unseen tasks with a memory and without any change of weights (EMPO², Fig. 8).
+"""``outrider eval --adapt K``: K trials on unseen tasks with a memory and without any change of weights
+(EMPO², Fig. 8).
 
-``tips`` are written and shown as in training. ``reflexion`` tries again only what failed; its score counts what any trial has solved.
+``tips`` are written and shown as in training. ``reflexion`` tries again only what failed; its score counts
+what any trial has solved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,23 +12,24 @@ from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from outrider.algorithms.empo2 import Empo2Settings
+from outrider.algorithms.empo2.hook import MemorySettings, TipHook
+from outrider.algorithms.empo2.modes import TIPS_ON
 from outrider.algorithms.reflexion import ReflexionHook
-from outrider.algorithms.tip_hook import MemorySettings, TipHook
-from outrider.algorithms.tip_modes import TIPS_ON
-from outrider.environments.datasets import panel_hash
-from outrider.errors import EnvironmentFault, OutriderError
-from outrider.evals.runner import Evaluation, evaluate, interval
+from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.errors import EnvironmentFault
 from outrider.memory.embedder import load_embedder
+from outrider.printing import score
 from outrider.rollout.episode import Sampling
+from outrider.rollout.evaluate import Evaluation, evaluate, interval
+from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.trace import Leaf, Trace
-from outrider.train.alarms import fault_line, lost_reasons
 from outrider.train.components import Components, build, token_counter
-from outrider.train.run_directory import RunDirectory
 from outrider.train.settings import RunSettings
+from outrider.train.state.run_directory import RunDirectory
 from outrider.types import Task
 from outrider.watch.progress import Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
@@ -35,7 +38,9 @@ from outrider.watch.watchdog import WatchedProgress
 
 @dataclass(slots=True, kw_only=True)
 class Adaptation:
-    """One model, one panel, one memory that starts empty. ``display`` shows how far a trial is, and why rollouts were lost."""
+    """One model, one panel, one memory that starts empty. ``display`` shows how far a trial is, and why
+    rollouts were lost.
+    """
 
     parts: Components
     hook: TipHook | ReflexionHook
@@ -43,19 +48,23 @@ class Adaptation:
     num_done: int = 0
 
     def run(self, *, on_trial: Callable[[Evaluation], None]) -> list[Evaluation]:
-        """The first trial has nothing to read: it is the model alone. Raises EnvironmentFault where no rollout has a result."""
+        """The first trial has nothing to read: it is the model alone. Raises EnvironmentFault where no
+        rollout has a result.
+        """
         tasks = list(self.parts.test_tasks)
         best: dict[str, Leaf] = {}
         trials = []
         for trial in range(self.parts.settings.evaluation.num_trials):
             evaluation, traces = self._trial(tasks, trial)
-            if isinstance(self.hook, ReflexionHook):
+            if self.hook.retries_failures:
                 _keep_best(best, traces)
                 evaluation = _over_all(evaluation, best)
                 tasks = [task for task in tasks if task.key not in best or not best[task.key].success]
             if not evaluation.num_tasks:  # of Reflexion's later trials the best so far stand
                 reasons = fault_line(lost_reasons(traces))
-                raise EnvironmentFault(f"{evaluation.label!r} has no result, every rollout was lost to a fault: {reasons}")
+                raise EnvironmentFault(
+                    f"{evaluation.label!r} has no result, every rollout was lost to a fault: {reasons}"
+                )
             on_trial(evaluation)
             trials.append(evaluation)
             if not tasks:
@@ -66,7 +75,9 @@ class Adaptation:
         settings = self.parts.settings
         label = f"{settings.evaluation.memory}, trial {trial + 1}"
         self.num_done = 0
-        self.display.stage(label, len(tasks) * settings.evaluation.num_samples, num_parallel=settings.num_concurrent)
+        self.display.stage(
+            label, len(tasks) * settings.evaluation.num_samples, num_parallel=settings.num_concurrent
+        )
         scheduler = Scheduler(
             engine=self.parts.engine,
             renderer=self.parts.renderer,
@@ -100,12 +111,17 @@ class Adaptation:
         self.display.advance(done)
 
 
-def adapt(opened: tuple[RunDirectory, RunSettings], *, progress: Literal["auto", "rich", "plain", "none"] = "auto") -> int:
-    """Build, play, write ``evaluations.jsonl`` and print the curve. Raises what set-up raises, and EnvironmentFault where a trial
-    has no result; the trials before it are on file."""
+def adapt(
+    opened: tuple[RunDirectory, RunSettings], *, progress: Literal["auto", "rich", "plain", "none"] = "auto"
+) -> int:
+    """Build, play, write ``evaluations.jsonl`` and print the curve. Raises what set-up raises, and
+    EnvironmentFault where a trial has no result; the trials before it are on file.
+    """
     run, settings = opened
     whereabouts = Whereabouts()
-    display = WatchedProgress(make_progress(progress), whereabouts=whereabouts, after_s=settings.train.watchdog_s)
+    display = WatchedProgress(
+        make_progress(progress), whereabouts=whereabouts, after_s=settings.train.watchdog_s
+    )
     try:
         display.stage("set-up", None)
         table = _play(run, settings, display, whereabouts)
@@ -119,20 +135,29 @@ def adapt(opened: tuple[RunDirectory, RunSettings], *, progress: Literal["auto",
 def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabouts: Whereabouts) -> Table:
     chosen, meter = settings.evaluation, TokenMeter(display)
     try:
-        parts = build(settings, buffer_path=run.path / "buffer.sqlite", resumed=False, on_tokens=meter, note=display.note)
+        parts = build(
+            settings,
+            buffer_path=run.path / "buffer.sqlite",
+            resumed=False,
+            on_tokens=meter,
+            note=display.note,
+        )
         parts.whereabouts = whereabouts
         hook = make_hook(parts)
-    except (OutriderError, OSError):
+    except BaseException:  # an interruption too
         run.discard()
         raise
+    run.keep()
     panel = panel_hash(parts.test_tasks)
-    table = Table("trial", "score %", "95 % interval", "mean return", "tasks", "faults", title="no weight update")
+    table = Table(
+        "trial", "score [95 % interval]", "mean return, no share", "tasks", "faults", title="no weight update"
+    )
 
     def record(evaluation: Evaluation) -> None:
         run.add_evaluation(evaluation, split=chosen.split, temperature=chosen.temperature, panel_hash=panel)
-        low, high = 100 * evaluation.ci_low, 100 * evaluation.ci_high
-        row = (evaluation.label, f"{100 * evaluation.score:.1f}", f"[{low:.1f}, {high:.1f}]", f"{evaluation.mean_return:.3f}")
-        table.add_row(*row, str(evaluation.num_tasks), str(evaluation.num_faults))
+        solved = score(evaluation.score, evaluation.ci_low, evaluation.ci_high)
+        counts = (str(evaluation.num_tasks), str(evaluation.num_faults))
+        table.add_row(evaluation.label, Text(solved), f"{evaluation.mean_return:.3f}", *counts)
 
     adaptation = Adaptation(parts=parts, hook=hook, display=display)
     meter.num_done = lambda: adaptation.num_done
@@ -147,10 +172,11 @@ def make_hook(parts: Components) -> TipHook | ReflexionHook:
     """The memory that ``evaluation.memory`` names, with the recipe's settings where it has some."""
     if parts.settings.evaluation.memory == "reflexion":
         return ReflexionHook()
-    algorithm = parts.settings.algorithm
-    memory = algorithm.memory if isinstance(algorithm, Empo2Settings) else MemorySettings()
+    memory = parts.settings.algorithm.tip_memory or MemorySettings()
     counter = token_counter(parts.renderer)
-    return TipHook(memory, embedder=load_embedder(memory.embedder), num_tokens=counter, seed=parts.settings.seed)
+    return TipHook(
+        memory, embedder=load_embedder(memory.embedder), num_tokens=counter, seed=parts.settings.seed
+    )
 
 
 def _keep_best(best: dict[str, Leaf], traces: Sequence[Trace]) -> None:

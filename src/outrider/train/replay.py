@@ -1,7 +1,7 @@
 """``outrider replay``: play a recorded step's rollouts again, without a model, and compare with the record.
 
-The recorded texts of the policy go straight to the configured environment, so nothing is tokenised a second time. What is
-compared: prompt, observations, how the episode ended and its return, all exactly.
+The recorded texts of the policy go straight to the configured environment, so nothing is tokenised a second
+time. What is compared: prompt, observations, how the episode ended and its return, all exactly.
 """
 
 import json
@@ -13,13 +13,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.algorithms.rapo import RapoSettings
 from outrider.config import load_settings
 from outrider.environments.base import EnvironmentFactory, StepResult
 from outrider.environments.families import make_family
-from outrider.environments.tool_episode import EpisodeConfig
 from outrider.errors import DataError, EnvironmentFault, ToolFault
-from outrider.rollout.direct import DirectEpisode, outcome_of, play_texts
+from outrider.rollout.scripted_play import DirectEpisode, outcome_of, play_texts
 from outrider.seeding import reset_seed
 from outrider.train.settings import RunSettings
 from outrider.types import Origin, Outcome, Task
@@ -33,7 +31,9 @@ _MAX_CELL = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where a rollout's replay leaves its record. ``turn`` is None for the prompt and the end."""
+    """The first place where a rollout's replay leaves its record. ``turn`` is None for the prompt and the
+    end.
+    """
 
     what: str
     turn: int | None
@@ -62,7 +62,7 @@ def replay_step(run: Path, step: int) -> int:
     if not (run / "config.toml").exists():
         raise DataError(f"{run} is no run directory: it has no config.toml")
     settings = load_settings(RunSettings, file=run / "config.toml")
-    if isinstance(settings.environment, EpisodeConfig) and settings.environment.max_batch_calls is not None:
+    if getattr(settings.environment, "max_batch_calls", None) is not None:
         raise DataError(
             "environment.max_batch_calls: whose calls were refused follows from the whole batch, not from one rollout"
         )
@@ -73,7 +73,9 @@ def replay_step(run: Path, step: int) -> int:
     tasks = {task.key: task for task in family.tasks("train")}
     lost = sorted({one.task_key for one in rollouts} - tasks.keys())
     if lost:
-        raise DataError(f"task {lost[0]} of the record is not in the training split any more ({len(lost)} such tasks)")
+        raise DataError(
+            f"task {lost[0]} of the record is not in the training split any more ({len(lost)} such tasks)"
+        )
     factory = family.make()
     try:
         found = [(one, _replay(one, tasks[one.task_key], factory, settings, step)) for one in rollouts]
@@ -99,7 +101,9 @@ def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[_Recorded]:
         yield _Recorded(task_key=row.task_key, path=tuple(reversed(path)))
 
 
-def compare(recorded: Sequence[TraceRow], episode: DirectEpisode, *, settings: RunSettings) -> Difference | None:
+def compare(
+    recorded: Sequence[TraceRow], episode: DirectEpisode, *, settings: RunSettings
+) -> Difference | None:
     """The first difference between the rows of a rollout and its replay."""
     prompt = "\n".join(message.content for message in episode.prompt)
     if _stored(prompt) != recorded[0].text:
@@ -111,7 +115,9 @@ def compare(recorded: Sequence[TraceRow], episode: DirectEpisode, *, settings: R
         if _is_played(row, settings):
             last = next(results, None)
             if last is None:
-                return Difference(what="end", turn=turn, recorded="the episode went on", replayed="the episode had ended")
+                return Difference(
+                    what="end", turn=turn, recorded="the episode went on", replayed="the episode had ended"
+                )
             difference = _compare_observation(row, after, last, turn)
             if difference is not None:
                 return difference
@@ -121,9 +127,16 @@ def compare(recorded: Sequence[TraceRow], episode: DirectEpisode, *, settings: R
     return _compare_end(recorded, last, episode, settings)
 
 
-def _replay(one: _Recorded, task: Task, factory: EnvironmentFactory, settings: RunSettings, step: int) -> Difference | None:
-    texts = [text for row in one.path for text in (*([_said(row)] if _is_played(row, settings) else []), *_attempted(row))]
-    seed = reset_seed(settings.seed, step - 1, task.key)  # the file of step n holds the rollouts before update n
+def _replay(
+    one: _Recorded, task: Task, factory: EnvironmentFactory, settings: RunSettings, step: int
+) -> Difference | None:
+    texts = [
+        text
+        for row in one.path
+        for text in (*([_said(row)] if _is_played(row, settings) else []), *_attempted(row))
+    ]
+    # the file of step n holds the rollouts before update n
+    seed = reset_seed(settings.seed, step - 1, task.key)
     try:
         episode = play_texts(factory, task, texts, seed=seed, timeout_s=settings.limits.step_timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
@@ -132,14 +145,16 @@ def _replay(one: _Recorded, task: Task, factory: EnvironmentFactory, settings: R
 
 
 def _is_played(row: TraceRow, settings: RunSettings) -> bool:
-    """Whether the environment saw the node as an action: policy turns, and retrieved steps that were executed."""
-    algorithm = settings.algorithm
-    executes = isinstance(algorithm, RapoSettings) and algorithm.retrieval.mode == "execute"
-    return row.origin in _SAID or (row.origin is Origin.BUFFER and executes)
+    """Whether the environment saw the node as an action: policy turns, and retrieved steps that were
+    executed.
+    """
+    return row.origin in _SAID or (row.origin is Origin.BUFFER and settings.algorithm.executes_retrieved)
 
 
 def _said(row: TraceRow) -> str:
-    """What the environment read. Earlier records of executed actions have no action apart from what was shown."""
+    """What the environment read. Earlier records of executed actions have no action apart from what was
+    shown.
+    """
     return row.text if row.origin in _SAID else str(_metadata(row).get("action", _inside(row)))
 
 
@@ -153,16 +168,26 @@ def _inside(row: TraceRow) -> str:
     return row.text.strip().removeprefix("<retrieve>").removesuffix("</retrieve>")
 
 
-def _compare_observation(row: TraceRow, after: TraceRow | None, result: StepResult, turn: int) -> Difference | None:
+def _compare_observation(
+    row: TraceRow, after: TraceRow | None, result: StepResult, turn: int
+) -> Difference | None:
     said = _stored(result.message.content) if result.message else ""
     if row.origin is Origin.BUFFER:
         same = _inside(row).strip().endswith(said.strip())
-        return None if same else Difference(what="executed step", turn=turn, recorded=_inside(row), replayed=said)
+        return (
+            None
+            if same
+            else Difference(what="executed step", turn=turn, recorded=_inside(row), replayed=said)
+        )
     if after is None or after.origin is not Origin.ENVIRONMENT:
         return None
     if result.done:
         return Difference(what="end", turn=turn, recorded="the episode went on", replayed="the episode ended")
-    return None if after.text == said else Difference(what="observation", turn=turn, recorded=after.text, replayed=said)
+    return (
+        None
+        if after.text == said
+        else Difference(what="observation", turn=turn, recorded=after.text, replayed=said)
+    )
 
 
 def _compare_end(
@@ -180,13 +205,17 @@ def _compare_end(
 
 
 def _ended(leaf: TraceRow, last: StepResult) -> Outcome:
-    """How the rollout loop names an end that the environment declared: a cut turn that cannot be read was cut, not invalid."""
+    """How the rollout loop names an end that the environment declared: a cut turn that cannot be read was
+    cut, not invalid.
+    """
     cut = last.invalid and leaf.origin in _SAID and _metadata(leaf).get("finish") == "length"
     return Outcome.TRUNCATED_TOKENS if cut else outcome_of(last)
 
 
 def _cut(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:
-    """How the rollout loop ends an episode that the environment did not end; token counts follow from where it stopped."""
+    """How the rollout loop ends an episode that the environment did not end; token counts follow from where
+    it stopped.
+    """
     leaf = recorded[-1]
     finish = _metadata(leaf).get("finish") if leaf.origin in _SAID else None
     if finish == "eos" and last is not None and last.message is not None and last.message.role == "inline":
@@ -214,7 +243,9 @@ def _stored(text: str) -> str:
 def _print(step: int, found: Sequence[tuple[_Recorded, Difference | None]], *, num_unrecorded: int) -> None:
     differing = [(one, difference) for one, difference in found if difference is not None]
     if differing:
-        table = Table(*(Column(name, overflow="fold") for name in _COLUMNS), title=f"step {step}: first differences")
+        table = Table(
+            *(Column(name, overflow="fold") for name in _COLUMNS), title=f"step {step}: first differences"
+        )
         for one, difference in differing[:_SHOWN]:
             turn = "" if difference.turn is None else str(difference.turn)
             recorded, replayed = _around(difference.recorded, difference.replayed)
@@ -239,7 +270,8 @@ def _around(recorded: str, replayed: str) -> tuple[str, str]:
     """Both texts on one line, cut to where they part, so that a long observation shows its difference."""
     recorded, replayed = (text.replace("\n", "\\n") for text in (recorded, replayed))
     same = next(
-        (i for i, (a, b) in enumerate(zip(recorded, replayed, strict=False)) if a != b), min(len(recorded), len(replayed))
+        (i for i, (a, b) in enumerate(zip(recorded, replayed, strict=False)) if a != b),
+        min(len(recorded), len(replayed)),
     )
     start = max(0, same - 40)
     mark = "..." if start else ""

@@ -1,53 +1,37 @@
 """The whole configuration of a run: one tree, checked as one, before anything is written."""
 
-import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from outrider.algorithms.arpo import ArpoSettings
-from outrider.algorithms.empo2 import Empo2Settings
-from outrider.algorithms.gigpo import GigpoSettings
-from outrider.algorithms.group_settings import GroupSettings
-from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.luffy import LuffySettings
-from outrider.algorithms.rapo import RapoSettings
-from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlusSettings
-from outrider.algorithms.rejection import RejectionSettings
-from outrider.algorithms.rollout_replay import RolloutReplaySettings
-from outrider.algorithms.tree_grpo import TreeGrpoSettings
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.common.group_settings import GroupSettings
+from outrider.algorithms.empo2.algorithm import Empo2Settings
+from outrider.algorithms.rapo.algorithm import RapoSettings
 from outrider.config import Settings
-from outrider.engines.base import LocalSettings
-from outrider.engines.vllm import VllmSettings
-from outrider.environments.families import EnvironmentConfig
-from outrider.environments.scienceworld import ScienceWorldConfig
-from outrider.environments.scienceworld_tasks import replays_exactly
-from outrider.environments.tools import ToolsConfig
-from outrider.evals.runner import EvaluationSettings
+from outrider.engines.base import EngineSettings, LocalSettings
+from outrider.environments.families import EnvironmentConfig, is_inline, is_stateful
+from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.episode import Limits
-from outrider.train.policy import LoraSettings, OptimizerSettings
-from outrider.train.sft import ColdStartSettings
-from outrider.train.update import UpdateSettings
+from outrider.rollout.evaluate import EvaluationSettings
+from outrider.train.learning_settings import (
+    ColdStartSettings,
+    LoraSettings,
+    OptimizerSettings,
+    UpdateSettings,
+)
 
-EngineSettings = Annotated[LocalSettings | VllmSettings, Field(discriminator="type")]
-MixedSettings = LuffySettings | RolloutReplaySettings | TreeGrpoSettings
-AlgorithmSettings = Annotated[
-    GrpoSettings
-    | ReinforcePlusPlusSettings
-    | RejectionSettings
-    | RapoSettings
-    | ArpoSettings
-    | GigpoSettings
-    | Empo2Settings
-    | MixedSettings,
-    Field(discriminator="type"),
-]
+# The sections whose class the recipe names (outrider.plugins).
+EngineConfig: TypeAlias = Annotated[EngineSettings, Section("engines")]
+AlgorithmSettings: TypeAlias = Annotated[ObjectiveSettings, Section("algorithms")]
+TrackerName: TypeAlias = Annotated[str, Name("trackers")]
 
 
 class ModelSettings(Settings):
-    """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a run writes
-    down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it. ``trained_layers``: only the
-    last so many layers train (None: all)."""
+    """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a
+    run writes down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it.
+    ``trained_layers``: only the last so many layers train (None: all).
+    """
 
     name: str = "smollm2-135m-instruct"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -59,15 +43,16 @@ class ModelSettings(Settings):
 
 
 class BufferSettings(Settings):
-    """The step-trace buffer. ``path`` opens an existing one; without it, experts fill one inside the run directory.
+    """The step-trace buffer. ``path`` opens an existing one; without it, experts fill one inside the run
+    directory.
 
     ``num_tasks`` limits the training tasks whose experts are asked (None: all that training can draw);
-    ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts while training, to a copy of the
-    buffer in the run directory.
+    ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts while
+    training, to a copy of the buffer in the run directory.
     """
 
     path: str | None = None
-    embedder: str = "minilm"
+    embedder: EmbedderName = "minilm"
     num_tasks: int | None = Field(None, ge=1)
     keep_best: int = Field(5, ge=1)
     min_reward: float | None = None
@@ -75,11 +60,12 @@ class BufferSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """``num_steps`` training steps of ``tasks_per_step`` groups. ``max_policy_tokens`` ends the run earlier when the
-    policy has written so many (for comparisons at equal tokens; those of tries that a fault broke count too). A
-    checkpoint every ``checkpoint_every`` steps. ``expert_timeout_s``: how long an expert may take for its whole path (a
-    simulator's planner, for a cold start, a buffer or demonstrations). ``watchdog_s``: after so many seconds without
-    progress a line says where the run waits (0: never)."""
+    """``num_steps`` training steps of ``tasks_per_step`` groups. ``max_policy_tokens`` ends the run earlier
+    when the policy has written so many (for comparisons at equal tokens; those of tries that a fault broke
+    count too). A checkpoint every ``checkpoint_every`` steps. ``expert_timeout_s``: how long an expert may
+    take for its whole path (a simulator's planner, for a cold start, a buffer or demonstrations).
+    ``watchdog_s``: after so many seconds without progress a line says where the run waits (0: never).
+    """
 
     num_steps: int = Field(100, ge=0)
     tasks_per_step: int = Field(8, ge=1)
@@ -98,7 +84,7 @@ class RunSettings(Settings):
     seed: int = 0
     num_threads: int = Field(2, ge=1)
     model: ModelSettings = ModelSettings()
-    engine: EngineSettings = LocalSettings()
+    engine: EngineConfig = LocalSettings()
     environment: EnvironmentConfig
     algorithm: AlgorithmSettings
     rollout: Limits = Limits()
@@ -108,21 +94,24 @@ class RunSettings(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     update: UpdateSettings = UpdateSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    trackers: tuple[TrackerName, ...] = ()
 
     @property
     def num_concurrent(self) -> int:
-        """Episodes at a time: never more than there are simulators, because one that waits for a simulator holds the batch."""
-        wanted = self.train.max_concurrent
-        return min(wanted, self.environment.num_workers) if isinstance(self.environment, ScienceWorldConfig) else wanted
+        """Episodes at a time: never more than the environment has room for, because one that waits holds the
+        batch.
+        """
+        wanted, room = self.train.max_concurrent, self.environment.max_concurrent
+        return wanted if room is None else min(wanted, room)
 
     @property
     def limits(self) -> Limits:
-        """The rollout's limits; a step that may wait for others' Python calls has that much longer before it is a fault."""
-        if not isinstance(self.environment, ToolsConfig) or "python" not in self.environment.tools:
+        """The rollout's limits; a step that may wait for others' calls has that much longer before it is a
+        fault.
+        """
+        waiting = self.environment.waiting_s(self.num_concurrent)
+        if not waiting:
             return self.rollout
-        python = self.environment.python
-        waiting = python.wall_seconds * math.ceil(self.num_concurrent / python.num_servers)
         return self.rollout.model_copy(update={"step_timeout_s": self.rollout.step_timeout_s + waiting})
 
     @model_validator(mode="after")
@@ -132,43 +121,49 @@ class RunSettings(Settings):
         if isinstance(self.algorithm, GroupSettings) and self.algorithm.overlong is not None:
             self.algorithm.overlong.bounds(self.rollout.max_response_tokens)
         if not (self.train.num_steps or self.cold_start.num_examples or self.evaluation.at_start):
-            raise ValueError("nothing to do: no training step, no cold start, and evaluation.at_start = false")
+            raise ValueError(
+                "nothing to do: no training step, no cold start, and evaluation.at_start = false"
+            )
         if self.buffer.evolve and not isinstance(self.algorithm, RapoSettings):
             raise ValueError("buffer.evolve needs algorithm.type = rapo")
         if self.buffer.evolve and isinstance(self.algorithm, RapoSettings) and not self.algorithm.num_hybrid:
-            raise ValueError("buffer.evolve needs algorithm.num_hybrid of at least 1: nothing else opens the buffer")
+            raise ValueError(
+                "buffer.evolve needs algorithm.num_hybrid of at least 1: nothing else opens the buffer"
+            )
         if (
             isinstance(self.algorithm, RapoSettings)
             and self.algorithm.retrieval.mode == "execute"
-            and self.environment.type not in ("scienceworld", "webshop", "textworld", "house")
+            and not is_stateful(self.environment)
         ):
-            raise ValueError("retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld, house)")
+            raise ValueError(
+                "retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld, house)"
+            )
         if (
             isinstance(self.algorithm, RapoSettings)
             and self.algorithm.retrieval.form == "turn"
-            and self.environment.type not in ("factbook", "tools")
+            and not is_inline(self.environment)
         ):
-            raise ValueError("retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are messages")
+            raise ValueError(
+                "retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are messages"
+            )
         writer = self.algorithm.memory.writer if isinstance(self.algorithm, Empo2Settings) else None
         if self.cold_start.num_examples and self.cold_start.tip_share and writer != "environment":
             raise ValueError(
                 'cold_start.tip_share needs algorithm.type = empo2 with memory.writer = "environment": experts write no tips'
             )
         if self.model.lora is not None and self.model.trained_layers is not None:
-            raise ValueError("model.lora and model.trained_layers exclude each other: adapters have target_modules")
-        if self.engine.type == "vllm" and self.model.lora is not None:
-            raise ValueError("engine.type = vllm needs full fine-tuning: adapters are not merged for it (model.lora)")
-        branches = isinstance(self.algorithm, ArpoSettings | TreeGrpoSettings)
-        hybrid_branches = isinstance(self.algorithm, RapoSettings) and self.algorithm.branch is not None
-        if (branches or hybrid_branches) and isinstance(self.environment, ScienceWorldConfig):
-            deterministic = self.environment.deterministic
-            refused = [name for name in self.environment.task_names if not replays_exactly(name, deterministic=deterministic)]
-            if refused:
-                raise ValueError(
-                    f"algorithm.type = {self.algorithm.type} forks by replay, and these tasks replay differently: {', '.join(refused)}"
-                )
-        needs_experts = isinstance(self.algorithm, LuffySettings) and self.algorithm.asks_experts
-        if needs_experts and isinstance(self.environment, ToolsConfig):
+            raise ValueError(
+                "model.lora and model.trained_layers exclude each other: adapters have target_modules"
+            )
+        if self.model.lora is not None and not self.engine.takes_adapters:
+            raise ValueError(
+                f"engine.type = {self.engine.type} needs full fine-tuning: adapters are not merged for it (model.lora)"
+            )
+        if self.algorithm.forks_by_replay and (refused := self.environment.replayed_differently()):
+            raise ValueError(
+                f"algorithm.type = {self.algorithm.type} forks by replay, and these tasks replay differently: {', '.join(refused)}"
+            )
+        if self.algorithm.asks_experts and not self.environment.has_experts:
             raise ValueError("data sets come without experts: name a file with algorithm.demonstrations")
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")

@@ -1,34 +1,37 @@
-"""The training loop: buffer, cold start, then steps of rollout, credit and update, with evaluations between."""
+"""The training loop: buffer, cold start, then steps of rollout, credit and update, with evaluations
+between.
+"""
 
 import time
 from dataclasses import dataclass, field
 from threading import Event
 
-from outrider.algorithms.empo2 import Empo2Settings
-from outrider.algorithms.grpo import GrpoSettings
-from outrider.algorithms.reinforce_plus_plus import ReinforcePlusPlusSettings
-from outrider.environments.datasets import panel_hash
+from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import EnvironmentFault
 from outrider.evals.paired import gain_over_start
-from outrider.evals.runner import evaluate
 from outrider.metrics import WRITTEN_TOKENS
+from outrider.printing import score
 from outrider.rollout.episode import Sampling
+from outrider.rollout.evaluate import evaluate
+from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.scheduler import Scheduler
-from outrider.train.alarms import fault_line, lost_reasons, no_tips_alarm, skipped_alarms, step_alarms
-from outrider.train.checkpoint import checkpoints_newest_first
 from outrider.train.components import Components, token_counter
-from outrider.train.credit_stage import credit_step
-from outrider.train.evolving import evolve_buffer
-from outrider.train.imitation import imitate_experts
-from outrider.train.mixing import interleaved, mix_in
-from outrider.train.run_directory import RunDirectory
-from outrider.train.run_state import RunState
-from outrider.train.sampling import play_step
-from outrider.train.step_metrics import timing_metrics
-from outrider.train.step_record import step_record
-from outrider.train.trace_rows import rows_of
-from outrider.train.update import update
+from outrider.train.data.buffer_growth import evolve_buffer
+from outrider.train.data.imitation import imitate_experts
+from outrider.train.data.task_sampling import play_step
+from outrider.train.metrics.ahead import work_ahead
+from outrider.train.metrics.alarms import skipped_alarms, step_alarms
+from outrider.train.metrics.step_metrics import timing_metrics
+from outrider.train.metrics.step_record import step_record
+from outrider.train.metrics.trace_records import rows_of
+from outrider.train.state.checkpoint import checkpoints_newest_first
+from outrider.train.state.run_directory import RunDirectory
+from outrider.train.state.run_state import RunState
+from outrider.train.update.advantage_stage import credit_step
+from outrider.train.update.off_policy_data import interleaved, mix_in
+from outrider.train.update.update import update
 from outrider.watch.progress import Progress
+from outrider.watch.run_pace import RunPace
 from outrider.watch.trackers import TrackerSet
 
 _SHOWN = {
@@ -45,8 +48,9 @@ class _StopRequested(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """One run. ``stop`` is set by a signal handler: an update in flight ends, anything else is given up; what was finished
-    is then in a checkpoint."""
+    """One run. ``stop`` is set by a signal handler: an update in flight ends, anything else is given up; what
+    was finished is then in a checkpoint.
+    """
 
     run: RunDirectory
     parts: Components
@@ -54,6 +58,7 @@ class Trainer:
     trackers: TrackerSet
     stop: Event = field(default_factory=Event)
     num_done: int = 0  # of the stage that is shown
+    pace: RunPace = field(default_factory=RunPace)
     state: RunState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +71,11 @@ class Trainer:
             self._train()
         except _StopRequested:
             state.save_if_new()
-            saved = f"the checkpoint of step {state.step} is written" if state.saved_step >= 0 else "nothing was trained yet"
+            saved = (
+                f"the checkpoint of step {state.step} is written"
+                if state.saved_step >= 0
+                else "nothing was trained yet"
+            )
             self.progress.note(
                 f"stopped on request after step {state.step} of {self.parts.settings.train.num_steps}, {saved}; "
                 f"continue with: outrider train --resume {self.run.path}"
@@ -85,26 +94,35 @@ class Trainer:
         else:
             saved = state.load_newest(checkpoints)
             if self._is_finished():
-                if state.check_records():
+                if state.check_records(saved):
                     state.seal_records()  # where a kill came between the last evaluation and that
-                self.progress.note(f"this run is finished: {state.step} of {settings.train.num_steps} steps; nothing to do")
+                self.progress.note(
+                    f"this run is finished: {state.step} of {settings.train.num_steps} steps; nothing to do"
+                )
                 return
-            state.rewind(saved)
+            state.rewind(saved, last_label=self._last_label)
+            self.pace.recall(state.metrics.path)
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
         every = settings.evaluation.every
         if every and 0 < state.step < settings.train.num_steps and state.step % every == 0:
             self._evaluate(f"step {state.step}")  # where a stop came between the step and its evaluation
-        self._stage("train", settings.train.num_steps, done=state.step)
+        if state.step < settings.train.num_steps:
+            self._show_training()
         while state.step < settings.train.num_steps and not self._budget_spent():
-            self._train_step()
+            with self.pace.timed("step"):
+                shown = self._train_step()
+            self._look_ahead()
+            self.num_done = state.step
+            self.progress.advance(state.step, **shown)
             self._leave_if_asked()
             if every and state.step % every == 0 and state.step < settings.train.num_steps:
                 self._evaluate(f"step {state.step}")
-                self._stage("train", settings.train.num_steps, done=state.step)
+                self._show_training()
             if state.step % settings.train.checkpoint_every == 0:
-                state.save()
-        state.save_if_new()
+                self._save()
+        if state.step and state.saved_step != state.step:
+            self._save()
         if state.step:
             self._evaluate(self._last_label)
         state.seal_records()
@@ -112,24 +130,29 @@ class Trainer:
     def _begin(self) -> None:
         """Up to the checkpoint of step 0, from which training goes on."""
         self.state.begin()
-        self._say(no_tips_alarm(self.parts.settings, num_tasks=len(self.parts.train_tasks)))
-        given = self.parts.settings.model.initial_checkpoint
+        settings = self.parts.settings
+        num_groups, num_tasks = (
+            settings.train.num_steps * settings.train.tasks_per_step,
+            len(self.parts.train_tasks),
+        )
+        self._say(settings.algorithm.warnings(num_groups=num_groups, num_tasks=num_tasks))
+        given = settings.model.initial_checkpoint
         if self.parts.settings.evaluation.at_start:
             self._evaluate("before training" if given is None else f"of {given}")
         self._cold_start()
         self.state.freeze_reference()
-        self.state.save()
+        self._save()
+
+    def _save(self) -> None:
+        with self.pace.timed("checkpoint"):
+            self.state.save()
+        self._look_ahead()
 
     @property
     def _last_label(self) -> str:
-        chosen = self.parts.settings.algorithm
-        name = chosen.preset if isinstance(chosen, GrpoSettings | ReinforcePlusPlusSettings) else chosen.type
         if not self.parts.settings.train.num_steps and self.parts.settings.cold_start.num_examples:
             return "after cold start"  # supervised fine-tuning and nothing else
-        plain = not self.parts.algorithm.hooks  # without hybrid rollouts, or without tips and novelty, it is GRPO, bit for bit
-        novelty = isinstance(chosen, Empo2Settings) and chosen.intrinsic_coefficient > 0
-        is_grpo = chosen.type in ("rapo", "empo2") and plain and not novelty
-        return f"after {'GRPO' if is_grpo else name.upper()}"
+        return f"after {self.parts.algorithm.label.upper()}"
 
     def _is_finished(self) -> bool:
         """Whether all steps are done and the last evaluation, where there is a panel, is on file."""
@@ -137,11 +160,33 @@ class Trainer:
         return ended and self._is_evaluated(self._last_label)
 
     def _is_evaluated(self, label: str) -> bool:
-        return not self.parts.test_tasks or any(one["label"] == label for one in self.run.finished_evaluations())
+        return not self.parts.test_tasks or any(
+            one["label"] == label for one in self.run.finished_evaluations()
+        )
 
     def _stage(self, name: str, total: int, *, done: int = 0, num_parallel: int = 1) -> None:
         self.num_done = done
         self.progress.stage(name, total, done=done, num_parallel=num_parallel)
+
+    def _show_training(self) -> None:
+        """The stage of training, whose time left is that of the run: evaluations and checkpoints come between
+        its steps.
+        """
+        self._look_ahead()
+        self.num_done = self.state.step
+        total = self.parts.settings.train.num_steps
+        self.progress.stage("train", total, done=self.num_done, left_by=lambda: self.pace.left)
+
+    def _look_ahead(self) -> None:
+        state = self.state
+        self.pace.ahead = work_ahead(
+            self.parts.settings,
+            step=state.step,
+            saved_step=state.saved_step,
+            num_policy_tokens=state.num_policy_tokens,
+            is_evaluated=self._is_evaluated(f"step {state.step}"),
+            ends_evaluated=self._is_evaluated(self._last_label),
+        )
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:
@@ -163,7 +208,13 @@ class Trainer:
             self._leave_if_asked()
 
         self.parts.engine.free_cache()
-        imitate_experts(self.parts, stage=self._stage, note=self.progress.note, on_step=on_step)
+        imitate_experts(
+            self.parts, stage=self._stage, note=self.progress.note, on_done=self._show, on_step=on_step
+        )
+
+    def _show(self, done: int) -> None:
+        self.num_done = done
+        self.progress.advance(done)
 
     def scheduler(self, *, training: bool) -> Scheduler:
         """The rollout scheduler of training (with the algorithm's hooks) or of evaluation (without any)."""
@@ -191,15 +242,18 @@ class Trainer:
             whereabouts=parts.whereabouts,
         )
 
-    def _train_step(self) -> None:
-        """Rollout, credit, update, record."""
+    def _train_step(self) -> dict[str, float]:
+        """Rollout, credit, update, record; what is shown of it."""
         began = time.perf_counter()
         parts, state = self.parts, self.state
-        counts = state.hook_counts()
+        counts = parts.algorithm.counts()
         try:
-            report = play_step(parts, self.scheduler(training=True), step=state.step, cursor=state.task_cursor)
+            report = play_step(
+                parts, self.scheduler(training=True), step=state.step, cursor=state.task_cursor
+            )
         except _StopRequested:
-            state.restore_hook_counts(counts)  # the step is given up: it will be played again, to the same bits
+            # the step is given up: it will be played again, to the same bits
+            parts.algorithm.restore_counts(counts)
             raise
         replayed, mixed = mix_in(parts, report.traces, step=state.step, note=self.progress.note)
         rolled = time.perf_counter()
@@ -210,9 +264,10 @@ class Trainer:
             interleaved(report.trained, replayed),
             objective=parts.algorithm.objective,
             settings=parts.settings.update,
+            token_loss=parts.algorithm.token_loss,
             reference=parts.reference,
             first=parts.policy.num_steps == 0,
-            gate_always=parts.settings.engine.type == "vllm",
+            gate_always=not parts.settings.engine.is_exact,
             on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
         )
         parts.engine.weights_changed()
@@ -225,8 +280,7 @@ class Trainer:
             credits_,
             mixed=mixed,
             updated=updated.metrics,
-            hook_counts=state.hook_counts(),
-            hook_counts_before=counts,
+            counts_before=counts,
         )
         if parts.buffer is not None:
             values |= evolve_buffer(
@@ -245,22 +299,32 @@ class Trainer:
         state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
         values["tokens/policy_total"] = float(state.num_policy_tokens)
         values["grad/learning_rate"] = parts.policy.learning_rate
-        state.traces.write(state.step, rows_of(report.traces, step=state.step, tokenizer=parts.renderer.tokenizer))
+        if (seconds := self.pace.seconds("checkpoint")) is not None:
+            values["time/checkpoint"] = seconds
+        state.traces.write(
+            state.step, rows_of(report.traces, step=state.step, tokenizer=parts.renderer.tokenizer)
+        )
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
-        self._say(step_alarms(parts.settings, step=state.step, values=values, fault_reasons=report.fault_reasons))
-        self.num_done = state.step
-        self.progress.advance(state.step, **{name: values[key] for name, key in _SHOWN.items() if key in values})
+        self._say(
+            step_alarms(parts.settings, step=state.step, values=values, fault_reasons=report.fault_reasons)
+        )
+        return {name: values[key] for name, key in _SHOWN.items() if key in values}
 
     def _evaluate(self, label: str) -> None:
-        """Play the frozen panel unless its result is on file already. Raises EnvironmentFault where no rollout has one."""
+        """Play the frozen panel unless its result is on file already. Raises EnvironmentFault where no
+        rollout has one.
+        """
         settings, step = self.parts.settings.evaluation, self.state.step
         if self._is_evaluated(label):
             return
         num_rollouts = len(self.parts.test_tasks) * settings.num_samples
-        self._stage(f"evaluate {label}", num_rollouts, num_parallel=self.parts.settings.num_concurrent)
+        self._stage(f"evaluation {label}", num_rollouts, num_parallel=self.parts.settings.num_concurrent)
         scheduler = self.scheduler(training=False)
-        evaluation, traces = evaluate(scheduler, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step)
+        with self.pace.timed("evaluation"):
+            evaluation, traces = evaluate(
+                scheduler, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
+            )
         lost = lost_reasons(traces)
         if not evaluation.num_tasks:
             raise EnvironmentFault(
@@ -272,18 +336,24 @@ class Trainer:
             "eval/ci_high": evaluation.ci_high,
             "eval/num_tasks": float(evaluation.num_tasks),
             "eval/num_faults": float(evaluation.num_faults),
+            "time/evaluation": self.pace.last("evaluation"),
         }
         self.state.metrics.write(step, "eval", values)
         number = len(self.run.finished_evaluations())
-        self.state.traces.write_evaluation(number, rows_of(traces, step=step, tokenizer=self.parts.renderer.tokenizer))
+        self.state.traces.write_evaluation(
+            number, rows_of(traces, step=step, tokenizer=self.parts.renderer.tokenizer)
+        )
         # Last, because it marks the evaluation as done.
         self.run.add_evaluation(
-            evaluation, split=settings.split, temperature=settings.temperature, panel_hash=panel_hash(self.parts.test_tasks)
+            evaluation,
+            split=settings.split,
+            temperature=settings.temperature,
+            panel_hash=panel_hash(self.parts.test_tasks),
         )
         self.trackers.log(step, values)
         repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
         self.progress.note(
-            f"{label}: {100 * evaluation.score:.1f} % [{100 * evaluation.ci_low:.1f}, {100 * evaluation.ci_high:.1f}] "
+            f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)} "
             f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} faults{': ' if lost else ''}{fault_line(lost)}{repeated}"
         )
         if (gain := gain_over_start(self.run.finished_evaluations())) is not None:

@@ -9,11 +9,14 @@ from outrider.watch.samples import Sample, rollouts_of
 from outrider.watch.traces import TraceReader
 
 
-def pick_before_after(directory: Path, evaluations: Sequence[Evaluation], notes: list[str]) -> tuple[Sample, ...]:
+def pick_before_after(
+    directory: Path, evaluations: Sequence[Evaluation], notes: list[str]
+) -> tuple[Sample, ...]:
     """(before, after) of the first task that the start failed and the end solved; empty where there is none.
 
-    The start is the last evaluation of step 0, after a cold start where there was one; the end, the last of all. Nothing is
-    shown of evaluations on different panels, or where the rollouts are not on file (runs of earlier versions).
+    The start is the last evaluation of step 0, after a cold start where there was one; the end, the last of
+    all. Nothing is shown of evaluations on different panels, or where the rollouts are not on file (runs of
+    earlier versions).
     """
     starts = [number for number, one in enumerate(evaluations) if one.step == 0]
     if not starts or evaluations[-1].step == 0:
@@ -21,7 +24,9 @@ def pick_before_after(directory: Path, evaluations: Sequence[Evaluation], notes:
     first, last = evaluations[starts[-1]], evaluations[-1]
     if (first.panel_hash, first.split) != (last.panel_hash, last.split):
         return ()
-    gained = (key for key, score in last.task_scores.items() if score == 1.0 and first.task_scores.get(key) == 0.0)
+    gained = (
+        key for key, score in last.task_scores.items() if score == 1.0 and first.task_scores.get(key) == 0.0
+    )
     key = next(gained, None)
     reader = TraceReader(directory)
     if key is None or not reader.has_evaluation(starts[-1]):

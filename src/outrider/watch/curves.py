@@ -1,15 +1,18 @@
 """Line charts as static SVG, for pages that must work without scripts and without a network.
 
-Drawn here because no light library fits: pygal links a script from the network into its output and leather fixes its colours,
-while these charts take theirs from the page (dark and light) and need axes with units and nothing else.
+Drawn here because no light library fits: pygal links a script from the network into its output and leather
+fixes its colours, while these charts take theirs from the page (dark and light) and need axes with units and
+nothing else.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from markupsafe import Markup
+
+from outrider.printing import score
 
 MAX_POINTS: Final = 160  # more are averaged in buckets: the drawing is 380 units wide
 _SMOOTH_FROM: Final = 40  # points from which a moving mean is drawn over the faint raw line
@@ -19,12 +22,17 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 448, 26, 186  # the plot's frame
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One value over ``x``; ``value`` None breaks the line. ``low`` and ``high`` are an interval around the value."""
+    """One value over ``x``; ``value`` None breaks the line. ``low`` and ``high`` are an interval around the
+    value.
+
+    ``name`` is what pointing at it tells, in place of ``x``.
+    """
 
     x: float
     value: float | None
     low: float | None = None
     high: float | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +50,32 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart of up to four series that share a unit."""
+    """A chart of up to four series that share a unit.
+
+    ``is_share``: values are shares of 0 to 1, written in per cent. ``places`` are names of x that are no
+    numbers of the axis: they must lie left of all others.
+    """
 
     title: str
     x_label: str
     y_label: str
     series: tuple[Series, ...]
+    is_share: bool = False
+    places: Mapping[float, str] = field(default_factory=dict)
+
+    def written(self, value: float) -> str:
+        """A value as people read it."""
+        return score(value) if self.is_share else number(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
     x_ticks: list[float]
     y_ticks: list[float]
+    left: float  # the first x
 
     def x(self, value: float) -> float:
-        low, high = self.x_ticks[0], self.x_ticks[-1]
+        low, high = self.left, self.x_ticks[-1]
         return _LEFT + (value - low) / (high - low) * (_RIGHT - _LEFT)
 
     def y(self, value: float) -> float:
@@ -65,15 +84,27 @@ class _Frame:
 
 
 def svg_chart(chart: Chart) -> Markup:
-    """The chart as an ``<svg>`` element; every label is escaped. Raises ``ValueError`` when no series has a value."""
+    """The chart as an ``<svg>`` element; every label is escaped. Raises ``ValueError`` when no series has a
+    value.
+    """
     series = [Series(label=one.label, points=_thinned(one.points)) for one in chart.series]
     points = [point for one in series for point in one.points if point.value is not None]
     if not points:
         raise ValueError(f"chart {chart.title!r} has no values")
-    heights = [height for point in points for height in (point.value, point.low, point.high) if height is not None]
-    frame = _Frame(x_ticks=_x_ticks([point.x for point in points]), y_ticks=ticks(min(heights), max(heights)))
-    body = [_axes(chart, frame), *(_line(one, index, frame) for index, one in enumerate(series)), _legend(series)]
-    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(_WIDTH, _HEIGHT, _summary(chart))
+    heights = [
+        height for point in points for height in (point.value, point.low, point.high) if height is not None
+    ]
+    x_ticks = _x_ticks([point.x for point in points if point.x not in chart.places] or list(chart.places))
+    left = min(x_ticks[0], *chart.places) if chart.places else x_ticks[0]
+    frame = _Frame(x_ticks=x_ticks, y_ticks=ticks(min(heights), max(heights)), left=left)
+    body = [
+        _axes(chart, frame),
+        *(_line(one, index, frame, chart) for index, one in enumerate(series)),
+        _legend(series),
+    ]
+    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
+        _WIDTH, _HEIGHT, _summary(chart)
+    )
     return head + Markup("").join(body) + Markup("</svg>")
 
 
@@ -84,7 +115,9 @@ def ticks(low: float, high: float, num: int = 5) -> list[float]:
         low, high = low - margin, high + margin
     raw = (high - low) / (num - 1)
     magnitude = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * magnitude for factor in (1.0, 2.0, 5.0, 10.0) if factor * magnitude >= raw * (1 - 1e-9))
+    step = next(
+        factor * magnitude for factor in (1.0, 2.0, 5.0, 10.0) if factor * magnitude >= raw * (1 - 1e-9)
+    )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
@@ -127,22 +160,31 @@ def _average(bucket: Sequence[Point]) -> Point:
 
 def _axes(chart: Chart, frame: _Frame) -> Markup:
     parts = [Markup('<text class="title" x="{}" y="14">{}</text>').format(_LEFT, chart.title)]
+    scale = 100.0 if chart.is_share else 1.0
     for tick in frame.y_ticks:
         y = round(frame.y(tick), 1)
         parts.append(Markup('<path class="grid" d="M{} {}H{}"/>').format(_LEFT, y, _RIGHT))
-        parts.append(Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(_LEFT - 6, y + 4, number(tick)))
-    for tick in frame.x_ticks:
+        parts.append(
+            Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(
+                _LEFT - 6, y + 4, number(scale * tick)
+            )
+        )
+    for tick, name in (*((tick, number(tick)) for tick in frame.x_ticks), *chart.places.items()):
         x = round(frame.x(tick), 1)
         parts.append(Markup('<path class="axis" d="M{} {}v4"/>').format(x, _BOTTOM))
-        parts.append(Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, _BOTTOM + 16, number(tick)))
+        parts.append(
+            Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, _BOTTOM + 16, name)
+        )
     parts.append(Markup('<path class="axis" d="M{} {}H{}"/>').format(_LEFT, _BOTTOM, _RIGHT))
-    parts.append(Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(_RIGHT, _BOTTOM + 31, chart.x_label))
+    parts.append(
+        Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(_RIGHT, _BOTTOM + 31, chart.x_label)
+    )
     middle = (_TOP + _BOTTOM) // 2
     label = Markup('<text transform="translate(12 {}) rotate(-90)" text-anchor="middle">{}</text>')
     return Markup("").join([*parts, label.format(middle, chart.y_label)])
 
 
-def _line(series: Series, index: int, frame: _Frame) -> Markup:
+def _line(series: Series, index: int, frame: _Frame, chart: Chart) -> Markup:
     parts = [_interval(point, index, frame) for point in series.points]
     if len(series.points) >= _SMOOTH_FROM:
         window = max(2, len(series.points) // 20)
@@ -150,13 +192,18 @@ def _line(series: Series, index: int, frame: _Frame) -> Markup:
         smooth = [Point(x=point.x, value=mean) for point, mean in zip(series.points, means, strict=True)]
         lines = [_path(series.points, f"line raw s{index}", frame), _path(smooth, f"line s{index}", frame)]
         return Markup("").join([*parts, *lines])
-    dot = Markup('<circle class="dot s{}" cx="{}" cy="{}" r="2.6"><title>{}, {}: {}</title></circle>')
-    dots = [
-        dot.format(index, round(frame.x(p.x), 1), round(frame.y(p.value), 1), series.label, number(p.x), number(p.value))
-        for p in series.points
-        if p.value is not None
-    ]
+    dots = [_dot(point, series.label, index, frame, chart) for point in series.points]
     return Markup("").join([*parts, _path(series.points, f"line s{index}", frame), *dots])
+
+
+def _dot(point: Point, label: str, index: int, frame: _Frame, chart: Chart) -> Markup:
+    if point.value is None:
+        return Markup("")
+    low, high = (math.nan if end is None else end for end in (point.low, point.high))
+    told = score(point.value, low, high) if chart.is_share else number(point.value)
+    dot = Markup('<circle class="dot s{}" cx="{}" cy="{}" r="2.6"><title>{}, {}: {}</title></circle>')
+    x, y = round(frame.x(point.x), 1), round(frame.y(point.value), 1)
+    return dot.format(index, x, y, label, point.name or number(point.x), told)
 
 
 def _interval(point: Point, index: int, frame: _Frame) -> Markup:
@@ -188,8 +235,8 @@ def _legend(series: Sequence[Series]) -> Markup:
 
 def _summary(chart: Chart) -> str:
     parts = [
-        f"{one.label}: first {number(values[0])}, last {number(values[-1])}, "
-        f"lowest {number(min(values))}, highest {number(max(values))}"
+        f"{one.label}: first {chart.written(values[0])}, last {chart.written(values[-1])}, "
+        f"lowest {chart.written(min(values))}, highest {chart.written(max(values))}"
         for one in chart.series
         if (values := one.values)
     ]

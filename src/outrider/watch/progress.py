@@ -14,7 +14,8 @@ from rich.text import Text
 
 from outrider.errors import ConfigError
 from outrider.printing import one_line
-from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, duration, shown
+from outrider.stopping import STOPPING, cleared_before_the_end
+from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, TimeLeft, duration, shown
 
 _log = logging.getLogger(__name__)
 
@@ -22,11 +23,20 @@ _log = logging.getLogger(__name__)
 class Progress(Protocol):
     """What stages of a run report to. Display only: nothing here changes a run, and no method raises."""
 
-    def stage(self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1) -> None:
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        done: int = 0,
+        num_parallel: int = 1,
+        left_by: TimeLeft | None = None,
+    ) -> None:
         """Begin a stage (set-up, buffer, cold start, evaluate, train), or take one up again; ``total`` units,
         None where unknown.
 
-        ``done`` of them are done already; ``num_parallel`` are under way at a time.
+        ``done`` of them are done already; ``num_parallel`` are under way at a time. ``left_by`` gives the
+        seconds left where more comes than these units; it is asked again for every display.
         """
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -35,6 +45,12 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """One message for the person who watches."""
 
+    def stopping(self) -> bool:
+        """A stop was asked for: show it from now on. False where the caller must tell it.
+
+        Called in a signal handler: it takes no lock and writes nothing itself.
+        """
+
     def close(self) -> None:
         """End the display; may be called twice."""
 
@@ -42,7 +58,15 @@ class Progress(Protocol):
 class NullProgress:
     """Shows nothing."""
 
-    def stage(self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1) -> None:
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        done: int = 0,
+        num_parallel: int = 1,
+        left_by: TimeLeft | None = None,
+    ) -> None:
         """Ignored."""
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -51,6 +75,10 @@ class NullProgress:
     def note(self, text: str) -> None:
         """Ignored."""
 
+    def stopping(self) -> bool:
+        """Shows nothing, so somebody else must."""
+        return False
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -58,12 +86,14 @@ class NullProgress:
 class PlainProgress:
     """One line per event, for logs. Reports that come faster than ``interval`` seconds are thinned out.
 
-    The first and the last report of a stage, every stage and every note are always printed, so with work being reported
-    the log is never silent for longer than ``interval`` plus one report. A stream that breaks (a closed pipe) ends the
-    display and not the run.
+    The first and the last report of a stage, every stage and every note are always printed, so with work
+    being reported the log is never silent for longer than ``interval`` plus one report. A stream that breaks
+    (a closed pipe) ends the display and not the run.
     """
 
-    def __init__(self, *, stream: TextIO | None = None, interval: float = 5.0, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, *, stream: TextIO | None = None, interval: float = 5.0, clock: Clock = time.monotonic
+    ) -> None:
         self._stream = stream if stream is not None else sys.stdout
         self._interval = interval
         self._clock = clock
@@ -73,10 +103,18 @@ class PlainProgress:
         self._has_unprinted = False
         self._is_broken = False
 
-    def stage(self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1) -> None:
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        done: int = 0,
+        num_parallel: int = 1,
+        left_by: TimeLeft | None = None,
+    ) -> None:
         """Print the end of the stage before, if it was thinned out, and the beginning of this one."""
         self._flush()
-        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
+        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
         to_do = "start" if total is None else f"{done} of {total} done" if done else f"start, {total} to do"
         self._print(f"{name}: {to_do}")
 
@@ -88,12 +126,20 @@ class PlainProgress:
         assert stage is not None
         stage.advance(done, dict(fields))
         self._has_unprinted = True
-        if stage.num_reports == 1 or done == stage.total or self._clock() - self._last_print >= self._interval:
+        if (
+            stage.num_reports == 1
+            or done == stage.total
+            or self._clock() - self._last_print >= self._interval
+        ):
             self._flush()
 
     def note(self, text: str) -> None:
         """Print the message on one line."""
         self._print(one_line(text))
+
+    def stopping(self) -> bool:
+        """A handler may have interrupted this stream in the middle of a line: stderr says it."""
+        return False
 
     def close(self) -> None:
         """Print the last report if it was thinned out."""
@@ -117,7 +163,9 @@ class PlainProgress:
 
 
 class RichProgress:
-    """A live display that redraws itself: stage, bar, fields, elapsed and left, and the last message under it."""
+    """A live display that redraws itself: stage, bar, fields, elapsed and left, and the last message under
+    it.
+    """
 
     def __init__(self, *, console: Console | None = None, clock: Clock = time.monotonic) -> None:
         self._console = console if console is not None else Console()
@@ -125,13 +173,25 @@ class RichProgress:
         self._stage: StageClock | None = None
         self._message = ""
         self._is_broken = False
-        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
+        self._is_stopping = False
+        self._live = Live(
+            console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
+        )
         self._live.start()
+        self._forget = cleared_before_the_end(self._live.stop)
 
-    def stage(self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1) -> None:
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        done: int = 0,
+        num_parallel: int = 1,
+        left_by: TimeLeft | None = None,
+    ) -> None:
         """Leave one line for the finished stage and begin the next."""
         self._leave_summary()
-        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
+        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
         self._message = ""
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -146,11 +206,17 @@ class RichProgress:
         self._message = one_line(text)
         self._print(self._message)
 
+    def stopping(self) -> bool:
+        """The next redraw has the line, and every later one."""
+        self._is_stopping = self._live.is_started and not self._is_broken
+        return self._is_stopping
+
     def close(self) -> None:
         """Stop redrawing and leave the line of the last stage."""
         self._leave_summary()
         self._stage = None
         self._guarded(self._live.stop)
+        self._forget()
 
     def _leave_summary(self) -> None:
         if self._stage is not None:
@@ -171,16 +237,19 @@ class RichProgress:
 
     def _render(self) -> Group:
         stage = self._stage
+        told = [Text(STOPPING, style="bold")] if self._is_stopping else []
         if stage is None:
-            return Group(Text("starting"))
+            return Group(Text("starting"), *told)
         grid = Table.grid(padding=(0, 2))
         count = f"{stage.done}/{stage.total}" if stage.total is not None else str(stage.done)
         bar = ProgressBar(total=stage.total, completed=stage.done, width=30, pulse=stage.total is None)
-        times = Text(f"elapsed {duration(stage.elapsed)}  left {stage.shown_left or 'estimating'}")
+        left = stage.shown_left
+        times = Text(f"elapsed {duration(stage.elapsed)}" + (f"  left {left}" if left is not None else ""))
         grid.add_row(Text(stage.name, style="bold"), bar, Text(count), times)
         entries = list(stage.fields.items())  # at once: the run's thread adds to them while this one draws
         fields = "  ".join(f"{name} {shown(value)}" for name, value in entries)
-        return Group(grid, Text(one_line(fields)), Text(self._message, style="dim", overflow="ellipsis", no_wrap=True))
+        message = Text(self._message, style="dim", overflow="ellipsis", no_wrap=True)
+        return Group(grid, Text(one_line(fields)), message, *told)
 
 
 def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Progress:

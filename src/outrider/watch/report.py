@@ -1,7 +1,7 @@
 """The report of a run: one HTML file that needs no network, no script and nothing beside it.
 
-Model output and retrieved text are untrusted: everything passes through Jinja2's autoescape, and the page forbids scripts and
-loads by its content security policy as a second wall.
+Model output and retrieved text are untrusted: everything passes through Jinja2's autoescape, and the page
+forbids scripts and loads by its content security policy as a second wall.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,12 @@ from typing import Final
 
 from markupsafe import Markup
 
-from outrider.durable import replace_file
+from outrider.atomic_io import replace_file
 from outrider.metrics import DECLARED, WRITTEN_TOKENS, declared_metric
 from outrider.watch.before_after import pick_before_after
 from outrider.watch.curves import Chart, Point, Series, number, svg_chart
-from outrider.watch.run_directory import Evaluation, RunData, read_run
+from outrider.watch.report_evaluations import evaluation_charts, evaluation_tables
+from outrider.watch.run_directory import RunData, read_run
 from outrider.watch.samples import ENTROPY_EDGES, Budget, Sample, pick_samples
 from outrider.watch.templates import page_template
 from outrider.watch.trees import Tree, pick_trees
@@ -23,13 +24,12 @@ from outrider.watch.trees import Tree, pick_trees
 MAX_BYTES: Final = 1_000_000
 _BUDGETS: Final = tuple(Budget(num_tokens=n, num_chars=4 * n) for n in (600, 300, 120, 40, 10))
 _NUM_NOTES: Final = 20
-_MAX_SERIES: Final = 4  # as many as the page has line styles for
 _COUNTED_GROUPS: Final = ("rollout", "retrieval", "group", "ratio", "grad", "record", "sft")
 _TEMPLATE: Final = Path(__file__).with_name("report_template.html.j2")
 
+_BY_KIND: Final = (("on-policy", "retrieval/reward_on_policy"), ("hybrid", "retrieval/reward_hybrid"))
+_MIXED: Final = (("all rollouts", "reward/mean"),)
 _CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
-    ("Reward", "train", (("all rollouts", "reward/mean"),)),
-    ("Reward by kind of rollout", "train", (("on-policy", "retrieval/reward_on_policy"), ("hybrid", "retrieval/reward_hybrid"))),
     ("Policy entropy", "train", (("per token", "entropy/token_mean"),)),
     ("Response length", "train", (("all tokens after the prompt", "rollout/length_tokens_mean"),)),
     ("Retrieval rate", "train", (("inserted / possible", "retrieval/rate"),)),
@@ -41,7 +41,11 @@ _CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
         (("before", "retrieval/entropy_before_mean"), ("after", "retrieval/entropy_after_mean")),
     ),
     ("Similarity of the retrieved key", "train", (("cosine", "retrieval/similarity_mean"),)),
-    ("Tool calls", "train", (("executed", "rollout/num_tool_calls"), ("saved by retrieval", "rollout/num_tool_calls_saved"))),
+    (
+        "Tool calls",
+        "train",
+        (("executed", "rollout/num_tool_calls"), ("saved by retrieval", "rollout/num_tool_calls_saved")),
+    ),
     ("Mean trainer-engine log-prob gap", "train", (("mean", "gap/logprob_mean"),)),
     ("Largest trainer-engine log-prob gap", "train", (("largest", "gap/logprob_max"),)),
     ("Gradient norm", "train", (("before clipping", "grad/norm"),)),
@@ -60,20 +64,11 @@ class Figure:
     caption: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationTable:
-    """One split: ``rows`` are (metric, one cell a column); ``columns`` are the labels with their facts."""
-
-    split: str
-    columns: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[str, tuple[str, ...]], ...]
-    warning: str
-
-
 def write_report(run_dir: Path) -> Path:
     """Write ``report.html`` into the run directory, atomically, and return its path.
 
-    Whatever of the inputs is missing or damaged is said at the top of the page. Raises ``OSError`` when it cannot be written.
+    Whatever of the inputs is missing or damaged is said at the top of the page. Raises ``OSError`` when it
+    cannot be written.
     """
     run = read_run(run_dir)
     notes = list(run.notes)
@@ -107,7 +102,7 @@ def render(
         facts=_facts(run),
         config=run.config,
         notes=shown,
-        tables=_evaluation_tables(run.evaluations),
+        tables=evaluation_tables(run),
         figures=figures,
         missing=missing,
         counts=_counts(run),
@@ -127,7 +122,9 @@ def _facts(run: RunData) -> dict[str, str]:
     return {
         "algorithm": _first(run.config, "algorithm.type", "algorithm.name", "algorithm"),
         "model": _first(run.config, "model.name", "model.path", "model"),
-        "task family": _first(run.config, "environment.type", "environment.name", "environment", "task.family"),
+        "task family": _first(
+            run.config, "environment.type", "environment.name", "environment", "task.family"
+        ),
         "seed": _first(run.config, "seed", "run.seed"),
         "training steps": str(len(steps)),
         "seconds in training steps": number(seconds) if seconds else "not measured",
@@ -140,12 +137,14 @@ def _first(config: Mapping[str, str], *keys: str) -> str:
 
 
 def _figures(run: RunData) -> tuple[list[Figure], list[str]]:
-    figures = [_figure(chart, "Points with 95 % intervals.") for chart in _evaluation_charts(run.evaluations)]
+    figures = [_figure(chart, caption) for chart, caption in evaluation_charts(run)]
     missing: list[str] = []
-    for title, kind, lines in _CURVES:
+    for title, kind, lines in (("Reward", "train", _reward_lines(run)), *_CURVES):
         metric = declared_metric(lines[0][1])
         series = [
-            Series(label=label, points=tuple(Point(x=step, value=value) for step, value in run.curve(kind, name)))
+            Series(
+                label=label, points=tuple(Point(x=step, value=value) for step, value in run.curve(kind, name))
+            )
             for label, name in lines
         ]
         drawn = tuple(one for one in series if one.values)
@@ -155,59 +154,25 @@ def _figures(run: RunData) -> tuple[list[Figure], list[str]]:
         unit = "share, 0 to 1" if metric.unit == "1" and "share" in metric.meaning else metric.unit
         chart = Chart(title=title, x_label="step", y_label=unit if unit != "1" else "no unit", series=drawn)
         caption = "; ".join(f"{name}: {declared_metric(name).meaning}" for _, name in lines)
-        figures.append(_figure(chart, f"{caption}. Healthy: {metric.healthy}."))
+        reward = (
+            " As the environment pays, on training tasks: no share of solved tasks."
+            if title == "Reward"
+            else ""
+        )
+        figures.append(_figure(chart, f"{caption}. Healthy: {metric.healthy}.{reward}"))
     return figures, missing
+
+
+def _reward_lines(run: RunData) -> tuple[tuple[str, str], ...]:
+    """On-policy and hybrid rollouts apart; their mixture only where a run has no such split."""
+    apart = tuple(
+        line for line in _BY_KIND if any(value is not None for _, value in run.curve("train", line[1]))
+    )
+    return apart if len(apart) > 1 else _MIXED
 
 
 def _figure(chart: Chart, caption: str) -> Figure:
     return Figure(svg=svg_chart(chart), caption=caption)
-
-
-def _evaluation_charts(evaluations: Sequence[Evaluation]) -> list[Chart]:
-    """Score over step of each split's first metric, one line for each panel that was evaluated at two steps or more.
-
-    The last evaluation of a step stands for it: after the cold start, the one after and not the one before.
-    """
-    charts: list[Chart] = []
-    for split in dict.fromkeys(one.split for one in evaluations):
-        ours = [one for one in evaluations if one.split == split and one.metrics]
-        name = next((metric for one in ours for metric in one.metrics), "")
-        lines = [_scores(panel, name, ours) for panel in dict.fromkeys(one.panel_hash for one in ours)]
-        series = tuple(line for line in lines if len(line.points) > 1)[:_MAX_SERIES]
-        if series:
-            charts.append(Chart(title=f"Evaluation on {split}", x_label="step", y_label=name, series=series))
-    return charts
-
-
-def _scores(panel: str, name: str, evaluations: Sequence[Evaluation]) -> Series:
-    by_step = {one.step: one.metrics[name] for one in evaluations if one.panel_hash == panel and name in one.metrics}
-    points = (Point(x=step, value=score.value, low=score.ci_low, high=score.ci_high) for step, score in sorted(by_step.items()))
-    return Series(label=f"panel {panel[:12]}", points=tuple(points))
-
-
-def _evaluation_tables(evaluations: Sequence[Evaluation]) -> list[EvaluationTable]:
-    tables: list[EvaluationTable] = []
-    for split in dict.fromkeys(one.split for one in evaluations):
-        last = {one.label: one for one in evaluations if one.split == split}  # the last of a label; the curve has them all
-        columns = list(last.values())
-        names = dict.fromkeys(name for one in columns for name in one.metrics)
-        rows = tuple((name, tuple(_cell(one, name) for one in columns)) for name in names)
-        heads = tuple((one.label, _head(one)) for one in columns)
-        differs = len({one.panel_hash for one in columns}) > 1
-        warning = "The panels differ: these columns were not measured on the same tasks." if differs else ""
-        tables.append(EvaluationTable(split=split, columns=heads, rows=rows, warning=warning))
-    return tables
-
-
-def _head(one: Evaluation) -> str:
-    """What an evaluation was made on; faults are rollouts that are in none of its numbers."""
-    faults = f", {one.num_faults} FAULTS in no score" if one.num_faults else ""
-    return f"step {one.step}, {one.num_tasks} tasks{faults}, temperature {one.temperature:g}, panel {one.panel_hash[:12]}"
-
-
-def _cell(evaluation: Evaluation, name: str) -> str:
-    score = evaluation.metrics.get(name)
-    return "not measured" if score is None else f"{number(score.value)} [{number(score.ci_low)}, {number(score.ci_high)}]"
 
 
 def _counts(run: RunData) -> list[tuple[str, str, str]]:

@@ -26,7 +26,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One line of ``evaluations.jsonl``. ``metrics`` are the finite ones; ``task_scores`` is empty where they are not on file.
+    """One line of ``evaluations.jsonl``. ``metrics`` are the finite ones; ``task_scores`` is empty where they
+    are not on file.
 
     ``num_faults`` are rollouts that ended in a fault and are in no score.
     """
@@ -46,8 +47,8 @@ class Evaluation:
 class RunData:
     """What a run directory holds; ``notes`` say what could not be read.
 
-    ``config`` is flat (dotted keys) and for people: of a path it has the name alone. ``settings`` are the same with whole paths,
-    for telling runs apart; they do not belong on a page.
+    ``config`` is flat (dotted keys) and for people: of a path it has the name alone. ``settings`` are the
+    same with whole paths, for telling runs apart; they do not belong on a page.
     """
 
     config: Mapping[str, str]
@@ -58,7 +59,11 @@ class RunData:
 
     def curve(self, kind: str, name: str) -> list[tuple[int, float | None]]:
         """(step, value) of a metric over the records of a kind that have it."""
-        return [(_step(record), finite(record[name])) for record in self.records if record["kind"] == kind and name in record]
+        return [
+            (_step(record), finite(record[name]))
+            for record in self.records
+            if record["kind"] == kind and name in record
+        ]
 
     def total(self, kind: str, name: str) -> float:
         """Sum of a metric over the records of a kind."""
@@ -69,7 +74,9 @@ def read_run(run_dir: Path) -> RunData:
     """Read configuration, metrics and evaluations of a run."""
     notes: list[str] = []
     config, settings = _read_config(run_dir / "config.toml", notes)
-    records = [record for record in _read_lines(run_dir / "metrics.jsonl", notes) if _is_record(record, notes)]
+    records = [
+        record for record in _read_lines(run_dir / "metrics.jsonl", notes) if _is_record(record, notes)
+    ]
     evaluations = [_evaluation(line, notes) for line in _read_lines(run_dir / "evaluations.jsonl", notes)]
     return RunData(
         config=config,
@@ -136,7 +143,9 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Json]]:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
-        notes.append(f"{path.name} is missing" if is_missing else f"{path.name} cannot be read: {error.strerror}")
+        notes.append(
+            f"{path.name} is missing" if is_missing else f"{path.name} cannot be read: {error.strerror}"
+        )
         return []
     objects: list[dict[str, Json]] = []
     bad: list[int] = []
@@ -171,10 +180,16 @@ def _is_record(record: Mapping[str, Json], notes: list[str]) -> bool:
 def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     try:
         metrics = {
-            str(name): Interval(value=float(one["value"]), ci_low=float(one["ci_low"]), ci_high=float(one["ci_high"]))
+            str(name): Interval(
+                value=float(one["value"]), ci_low=float(one["ci_low"]), ci_high=float(one["ci_high"])
+            )
             for name, one in line["metric"].items()
         }
-        defined = {name: one for name, one in metrics.items() if None not in map(finite, (one.value, one.ci_low, one.ci_high))}
+        defined = {
+            name: one
+            for name, one in metrics.items()
+            if None not in map(finite, (one.value, one.ci_low, one.ci_high))
+        }
         found = Evaluation(
             label=str(line["label"]),
             split=str(line["split"]),
@@ -185,7 +200,9 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
             panel_hash=str(line["panel_hash"]),
             num_faults=int(line.get("num_faults", 0)),
             task_scores={
-                str(key): score for key, value in line.get("task_scores", {}).items() if (score := finite(value)) is not None
+                str(key): score
+                for key, value in line.get("task_scores", {}).items()
+                if (score := finite(value)) is not None
             },
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -195,5 +212,7 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
         notes.append("evaluations.jsonl: an evaluation of an impossible step was left out")
         return None
     if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
-        notes.append(f"evaluations.jsonl: {found.label!r} has no {', '.join(undefined)}: {found.num_faults} fault(s)")
+        notes.append(
+            f"evaluations.jsonl: {found.label!r} has no {', '.join(undefined)}: {found.num_faults} fault(s)"
+        )
     return found

@@ -11,7 +11,8 @@ from outrider.types import Origin
 from outrider.watch.traces import TraceReader, TraceRow
 
 NUM_SAMPLES: Final = 10
-ENTROPY_EDGES: Final = (0.01, 0.1, 0.3, 0.7, 1.2, 2.0, 3.0)  # nats; fixed, so that two reports can be compared
+# nats; fixed, so that two reports can be compared
+ENTROPY_EDGES: Final = (0.01, 0.1, 0.3, 0.7, 1.2, 2.0, 3.0)
 _NUM_STEPS: Final = 3
 _LABELS: Final = {
     Origin.PROMPT: "prompt",
@@ -44,7 +45,9 @@ class SampleToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleNode:
-    """One node of a sample: tokens (policy) or text (others), each as head and tail around what is not shown."""
+    """One node of a sample: tokens (policy) or text (others), each as head and tail around what is not
+    shown.
+    """
 
     origin: str
     label: str
@@ -81,7 +84,8 @@ class Sample:
 
 
 def pick_samples(directory: Path, notes: list[str]) -> tuple[Sample, ...]:
-    """Up to ten rollouts from the last, the first and the middle step that can be read, in the order of steps.
+    """Up to ten rollouts from the last, the first and the middle step that can be read, in the order of
+    steps.
 
     Of each step the best and the worst rollout of every kind come first, so that they can be compared.
     """
@@ -127,15 +131,23 @@ def rollouts_of(rows: Sequence[TraceRow], notes: list[str]) -> list[Sample]:
         if path[-1].parent_id == -1:
             samples.append(Sample(leaf=leaf, path=tuple(reversed(path))))
         else:
-            notes.append(f"traces: step {leaf.step} node {leaf.node_id} has no path to a root and was left out")
+            notes.append(
+                f"traces: step {leaf.step} node {leaf.node_id} has no path to a root and was left out"
+            )
     return samples
 
 
 def _ranked(samples: list[Sample]) -> list[Sample]:
     scored = [sample for sample in samples if sample.leaf.episode_return is not None]
     scored.sort(key=lambda sample: sample.leaf.episode_return or 0.0, reverse=True)
-    kinds = [[sample for sample in scored if sample.kind == kind] for kind in ("hybrid", "on-policy", "demonstration")]
-    first = [*(sample for own in kinds for sample in own[:1]), *(sample for own in kinds for sample in own[-1:])]
+    kinds = [
+        [sample for sample in scored if sample.kind == kind]
+        for kind in ("hybrid", "on-policy", "demonstration")
+    ]
+    first = [
+        *(sample for own in kinds for sample in own[:1]),
+        *(sample for own in kinds for sample in own[-1:]),
+    ]
     ordered = {id(sample): sample for sample in [*first, *scored, *samples]}
     return list(ordered.values())
 
@@ -152,16 +164,22 @@ def _node(row: TraceRow, num_tokens: int, num_chars: int) -> SampleNode:
         head, tail = "".join(letters), "".join(rest)
     metadata = "" if row.metadata in ("", "{}") else row.metadata[:300]
     label = _LABELS[row.origin]
-    return SampleNode(origin=row.origin.value, label=label, metadata=metadata, head=head, num_hidden=num_hidden, tail=tail)
+    return SampleNode(
+        origin=row.origin.value, label=label, metadata=metadata, head=head, num_hidden=num_hidden, tail=tail
+    )
 
 
 def _token(text: str, logprob: float, entropy: float) -> SampleToken:
     tooltip = f"{text!r}  log-prob {logprob:.3f}  entropy {entropy:.3f} nats"
-    return SampleToken(text=text or "\u2205", shade=sum(entropy >= edge for edge in ENTROPY_EDGES), tooltip=tooltip)
+    return SampleToken(
+        text=text or "\u2205", shade=sum(entropy >= edge for edge in ENTROPY_EDGES), tooltip=tooltip
+    )
 
 
 def _cut(items: list[_T], limit: int) -> tuple[list[_T], int, list[_T]]:
-    """Two thirds of the limit from the beginning and one third from the end, with the number left out between."""
+    """Two thirds of the limit from the beginning and one third from the end, with the number left out
+    between.
+    """
     if len(items) <= limit:
         return items, 0, []
     num_tail = limit // 3

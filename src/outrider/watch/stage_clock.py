@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 
 Field: TypeAlias = float | int | str
 Clock: TypeAlias = Callable[[], float]
+TimeLeft: TypeAlias = Callable[[], float | None]
 
 _WINDOW: Final = 20  # rewards that the moving mean looks back on
 
@@ -16,16 +17,26 @@ class StageClock:
     """One stage of ``total`` units (None: unknown), of which ``done`` were done before it began.
 
     ``num_parallel`` units are under way at a time and end in bursts: no pace is told from the first of them.
+    ``left_by`` gives the seconds that are left in place of the stage's own pace: it knows what comes besides
+    units.
     """
 
     def __init__(
-        self, *, name: str, total: int | None, done: int = 0, num_parallel: int = 1, clock: Clock = time.monotonic
+        self,
+        *,
+        name: str,
+        total: int | None,
+        done: int = 0,
+        num_parallel: int = 1,
+        left_by: TimeLeft | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.name = name
         self.total = total
         self.done = done
         self.num_reports = 0
         self.fields: dict[str, Field] = {}
+        self.left_by = left_by
         self._num_before = done
         self._num_parallel = num_parallel
         self._clock = clock
@@ -67,6 +78,8 @@ class StageClock:
         It runs down between reports. Once the next unit is later than the pace had it, the silence counts as
         pace, and the estimate grows: it is never down to nothing while something is to do.
         """
+        if self.left_by is not None:
+            return self.left_by()
         (start, first), (end, last) = self._marks[0], self._marks[-1]
         if self.total is None or last <= first:
             return None
@@ -83,17 +96,18 @@ class StageClock:
 
     @property
     def shown_left(self) -> str | None:
-        """The estimate for a person; while something is to do it is at least a second."""
+        """The estimate for a person, at least a second; None where nothing is to do or nothing is known."""
         left = self.left
-        return None if left is None else duration(left if self.done == self.total else max(1.0, left))
+        is_over = self.done == self.total and (left is None or left <= 0)
+        return None if left is None or is_over else duration(max(1.0, left))
 
     def summary(self) -> str:
         """``train 3/40  reward 0.41  …  elapsed 0:12  left 2:28``; the caller makes one line of it."""
         count = f"{self.done}/{self.total}" if self.total is not None else str(self.done)
         parts = [f"{self.name} {count}", *(f"{name} {shown(value)}" for name, value in self.fields.items())]
         parts.append(f"elapsed {duration(self.elapsed)}")
-        if self.shown_left is not None and self.done != self.total:
-            parts.append(f"left {self.shown_left}")
+        if (left := self.shown_left) is not None:
+            parts.append(f"left {left}")
         return "  ".join(parts)
 
 
@@ -109,12 +123,17 @@ class StageClocks:
         self._clock = clock
         self._known: dict[str, StageClock] = {}
 
-    def begin(self, name: str, total: int | None, *, done: int, num_parallel: int) -> StageClock:
+    def begin(
+        self, name: str, total: int | None, *, done: int, num_parallel: int, left_by: TimeLeft | None = None
+    ) -> StageClock:
         """The clock of a stage that begins or goes on."""
         known = self._known.get(name)
         if known is None or not done or (known.total, known.done) != (total, done):
-            known = StageClock(name=name, total=total, done=done, num_parallel=num_parallel, clock=self._clock)
+            known = StageClock(
+                name=name, total=total, done=done, num_parallel=num_parallel, clock=self._clock
+            )
             self._known[name] = known
+        known.left_by = left_by
         return known
 
 

@@ -1,4 +1,6 @@
-"""From an engine's decoding steps to the display: a batch of long rollouts shows that it is alive before the first one ends."""
+"""From an engine's decoding steps to the display: a batch of long rollouts shows that it is alive before the
+first one ends.
+"""
 
 import time
 from collections import deque
@@ -11,10 +13,11 @@ _WINDOW: Final = 50  # decoding steps that the speed looks back on
 
 
 class TokenMeter:
-    """Call it with the number of tokens of every decoding step: it shows tokens so far, and how many a second lately.
+    """Call it with the number of tokens of every decoding step: it shows tokens so far, and how many a second
+    lately.
 
-    ``num_done`` tells how many units of the stage are complete. While it is None (the parts are still being made, and what
-    they decode is nobody's progress), tokens are counted and not shown.
+    ``num_done`` tells how many units of the stage are complete. While it is None (the parts are still being
+    made, and what they decode is nobody's progress), tokens are counted and not shown.
     """
 
     def __init__(self, progress: Progress) -> None:

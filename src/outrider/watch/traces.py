@@ -10,7 +10,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from outrider.durable import TEMPORARY, replacing
+from outrider.atomic_io import TEMPORARY, replacing
 from outrider.errors import DataError
 from outrider.types import Origin, Outcome
 
@@ -41,10 +41,12 @@ _FILE_NAME: Final = re.compile(r"step-(\d{6,})\.parquet")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """One node. ``parent_id`` is -1 at the root; ``rollout`` is the first rollout of the group that the node belonged to.
+    """One node. ``parent_id`` is -1 at the root; ``rollout`` is the first rollout of the group that the node
+    belonged to.
 
-    ``tokens`` (decoded pieces), ``logprobs`` and ``entropies`` (nats) have one value a token on policy nodes and are empty
-    elsewhere. ``outcome``, ``episode_return``, ``advantage`` and ``hybrid`` are set on leaves; ``metadata`` is a JSON object.
+    ``tokens`` (decoded pieces), ``logprobs`` and ``entropies`` (nats) have one value a token on policy nodes
+    and are empty elsewhere. ``outcome``, ``episode_return``, ``advantage`` and ``hybrid`` are set on leaves;
+    ``metadata`` is a JSON object.
     """
 
     step: int
@@ -68,11 +70,14 @@ class TraceRow:
         if not len(self.tokens) == len(self.logprobs) == len(self.entropies):
             raise ValueError(f"node {self.node_id}: tokens, log-probs and entropies differ in number")
         if self.tokens and self.origin is not Origin.POLICY:
-            raise ValueError(f"node {self.node_id}: only policy nodes have token values, this one is {self.origin.value}")
+            raise ValueError(
+                f"node {self.node_id}: only policy nodes have token values, this one is {self.origin.value}"
+            )
 
 
 class TraceWriter:
-    """Writes ``step-000012.parquet`` files, one per training step, and ``evaluation-002.parquet``, one per evaluation.
+    """Writes ``step-000012.parquet`` files, one per training step, and ``evaluation-002.parquet``, one per
+    evaluation.
 
     A file is either absent or whole.
     """
@@ -82,7 +87,9 @@ class TraceWriter:
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, rows: Sequence[TraceRow]) -> Path:
-        """Write the nodes of one step under a temporary name, then rename. Raises ``ValueError`` for rows of another step."""
+        """Write the nodes of one step under a temporary name, then rename. Raises ``ValueError`` for rows of
+        another step.
+        """
         if any(row.step != step for row in rows):
             raise ValueError(f"a row belongs to another step than {step}")
         return self._write(self.directory / f"step-{step:06d}.parquet", rows)
@@ -97,7 +104,9 @@ class TraceWriter:
         return path
 
     def resume(self, step: int) -> int:
-        """Remove the files of steps after the checkpoint step, and what a kill left half written; return how many."""
+        """Remove the files of steps after the checkpoint step, and what a kill left half written; return how
+        many.
+        """
         later = [path for number, path in _step_files(self.directory) if number > step]
         doomed = [*later, *sorted(self.directory.glob(TEMPORARY))]
         for path in doomed:
@@ -116,11 +125,15 @@ class TraceReader:
         return tuple(number for number, _ in _step_files(self.directory))
 
     def read(self, step: int) -> tuple[TraceRow, ...]:
-        """The nodes of a step in the order written. Raises :class:`~outrider.errors.DataError` for a missing or damaged file."""
+        """The nodes of a step in the order written. Raises :class:`~outrider.errors.DataError` for a missing
+        or damaged file.
+        """
         return self._read(self.directory / f"step-{step:06d}.parquet")
 
     def read_evaluation(self, number: int) -> tuple[TraceRow, ...]:
-        """The rollouts of the evaluation in line ``number`` of ``evaluations.jsonl``. Raises as :meth:`read` does."""
+        """The rollouts of the evaluation in line ``number`` of ``evaluations.jsonl``. Raises as :meth:`read`
+        does.
+        """
         return self._read(self.directory / evaluation_file(number))
 
     def has_evaluation(self, number: int) -> bool:
@@ -129,11 +142,16 @@ class TraceReader:
 
     def _read(self, path: Path) -> tuple[TraceRow, ...]:
         try:
-            with path.open("rb") as stream:  # a stream, because messages about a path name the folders of this machine
+            # a stream, because messages about a path name the folders of this machine
+            with path.open("rb") as stream:
                 table = pq.read_table(stream).select(SCHEMA.names).cast(SCHEMA)
             return tuple(_row(values) for values in table.to_pylist())
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-            reason = "the file is missing" if isinstance(error, FileNotFoundError) else str(error).partition("\n")[0]
+            reason = (
+                "the file is missing"
+                if isinstance(error, FileNotFoundError)
+                else str(error).partition("\n")[0]
+            )
             raise DataError(f"{path.name} cannot be read: {reason}") from error
 
 

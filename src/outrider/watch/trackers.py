@@ -1,33 +1,53 @@
 """Trackers: optional mirrors of the metrics in TensorBoard, Weights & Biases or Trackio.
 
-``metrics.jsonl`` is the record; a tracker that cannot start stops the run before it begins, and a tracker that fails later
-is switched off, said loudly and counted, while training goes on.
+``metrics.jsonl`` is the record; a tracker that cannot start stops the run before it begins, and a tracker
+that fails later is switched off, said loudly and counted, while training goes on.
 
-A resumed run goes on in the trackers' own runs, which ``trackers.json`` of the run directory names. It plays the steps behind its
-checkpoint again, with the same values: TensorBoard forgets the first ones, the others may show them twice. W&B cannot continue a
-run that was written offline: what follows is a run of its own.
+A resumed run goes on in the trackers' own runs, which ``trackers.json`` of the run directory names. It plays
+the steps behind its checkpoint again, with the same values: TensorBoard forgets the first ones, the others
+may show them twice. W&B cannot continue a run that was written offline: what follows is a run of its own.
 """
 
 import importlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Protocol
 
-from outrider.durable import replace_file
-from outrider.errors import ConfigError
+from outrider.atomic_io import replace_file
+from outrider.config import Settings
+from outrider.errors import ConfigError, OutriderError
+from outrider.plugins.registry import build_named, resolve
 from outrider.types import Json
 
-TRACKER_NAMES: Final = ("tensorboard", "wandb", "trackio")
 IDENTITIES: Final = "trackers.json"
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerContext:
+    """What a tracker is built with: ``config`` are the run's settings, ``newest_step`` is that of the newest
+    checkpoint (None without any), and ``known`` what :attr:`Tracker.identity` was when the run began.
+    """
+
+    run_dir: Path
+    project: str
+    config: Mapping[str, Json]
+    newest_step: int | None
+    known: str | None
+
+
 class Tracker(Protocol):
-    """A mirror of the metrics; may raise, :class:`TrackerSet` deals with it. ``identity`` is what its run can be continued by."""
+    """A mirror of the metrics; may raise, :class:`TrackerSet` deals with it. ``identity`` is what its run can
+    be continued by.
+
+    As a plug-in, a class made by ``build(settings, context)`` with :class:`TrackerContext`.
+    """
 
     identity: str | None
 
@@ -46,7 +66,14 @@ class TensorboardTracker:
     def __init__(self, *, directory: Path, newest_step: int | None) -> None:
         module = _import("tensorboardX", extra="tensorboard")
         purged = {"purge_step": 0 if newest_step is None else newest_step + 1} if directory.exists() else {}
-        self._writer: Any = _start("tensorboard", lambda: module.SummaryWriter(logdir=str(directory), **purged))
+        self._writer: Any = _start(
+            "tensorboard", lambda: module.SummaryWriter(logdir=str(directory), **purged)
+        )
+
+    @classmethod
+    def build(cls, settings: Settings, context: TrackerContext) -> "TensorboardTracker":
+        """In the run directory. Raises ConfigError."""
+        return cls(directory=context.run_dir / "tensorboard", newest_step=context.newest_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar a metric."""
@@ -62,14 +89,27 @@ class TensorboardTracker:
 class WandbTracker:
     """A Weights & Biases run. The step is an own axis, since cold start and training both count from one."""
 
-    def __init__(self, *, project: str, name: str, directory: Path, config: Mapping[str, Json], known: str | None) -> None:
+    def __init__(
+        self, *, project: str, name: str, directory: Path, config: Mapping[str, Json], known: str | None
+    ) -> None:
         module = _import("wandb", extra="wandb")
         resumed = {} if known is None else {"id": known, "resume": "allow"}
         self._run: Any = _start(
-            "wandb", lambda: module.init(project=project, name=name, dir=str(directory), config=dict(config), **resumed)
+            "wandb",
+            lambda: module.init(
+                project=project, name=name, dir=str(directory), config=dict(config), **resumed
+            ),
         )
         self._run.define_metric("*", step_metric="outrider_step")
         self.identity: str | None = None if self._run.offline else str(self._run.id)
+
+    @classmethod
+    def build(cls, settings: Settings, context: TrackerContext) -> "WandbTracker":
+        """Under the run directory's name. Raises ConfigError."""
+        run = context.run_dir
+        return cls(
+            project=context.project, name=run.name, directory=run, config=context.config, known=context.known
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record with its own step axis."""
@@ -87,9 +127,17 @@ class TrackioTracker:
         module = _import("trackio", extra="trackio")
         resume = "never" if known is None else "allow"
         self._run: Any = _start(
-            "trackio", lambda: module.init(project=project, name=known or name, config=dict(config), resume=resume)
+            "trackio",
+            lambda: module.init(project=project, name=known or name, config=dict(config), resume=resume),
         )
         self.identity: str | None = str(self._run.name)  # another one than was asked for where that is taken
+
+    @classmethod
+    def build(cls, settings: Settings, context: TrackerContext) -> "TrackioTracker":
+        """Under the run directory's name. Raises ConfigError."""
+        return cls(
+            project=context.project, name=context.run_dir.name, config=context.config, known=context.known
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record at the step."""
@@ -101,9 +149,13 @@ class TrackioTracker:
 
 
 class TrackerSet:
-    """Sends metrics to every tracker that still works; never raises. ``num_failures`` counts by tracker name."""
+    """Sends metrics to every tracker that still works; never raises. ``num_failures`` counts by tracker
+    name.
+    """
 
-    def __init__(self, trackers: Mapping[str, Tracker], *, warn: Callable[[str], None] = _log.warning) -> None:
+    def __init__(
+        self, trackers: Mapping[str, Tracker], *, warn: Callable[[str], None] = _log.warning
+    ) -> None:
         self._trackers = dict(trackers)
         self._warn = warn
         self.num_failures: dict[str, int] = dict.fromkeys(trackers, 0)
@@ -115,7 +167,11 @@ class TrackerSet:
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Send the values that are defined and finite; a tracker that raises is switched off."""
-        values = {name: float(value) for name, value in metrics.items() if value is not None and abs(value) < float("inf")}
+        values = {
+            name: float(value)
+            for name, value in metrics.items()
+            if value is not None and abs(value) < float("inf")
+        }
         for name, tracker in list(self._trackers.items()):
             self._attempt(name, tracker, lambda tracker=tracker: tracker.log(step, values))  # type: ignore[misc]
 
@@ -144,25 +200,27 @@ def make_trackers(
     newest_step: int | None = None,
     warn: Callable[[str], None] = _log.warning,
 ) -> TrackerSet:
-    """Start the named trackers before the first rollout. ``newest_step``: that of the newest checkpoint, None without any.
+    """Start the named trackers before the first rollout. ``newest_step``: that of the newest checkpoint, None
+    without any.
 
-    Raises :class:`~outrider.errors.ConfigError` for an unknown or repeated name, a missing extra, or a tracker that cannot start.
+    Raises :class:`~outrider.errors.ConfigError` for an unknown or repeated name, a missing extra, or a
+    tracker that cannot start.
     """
     for name in names:
-        if name not in TRACKER_NAMES:
-            raise ConfigError(f"unknown tracker {name!r}; known: {', '.join(TRACKER_NAMES)}")
+        try:
+            resolve("trackers", name)
+        except ConfigError as error:
+            raise ConfigError(f"trackers: {error}") from error
     if len(set(names)) != len(names):
         raise ConfigError(f"a tracker is named twice: {', '.join(names)}")
     identities = run_dir / IDENTITIES
     known: dict[str, str] = json.loads(identities.read_text(encoding="utf-8")) if identities.exists() else {}
-    makers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorboardTracker(directory=run_dir / "tensorboard", newest_step=newest_step),
-        "wandb": lambda: WandbTracker(
-            project=project, name=run_dir.name, directory=run_dir, config=config, known=known.get("wandb")
-        ),
-        "trackio": lambda: TrackioTracker(project=project, name=run_dir.name, config=config, known=known.get("trackio")),
-    }
-    trackers = {name: makers[name]() for name in names}
+    trackers: dict[str, Tracker] = {}
+    for name in names:
+        context = TrackerContext(
+            run_dir=run_dir, project=project, config=config, newest_step=newest_step, known=known.get(name)
+        )
+        trackers[name] = _start(name, partial(build_named, "trackers", name, None, context))
     known |= {name: tracker.identity for name, tracker in trackers.items() if tracker.identity is not None}
     if known:
         replace_file(identities, json.dumps(known).encode())
@@ -173,11 +231,15 @@ def _import(module: str, *, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"tracker {extra!r} needs an extra: pip install 'outrider[{extra}]' ({error})") from error
+        raise ConfigError(
+            f"tracker {extra!r} needs an extra: pip install 'outrider[{extra}]' ({error})"
+        ) from error
 
 
 def _start(name: str, start: Callable[[], Any]) -> Any:
     try:
         return start()
+    except OutriderError:
+        raise
     except Exception as error:  # no login, no network, no space: said before the run begins
         raise ConfigError(f"tracker {name!r} cannot start: {error}") from error

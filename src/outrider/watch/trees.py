@@ -1,4 +1,6 @@
-"""Groups whose rollouts branched, as trees for the report: where they left, with which entropies, and what every leaf got."""
+"""Groups whose rollouts branched, as trees for the report: where they left, with which entropies, and what
+every leaf got.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,7 +22,9 @@ _MOST_FORKS: Final = 10**6  # of one node; more is no count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode:
-    """One policy turn: its text, the mean entropy of its tokens (nats), and how many rollouts left in front of it."""
+    """One policy turn: its text, the mean entropy of its tokens (nats), and how many rollouts left in front
+    of it.
+    """
 
     text: str
     num_tokens: int
@@ -60,7 +64,9 @@ def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
         groups: dict[str, list[TraceRow]] = {}
         for row in rows:
             groups.setdefault(row.trace_id, []).append(row)
-        branched = [(num, group) for group in groups.values() if (num := _num_forks(group)) and _fits(group, notes)]
+        branched = [
+            (num, group) for group in groups.values() if (num := _num_forks(group)) and _fits(group, notes)
+        ]
         if branched:
             branched.sort(key=lambda pair: -pair[0])
             return tuple(_tree(group) for _, group in branched[:NUM_TREES])
@@ -91,7 +97,9 @@ def _fits(rows: Sequence[TraceRow], notes: list[str]) -> bool:
             for child in below
         ]
     if depth > _MAX_DEPTH:
-        notes.append(f"traces: a group of {rows[0].task_key!r} with {depth} forks behind each other was left out")
+        notes.append(
+            f"traces: a group of {rows[0].task_key!r} with {depth} forks behind each other was left out"
+        )
     return depth <= _MAX_DEPTH
 
 

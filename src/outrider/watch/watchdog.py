@@ -7,7 +7,7 @@ from typing import Final
 
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.watch.progress import Progress
-from outrider.watch.stage_clock import Clock, Field
+from outrider.watch.stage_clock import Clock, Field, TimeLeft
 
 _LOOKS: Final = 8  # in the time after which a line comes
 
@@ -20,7 +20,9 @@ class WatchedProgress:
     It comes again after as long a silence. The thread only reads, so it changes no result.
     """
 
-    def __init__(self, display: Progress, *, whereabouts: Whereabouts, after_s: float, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, display: Progress, *, whereabouts: Whereabouts, after_s: float, clock: Clock = time.monotonic
+    ) -> None:
         self._display = display
         self._whereabouts = whereabouts
         self._after_s = after_s
@@ -32,11 +34,19 @@ class WatchedProgress:
         if after_s:
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def stage(self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1) -> None:
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        done: int = 0,
+        num_parallel: int = 1,
+        left_by: TimeLeft | None = None,
+    ) -> None:
         """Handed on."""
         self._reported = self._clock()
         self._name, self._total, self._done = name, total, done
-        self._display.stage(name, total, done=done, num_parallel=num_parallel)
+        self._display.stage(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
 
     def advance(self, done: int, **fields: Field) -> None:
         """Handed on."""
@@ -47,6 +57,10 @@ class WatchedProgress:
         """Handed on."""
         self._reported = self._clock()
         self._display.note(text)
+
+    def stopping(self) -> bool:
+        """Handed on."""
+        return self._display.stopping()
 
     def close(self) -> None:
         """Ends the thread too."""
@@ -68,7 +82,8 @@ class WatchedProgress:
     def _where(self) -> str:
         stage = self._name if self._total is None else f"{self._name} {self._done}/{self._total}"
         places = [
-            f"{one.num_rollouts} in {one.place} (longest: {one.longest}, {one.seconds:.0f} s)" for one in self._whereabouts.told()
+            f"{one.num_rollouts} in {one.place} (longest: {one.longest}, {one.seconds:.0f} s)"
+            for one in self._whereabouts.told()
         ]
         return f"in {stage}; rollouts: {', '.join(places) or 'none is open'}"
 
@@ -80,4 +95,6 @@ def _program() -> str:
         frame = frame.f_back
     if frame is None:
         return "the main thread is outside of Outrider"
-    return f"the main thread is in {frame.f_globals['__name__']}.{frame.f_code.co_name}, line {frame.f_lineno}"
+    return (
+        f"the main thread is in {frame.f_globals['__name__']}.{frame.f_code.co_name}, line {frame.f_lineno}"
+    )

@@ -1,0 +1,133 @@
+"""Reference pages that are made from the code when the site is built: settings and the command line."""
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import NoneType
+from typing import Annotated, Any, Final, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from outrider.cli import _parser
+from outrider.plugins.fields import Name, markers_of
+from outrider.train.settings import RunSettings
+
+_SETTINGS: Final = """# Settings
+
+Made from the code when this site is built. A recipe is a TOML file of these sections; `section.key=value` on the
+command line stands above it. `outrider train RECIPE --dry-run` prints every setting with its value, and an unknown
+key is an error. `"none"` switches an optional setting off.
+"""
+_CLI: Final = """# Command line
+
+Made from the code when this site is built: the words of `outrider COMMAND --help`.
+"""
+
+
+def settings_page() -> str:
+    """Every settings class that a recipe may name, as a table a class."""
+    return _SETTINGS + "".join(_sections(RunSettings, ""))
+
+
+def _sections(kind: type[BaseModel], prefix: str) -> Iterator[str]:
+    own = {name: field for name, field in kind.model_fields.items() if name != "type"}
+    title = prefix.rstrip(".") or "The top of a recipe"
+    tag = kind.model_fields.get("type")
+    chosen = f' with `type = "{tag.default}"`' if tag is not None and prefix else ""
+    yield f"\n## {title if not prefix else f'`{title}`'}{chosen}\n\n{_about(kind)}\n\n"
+    yield "| key | type | default | bounds |\n| --- | --- | --- | --- |\n"
+    yield from (_row(name, field) for name, field in own.items())
+    for name, field in own.items():
+        plugins = [
+            one
+            for marker in markers_of(kind, name)
+            if not isinstance(marker, Name)
+            for one in marker.built_in()
+        ]
+        for inner in plugins or _classes(field.annotation):
+            yield from _sections(inner, f"{prefix}{name}.")
+
+
+def _about(kind: type[BaseModel]) -> str:
+    """A class without words of its own would show its base's."""
+    return inspect.cleandoc(kind.__doc__ or "") if "__doc__" in vars(kind) else ""
+
+
+def _classes(annotation: Any) -> list[type[BaseModel]]:
+    """Settings classes in an annotation, in order: the members of a union, and what is optional."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [one for part in get_args(annotation) for one in _classes(part)]
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    required = field.default is PydanticUndefined and field.default_factory is None
+    value = field.get_default(call_default_factory=True) if not required else None
+    is_table = isinstance(value, BaseModel) or bool(_classes(field.annotation))
+    default = "needed" if required else "its own" if is_table and value is not None else f"`{_toml(value)}`"
+    bounds = ", ".join(f"{name} {limit}" for one in field.metadata for name, limit in _bounds(one))
+    return f"| `{name}` | {_kind(field.annotation)} | {default} | {bounds} |\n"
+
+
+def _bounds(one: Any) -> Iterator[tuple[str, Any]]:
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return (
+        (sign, getattr(one, name)) for name, sign in signs.items() if getattr(one, name, None) is not None
+    )
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        str(list(value) if isinstance(value, tuple) else value)
+        if not isinstance(value, str)
+        else f'"{value}"'
+    )
+
+
+def _kind(annotation: Any) -> str:
+    """A type in words that a cell of a table can hold."""
+    if annotation is NoneType:
+        return '`"none"`'
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
+    if _classes(annotation):
+        return "table"
+    parts = get_args(annotation)
+    if "Literal" in str(get_origin(annotation)):
+        return " or ".join(f"`{_toml(part)}`" for part in parts)
+    if get_origin(annotation) in (tuple, list):
+        return f"list of {_kind(parts[0])}"
+    if isinstance(get_origin(annotation), type) and issubclass(get_origin(annotation), Mapping):
+        return "table"
+    if parts:
+        return " or ".join(_kind(part) for part in parts)
+    return str(getattr(annotation, "__name__", annotation)).replace("|", "or")
+
+
+def cli_page() -> str:
+    """The help of every command."""
+    return _CLI + "".join(_commands(_parser(), 2))
+
+
+def _commands(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            about = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, inner in action.choices.items():
+                inner.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+                text = inner.format_help().rstrip()
+                yield f"\n{'#' * level} `{inner.prog}`\n\n{about.get(name, '')}\n\n```text\n{text}\n```\n"
+                yield from _commands(inner, level + 1)
+
+
+PAGES: Final[Mapping[str, Callable[[], str]]] = {
+    "reference/settings.md": settings_page,
+    "reference/cli.md": cli_page,
+}
+"""File names in the documents, and what makes the page."""

@@ -1,0 +1,109 @@
+"""The token losses that settings name, applied to a micro-batch: what every objective does unless it says
+otherwise.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.algorithms.common.losses import clipped_surrogate_per_token
+from outrider.algorithms.common.objectives import (
+    cispo_per_token,
+    gppo_per_token,
+    gspo_per_token,
+    reinforce_per_token,
+)
+from outrider.algorithms.common.token_loss import Denominators, TokenLoss, TokenLossInputs
+
+if TYPE_CHECKING:
+    from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
+
+
+def named_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> TokenLoss:
+    """The token loss that ``objective.loss`` names."""
+    low, high = objective.clip_low, objective.clip_high
+    tokens = {
+        "logprobs": inputs.logprobs_T,
+        "old_logprobs": inputs.old_T,
+        "advantages": inputs.advantages_T,
+    }
+    if objective.loss == "gppo":
+        return gppo_per_token(**tokens, clip_low=low, clip_high=high, dual_clip=objective.dual_clip)
+    if objective.loss == "cispo" and objective.ratio_cap is not None:
+        return cispo_per_token(**tokens, cap=objective.ratio_cap, floor=objective.ratio_floor)
+    if objective.loss == "gspo":
+        return gspo_per_token(
+            logprobs=inputs.logprobs_T,
+            old_logprobs=inputs.old_T,
+            advantages=inputs.advantages_T,
+            rollout_index=inputs.rollout_T.to(inputs.logprobs_T.device),
+            clip_low=low,
+            clip_high=high,
+            form=objective.sequence_ratio,
+        )
+    if objective.loss == "reinforce":
+        return reinforce_per_token(logprobs=inputs.logprobs_T, advantages=inputs.advantages_T)
+    return clipped_surrogate_per_token(
+        **tokens,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=objective.dual_clip,
+        ratio_scale=inputs.ratio_scale_T,
+        keep_clipped_gradient=objective.keep_clipped_gradient,
+    )
+
+
+def without_tips(start_T: Tensor, acting_T: Tensor, objective: "OffPolicyObjective") -> Denominators:
+    """Denominators where rollouts are trained without the tips that they acted with (EMPO², Table 3 and
+    Algorithm 1).
+
+    ``start_T``: the policy when the update began, in the rendering that is trained. ``acting_T``: the same
+    with tips, NaN where the token's rollout had none to lose.
+    """
+    is_off_T = ~acting_T.isnan()
+    trainer_T = torch.where(is_off_T, acting_T, start_T)
+    old_T = trainer_T if objective.old_context == "acting" else start_T
+    return Denominators(old_T=old_T, trainer_T=trainer_T, is_off_T=is_off_T)
+
+
+def student_mask(
+    objective: "OffPolicyObjective", *, logprobs_T: Tensor, acting_T: Tensor, is_off_T: Tensor, turn_T: Tensor
+) -> Tensor:
+    """[T] 1 or 0: which off-policy tokens are trained; the average is not renormalised (Eq. 2).
+
+    ``token``: the student's present probability of the token is at least ``min_probability``. ``turn``
+    (released code, whose rows are turns): no token of the turn was less likely to the acting policy.
+    ``none``: all. Tokens of other rollouts are never masked.
+    """
+    lowest_kept = math.log(objective.min_probability) if objective.min_probability else -math.inf
+    if objective.student_mask == "none":
+        kept = torch.ones_like(is_off_T)
+    elif objective.student_mask == "token":
+        kept = logprobs_T.detach() >= lowest_kept
+    else:
+        turns, index_T = torch.unique(turn_T.to(is_off_T.device), return_inverse=True)
+        lowest = acting_T.new_full((len(turns),), math.inf).scatter_reduce(
+            0, index_T, acting_T, reduce="amin"
+        )
+        kept = (lowest >= lowest_kept)[index_T]
+    return (kept | ~is_off_T).to(logprobs_T)
+
+
+def measured_student_mask(
+    inputs: TokenLossInputs, objective: "OffPolicyObjective", is_off_T: Tensor
+) -> Tensor:
+    """:func:`student_mask`, and what the tokens without their tips look like."""
+    logprobs_T, acting_T = inputs.logprobs_T.detach(), inputs.denominators.trainer_T
+    kept_T = student_mask(
+        objective, logprobs_T=logprobs_T, acting_T=acting_T, is_off_T=is_off_T, turn_T=inputs.turn_T
+    )
+    num = int(is_off_T.sum())
+    if num:
+        off = (acting_T - logprobs_T)[is_off_T]
+        inputs.measures.add("tips/kl_acting_student", float(off.mean()), num)
+        inputs.measures.add("tips/ratio_mean", float((logprobs_T - inputs.old_T)[is_off_T].exp().mean()), num)
+        inputs.measures.add("tips/masked_fraction", float(1.0 - kept_T[is_off_T].mean()), num)
+        inputs.measures.add_sum("tips/num_off_tokens", float(num))
+    return kept_T

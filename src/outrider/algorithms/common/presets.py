@@ -1,0 +1,114 @@
+"""Published configurations of the group family as settings; docs/algorithms/objectives.md shows the same
+table.
+
+``-paper`` is what the paper says, ``-official`` what its script or the code base that it is run with sets
+(verl where nothing else is named; it corrects for no engine unless asked, and clips twice unless told not
+to). Only what decides the objective is here: batch sizes, learning rates and the number of mini-batches are
+settings of the run.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+GrpoPreset = Literal[
+    "grpo",
+    "grpo-paper",
+    "grpo-official",
+    "dr-grpo",
+    "dapo-paper",
+    "dapo-official",
+    "gppo-paper",
+    "gppo-official",
+    "gspo",
+    "cispo-paper",
+    "cispo-official",
+    "rloo-paper",
+    "rloo-official",
+    "rloo-trl",
+]
+ReinforcePlusPlusPreset = Literal[
+    "reinforce++",
+    "reinforce++-official",
+    "reinforce++-verl",
+    "reinforce++-baseline",
+    "reinforce++-baseline-official",
+]
+
+GigpoPreset = Literal["gigpo", "gigpo-paper", "gigpo-official"]
+
+_UNCORRECTED: Mapping[str, Any] = {"sampler_correction": None}
+_DUAL: Mapping[str, Any] = {"dual_clip": 3.0}  # verl's default, where the script does not set it
+_SEQUENCES: Mapping[str, Any] = {"aggregation": "sequence_mean_token_mean"}
+_DAPO: Mapping[str, Any] = {
+    "group_size": 16,
+    "clip_high": 0.28,
+    "overlong": {"counted": "all"},
+    "dynamic_sampling": {"metric": "success", "max_extra_batches": 9},
+}
+_GPPO: Mapping[str, Any] = {"loss": "gppo", "clip_high": 0.28, "positive_nll": 0.1}
+
+GRPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {},
+    "grpo-paper": {**_SEQUENCES, "kl_weight": 0.04, "kl_estimator": "k3"},
+    "grpo-official": {**_UNCORRECTED, **_DUAL, "kl_weight": 0.001, "kl_estimator": "k3"},
+    "dr-grpo": {"advantage": "group_centered", "aggregation": "constant_length", "max_length": 3000},
+    "dapo-paper": _DAPO,
+    "dapo-official": {**_DAPO, **_UNCORRECTED, "dual_clip": 10.0},
+    "gppo-paper": {**_GPPO, "advantage_std": "population"},
+    "gppo-official": {**_GPPO, **_UNCORRECTED, "dual_clip": 10.0, "dynamic_sampling": {"metric": "success"}},
+    "gspo": {**_SEQUENCES, "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo-paper": {"loss": "cispo", "ratio_cap": 5.0},
+    "cispo-official": {
+        **_UNCORRECTED,
+        "loss": "cispo",
+        "ratio_cap": 1.2,
+        "kl_weight": 0.001,
+        "kl_estimator": "k3",
+    },
+    "rloo-paper": {
+        "advantage": "leave_one_out",
+        "loss": "reinforce",
+        "aggregation": "sequence_mean_token_sum",
+        "reward_kl_weight": 0.05,
+    },
+    "rloo-official": {**_UNCORRECTED, **_DUAL, "advantage": "leave_one_out", "reward_kl_weight": 0.001},
+    "rloo-trl": {
+        **_UNCORRECTED,
+        **_SEQUENCES,
+        "group_size": 2,
+        "advantage": "leave_one_out",
+        "loss": "gspo",
+        "sequence_ratio": "product",
+        "reward_kl_weight": 0.05,
+    },
+}
+
+REINFORCE_PLUS_PLUS_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "reinforce++": {},
+    "reinforce++-official": {**_UNCORRECTED, "variance": "population", "reward_kl_weight": 0.01},
+    "reinforce++-verl": {**_UNCORRECTED, **_DUAL, "reward_kl_weight": 0.001},
+    "reinforce++-baseline": {"group_baseline": True},
+    "reinforce++-baseline-official": {
+        "group_baseline": True,
+        "variance": "population",
+        "kl_weight": 1e-5,
+        "kl_estimator": "k2",
+        "sampler_correction": 5.0,
+        "sampler_floor": 0.5,
+        "sampler_outside": "zero",
+        "dynamic_sampling": {"metric": "return"},
+    },
+}
+
+GIGPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gigpo": {},
+    "gigpo-paper": {"kl_weight": 0.01, "kl_estimator": "k3"},
+    "gigpo-official": {
+        **_UNCORRECTED,
+        **_DUAL,
+        "episode_statistics": "turns",
+        "invalid_penalty": 0.1,
+        "kl_weight": 0.01,
+        "kl_estimator": "k3",
+    },
+}

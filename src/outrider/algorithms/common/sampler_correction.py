@@ -1,0 +1,204 @@
+"""Correction for an engine whose policy differs from the trainer's: weights, masks and rejection.
+
+Shapes: T tokens in the flat packed layout. ``old`` is the trainer's policy when the update began, ``sampler``
+the policy as the engine computed it, ``w = old / sampler``. ``mask`` is True for the tokens that count;
+whatever stands at the others changes nothing. A statistic over a rollout needs all tokens of that rollout in
+one call. Nothing here carries gradient but :func:`over_rollouts`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outrider.algorithms.common.ratios import LOG_RATIO_LIMIT, ImportanceStats, require_tokens
+
+Level = Literal["token", "sequence", "geometric"]
+Outside = Literal["truncate", "zero"]
+Statistic = Literal["k1", "k2", "k3"]
+Scope = Literal["token", "sum", "mean", "max"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplerWeights:
+    """``weights`` [T] multiply the token losses, 0 where the mask is False; ``changed`` [T] is True where a
+    bound acted.
+    """
+
+    weights: Tensor
+    changed: Tensor
+
+
+def over_rollouts(
+    values: Tensor, *, rollout_index: Tensor, mask: Tensor, reduce: Literal["sum", "mean", "max"]
+) -> Tensor:
+    """Sum, mean or maximum [T] of ``values`` [T] over the unmasked tokens of every token's rollout.
+
+    Differentiable. 0 for the tokens of a rollout whose tokens are all masked.
+    """
+    require_tokens(values=values)
+    kept = mask.bool()
+    owners = rollout_index[kept]
+    count = int(rollout_index.max()) + 1 if rollout_index.numel() else 0
+    empty = values.new_zeros(count)
+    if reduce == "max":
+        return empty.scatter_reduce(0, owners, values[kept], reduce="amax", include_self=False)[rollout_index]
+    sums = empty.index_add(0, owners, values[kept])
+    if reduce == "mean":
+        sums = sums / torch.bincount(owners, minlength=count).clamp(min=1)
+    return sums[rollout_index]
+
+
+def importance_weights_per_token(
+    *,
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    rollout_index: Tensor,
+    mask: Tensor,
+    level: Level = "token",
+) -> Tensor:
+    """``w`` [T] before any bound; 0 where ``mask`` is False.
+
+    ``token``: each token's own. ``sequence``: the product over the rollout's tokens, the only one that is
+    unbiased for a whole rollout; its spread grows exponentially with length. ``geometric``: the product's
+    n-th root. The logarithm is clamped to +-20.
+    """
+    log_weights = _level(_difference(old_logprobs, sampler_logprobs), rollout_index, mask, level)
+    return torch.where(
+        mask.bool(), log_weights.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), torch.zeros_like(log_weights)
+    )
+
+
+def sampler_weights_per_token(
+    *,
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    rollout_index: Tensor,
+    mask: Tensor,
+    level: Level = "token",
+    lower: float | None = None,
+    upper: float | None = 2.0,
+    outside: Outside = "truncate",
+    decided_by: Level | None = None,
+) -> SamplerWeights:
+    """``w`` of ``level``, with what lies outside [``lower``, ``upper``] put on the bound (``truncate``) or to
+    0 (``zero``).
+
+    Truncated importance sampling is ``truncate`` with an upper bound; masked importance sampling (IcePop) is
+    ``zero`` with both. ``decided_by`` holds the bounds against the weights of another level: ``level="token",
+    decided_by="geometric"`` drops whole rollouts and leaves the other tokens their own weights. None switches
+    a bound off. The denominators of the aggregation stay as they are, also for what is dropped. Raises
+    ValueError for impossible bounds and for ``decided_by`` with ``truncate``.
+    """
+    low, high = lower or 0.0, math.inf if upper is None else upper
+    if not 0.0 <= low < high:
+        raise ValueError(f"impossible bounds of the sampler correction: {lower} and {upper}")
+    if decided_by is not None and outside == "truncate":
+        raise ValueError(
+            "decided_by needs outside = zero: there is no bound that another level's weight could be put on"
+        )
+    tokens = {
+        "old_logprobs": old_logprobs,
+        "sampler_logprobs": sampler_logprobs,
+        "rollout_index": rollout_index,
+        "mask": mask,
+    }
+    weights = importance_weights_per_token(**tokens, level=level)
+    judged = weights if decided_by is None else importance_weights_per_token(**tokens, level=decided_by)
+    is_outside = (judged < low) | (judged > high)
+    bounded = (
+        weights.clamp(low, high)
+        if outside == "truncate"
+        else torch.where(is_outside, torch.zeros_like(weights), weights)
+    )
+    kept = mask.bool()
+    return SamplerWeights(
+        weights=torch.where(kept, bounded, torch.zeros_like(bounded)), changed=is_outside & kept
+    )
+
+
+def correction_stats(
+    applied: SamplerWeights, *, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
+) -> ImportanceStats:
+    """What :func:`sampler_weights_per_token` did, as the metrics want it.
+
+    Mean and mean square are those of the applied weights, ``num_truncated`` counts the tokens that a bound
+    changed, ``max`` and ``mean_abs_log`` describe the tokens' own weights without bounds. Raises ValueError
+    when no token is left or a log-probability is not finite: either is a fault, not noise.
+    """
+    kept = mask.bool()
+    difference = _difference(old_logprobs, sampler_logprobs)[kept].double()
+    if difference.numel() == 0 or not bool(torch.isfinite(difference).all()):
+        raise ValueError("sampler correction needs at least one token and finite log-probabilities")
+    weights = applied.weights[kept].double()
+    return ImportanceStats(
+        num_tokens=weights.numel(),
+        num_truncated=int(applied.changed[kept].sum()),
+        mean=float(weights.mean()),
+        max=float(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().max()),
+        mean_square=float((weights**2).mean()),
+        mean_abs_log=float(difference.abs().mean()),
+    )
+
+
+def rejection_mask_per_token(
+    *,
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    rollout_index: Tensor,
+    mask: Tensor,
+    statistic: Statistic,
+    scope: Scope = "token",
+    upper: float,
+    lower: float | None = None,
+) -> Tensor:
+    """True [T] for the tokens to train on: unmasked, with a divergence between engine and trainer inside the
+    bounds.
+
+    With ``d = log w`` clamped to +-20: ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d``. ``scope``
+    takes the token's own value, or the sum, mean or maximum over its rollout, which then is kept or dropped
+    as a whole. The bounds follow verl's convention: those of k1 are ratios, compared as ``log lower <= k1 <=
+    log upper``, hence bounds on ``1 / w``: (0.4, 1.3) keeps w in [0.77, 2.5]. Without ``lower`` k1 takes ``1
+    / upper``. k2 and k3 have an upper bound only, on the value itself. Raises ValueError for impossible
+    bounds, a lower bound on k2 or k3, and a maximum of k1, which has a sign.
+    """
+    if statistic == "k1":
+        low, high = _k1_bounds(lower, upper, scope)
+    else:
+        if lower is not None or upper < 0.0:
+            raise ValueError(f"{statistic} needs one bound of at least 0, above; got {lower} and {upper}")
+        low, high = -math.inf, upper
+    difference = _difference(old_logprobs, sampler_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    value = _statistic(difference, statistic)
+    if scope != "token":
+        value = over_rollouts(value, rollout_index=rollout_index, mask=mask, reduce=scope)
+    return (value >= low) & (value <= high) & mask.bool()
+
+
+def _k1_bounds(lower: float | None, upper: float, scope: Scope) -> tuple[float, float]:
+    if scope == "max":
+        raise ValueError("k1 has a sign: its maximum over a rollout says nothing about the other side")
+    low = 1.0 / upper if lower is None and upper > 0.0 else lower
+    if low is None or not 0.0 < low < upper:
+        raise ValueError(f"k1 needs ratios 0 < lower < upper, got {lower} and {upper}")
+    return math.log(low), math.log(upper)
+
+
+def _statistic(difference: Tensor, statistic: Statistic) -> Tensor:
+    if statistic == "k1":
+        return -difference
+    return 0.5 * difference**2 if statistic == "k2" else torch.expm1(difference) - difference
+
+
+def _difference(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
+    require_tokens(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
+    return old_logprobs.detach() - sampler_logprobs.detach()
+
+
+def _level(difference: Tensor, rollout_index: Tensor, mask: Tensor, level: Level) -> Tensor:
+    if level == "token":
+        return difference
+    reduce: Literal["sum", "mean"] = "sum" if level == "sequence" else "mean"
+    return over_rollouts(difference, rollout_index=rollout_index, mask=mask, reduce=reduce)

@@ -1,0 +1,265 @@
+"""Tips in the loop: shown before turns, asked for after episodes, stored after groups (EMPO², arXiv
+2602.23008, section 4.1).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from outrider.algorithms.empo2.environment_tips import answered_actions, environment_tip
+from outrider.algorithms.empo2.modes import PLAIN
+from outrider.config import Settings
+from outrider.environments.base import EpisodeResult
+from outrider.memory.embedder import Embedder
+from outrider.memory.tips import Eviction, Key, Rank, Tip, TipHit, TipMemory
+from outrider.plugins.fields import EmbedderName
+from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.trace import Leaf, Node, Trace, played_turns
+from outrider.types import Message, Origin, Task
+
+REQUEST = (
+    "The episode is over, with a score of {score:.3g}. Write a tip for the next attempt at this task: one sentence of fewer than "
+    "{words} words that says what was learned and how far the task was from complete. Write only the tip."
+)
+HEADING = "Notes from earlier attempts:"
+_TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)
+
+
+class MemorySettings(Settings):
+    """What is stored and shown.
+
+    ``writer``: the policy is asked for a tip after every episode (the paper), or what the environment
+    answered to each action is the tip, in its own words and without a model; such a tip is found by what it
+    says itself. ``scope``: a buffer a task, one a ``world`` (which a task's metadata may name; a task without
+    one has its own), or one for all. ``state_key``: the policy's tip is found by the observation at which it
+    acted, by the whole chat (released), or by the task's question; for the environment's it says what is
+    looked up. Up to ``num_shown`` tips above ``min_similarity``, ranked by ``rank``; ``max_shown_tokens``
+    bounds those of a turn, ``max_prompt_tokens`` those of an episode's context. ``max_tip_tokens`` bounds a
+    tip. A buffer holds ``capacity``.
+    """
+
+    embedder: EmbedderName = "minilm"
+    writer: Literal["policy", "environment"] = "policy"
+    scope: Literal["task", "world", "all"] = "task"
+    state_key: Literal["observation", "chat", "question"] = "observation"
+    num_shown: int = Field(10, ge=1)
+    min_similarity: float = Field(0.5, ge=-1, le=1)
+    rank: Rank = "score"
+    max_shown_tokens: int = Field(256, ge=1)
+    max_prompt_tokens: int = Field(1024, ge=1)
+    max_tip_tokens: int = Field(64, ge=1)
+    capacity: int = Field(1000, ge=1)
+    eviction: Eviction = "fifo"
+
+
+class TipHook:
+    """The memory's hook. ``num_tokens`` counts the tokens of a text; ``counts`` what happened, for
+    metrics.
+    """
+
+    retries_failures = False  # another trial plays all tasks again
+
+    def __init__(
+        self, settings: MemorySettings, *, embedder: Embedder, num_tokens: Callable[[str], int], seed: int
+    ) -> None:
+        self.settings = settings
+        self.memory = TipMemory(
+            capacity=settings.capacity,
+            eviction=settings.eviction,
+            by_state=settings.state_key == "observation",
+            seed=seed,
+        )
+        self.embedder = embedder
+        self.max_remark_tokens = settings.max_tip_tokens
+        self.counts: Counter[str] = Counter()
+        self._num_tokens = num_tokens
+        self._training_step = 0
+        self._endings: dict[tuple[str, int], str] = {}  # what ended an episode, which no node holds
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
+        """Tips for the present state, in modes that act with them."""
+        if state.mode == PLAIN:
+            return ()
+        settings = self.settings
+        path = state.trace.path(state.tip.node_id)
+        hits = self.memory.query(
+            self.task_key(state.task),
+            self.embedder.embed([self._state_text(path, state.task)])[0],
+            k=settings.num_shown,
+            min_similarity=settings.min_similarity,
+            rank=settings.rank,
+        )
+        spent = sum(len(node.token_ids) for node in path if node.origin is Origin.MEMORY)
+        shown, text = self._within(hits, min(settings.max_shown_tokens, settings.max_prompt_tokens - spent))
+        self.counts["dropped"] += len(hits) - len(shown)
+        self.counts["without_tips"] += not shown
+        if not shown:
+            return ()
+        metadata = {
+            "tip_ids": [hit.tip.tip_id for hit in shown],
+            "similarities": [hit.similarity for hit in shown],
+            "scores": [hit.tip.score for hit in shown],
+        }
+        return [Splice(origin=Origin.MEMORY, text=text, metadata=metadata)]
+
+    def _within(self, hits: list[TipHit], budget: int) -> tuple[list[TipHit], str]:
+        """What fits into ``budget`` tokens: first those go that alone do not, then the oldest."""
+        kept = [hit for hit in hits if self._num_tokens(rendered_tips([hit.tip])) <= budget]
+        while kept:
+            text = rendered_tips([hit.tip for hit in kept])
+            if self._num_tokens(text) <= budget:
+                return kept, text
+            kept.remove(min(kept, key=lambda hit: hit.tip.tip_id))
+        return [], ""
+
+    def task_key(self, task: Task) -> str:
+        """The buffer of a task."""
+        if self.settings.scope == "world":
+            return str(task.metadata.get("world", task.key))
+        return task.key if self.settings.scope == "task" else "all"
+
+    def _state_text(self, path: Sequence[Node], task: Task) -> str:
+        """What the policy sees, without tips: the newest observation, or everything said so far; or what it
+        was asked.
+        """
+        if self.settings.state_key == "question":
+            return task.question
+        if self.settings.state_key == "chat":
+            return chat_text(path)
+        return next((node.message.content for node in reversed(path) if _is_observation(node)), "")
+
+    def after_turn(self, state: EpisodeState) -> None:
+        """Keep what the environment said as it ended the episode, where its words are tips."""
+        if self.settings.writer == "environment":
+            self._training_step = state.training_step
+            last = state.last_result
+            self._endings[state.task.key, state.rollout] = last.text if last is not None and last.done else ""
+
+    def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
+        """Every training episode is asked for a tip, in all modes, behind what the environment said last: tip
+        ~ pi(. | s_T, u).
+
+        Nobody is asked where the environment's own words are the tips.
+        """
+        if self.settings.writer == "environment":
+            return None
+        self._training_step = state.training_step
+        words = max(5, self.settings.max_tip_tokens * 2 // 3)
+        return Message(
+            role="user", content=last_words(state) + REQUEST.format(words=words, score=result.episode_return)
+        )
+
+    def after_group(self, trace: Trace) -> None:
+        """Store what the episodes wrote: a record for every different action, in the order of rollouts and
+        turns.
+        """
+        for leaf, path in trace.rollouts():
+            ending = self._endings.pop((trace.task.key, leaf.rollout), "")
+            if leaf.episode_return is None:
+                continue
+            if self.settings.writer == "environment":
+                self._store_answers(trace, leaf, path, ending)
+                continue
+            tip = cleaned(leaf.remark)
+            self.counts["empty" if not tip else "written"] += 1
+            if tip:
+                self._store(trace, leaf, path, tip)
+
+    def _store(self, trace: Trace, leaf: Leaf, path: Sequence[Node], tip: str) -> None:
+        """What the policy wrote, at every state of its episode."""
+        turns = played_turns(path)
+        by_state = self.settings.state_key == "observation"
+        whole = trace.task.question if self.settings.state_key == "question" else chat_text(path)
+        keys = self.embedder.embed([turn.observation for turn in turns] if by_state else [whole])
+        for number, turn in enumerate(turns):
+            key = keys[number if by_state else 0]
+            self._add(
+                trace,
+                leaf,
+                key,
+                record_text(tip, action=turn.node.message.content, score=leaf.episode_return or 0.0),
+            )
+
+    def _store_answers(self, trace: Trace, leaf: Leaf, path: Sequence[Node], ending: str) -> None:
+        """What the environment answered, found by its own words: what was seen helps wherever it is asked
+        for.
+        """
+        tips = [
+            environment_tip(
+                said_action(text),
+                answer,
+                max_tokens=self.settings.max_tip_tokens,
+                num_tokens=self._num_tokens,
+            )
+            for text, answer in answered_actions(path, ending)
+        ]
+        written = [tip for tip in tips if tip]
+        self.counts["empty"] += len(tips) - len(written)
+        self.counts["written"] += len(written)
+        for tip, key in zip(written, self.embedder.embed(written), strict=True):
+            self._add(trace, leaf, key, tip)
+
+    def _add(self, trace: Trace, leaf: Leaf, key: Key, text: str) -> None:
+        added = self.memory.add(
+            self.task_key(trace.task),
+            key,
+            text,
+            leaf.episode_return or 0.0,
+            policy_version=self._training_step,
+            rollout_id=f"{trace.task.key}/{leaf.rollout}",
+        )
+        self.counts["stored" if added else "duplicates"] += 1
+
+
+def last_words(state: EpisodeState) -> str:
+    """What the environment said as it ended the episode, and an empty line; nothing where it did not end it
+    or said nothing.
+
+    Everything that it said before is in the chat already.
+    """
+    last = state.last_result
+    return (
+        f"{last.message.content}\n\n" if last and last.done and last.message and last.message.content else ""
+    )
+
+
+def rendered_tips(tips: Sequence[Tip]) -> str:
+    """The block that a turn shows."""
+    return "\n\n<tip>\n" + "\n".join([HEADING, *(f"- {tip.text}" for tip in tips)]) + "\n</tip>"
+
+
+def record_text(tip: str, *, action: str, score: float) -> str:
+    """What one record says: the tip, the action taken at its state, and how the episode ended (paper,
+    appendix E).
+    """
+    return f"{tip} Here: {said_action(action)}; final score {score:.3g}."
+
+
+def said_action(text: str) -> str:
+    """Of a turn with thoughts only its newest tagged part is the action: ``<action>``, ``<search>``,
+    ``<answer>`` and their like.
+    """
+    tagged = _TAGGED.findall(text)
+    return " ".join((tagged[-1][1] if tagged else text).split())
+
+
+def cleaned(remark: str) -> str:
+    """The first line with text behind a reasoning model's thoughts; empty where those were cut."""
+    if "<think>" in remark and "</think>" not in remark:
+        return ""
+    said = remark.rpartition("</think>")[2]
+    return next((line.strip() for line in said.splitlines() if line.strip()), "")
+
+
+def chat_text(path: Sequence[Node]) -> str:
+    """Everything that was said, without tips."""
+    return "\n".join(
+        node.message.content for node in path if node.origin is not Origin.MEMORY and node.message.content
+    )
+
+
+def _is_observation(node: Node) -> bool:
+    return not node.trainable and node.origin is not Origin.MEMORY and bool(node.message.content)

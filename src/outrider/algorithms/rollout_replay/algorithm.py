@@ -1,0 +1,235 @@
+"""RolloutReplay with difficulty-targeted tasks (arXiv 2506.05316): part of every step's groups come from
+earlier steps.
+
+The token loss is :func:`outrider.algorithms.common.objectives.replay_centred_per_token`; deviations are in
+docs/algorithms/rollout_replay.md.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from outrider.algorithms.algorithm import Arrays, Augmentation, StepPlay, TaskChoice
+from outrider.algorithms.base import (
+    GroupCredit,
+    ObjectiveSettings,
+    group_advantages,
+    outcome_advantages,
+    write_credit,
+)
+from outrider.algorithms.common.batch_advantages import difficulty_scores, replayable_groups
+from outrider.algorithms.common.group_settings import with_preset
+from outrider.algorithms.common.on_policy import OnPolicyGroup
+from outrider.algorithms.context import AlgorithmContext
+from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restored_groups, snapshot_groups
+from outrider.seeding import stream
+from outrider.trace import Trace
+from outrider.types import Task
+
+if TYPE_CHECKING:
+    from outrider.algorithms.common.token_loss import TokenLoss, TokenLossInputs
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "rollout-replay": {},
+    "rollout-replay-official": {"weight_cap": None, "selection": "difficulty", "sampler_correction": None},
+}
+
+
+class RolloutReplaySettings(ObjectiveSettings):
+    """``fresh_share`` sigma of a step's groups are played, the others come from the ``buffer_size`` stored
+    ones.
+
+    In the first ``num_fresh_steps`` steps all groups are fresh. ``weight_cap``, at least 1, bounds pi_start /
+    pi_behaviour of a replayed token (None: the released code). ``reward`` is what has to lie strictly between
+    0 and 1 on average for a group to be replayed: the share of ``success`` or the mean ``return``.
+    ``selection``: tasks in the usual ``order``, or by ``difficulty``: a running mean of that reward, with
+    weight ``estimate_rate`` on the newest group, near ``target``, at ``temperature``. A ``preset`` fills what
+    is not given.
+    """
+
+    type: Literal["rollout_replay"] = "rollout_replay"
+    preset: Literal["rollout-replay", "rollout-replay-official"] = "rollout-replay"
+    fresh_share: float = Field(0.5, gt=0, le=1)
+    buffer_size: int = Field(512, ge=1)
+    num_fresh_steps: int = Field(1, ge=0)
+    weight_cap: float | None = Field(2.0, ge=1)
+    reward: Literal["success", "return"] = "success"
+    selection: Literal["order", "difficulty"] = "order"
+    estimate_rate: float = Field(0.5, gt=0, le=1)
+    target: float = Field(0.5, ge=0, le=1)
+    temperature: float = Field(1e-3, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        return with_preset(PRESETS, given, default="rollout-replay")
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RolloutReplaySettings":
+        if self.loss != "clip" or self.dual_clip is not None or self.keep_clipped_gradient:
+            raise ValueError(
+                "rollout_replay has a token loss of its own: loss = clip, without dual_clip and keep_clipped_gradient"
+            )
+        return self
+
+    def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
+        """The surrogate around the policy at the start, weighted by what that one is to the author of the
+        token.
+        """
+        import torch
+
+        from outrider.algorithms.common.objectives import replay_centred_per_token
+
+        replayed_T, old_T = inputs.is_foreign_T, inputs.old_T
+        self._measure(inputs)
+        return replay_centred_per_token(
+            logprobs=inputs.logprobs_T,
+            old_logprobs=old_T,
+            # Of its own tokens the policy at the start is the author; where the engine differs, the sampler
+            # correction says so.
+            behaviour_logprobs=torch.where(replayed_T, inputs.engine_logprobs_T, old_T),
+            advantages=inputs.advantages_T,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            weight_cap=self.weight_cap,
+        )
+
+    def _measure(self, inputs: "TokenLossInputs") -> None:
+        """What the replayed tokens look like to the policy; they are in no other measure of the update."""
+        from outrider.algorithms.common.ratios import log_ratio
+
+        replayed_T, measures = inputs.is_foreign_T, inputs.measures
+        if not (num := int(replayed_T.sum())):
+            return
+        found = log_ratio(logprobs=inputs.old_T, reference_logprobs=inputs.engine_logprobs_T)
+        weights = found[replayed_T].exp()
+        measures.add("replay/weight_mean", float(weights.mean()), num)
+        measures.add_max("replay/weight_max", float(weights.max()))
+        measures.add_sum("replay/num_capped", float((weights > (self.weight_cap or math.inf)).sum()))
+        measures.add_sum("replay/num_tokens", float(num))
+
+
+class RolloutReplay(OnPolicyGroup):
+    """GRPO's credit on fresh and stored groups. ``stored`` holds the groups, oldest first, ``estimates`` the
+    running means by task.
+    """
+
+    Settings = RolloutReplaySettings
+
+    def __init__(self, settings: RolloutReplaySettings, *, groups_per_step: int, seed: int) -> None:
+        super().__init__(settings, num_rollouts=settings.group_size)
+        self.settings = settings
+        self.stored: list[StoredGroup] = []
+        self.estimates: dict[str, float] = {}
+        self._groups_per_step = groups_per_step
+        self._seed = seed
+
+    @classmethod
+    def build(cls, settings: RolloutReplaySettings, context: AlgorithmContext) -> "RolloutReplay":
+        """For a run."""
+        return cls(settings, groups_per_step=context.groups_per_step, seed=context.seed)
+
+    def num_fresh(self, step: int) -> int:
+        """How many groups of a step are played, at least one."""
+        whole = self._groups_per_step
+        return (
+            whole if step < self.settings.num_fresh_steps else max(1, int(self.settings.fresh_share * whole))
+        )
+
+    def choose(self, tasks: Sequence[Task], *, step: int) -> list[Task] | None:
+        """The tasks of a step's fresh groups by estimated difficulty; None: in the usual order.
+
+        Drawn without replacement, as from
+        :func:`~outrider.algorithms.common.batch_advantages.difficulty_probabilities`. A task that was never
+        played counts as being at the target.
+        """
+        chosen = self.settings
+        if chosen.selection == "order":
+            return None
+        predicted = [self.estimates.get(task.key, chosen.target) for task in tasks]
+        scores = difficulty_scores(predicted, target=chosen.target, temperature=chosen.temperature)
+        # The largest of scores with Gumbel noise: the same draw, which survives probabilities that round to
+        # 0.
+        noisy = scores + stream(self._seed, "difficulty", step).gumbel(size=len(tasks))
+        return [tasks[i] for i in np.argsort(-noisy, kind="stable")[: self.num_fresh(step)]]
+
+    def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
+        """Fewer than a whole step: stored groups take the other places."""
+        return TaskChoice(num_groups=self.num_fresh(step), tasks=self.choose(tasks, step=step))
+
+    def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
+        """Stored groups, with the advantages of their own returns."""
+        replayed, metrics = self.replay(traces, step=step)
+        for trace in replayed:
+            self.credit(trace)
+        return Augmentation(groups=replayed, metrics=metrics)
+
+    def credit(self, trace: Trace) -> GroupCredit:
+        """Group-normalised returns on every policy token, with the returns of the time."""
+        advantages = outcome_advantages(trace, self.objective.advantage)
+        write_credit(trace, advantages)
+        return GroupCredit(advantages=advantages, measurements={})
+
+    def replay(self, traces: Sequence[Trace], *, step: int) -> tuple[list[Trace], dict[str, float]]:
+        """Stored groups to train on beside ``traces``, which are stored in turn; metrics."""
+        eligible = self._eligible()
+        wanted = min(self._groups_per_step - self.num_fresh(step), len(eligible))
+        places = (
+            np.sort(stream(self._seed, "replay", step).choice(len(eligible), size=wanted, replace=False))
+            if wanted
+            else ()
+        )
+        replayed = [eligible[place] for place in places]
+        self._store(traces, step=step)
+        ages = [float(step - group.step) for group in replayed]
+        metrics = {
+            "replay/num_groups": float(len(replayed)),
+            "replay/num_eligible": float(len(eligible)),
+            "replay/num_stored": float(len(self.stored)),
+        }
+        if ages:
+            metrics |= {"replay/age_mean": fmean(ages), "replay/age_max": max(ages)}
+        if self.settings.selection == "difficulty" and self.estimates:
+            metrics["replay/estimate_mean"] = fmean(self.estimates[key] for key in sorted(self.estimates))
+        return [group.trace() for group in replayed], metrics
+
+    def _eligible(self, room: int | None = None) -> list[StoredGroup]:
+        keys = [group.task_key for group in self.stored]
+        # A group without an advantage is never replayed, whatever its mean: 0 is none that may be.
+        means = [self._mean_reward(group) if self._has_signal(group) else 0.0 for group in self.stored]
+        return [self.stored[place] for place in replayable_groups(keys, mean_rewards=means, room=room)]
+
+    def _store(self, traces: Sequence[Trace], *, step: int) -> None:
+        """Keep what may be replayed again and finds room beside the fresh groups, which come in whatever they
+        are worth.
+        """
+        kept = self._eligible(room=self.settings.buffer_size - len(traces))
+        fresh = [group for group in (StoredGroup.of(trace, step=step) for trace in traces) if group.leaves]
+        self.stored = (kept + fresh)[-self.settings.buffer_size :]
+        rate = self.settings.estimate_rate
+        for group in fresh:
+            before = self.estimates.get(group.task_key, self.settings.target)
+            self.estimates[group.task_key] = (1.0 - rate) * before + rate * self._mean_reward(group)
+
+    def _has_signal(self, group: StoredGroup) -> bool:
+        return group_advantages(
+            [leaf.episode_return for leaf in group.leaves], self.objective.advantage
+        ).has_signal
+
+    def _mean_reward(self, group: StoredGroup) -> float:
+        by_success = self.settings.reward == "success"
+        return fmean(float(leaf.success) if by_success else leaf.episode_return for leaf in group.leaves)
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """Stored groups and estimates, as plain data and arrays, for a checkpoint."""
+        groups, arrays = snapshot_groups(self.stored)
+        return {"groups": groups, "estimates": self.estimates}, arrays
+
+    def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
+        """What :meth:`state` saved."""
+        self.stored = restored_groups(state["groups"], arrays)
+        self.estimates = dict(state["estimates"])

@@ -1,0 +1,233 @@
+"""The Python API: what the command line does, with objects where a recipe has names. torch is imported when a
+run begins.
+
+::
+
+    run = outrider.train("recipe.toml", run="runs/first", overrides=["train.num_steps=20"])
+    run = outrider.train(recipe, run="runs/mine", environment=MyFamily(MyFamily.Settings(num_tasks=8)))
+    run.metrics("train").to_pandas()
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from outrider.config import Settings, load_settings
+from outrider.errors import ConfigError
+from outrider.plugins.imports import search_in
+from outrider.plugins.names import Kind
+from outrider.plugins.registry import given
+from outrider.runs import Run
+
+if TYPE_CHECKING:
+    from outrider.evals.benchmark.settings import PanelSettings
+    from outrider.train.settings import RunSettings
+
+Recipe: TypeAlias = "str | Path | Mapping[str, Any] | RunSettings"
+"""A TOML file, its content as a mapping, or settings that were read before."""
+Progress: TypeAlias = Literal["auto", "rich", "plain", "none"]
+OnStart: TypeAlias = Callable[[Callable[[], bool]], None]
+_KINDS: Final[Mapping[str, Kind]] = {
+    "environment": "environments", "algorithm": "algorithms", "engine": "engines",
+}  # fmt: skip
+_EVALUATION: Final = ("train.num_steps=0", "cold_start.num_examples=0", "evaluation.at_start=true")
+
+
+def train(
+    recipe: "Recipe | None" = None,
+    *,
+    run: str | Path | None = None,
+    resume: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    progress: Progress = "none",
+    changed_plugins: bool = False,
+    on_start: OnStart = lambda request_stop: None,
+    **plugins: Any,
+) -> Run:
+    """Train from a recipe into the new folder ``run``, or go on with the run ``resume``.
+
+    ``plugins`` (``environment``, ``algorithm``, ``engine``) are objects, names or tables in the place of the
+    recipe's sections; a resumed run that began with an object whose class cannot be imported needs it again.
+    ``changed_plugins``: their code may be another one than the run began with. ``on_start`` gets a function
+    that asks the run to stop after its step. Raises what a bad command line tells in one line, as
+    :class:`outrider.errors.OutriderError`.
+    """
+    with _standing_in(plugins) as sections:
+        if (recipe is None) == (resume is None):
+            raise ConfigError("give a recipe for a new run, or --resume RUN to continue one")
+        if resume is not None:
+            for name, one in plugins.items():
+                if isinstance(one, str | Mapping):
+                    raise ConfigError(f"a resumed run keeps its {name}: only an object may be given again")
+            return _resume(Path(resume), run, overrides, progress, changed_plugins, on_start, sections)
+        assert recipe is not None
+        settings = run_settings(recipe, overrides=overrides, sections=sections)
+        folder = _require_possible(run, settings)
+        from outrider.train.launch import run_training  # torch, which takes longer than all that came before
+        from outrider.train.state.run_directory import RunDirectory
+
+        opened = RunDirectory.create(folder, settings), settings
+        run_training(opened, progress=progress, on_start=on_start)
+    return load_run(folder)
+
+
+def _resume(
+    folder: Path,
+    run: str | Path | None,
+    overrides: Sequence[str],
+    progress: Progress,
+    changed_plugins: bool,
+    on_start: OnStart,
+    again: Mapping[str, Mapping[str, Any]],
+) -> Run:
+    from outrider.train.state.run_directory import RunDirectory
+
+    if run is not None:
+        raise ConfigError("a resumed run keeps its model and its directory")
+    opened = RunDirectory.open(folder, overrides, takes_plugins=changed_plugins)
+    try:
+        _require_same_objects(opened[1], again)
+    except ConfigError:
+        opened[0].release()
+        raise
+    from outrider.train.launch import run_training
+
+    run_training(opened, progress=progress, on_start=on_start)
+    return load_run(folder)
+
+
+def _require_same_objects(settings: "RunSettings", again: Mapping[str, Mapping[str, Any]]) -> None:
+    """An object that is given again is one of the class, and has the settings, that the run began with."""
+    for name, section in again.items():
+        began = getattr(settings, name).model_dump()
+        for key, value in section.items():
+            if began.get(key) != value:
+                raise ConfigError(f"{name}.{key} is {value!r}, the run began with {began.get(key)!r}")
+
+
+def evaluate(
+    recipe: Recipe,
+    *,
+    run: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    checkpoint: str | Path | None = None,
+    num_trials: int | None = None,
+    method: Literal["tips", "reflexion"] = "tips",
+    progress: Progress = "none",
+    **plugins: Any,
+) -> Run:
+    """Evaluate on a recipe's held-out panel, into the new folder ``run``; ``checkpoint`` has the weights of a
+    training run.
+
+    ``num_trials`` with a memory by ``method`` and no change of weights. ``plugins`` and errors are as of
+    :func:`train`.
+    """
+    with _standing_in(plugins) as sections:
+        settings = evaluation_settings(
+            recipe,
+            overrides=overrides,
+            checkpoint=checkpoint,
+            num_trials=num_trials,
+            method=method,
+            sections=sections,
+        )
+        folder = _require_possible(run, settings)
+        from outrider.train.state.run_directory import RunDirectory
+
+        if settings.evaluation.num_trials:
+            from outrider.train.adaptation import adapt
+
+            adapt((RunDirectory.create(folder, settings), settings), progress=progress)
+            return load_run(folder)
+        from outrider.train.launch import run_training
+
+        opened = RunDirectory.create(folder, settings), settings
+        run_training(opened, progress=progress, on_start=lambda stop: None)
+    return load_run(folder)
+
+
+def evaluate_tasks(settings: "PanelSettings", *, run: str | Path | None, progress: Progress = "none") -> int:
+    """Evaluate on named task sets or an environment's own tasks (docs/evaluation.md); 0 where all was
+    scored."""
+    from outrider.engines.model_names import require_known_model
+
+    folder = _new_folder(run)
+    if settings.model is not None:
+        require_known_model(settings.model.name)
+    from outrider.evals.benchmark.run import evaluate_tasks as play
+
+    return play(settings, folder, progress=progress)
+
+
+def load_run(path: str | Path) -> Run:
+    """A run directory: its settings, metrics, evaluations and traces. Raises DataError where there is
+    none."""
+    return Run.of(Path(path))
+
+
+def run_settings(
+    recipe: Recipe,
+    *,
+    overrides: Sequence[str] = (),
+    sections: Mapping[str, Any] | None = None,
+) -> "RunSettings":
+    """The checked settings of a recipe. Raises ConfigError."""
+    from outrider.train.settings import RunSettings
+
+    if isinstance(recipe, str | Path):
+        return load_settings(RunSettings, file=Path(recipe), overrides=overrides, sections=sections)
+    search_in(Path.cwd())
+    tree = recipe.model_dump() if isinstance(recipe, Settings) else dict(recipe)
+    return load_settings(RunSettings, file=None, overrides=overrides, sections={**tree, **(sections or {})})
+
+
+def evaluation_settings(
+    recipe: Recipe,
+    *,
+    overrides: Sequence[str],
+    checkpoint: str | Path | None,
+    num_trials: int | None,
+    method: str,
+    sections: Mapping[str, Any] | None = None,
+) -> "RunSettings":
+    """Those of :func:`evaluate`: the recipe's, without any training."""
+    given_ = [*_EVALUATION, *overrides]
+    if checkpoint is not None:
+        given_.append(f"model.initial_checkpoint={checkpoint}")
+    if num_trials is not None:
+        given_ += [f"evaluation.num_trials={num_trials}", f"evaluation.memory={method}"]
+    return run_settings(recipe, overrides=given_, sections=sections)
+
+
+@contextmanager
+def _standing_in(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The sections of a recipe that objects, names and tables stand for."""
+    if unknown := [name for name in plugins if name not in _KINDS]:
+        raise ConfigError(f"there is no section {unknown[0]!r} for a plug-in: {', '.join(_KINDS)}")
+    chosen = {name: one for name, one in plugins.items() if one is not None}
+    objects = {_KINDS[name]: one for name, one in chosen.items() if not isinstance(one, str | Mapping)}
+    with given(objects) as stand_ins:
+        named = {name: {"type": one} for name, one in chosen.items() if isinstance(one, str)}
+        tables = {name: dict(one) for name, one in chosen.items() if isinstance(one, Mapping)}
+        made = {name: stand_ins[kind] for name, kind in _KINDS.items() if kind in stand_ins}
+        yield named | tables | made
+
+
+def _require_possible(run: str | Path | None, settings: "RunSettings") -> Path:
+    """What can be told without torch is told before it is imported; the new folder."""
+    from outrider.engines.model_names import require_known_model
+    from outrider.train.data.no_expert import require_experts
+    from outrider.train.state.run_directory import require_free
+
+    folder = _new_folder(run)
+    require_free(folder)
+    require_experts(settings)
+    require_known_model(settings.model.name)
+    return folder
+
+
+def _new_folder(run: str | Path | None) -> Path:
+    if run is None:
+        raise ConfigError("a new run needs --run DIRECTORY")
+    return Path(run)

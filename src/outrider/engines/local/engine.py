@@ -1,0 +1,356 @@
+"""Batched generation with transformers, in process, on CPU or one GPU.
+
+Keys and values stay in slots between the turns of an episode; contexts that share a beginning (a group's
+prompt, a fork) are computed once and copied. A request's tokens depend on its own seed; the floating-point
+level at which they could depend on the batch is measured by benchmarks/speed.py (``--only gap``;
+docs/benchmarks.md).
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.cancellation import Cancellations
+from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, SlotCache
+from outrider.engines.local.few_rows import MAX_ROWS, FewRows
+from outrider.engines.local.model import LanguageModel
+from outrider.engines.local.packed import PackedLinears
+from outrider.engines.local.prefixes import Prefixes
+from outrider.engines.local.sampling import StopStrings, request_stream, sample
+from outrider.errors import EngineFault
+from outrider.tokens import Tokenizer
+
+
+@dataclass(slots=True)
+class _Row:
+    """One request. A running one owns slot ``slot``, which is also its position in the batch."""
+
+    index: int
+    request: Request
+    stream: np.random.Generator
+    length: int  # of the context
+    room: int  # tokens that may be written
+    slot: int = -1
+    logits: torch.Tensor | None = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    num_prefilled: int = 0
+    reason: FinishReason | None = None
+
+
+class LocalEngine:
+    """The engine of the default path (DESIGN section 5). Shares its weights with the trainer: nothing is
+    copied.
+    """
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        *,
+        context_length: int | None = None,
+        max_rows: int = 256,
+        prefill_tokens: int = 1024,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        self._lm = language_model
+        self._model = language_model.model
+        self.tokenizer: Tokenizer = language_model.tokenizer
+        self.context_length = min(
+            context_length or language_model.context_length, language_model.context_length
+        )
+        self.weight_version = 0
+        self._max_rows = max_rows
+        self._prefill_tokens = prefill_tokens
+        # called with the number of tokens after every decoding step: live progress
+        self._on_tokens = on_tokens
+        self._device = language_model.device
+        self._stops = StopStrings(self.tokenizer, len(language_model.tokenizer))
+        self._cache = SlotCache(dtype=language_model.dtype, device=self._device)
+        self._few_rows = FewRows(self._model)
+        self._takes_few_rows = False
+        self._packed = PackedLinears(self._model)
+        # slot -> (cache key or None where it is free, the ids whose keys and values it holds)
+        self._slots: list[tuple[str | None, tuple[int, ...]]] = []
+        self._cancellations = Cancellations()
+
+    def weights_changed(self) -> None:
+        """Raise the version and forget every cached key and value."""
+        self.weight_version += 1
+        self._drop_packed()
+        self._slots = [(None, ()) for _ in self._slots]
+
+    def free_cache(self) -> None:
+        """Give the memory of keys, values and packed weights back: an update needs it more."""
+        self._drop_packed()
+        self._slots = []
+        self._cache = SlotCache(dtype=self._lm.dtype, device=self._device)
+
+    def _drop_packed(self) -> None:
+        self._packed.drop()
+        self._few_rows.drop()
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Forget what is kept for these rollouts; the memory is used again."""
+        gone = frozenset(cache_keys)
+        self._slots = [(None, ()) if key is None or key in gone else (key, ids) for key, ids in self._slots]
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request at its next token; one that is not running is none of ours."""
+        self._cancellations.cancel(request_id)
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample all requests; results in the order asked. At most ``max_rows`` run at a time; others join as
+        rows finish.
+
+        Raises EngineFault when a context is empty or leaves no room for a token.
+        """
+        if not requests:
+            return []
+        for request in requests:
+            if not 0 < len(request.token_ids) < self.context_length:
+                raise EngineFault(
+                    f"request {request.request_id}: {len(request.token_ids)} tokens do not fit a context of {self.context_length}"
+                )
+        was_training = self._model.training
+        self._model.eval()
+        self._cancellations.begin(request.request_id for request in requests)
+        try:
+            rows = [self._row(index, request) for index, request in enumerate(requests)]
+            self._reserve(1, max(row.length + row.room for row in rows))
+            # asked every time: adapters may have come since the last one
+            self._takes_few_rows = self._few_rows.is_supported
+            with nullcontext() if self._takes_few_rows else self._packed.active():
+                self._decode(deque(rows))
+        finally:
+            self._model.train(was_training)
+            self._cancellations.begin(())
+            self.release([_unnamed(request) for request in requests if request.cache_key is None])
+        return [self._generation(row) for row in rows]
+
+    def _reserve(self, num_slots: int, num_positions: int) -> None:
+        stored = [len(ids) for _, ids in self._slots][: self._cache.num_slots]
+        self._cache.reserve(num_slots, num_positions, stored=stored)
+
+    def _row(self, index: int, request: Request) -> _Row:
+        room = min(request.max_tokens, self.context_length - len(request.token_ids))
+        return _Row(index, request, request_stream(request.seed), len(request.token_ids), room)
+
+    def _admit(self, waiting: deque[_Row], num_active: int) -> list[_Row]:
+        """Rows that join the batch, each in a slot behind the active ones with its context's keys and values
+        in it.
+
+        A few places are filled at once: a prefill of one row costs nearly as much as one of many.
+        """
+        free = self._max_rows - num_active
+        if not waiting or free < min(len(waiting), max(1, self._max_rows // 8)):
+            return []
+        joining = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+        while len(self._slots) < num_active + len(joining):
+            self._slots.append((None, ()))
+        self._reserve(len(self._slots), 1)
+        for slot, row in enumerate(joining, start=num_active):
+            self._place(row, slot)
+        self._prefill(joining)
+        return joining
+
+    def _place(self, row: _Row, slot: int) -> None:
+        """Give the row this slot; what it holds of another rollout is kept in another slot behind."""
+        request = row.request
+        behind = range(slot, len(self._slots))
+        held = next((s for s in behind if request.cache_key and self._slots[s][0] == request.cache_key), None)
+        if held is None and self._slots[slot][0] is not None:
+            held = next((s for s in behind if self._slots[s][0] is None), None)
+            if held is None:
+                self._slots.append((None, ()))
+                held = len(self._slots) - 1
+                self._reserve(len(self._slots), 1)
+        if held is not None and held != slot:
+            self._cache.swap(slot, held, max(len(self._slots[slot][1]), len(self._slots[held][1])))
+            self._slots[slot], self._slots[held] = self._slots[held], self._slots[slot]
+        self._slots[slot] = (request.cache_key or _unnamed(request), self._slots[slot][1])
+        row.slot = slot
+
+    def _prefill(self, rows: list[_Row]) -> None:
+        """Compute what no slot holds yet: first the contexts that others begin with, then the rest."""
+        waiting = deque(sorted(rows, key=lambda row: (row.length, row.index)))
+        held = Prefixes((slot, ids) for slot, (_, ids) in enumerate(self._slots))
+        computed: dict[tuple[int, ...], _Row] = {}
+        while waiting:
+            batch = self._next_batch(waiting, held, computed)
+            if batch:
+                self._prefill_batch(batch)
+            for row, _ in batch:
+                self._hold(row, row.request.token_ids, held)
+                computed[row.request.token_ids] = row
+
+    def _next_batch(
+        self, waiting: deque[_Row], held: Prefixes, computed: Mapping[tuple[int, ...], _Row]
+    ) -> list[tuple[_Row, int]]:
+        """Rows from the front of ``waiting`` until the token budget is full, each with the length of what its
+        slot holds now.
+
+        A row that begins like one of them stays for a later batch: what it shares is computed by then.
+        """
+        batch: list[tuple[_Row, int]] = []
+        begun = Prefixes()
+        put_off: list[_Row] = []
+        num_tokens = 0
+        while waiting:
+            row = waiting.popleft()
+            if (twin := computed.get(row.request.token_ids)) is not None:
+                self._take_over(twin, row, held)
+                continue
+            wanted = row.request.token_ids[:-1]  # the last token is always computed: its logits are needed
+            cached, source = held.longest(wanted)
+            if begun.longest(wanted)[0] > cached:
+                put_off.append(row)
+                continue
+            num_tokens += row.length - cached
+            if batch and num_tokens > self._prefill_tokens:
+                waiting.appendleft(row)
+                break
+            if source is not None and self._slots[row.slot][1][:cached] != wanted[:cached]:
+                self._cache.copy(source, row.slot, cached)
+            self._hold(row, wanted[:cached], held)
+            batch.append((row, cached))
+            begun.add(row.slot, row.request.token_ids)
+        waiting.extendleft(reversed(put_off))
+        return batch
+
+    def _hold(self, row: _Row, ids: tuple[int, ...], held: Prefixes) -> None:
+        """Note which ids the row's slot holds the keys and values of."""
+        key, before = self._slots[row.slot]
+        held.replace(row.slot, before, ids)
+        self._slots[row.slot] = (key, ids)
+
+    def _take_over(self, twin: _Row, row: _Row, held: Prefixes) -> None:
+        """The same context was computed for another row: nothing is left to compute."""
+        self._cache.copy(twin.slot, row.slot, row.length)
+        self._hold(row, row.request.token_ids, held)
+        row.logits = twin.logits
+
+    def _prefill_batch(self, batch: list[tuple[_Row, int]]) -> None:
+        ids: list[int] = []
+        positions: list[int] = []
+        plan_rows = []
+        for row, cached in batch:
+            new = row.request.token_ids[cached:]
+            plan_rows.append(Prefill(start=len(ids), end=len(ids) + len(new), slot=row.slot, cached=cached))
+            ids.extend(new)
+            positions.extend(range(cached, row.length))
+            row.num_prefilled = len(new)
+        plan = PrefillPlan(cache=self._cache, rows=tuple(plan_rows))
+        hidden = self._lm.hidden(torch.tensor([ids]), torch.tensor([positions]), plan)[0]
+        logits = self._lm.head(hidden[[p.end - 1 for p in plan_rows]])
+        for (row, _), row_logits in zip(batch, logits, strict=True):
+            row.logits = row_logits
+
+    def _decode(self, waiting: deque[_Row]) -> None:
+        """Token by token; a finished row leaves the batch at once and its slot is swapped behind the active
+        ones.
+        """
+        active: list[_Row] = []
+        logits: list[torch.Tensor] = []
+        while waiting or active:
+            joining = self._admit(waiting, len(active))
+            for row in joining:
+                assert row.logits is not None
+                logits.append(row.logits[None])
+                row.logits = None
+            active += joining
+            temperatures, streams = zip(
+                *((row.request.temperature, row.stream) for row in active), strict=True
+            )
+            chosen, logprobs, entropies = sample(torch.cat(logits), temperatures, streams)
+            for row, token, logprob, entropy in zip(active, chosen, logprobs, entropies, strict=True):
+                self._accept(row, token, logprob, entropy)
+            if self._on_tokens is not None:
+                self._on_tokens(len(active))
+            active = self._compact(active)
+            logits = [self._next_logits(active)] if active else []
+
+    def _accept(self, row: _Row, token: int, logprob: float, entropy: float) -> None:
+        if row.request.request_id in self._cancellations:
+            row.reason = FinishReason.CANCELLED
+            return
+        row.ids.append(token)
+        row.logprobs.append(logprob)
+        row.entropies.append(entropy)
+        ends = self._lm.eos_texts
+        if token in self._lm.eos_token_ids or (ends and self._stops.completed(row.ids, ends)):
+            row.reason = FinishReason.EOS
+        elif row.request.stop and self._stops.completed(row.ids, row.request.stop):
+            row.reason = FinishReason.STOP
+        elif len(row.ids) == row.room:
+            row.reason = FinishReason.LENGTH
+
+    def _compact(self, active: list[_Row]) -> list[_Row]:
+        """Keep running rows in slots 0..B-1; the order of the rest is kept where possible.
+
+        The slot of a finished row without a name is free: what it holds may be copied until another row takes
+        it.
+        """
+        num = len(active)
+        position = 0
+        while position < num:
+            if active[position].reason is None:
+                position += 1
+                continue
+            if active[position].request.cache_key is None:
+                self._slots[position] = (None, self._slots[position][1])
+            num -= 1
+            if position != num:
+                length = max(len(self._slots[position][1]), len(self._slots[num][1]))
+                self._cache.swap(position, num, length)
+                self._slots[position], self._slots[num] = self._slots[num], self._slots[position]
+                active[position], active[num] = active[num], active[position]
+                active[position].slot = position
+        return active[:num]
+
+    def _next_logits(self, active: list[_Row]) -> torch.Tensor:
+        lengths = torch.tensor([row.length + len(row.ids) - 1 for row in active], device=self._device)
+        num_seen = int(lengths.max()) + 1
+        unseen = (
+            torch.arange(num_seen, device=self._device)[None, None, None, :] > lengths[:, None, None, None]
+        )
+        mask = torch.zeros(unseen.shape, dtype=self._lm.dtype, device=self._device).masked_fill_(
+            unseen, float("-inf")
+        )
+        plan = DecodePlan(
+            cache=self._cache,
+            lengths_B=lengths,
+            mask_B11T=mask,
+            rows_B=torch.arange(len(active), device=self._device),
+        )
+        newest_B1 = torch.tensor([[row.ids[-1]] for row in active])
+        for slot, row in enumerate(active):
+            key, ids = self._slots[slot]
+            self._slots[slot] = (key, (*ids, row.ids[-1]))
+        if self._takes_few_rows and len(active) <= MAX_ROWS:
+            return self._few_rows.logits(newest_B1, lengths[:, None], plan)[:, 0]
+        logits: torch.Tensor = self._lm.head(self._lm.hidden(newest_B1, lengths[:, None], plan)[:, 0])
+        return logits
+
+    def _generation(self, row: _Row) -> Generation:
+        assert row.reason is not None
+        return Generation(
+            request_id=row.request.request_id,
+            token_ids=tuple(row.ids),
+            logprobs=tuple(row.logprobs),
+            entropies=tuple(row.entropies),
+            finish_reason=row.reason,
+            weight_version=self.weight_version,
+            num_prefilled_tokens=row.num_prefilled,
+        )
+
+
+def _unnamed(request: Request) -> str:
+    """The key of a request that keeps nothing after its generation."""
+    return f"request {request.request_id}"

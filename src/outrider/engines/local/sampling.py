@@ -1,0 +1,140 @@
+"""From logits to tokens: seeded sampling that rounding rarely moves, exact log-probs and entropies, and
+stop-string detection.
+
+Shape letters: B rows, V vocabulary, K blocks of the vocabulary, L ids of a block, N draws of a row (K + L).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from outrider.tokens import Tokenizer, text_of
+
+_PART = "\ufffd"  # what a decoder writes for bytes that are no whole character
+_ROWS = 16  # rows at a time: their float32 values (3 MB at 49,152 entries) stay in the processor's cache
+# consecutive ids; 49,152 entries need 192 + 256 draws a token where a race of all would need 49,152
+_BLOCK = 256
+_LEAST = 2.0**-54  # an exponential draw is 0 once in 2**53: nothing may be divided by it
+
+
+def request_stream(seed: int) -> np.random.Generator:
+    """The random stream of one request, from its own generator."""
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def sample(
+    logits_BV: torch.Tensor, temperatures: Sequence[float], streams: Sequence[np.random.Generator]
+) -> tuple[list[int], list[float], list[float]]:
+    """One token a row: ids, log-probs at the row's temperature (1 when greedy), entropies at temperature 1 in
+    nats.
+
+    ``streams`` are the rows' own (:func:`request_stream`); every call takes equally many draws from each. A
+    token is drawn by a race of exponentials (the Gumbel-max trick) on two levels, which is exact: first for a
+    block of consecutive ids by its probability, then for an id in it. An argmax moves only where rounding
+    reaches the distance of the two best, so that other last digits of the logits (another batch, another
+    processor) change a token with a probability of their own order. The inverse of the cumulated distribution
+    has a border at every id and moves at each of them (``benchmarks/sampling.py``). Everything is computed in
+    float32 over the whole vocabulary.
+    """
+    scale_B1 = torch.tensor([t if t > 0 else 1.0 for t in temperatures], device=logits_BV.device)[:, None]
+    draws_BN = exponentials(streams, logits_BV.shape[-1]).to(logits_BV.device)
+    size = _ROWS if logits_BV.device.type == "cpu" else max(1, len(logits_BV))
+    parts = zip(logits_BV.split(size), scale_B1.split(size), draws_BN.split(size), strict=True)
+    greedy = [t == 0 for t in temperatures]
+    sampled = [
+        _sample(
+            logits,
+            scale,
+            draws,
+            greedy[i * size : (i + 1) * size],
+            plain=all(t in (0, 1) for t in temperatures),
+        )
+        for i, (logits, scale, draws) in enumerate(parts)
+    ]
+    chosen, picked, entropies = (torch.cat(column).tolist() for column in zip(*sampled, strict=True))
+    return chosen, picked, entropies
+
+
+def exponentials(streams: Sequence[np.random.Generator], vocabulary_size: int) -> torch.Tensor:
+    """[B, N] draws of Exp(1), float32, one row a stream: of every block of the vocabulary, then of every
+    place in a block.
+
+    Made of uniform draws, of which every number takes one: how far a stream has moved depends on nothing but
+    the number of tokens, and numpy keeps the bits of a generator from version to version, which it does not
+    promise for its exponential draws.
+    """
+    uniforms_BN = np.empty((len(streams), -(-vocabulary_size // _BLOCK) + _BLOCK))
+    for stream, row in zip(streams, uniforms_BN, strict=True):
+        stream.random(out=row)
+    return torch.from_numpy(uniforms_BN).neg_().log1p_().neg_().clamp_(min=_LEAST).float()
+
+
+def _sample(
+    logits_BV: torch.Tensor,
+    scale_B1: torch.Tensor,
+    draws_BN: torch.Tensor,
+    greedy: Sequence[bool],
+    *,
+    plain: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits_BV = logits_BV.float()
+    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+    probs_BV = torch.softmax(logits_BV, dim=-1)
+    entropies = -(probs_BV * logprobs_BV).sum(dim=-1)
+    if not plain:
+        scaled_BV = logits_BV / scale_B1
+        logprobs_BV, probs_BV = torch.log_softmax(scaled_BV, dim=-1), torch.softmax(scaled_BV, dim=-1)
+    chosen = _race(probs_BV, draws_BN)
+    if any(greedy):
+        chosen = torch.where(torch.tensor(greedy, device=chosen.device), logprobs_BV.argmax(dim=-1), chosen)
+    return chosen, logprobs_BV.gather(1, chosen[:, None])[:, 0], entropies
+
+
+def _race(probs_BV: torch.Tensor, draws_BN: torch.Tensor) -> torch.Tensor:
+    """[B]: the largest probability over its draw, of the blocks and then of the winning block's ids.
+
+    An id without probability has the key 0 and loses: a block that wins has a mass above 1e-21 (the likeliest
+    block's is at least 1 / K, a draw lies between 2**-54 and 37), so that its likeliest id's key is far from
+    underflow.
+    """
+    num_ids = probs_BV.shape[-1]
+    num_whole = num_ids // _BLOCK
+    whole_BKL = probs_BV[:, : num_whole * _BLOCK].unflatten(1, (num_whole, _BLOCK))
+    rest_B1 = probs_BV[:, num_whole * _BLOCK :].sum(dim=-1, keepdim=True)
+    masses_BK = torch.cat([whole_BKL.sum(dim=-1), rest_B1], dim=1)[:, : draws_BN.shape[-1] - _BLOCK]
+    first_B1 = (masses_BK / draws_BN[:, :-_BLOCK]).argmax(dim=-1, keepdim=True) * _BLOCK
+    ids_BL = first_B1 + torch.arange(_BLOCK, device=probs_BV.device)
+    inside_BL = probs_BV.gather(1, ids_BL.clamp(max=num_ids - 1)).masked_fill_(ids_BL >= num_ids, 0.0)
+    return first_B1[:, 0] + (inside_BL / draws_BN[:, -_BLOCK:]).argmax(dim=-1)
+
+
+class StopStrings:
+    """Tells when the newest token completes one of a request's stop strings.
+
+    Text is only decoded when the newest piece may hold the end of a stop string's last character, and then
+    only a short tail.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = [text_of(tokenizer, [i], skip_special_tokens=False) for i in range(vocabulary_size)]
+        self._endings = lru_cache(maxsize=256)(self._compute_endings)
+
+    def _compute_endings(self, character: str) -> frozenset[int]:
+        ends = (character,) if character.isascii() else (character, _PART)
+        return frozenset(i for i, piece in enumerate(self._pieces) if any(end in piece for end in ends))
+
+    def completed(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
+        """Whether the text of ``token_ids`` contains a stop string that its last token completed."""
+        candidates = [s for s in stop if token_ids[-1] in self._endings(s[-1])]
+        if not candidates:
+            return False
+        longest = max(len(s.encode()) for s in candidates)
+        # a token holds at least a byte; 4 spare for split characters
+        tail = list(token_ids[-(longest + 4) :])
+        # the last token may complete it
+        before = text_of(self._tokenizer, tail[:-1], skip_special_tokens=False).rstrip(_PART)
+        after = text_of(self._tokenizer, tail, skip_special_tokens=False)
+        return any(s in after and after.rfind(s) + len(s) > len(before) for s in candidates)

@@ -1,0 +1,65 @@
+"""The engines that are built in, as plug-ins: what a recipe may say of them is read without torch."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from outrider.engines.base import EngineContext, EngineSettings, LocalSettings
+
+if TYPE_CHECKING:
+    from outrider.engines.local.engine import LocalEngine
+    from outrider.engines.vllm import VllmEngine
+
+
+class VllmSettings(EngineSettings):
+    """``memory``: on a CPU GiB of keys and values (None: 2), on a GPU the share that vLLM may take beside the
+    trainer (None: 0.3). ``eager`` skips vLLM's compiler.
+    """
+
+    type: Literal["vllm"] = "vllm"
+    top_k: int = Field(20, ge=1)
+    memory: float | None = Field(None, gt=0)
+    eager: bool = True
+
+
+class Local:
+    """The model that is trained generates itself, in process, on a CPU or one GPU."""
+
+    Settings = LocalSettings
+
+    @classmethod
+    def build(cls, settings: LocalSettings, context: EngineContext) -> "LocalEngine":
+        """With the trainer's own weights."""
+        from outrider.engines.local.engine import LocalEngine
+
+        return LocalEngine(
+            context.language_model,
+            context_length=context.context_length,
+            max_rows=settings.max_rows,
+            on_tokens=context.on_tokens,
+        )
+
+
+class Vllm:
+    """vLLM in process; weights go through a folder (extra vllm)."""
+
+    Settings = VllmSettings
+
+    @classmethod
+    def build(cls, settings: VllmSettings, context: EngineContext) -> "VllmEngine":
+        """With weights of its own. Raises ModelError."""
+        from outrider.engines.vllm import VllmEngine
+
+        model = context.language_model
+        return VllmEngine(
+            folder=context.folder,
+            export=context.export,
+            tokenizer=model.tokenizer,
+            eos_token_ids=model.eos_token_ids,
+            eos_texts=model.eos_texts,
+            context_length=min(context.context_length or model.context_length, model.context_length),
+            precision=context.precision,
+            device=context.device,
+            settings=settings,
+            on_tokens=context.on_tokens,
+        )

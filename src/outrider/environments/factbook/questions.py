@@ -1,0 +1,321 @@
+"""Questions with computed answers over the Factbook, each with the searches that solve it."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from outrider.environments.factbook.data import Country, Factbook
+from outrider.environments.grading.answers import normalize_answer
+from outrider.tools.search import Passage
+
+# A country's split is its place in the sorted list of sovereign countries: 6 train, 1 valid, 3 test in 10.
+_PATTERN = ("train", "test", "train", "valid", "train", "test", "train", "train", "test", "train")
+# For tuning: the training countries alone, of which two in six play the part of the test.
+_TUNING_PATTERN = ("train", "", "test", "", "train", "", "train", "test", "", "train")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribute:
+    """A fact to ask for: the Factbook's field that holds it, the words that find it, and its place in a
+    question.
+    """
+
+    field: str
+    words: str
+    question: str
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One search: the query, the passage that it must find and the words in it that the next hop (or the
+    answer) needs.
+    """
+
+    query: str
+    evidence: str
+    reveals: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A question, its answer, the searches that solve it in order, and every country that it involves."""
+
+    form: str
+    subject: str
+    text: str
+    answer: str
+    hops: tuple[Hop, ...]
+    entities: tuple[str, ...]
+
+
+ATTRIBUTES: Mapping[str, Attribute] = {
+    "capital": Attribute(
+        field="Capital",
+        words="capital name",
+        question="What is the capital of {}?",
+        description="the country whose capital is {}",
+    ),
+    "code": Attribute(
+        field="Internet country code",
+        words="internet code",
+        question="What is the internet country code of {}?",
+        description="the country with internet code {}",
+    ),
+    "anthem": Attribute(
+        field="National anthem(s)",
+        words="national anthem title",
+        question="What is the title of the national anthem of {}?",
+        description='the country whose national anthem is "{}"',
+    ),
+    "peak": Attribute(
+        field="Elevation",
+        words="highest point",
+        question="What is the highest point of {}?",
+        description="the country whose highest point is {}",
+    ),
+    "prefix": Attribute(
+        field="Civil aircraft registration country code prefix",
+        words="aircraft prefix",
+        question="What is the civil aircraft registration prefix of {}?",
+        description="the country with aircraft registration prefix {}",
+    ),
+    "currency": Attribute(
+        field="Exchange rates",
+        words="exchange rates",
+        question="What is the three-letter currency code of {}?",
+    ),
+    "independence": Attribute(
+        field="Independence",
+        words="independence",
+        question="On what date did {} become independent?",
+    ),
+}
+_BORDER = Attribute(
+    field="Land boundaries",
+    words="border countries",
+    question="Which country has the longest border with {}?",
+)
+# Attribute, whether the largest counts, how a question says it.
+_EXTREMES: tuple[tuple[str, bool, str], ...] = (
+    ("population", True, "the largest population"),
+    ("area", False, "the smallest total area"),
+    ("gdp", True, "the highest real GDP per capita"),
+    ("life", True, "the highest life expectancy at birth"),
+    ("age", False, "the lowest median age"),
+)
+_MEASURES: Mapping[str, Attribute] = {
+    "area": Attribute(
+        field="Area", words="total area", question="Which has the larger total area: {} or {}?"
+    ),
+    "population": Attribute(
+        field="Population", words="population total", question="Which has more people: {} or {}?"
+    ),
+    "gdp": Attribute(field="Real GDP per capita", words="real GDP per capita", question=""),
+    "life": Attribute(field="Life expectancy at birth", words="life expectancy", question=""),
+    "age": Attribute(field="Median age", words="median age", question=""),
+}
+
+_ASKED: Mapping[str, Attribute] = {**ATTRIBUTES, **_MEASURES}
+_NUM_NEIGHBOURS = 3  # in a line of facts
+
+
+def split_of(factbook: Factbook, *, tuning: bool = False) -> dict[str, str]:
+    """Every sovereign country's split; fixed by the sorted list alone. ``tuning``: of the training countries
+    alone.
+    """
+    names = [country.name for country in factbook.countries.values() if country.is_sovereign]
+    pattern = _TUNING_PATTERN if tuning else _PATTERN
+    return {name: pattern[index % len(pattern)] for index, name in enumerate(names)}
+
+
+def build_questions(factbook: Factbook, split: str, *, tuning: bool = False) -> list[Question]:
+    """All questions whose every country belongs to the split, in a fixed order, unambiguous and not answered
+    by their own words.
+    """
+    splits = split_of(factbook, tuning=tuning)
+    members = [country for name, country in factbook.countries.items() if splits.get(name) == split]
+    questions = list(_Builder(factbook, members).build())
+    num_texts = Counter(question.text for question in questions)
+    return [
+        question
+        for question in questions
+        if all(splits.get(name) == split for name in question.entities)
+        and num_texts[question.text] == 1
+        and not _leaks(question)
+    ]
+
+
+def fact_passages(factbook: Factbook) -> tuple[Passage, ...]:
+    """One line per fact that questions ask for, named like the field that it comes from; neighbours, longest
+    border first.
+    """
+    found: list[Passage] = []
+    for country in factbook.countries.values():
+        known = {
+            attribute.field: (attribute.words, country.facts.get(name)) for name, attribute in _ASKED.items()
+        }
+        if country.borders:
+            ordered = sorted(country.borders, key=lambda name: -country.borders[name])
+            known[_BORDER.field] = (_BORDER.words, ", ".join(ordered[:_NUM_NEIGHBOURS]))
+        found += [
+            Passage(passage_id=f"{country.name} - {field}", title=country.name, text=f"{words}: {value}")
+            for field, (words, value) in known.items()
+            if value is not None
+        ]
+    return tuple(found)
+
+
+def _leaks(question: Question) -> bool:
+    """Whether the answer stands in the question itself (the capital of Djibouti); comparisons name both on
+    purpose.
+    """
+    return f" {normalize_answer(question.answer)} " in f" {normalize_answer(question.text)} "
+
+
+class _Builder:
+    """Makes the questions of one split's countries."""
+
+    def __init__(self, factbook: Factbook, members: Sequence[Country]) -> None:
+        self._all = factbook.countries
+        self._members = members
+        self._num_values = Counter(
+            (attribute, normalize_answer(country.facts[attribute]))
+            for country in factbook.countries.values()
+            for attribute in ATTRIBUTES
+            if attribute in country.facts
+        )
+
+    def build(self) -> Iterator[Question]:
+        for country in self._members:
+            yield from self._about(country, "named", country.name, ())
+            for attribute, phrase, hop in self._descriptions(country):
+                yield from self._about(country, attribute, phrase, (hop,))
+        for measure in ("area", "population"):
+            for first, second in pairwise(self._members):
+                yield from self._comparison(measure, first, second)
+
+    def _descriptions(self, country: Country) -> Iterator[tuple[str, str, Hop]]:
+        """Ways to name a country without saying its name, each unique in the whole book and one search."""
+        for name, attribute in ATTRIBUTES.items():
+            value = country.facts.get(name)
+            if (
+                value is None
+                or not attribute.description
+                or self._num_values[name, normalize_answer(value)] > 1
+            ):
+                continue
+            words, own = normalize_answer(value).split(), normalize_answer(country.name).split()
+            if set(words) & set(own):
+                continue  # "Guatemala City" gives its country away
+            query = f"{attribute.words} {value}"
+            yield (
+                name,
+                attribute.description.format(value),
+                Hop(query=query, evidence=f"{country.name} - {attribute.field}", reveals=country.name),
+            )
+
+    def _about(self, country: Country, by: str, phrase: str, hops: tuple[Hop, ...]) -> Iterator[Question]:
+        for name, attribute in ATTRIBUTES.items():
+            if name != by and name in country.facts:
+                yield self._question(
+                    f"{by}>{name}", country, attribute.question.format(phrase), (*hops, _ask(country, name))
+                )
+        if not country.borders or not country.neighbours_known:
+            return
+        ordered = sorted(country.borders.items(), key=lambda item: -item[1])
+        if len(ordered) > 1 and ordered[0][1] > ordered[1][1]:
+            yield from self._longest_border(country, by, phrase, hops, ordered[0][0])
+            yield from self._extremes(country, by, phrase, hops)
+
+    def _longest_border(
+        self, country: Country, by: str, phrase: str, hops: tuple[Hop, ...], nearest: str
+    ) -> Iterator[Question]:
+        border = Hop(
+            query=f"{country.name} {_BORDER.words}",
+            evidence=f"{country.name} - {_BORDER.field}",
+            reveals=nearest,
+        )
+        yield self._question(
+            f"{by}>border", country, _BORDER.question.format(phrase), (*hops, border), (nearest,)
+        )
+        neighbour = self._all[nearest]
+        for name in ("capital", "currency", "code"):
+            if name in neighbour.facts:
+                inner = f"the country that has the longest border with {phrase}"
+                text = ATTRIBUTES[name].question.format(inner)
+                yield self._question(
+                    f"{by}>border>{name}", country, text, (*hops, border, _ask(neighbour, name)), (nearest,)
+                )
+
+    def _extremes(self, country: Country, by: str, phrase: str, hops: tuple[Hop, ...]) -> Iterator[Question]:
+        neighbours = [self._all[name] for name in country.borders]
+        border = Hop(
+            query=f"{country.name} {_BORDER.words}",
+            evidence=f"{country.name} - {_BORDER.field}",
+            reveals=neighbours[-1].name,
+        )
+        names = tuple(neighbour.name for neighbour in neighbours)
+        for measure, is_largest, phrase_of in _EXTREMES:
+            values = {
+                neighbour.name: neighbour.numbers[measure]
+                for neighbour in neighbours
+                if measure in neighbour.numbers
+            }
+            if len(values) < len(neighbours) or len(set(values.values())) < len(values):
+                continue
+            best = (max if is_largest else min)(values, key=values.__getitem__)
+            path = (*hops, border, *(_measure(neighbour, measure) for neighbour in neighbours))
+            text = f"Among the countries that border {phrase}, which has {phrase_of}?"
+            yield self._question(f"{by}>{measure}", country, text, path, names, answer=best)
+            for name in ("capital", "currency"):
+                if name in self._all[best].facts:
+                    inner = f"the country with {phrase_of} among those that border {phrase}"
+                    text = ATTRIBUTES[name].question.format(inner)
+                    yield self._question(
+                        f"{by}>{measure}>{name}", country, text, (*path, _ask(self._all[best], name)), names
+                    )
+
+    def _comparison(self, measure: str, first: Country, second: Country) -> Iterator[Question]:
+        """Which of two countries, both named indirectly, has more; four searches."""
+        one, other = (next(iter(self._descriptions(country)), None) for country in (first, second))
+        values = first.numbers.get(measure), second.numbers.get(measure)
+        if one is None or other is None or None in values or values[0] == values[1]:
+            return
+        winner = max((first, second), key=lambda country: country.numbers[measure])
+        path = (one[2], other[2], _measure(first, measure), _measure(second, measure))
+        text = f"{_MEASURES[measure].question.format(one[1], other[1])} Give the country's name."
+        yield self._question(f"compare>{measure}", first, text, path, (second.name,), answer=winner.name)
+
+    def _question(
+        self,
+        form: str,
+        country: Country,
+        text: str,
+        hops: tuple[Hop, ...],
+        others: tuple[str, ...] = (),
+        answer: str = "",
+    ) -> Question:
+        """A question whose answer, unless given, is what its last search reveals."""
+        entities = (country.name, *(name for name in others if name != country.name))
+        return Question(
+            form=form,
+            subject=country.name,
+            text=text,
+            answer=answer or hops[-1].reveals,
+            hops=hops,
+            entities=entities,
+        )
+
+
+def _ask(country: Country, name: str) -> Hop:
+    attribute = ATTRIBUTES[name]
+    query = f"{country.name} {attribute.words}"
+    return Hop(query=query, evidence=f"{country.name} - {attribute.field}", reveals=country.facts[name])
+
+
+def _measure(country: Country, name: str) -> Hop:
+    measure = _MEASURES[name]
+    query = f"{country.name} {measure.words}"
+    return Hop(query=query, evidence=f"{country.name} - {measure.field}", reveals=country.facts[name])

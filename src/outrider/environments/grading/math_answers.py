@@ -1,0 +1,126 @@
+r"""Whether two mathematical answers are equal, by ``math-verify``, in processes that are killed where it does
+not return.
+
+What clearly explodes (power towers, high powers of groups, huge powers of ten, integrals, factorials) is not
+sent there at all, which saves the time until the limit; such answers are compared as strings and counted as
+undecided when they differ. That is no defence: one short answer can keep a computer algebra system busy in
+one call for years. The processes are (:mod:`math_pool`).
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+
+from outrider.environments.grading.answers import exact_match, unwrap_text
+from outrider.environments.grading.math_pool import math_pool
+from outrider.environments.grading.math_text import one_spelling, split_unit
+
+MAX_CHARS = 200
+_MAX_EXPONENT = 1000
+_MAX_GROUP_EXPONENT = 30
+_MAX_TERMS = 2000  # of the expanded power of a group, by the number of symbols in it
+_POWER = r"(?:\^|\*\*)\s*"
+_EXPONENT = re.compile(_POWER + r"(\{[^{}]*\}|\([^()]*\)|-?\d+(?:\.\d+)?|-?[A-Za-z]|\\[A-Za-z]+)")
+_REFUSED = (
+    re.compile(r"!|\\(?:i*int|oint|sum|prod|lim|d?binom|choose)(?![A-Za-z])"),
+    re.compile(r"\d\.?\s*E\s*[+-]?\s*\d{4,}"),
+    # Nested functions and towers of powers, with or without braces.
+    re.compile(r"(?:\\(?:sin|cos|tan|exp|log|ln)(?![A-Za-z]).*){3}", re.DOTALL),
+    re.compile(_EXPONENT.pattern + r"\s*(?:\^|\*\*)"),
+)
+_BASED = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
+# A hyphen between two words is none; every other sign tells one answer from another.
+_OPERATOR = re.compile(r"[+*/^_<>=]|(?<![A-Za-z]{2})-|-(?![A-Za-z]{2})")
+
+
+class Verdict(StrEnum):
+    """What comparing two answers gave. ``undecided``: different strings, and no value within the limits."""
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    UNDECIDED = "undecided"
+
+
+_EVALUATED = {True: Verdict.EQUAL, False: Verdict.DIFFERENT, None: Verdict.UNDECIDED}
+
+
+def compare_math(prediction: str, gold: str) -> Verdict:
+    r"""Compare two LaTeX or plain expressions, ``\frac{1}{2}`` and ``0.5`` being equal.
+
+    Two numbers with different units are different; where one of them has none, the numbers decide. Answers
+    that hold a word are compared as text and sign by sign: as products of letters "Paris" and "pairs" would
+    be equal. Raises EnvironmentFault when the grading processes cannot be kept up; whatever the answers are,
+    they raise nothing.
+    """
+    return compare_all(prediction, (gold,))[0]
+
+
+def compare_all(prediction: str, golds: Sequence[str]) -> list[Verdict]:
+    """:func:`compare_math` with each of several accepted answers, in one visit to the grading processes."""
+    found = [_by_text(prediction, gold) for gold in golds]
+    pairs = [one for one in found if isinstance(one, tuple)]
+    same = iter(math_pool().same_values(pairs) if pairs else [])
+    return [_EVALUATED[next(same)] if isinstance(one, tuple) else one for one in found]
+
+
+def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
+    """The verdict, where the texts alone give it; else what is to be evaluated."""
+    if not prediction.strip() or not gold.strip():
+        return Verdict.DIFFERENT
+    (predicted, its_unit), (expected, unit) = (split_unit(one_spelling(text)) for text in (prediction, gold))
+    if its_unit and unit and its_unit != unit:
+        return Verdict.DIFFERENT
+    if _is_same_text(predicted, expected):
+        return Verdict.EQUAL
+    bases = [_BASED.fullmatch(text.strip()) for text in (predicted, expected)]
+    if bases[0] and bases[1]:
+        return Verdict.EQUAL if _value(bases[0]) == _value(bases[1]) is not None else Verdict.DIFFERENT
+    if _has_word(predicted) or _has_word(expected):
+        return Verdict.EQUAL if _is_same_wording(predicted, expected) else Verdict.DIFFERENT
+    return (predicted, expected) if _is_safe(predicted) and _is_safe(expected) else Verdict.UNDECIDED
+
+
+def _is_same_text(left: str, right: str) -> bool:
+    """Blanks apart, but for one between two digits."""
+    if "".join(left.split()) == "".join(right.split()) and not re.search(r"\d\s+\d", left + " | " + right):
+        return True
+    return " ".join(left.split()) == " ".join(right.split())
+
+
+def _value(based: re.Match[str]) -> int | None:
+    """Of digits in a base; None where they are no number in it."""
+    digits, base = based.group(1), int(based.group(2) or based.group(3))
+    try:
+        return int(digits, base) if 2 <= base <= 16 else None
+    except ValueError:
+        return None
+
+
+def _is_same_wording(left: str, right: str) -> bool:
+    bare = [unwrap_text(text) for text in (left, right)]
+    return _OPERATOR.findall(bare[0]) == _OPERATOR.findall(bare[1]) and exact_match(bare[0], (bare[1],))
+
+
+def _has_word(text: str) -> bool:
+    """A run of three letters that is neither a command nor the name of an environment."""
+    bare = re.sub(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}", " ", text)
+    return re.search(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", bare)) is not None
+
+
+def _is_safe(text: str) -> bool:
+    if len(text) > MAX_CHARS or any(pattern.search(text) for pattern in _REFUSED):
+        return False
+    exponents = _EXPONENT.findall(text)
+    if text.count("^") + text.count("**") != len(exponents) or any("^" in e or "**" in e for e in exponents):
+        return False
+    sizes = [
+        max((int(digits[:6]) for digits in re.findall(r"\d+", exponent)), default=1) for exponent in exponents
+    ]
+    product = math.prod(max(size, 1) for size in sizes)
+    is_group_power = re.search(r"[)}\]]\s*(?:\^|\*\*)", text) is not None
+    if not is_group_power:
+        is_small = "=" not in text and max(sizes, default=1) <= _MAX_GROUP_EXPONENT  # a sum of small powers
+        return is_small or product <= (_MAX_GROUP_EXPONENT if "=" in text else _MAX_EXPONENT)
+    num_symbols = len(set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text))))
+    return product <= _MAX_GROUP_EXPONENT and math.comb(product + num_symbols, num_symbols) <= _MAX_TERMS

@@ -1,0 +1,119 @@
+"""The grading process: loads the algebra system once, and forks a child that evaluates pairs until one of
+them kills it.
+
+Lines of JSON on standard input and output: a list of pairs of texts in, a list of true, false or null
+(undecided) out. The first line out is ``[]``: ready. The limit of a pair is one of processor time, which the
+kernel keeps even inside one call of C, so that a verdict does not depend on what else the machine does; the
+limit of wall time is far above it.
+"""
+
+import json
+import logging
+import os
+import resource
+import select
+import socket
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from outrider.tools.sandbox import die_with_parent
+
+WALL_SECONDS = 60.0
+_MEMORY_BYTES = 1 << 30  # beyond what is mapped at the start
+_VERDICTS = {b"1": True, b"0": False, b"?": None}
+
+
+def main(parent: int, cpu_seconds: int) -> None:
+    """Serve until standard input ends, or ``parent``, whose process id this is, has ended. ``cpu_seconds``
+    limits a pair.
+    """
+
+    logging.disable(logging.CRITICAL)
+    _say([])
+    child: _Child | None = None
+    requests = select.poll()
+    requests.register(0, select.POLLIN)
+    while os.getppid() == parent:
+        if not requests.poll(1000):
+            continue
+        line = sys.stdin.buffer.readline()
+        if not line:
+            break
+        verdicts: list[bool | None] = []
+        for left, right in json.loads(line):
+            child = child or _Child(cpu_seconds)
+            verdict = child.ask(left, right)
+            verdicts.append(_VERDICTS.get(verdict))
+            if not verdict:
+                child.end()
+                child = None
+        _say(verdicts)
+    if child is not None:
+        child.end()
+
+
+def _say(verdicts: list[bool | None]) -> None:
+    sys.stdout.buffer.write(json.dumps(verdicts).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+class _Child:
+    """A fork of this process that evaluates one pair after another."""
+
+    def __init__(self, cpu_seconds: int) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._socket.close()
+            _evaluate(theirs, cpu_seconds)
+        theirs.close()
+
+    def ask(self, left: str, right: str) -> bytes:
+        """The verdict; empty when the child ended, or did not end its work in time."""
+        self._socket.settimeout(WALL_SECONDS)
+        try:
+            self._socket.send(json.dumps([left, right]).encode())
+            return self._socket.recv(16)
+        except OSError:
+            return b""
+
+    def end(self) -> None:
+        """Kill it, whatever it does."""
+        os.kill(self._pid, 9)
+        os.waitpid(self._pid, 0)
+        self._socket.close()
+
+
+def _evaluate(pairs: socket.socket, cpu_seconds: int) -> NoReturn:
+    """Answer until the other end closes. The kernel kills this process at its limits."""
+    from outrider.environments.grading.math_values import is_same_value
+
+    try:
+        die_with_parent()
+        _limit(resource.RLIMIT_AS, _mapped_bytes() + _MEMORY_BYTES)
+        _limit(resource.RLIMIT_CORE, 0)
+        while request := pairs.recv(1 << 17):
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + cpu_seconds)
+            left, right = json.loads(request)
+            pairs.send(_verdict(left, right, is_same_value))
+    finally:
+        os._exit(0)
+
+
+def _verdict(left: str, right: str, is_same_value: Callable[[str, str], bool]) -> bytes:
+    try:
+        return b"1" if is_same_value(left, right) else b"0"
+    except Exception:  # an exhausted stack or memory, or a fault of the library: no verdict
+        return b"?"
+
+
+def _limit(what: int, value: int) -> None:
+    """The soft limit only: that of processor time grows with every pair."""
+    resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
+
+
+def _mapped_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()

@@ -1,0 +1,267 @@
+"""Houses to search: a small text world of fixed layout, in pure Python. A task asks for one thing of one
+house.
+
+What lies where differs from house to house and is told only by looking, so a policy that has read nothing
+must search, and what earlier episodes saw is worth reading. The return is 1 for the thing in hand, else 0.
+``max_moves`` cuts an episode.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, model_validator
+
+from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, played_steps
+from outrider.environments.house.plan import HALL, HousePlan, HouseSettings, make_house
+from outrider.environments.scienceworld import text as scienceworld_text
+from outrider.errors import ConfigError
+from outrider.types import Message, Step, Task
+
+SPLITS: Final = ("train", "valid", "test")
+PROMPT: Final = (
+    "You search a house. Write one command a turn: <action>go ROOM</action>, <action>open FURNITURE</action> or "
+    "<action>take THING</action>.\n\n{state}"
+)
+
+
+class HouseConfig(EnvironmentSettings):
+    """Which houses there are. More houses leave the first ones as they are."""
+
+    type: Literal["house"] = "house"
+    house: HouseSettings = HouseSettings()
+    num_train: Annotated[int, Field(ge=0)] = 8
+    """Houses of the split, each with ``house.num_things`` tasks."""
+    num_valid: Annotated[int, Field(ge=0)] = 2
+    num_test: Annotated[int, Field(ge=0)] = 4
+    house_seed: int = 0
+    max_moves: Annotated[int, Field(ge=1)] = 8
+    """Commands after which an episode is cut, done or refused; text without a command costs none."""
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> "HouseConfig":
+        if self.num_train + self.num_valid + self.num_test == 0:
+            raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to search")
+        return self
+
+    @property
+    def name(self) -> str:
+        """What tells these houses from others, for task keys."""
+        return f"{self.house.name}-{self.house_seed}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Episode:
+    room: str = HALL
+    opened: set[str] = field(default_factory=set)  # rooms whose furniture is open
+    carried: set[str] = field(default_factory=set)
+    num_moves: int = 0
+    num_turns: int = 0
+    num_invalid: int = 0
+    num_refused: int = 0
+    done: bool = False
+
+
+class HouseEnvironment:
+    """One episode. Chat protocol: the command in ``<action>...</action>``, what happened and what is seen as
+    a user message.
+    """
+
+    def __init__(self, *, plan: HousePlan, goal: str, max_moves: int) -> None:
+        """``goal`` is a thing of the house."""
+        self._plan = plan
+        self._goal = goal
+        self._max_moves = max_moves
+        self._episode = _Episode()
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        """Back into the hall, with everything in its place. ``seed`` changes nothing: a house is fixed."""
+        self._episode = _Episode()
+        return (Message(role="user", content=PROMPT.format(state=self._state())),)
+
+    def step(self, message: Message) -> StepResult:
+        """Do the one command of the message; unreadable text changes nothing and is answered in words."""
+        episode = self._episode
+        if episode.done:
+            raise RuntimeError("the search has ended")
+        episode.num_turns += 1
+        parsed = scienceworld_text.parse_action(message.content)
+        verb, _, noun = parsed.action.partition(" ")
+        known = {"go": self._go, "open": self._open, "take": self._take}
+        if parsed.problem or verb not in known or not noun:
+            episode.num_invalid += 1
+            problem = parsed.problem or "The commands are go ROOM, open FURNITURE and take THING."
+            return StepResult(message=Message(role="user", content=problem), invalid=True)
+        episode.num_moves += 1
+        refused, told = known[verb](noun)
+        episode.num_refused += refused
+        found = self._goal in episode.carried
+        cut = not found and episode.num_moves >= self._max_moves
+        episode.done = found or cut
+        content = told if episode.done else f"{told}\n{self._state()}"
+        return StepResult(
+            message=Message(role="user", content=content),
+            reward=float(found),
+            done=episode.done,
+            refused=refused,
+            truncated=cut,
+        )
+
+    def result(self) -> EpisodeResult:
+        """1 with the thing in hand."""
+        episode, found = self._episode, self._goal in self._episode.carried
+        counts = ("num_moves", "num_turns", "num_invalid", "num_refused")
+        return EpisodeResult(
+            episode_return=float(found),
+            success=found,
+            metrics={name: float(getattr(episode, name)) for name in counts},
+        )
+
+    def copy(self) -> "HouseEnvironment":
+        """The same episode at the same point; neither sees what the other does from then on."""
+        twin = HouseEnvironment(plan=self._plan, goal=self._goal, max_moves=self._max_moves)
+        own = self._episode
+        twin._episode = replace(own, opened=set(own.opened), carried=set(own.carried))
+        return twin
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _go(self, room: str) -> tuple[bool, str]:
+        plan, here = self._plan, self._episode.room
+        if room not in plan.doors(here):
+            return True, f"No door leads from the {here} to the {room}."
+        key = plan.locks.get(room)
+        if key is not None and key not in self._episode.carried:
+            return True, f"The door to the {room} is locked, it needs the {key}."
+        self._episode.room = room
+        return False, f"You go to the {room}."
+
+    def _open(self, furniture: str) -> tuple[bool, str]:
+        here = self._episode.room
+        if self._plan.furniture.get(here) != furniture:
+            return True, f"There is no {furniture} in the {here}."
+        self._episode.opened.add(here)
+        held = self._visible()
+        return False, f"In the {furniture} in the {here} is {'the ' + held if held else 'nothing'}."
+
+    def _take(self, thing: str) -> tuple[bool, str]:
+        if self._visible() != thing:
+            return True, f"You see no {thing} in the {self._episode.room}."
+        self._episode.carried.add(thing)
+        return False, f"You take the {thing}."
+
+    def _visible(self) -> str | None:
+        """What lies in the room's open furniture."""
+        here = self._episode.room
+        held = self._plan.contents.get(here) if here in self._episode.opened else None
+        return None if held in self._episode.carried else held
+
+    def _state(self) -> str:
+        here = self._episode.room
+        furniture = self._plan.furniture.get(here)
+        seen = f" You see: {furniture}." if furniture else ""
+        return f"You are in the {here}. Doors: {', '.join(self._plan.doors(here))}.{seen} You look for the {self._goal}."
+
+
+class HouseFactory:
+    """Makes environments; nothing is shared but plans, which do not change."""
+
+    def __init__(self, config: HouseConfig) -> None:
+        self._config = config
+
+    def __call__(self, task: Task) -> HouseEnvironment:
+        """A fresh episode of the task. Raises :class:`ConfigError` for a task of other houses."""
+        plan, goal = _plan(task, self._config)
+        return HouseEnvironment(plan=plan, goal=goal, max_moves=self._config.max_moves)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class HouseFamily:
+    """The houses of a config."""
+
+    Settings = HouseConfig
+    name = "house"
+    stop: tuple[str, ...] = (scienceworld_text.STOP,)
+    protocol: Literal["inline", "chat"] = "chat"
+    stateful = True
+
+    def __init__(self, config: HouseConfig) -> None:
+        self.config = config
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The frozen list of ``train``, ``valid`` or ``test``: the things of its houses, a house's first
+        things first.
+
+        The first tasks of a split are so of as many houses as there are. ``metadata["world"]`` names the
+        house.
+        """
+        sizes = dict(
+            zip(SPLITS, (self.config.num_train, self.config.num_valid, self.config.num_test), strict=True)
+        )
+        if split not in sizes:
+            raise ConfigError(f"unknown split {split!r}; houses have {', '.join(SPLITS)}")
+        plans = [
+            make_house(self.config.house, self.config.house_seed, split, index)
+            for index in range(sizes[split])
+        ]
+        return tuple(
+            self._task(split, index, plan.things()[number])
+            for number in range(self.config.house.num_things)
+            for index, plan in enumerate(plans)
+        )
+
+    def _task(self, split: str, index: int, thing: str) -> Task:
+        world = f"house/{self.config.name}/{split}/{index}"
+        return Task(
+            key=f"{world}/{thing}",
+            question=f"Find the {thing} in house {index} of {split}.",
+            metadata={
+                "houses": self.config.name,
+                "world": world,
+                "split": split,
+                "index": index,
+                "thing": thing,
+            },
+        )
+
+    def make(self) -> HouseFactory:
+        """Needs nothing."""
+        return HouseFactory(self.config)
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """The shortest way to the thing, by one who knows the house; None where it needs more than
+        ``max_moves``.
+        """
+        plan, goal = _plan(task, self.config)
+        environment = HouseEnvironment(plan=plan, goal=goal, max_moves=self.config.max_moves)
+        environment.reset(seed)
+        steps = played_steps(
+            environment, [scienceworld_text.render_action(one) for one in solution(plan, goal)]
+        )
+        return steps if environment.result().success else None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def solution(plan: HousePlan, goal: str) -> tuple[str, ...]:
+    """The shortest commands that bring a thing: its door's key first, where it has one."""
+    commands: list[str] = []
+    here = HALL
+    key = plan.locks.get(plan.room_of(goal))
+    for wanted in [goal] if key is None else [key, goal]:
+        room = plan.room_of(wanted)
+        commands += [f"go {one}" for one in plan.way(here, room)]
+        commands += [f"open {plan.furniture[room]}", f"take {wanted}"]
+        here = room
+    return tuple(commands)
+
+
+def _plan(task: Task, config: HouseConfig) -> tuple[HousePlan, str]:
+    if task.metadata.get("houses") != config.name:
+        raise ConfigError(f"{task.key} is no task of the houses {config.name}")
+    split, index, thing = (task.metadata[name] for name in ("split", "index", "thing"))
+    return make_house(config.house, config.house_seed, str(split), int(str(index))), str(thing)

@@ -1,0 +1,235 @@
+"""The shelf of made TextWorld games on disk, and how they are made.
+
+Games are made by a child process (``python -m`` of this module) with a fixed order of hashing: TextWorld's
+own order of sets reaches the bytes of some games, and its generator keeps state for the whole process. A game
+is kept only when its own walkthrough wins it.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.config import Settings
+from outrider.environments.textworld.kinds import (
+    CoinCollector,
+    Cooking,
+    GameSettings,
+    QuestGame,
+    Split,
+    TreasureHunter,
+)
+from outrider.environments.textworld.play import StoryGame, walkthrough
+from outrider.errors import ConfigError, EnvironmentFault
+from outrider.seeding import stream
+
+PACKAGE_VERSION: Final = "1.7.0"
+MAX_ATTEMPTS: Final = 20
+"""Draws after which a game counts as impossible with its settings."""
+_FORMAT: Final = 1  # raise it when our way of making games changes: old ones are then made again
+_IMPOSSIBLE: Final = 3  # exit status of the child
+_LEAD_S: Final = 60.0  # starting Python and loading the package, on a busy machine
+# would change games behind the shelf's back
+_SWITCHES: Final = ("INFORM_HOME", "TEXTWORLD_DEBUG", "TEXTWORLD_I6_DEBUG")
+_SERIAL: Final = slice(0x12, 0x18)  # of a Z-machine story: the day of compilation; outside of the checksum
+# the rollouts of a group want the same game at once: one makes it, the others wait
+_MAKING: Final = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GameShelf:
+    """The made games of one kind and seed, each in a folder of its own that appears whole or not at all.
+
+    Processes may share a shelf: of two that make the same game, the first to finish puts it there. A kill
+    leaves at most a hidden folder of unfinished work.
+    """
+
+    root: Path
+    game: QuestGame | CoinCollector | TreasureHunter | Cooking
+    game_seed: int
+    num_makers: int = 2
+    make_limit_s: float = 120.0
+
+    @property
+    def name(self) -> str:
+        """Kind and a hash over all that decides what the games are."""
+        key = {
+            "format": _FORMAT,
+            "game": self.game.model_dump(mode="json"),
+            "seed": self.game_seed,
+            "textworld": PACKAGE_VERSION,
+        }
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return f"{self.game.type}-{digest[:12]}"
+
+    def story(self, split: Split, index: int) -> Path:
+        """Path of a game's story file, made or not; its description lies beside it."""
+        return self.root / self.name / f"{split}-{index}" / "game.z8"
+
+    def ensure(self, wanted: Sequence[tuple[Split, int]]) -> None:
+        """Make what is missing (2-5 s a game), with up to ``num_makers`` processes.
+
+        Raises :class:`ConfigError` where the settings allow no game and :class:`EnvironmentFault` where
+        making fails.
+        """
+        if not self._missing(wanted):
+            return
+        with _MAKING:
+            missing = self._missing(wanted)
+            shares = [
+                missing[first :: self.num_makers] for first in range(min(self.num_makers, len(missing)))
+            ]
+            with ThreadPoolExecutor(max_workers=self.num_makers) as pool:
+                list(pool.map(self._make, shares))
+
+    def _missing(self, wanted: Sequence[tuple[Split, int]]) -> list[tuple[Split, int]]:
+        return [key for key in wanted if not self.story(*key).exists()]
+
+    def _make(self, wanted: Sequence[tuple[Split, int]]) -> None:
+        folder = self.root / self.name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".work-", ignore_cleanup_errors=True) as work:
+                order = _Order(
+                    root=self.root,
+                    game=self.game,
+                    game_seed=self.game_seed,
+                    wanted=tuple(wanted),
+                    work=Path(work).absolute(),
+                )
+                finished = _run_child(order, limit_s=_LEAD_S + self.make_limit_s * len(wanted))
+        except OSError as error:
+            raise EnvironmentFault(f"cannot make TextWorld games in {folder}: {error}") from error
+        last_words = (finished.stderr.strip().splitlines() or ["no message"])[-1]
+        if finished.returncode == _IMPOSSIBLE:
+            raise ConfigError(last_words)
+        if finished.returncode != 0:
+            raise EnvironmentFault(f"TextWorld made no game (status {finished.returncode}): {last_words}")
+
+
+class _Order(Settings):
+    """What the child is asked to make."""
+
+    root: Path
+    game: GameSettings
+    game_seed: int
+    wanted: tuple[tuple[Split, int], ...]
+    work: Path
+
+
+def _run_child(order: _Order, *, limit_s: float) -> "subprocess.CompletedProcess[str]":
+    environment = {key: value for key, value in os.environ.items() if key not in _SWITCHES}
+    environment |= {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
+    command = [sys.executable, "-P", "-m", "outrider.environments.textworld.games"]
+    try:
+        return subprocess.run(
+            command, input=order.model_dump_json(), env=environment, capture_output=True, encoding="utf-8", timeout=limit_s,
+            start_new_session=True,  # Ctrl-C is for the trainer
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFault(f"TextWorld made no game within {limit_s:g} s") from error
+
+
+def main() -> int:
+    """The child: make the games of an order read from standard input, each moved to its place when it is
+    whole.
+    """
+    parent = os.getppid()
+    order = _Order.model_validate_json(sys.stdin.read())
+    shelf = GameShelf(root=order.root, game=order.game, game_seed=order.game_seed)
+    for split, index in order.wanted:
+        if os.getppid() != parent:  # killed: nobody waits for the rest
+            return 1
+        target = shelf.story(split, index).parent
+        folder = order.work / target.name
+        try:
+            _make_one(order, split, index, folder)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return _IMPOSSIBLE
+        with suppress(OSError):  # another process finished first: its game is the same
+            folder.rename(target)
+        if not shelf.story(split, index).exists():
+            print(f"cannot write {target}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _make_one(order: _Order, split: Split, index: int, folder: Path) -> None:
+    """Draw games until one's walkthrough wins it. The draws follow the seeds alone, so everyone ends at the
+    same game.
+    """
+    from textworld.generator import compile_inform7_game, generate_inform7_source
+
+    problem = ""
+    for attempt in range(MAX_ATTEMPTS):
+        try:
+            game = _draw(order.game, split, draw_seeds(order.game_seed, split, index, attempt))
+            source = generate_inform7_source(game)
+        except OSError:
+            raise
+        # no quest of this length, no name left, no way out of a room: the next draw may do
+        except Exception as error:
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            continue
+        folder.mkdir(exist_ok=True)
+        story = folder / "game.z8"
+        game.save(str(story.with_suffix(".json")))
+        compile_inform7_game(source, str(story))
+        story.with_suffix(".ni").unlink()
+        data = bytearray(story.read_bytes())
+        data[_SERIAL] = b"000000"
+        story.write_bytes(data)
+        if _is_won(story):
+            return
+        problem = "its walkthrough does not win it"
+    raise ConfigError(f"no TextWorld game with {order.game!r} in {MAX_ATTEMPTS} draws; the last: {problem}")
+
+
+def draw_seeds(game_seed: int, split: Split, index: int, attempt: int) -> dict[str, int]:
+    """The seeds of the package's four generators for one draw of a game."""
+    draws = stream(game_seed, "textworld game", split, index, attempt).integers(2**31, size=4)
+    return dict(zip(("map", "objects", "quest", "grammar"), map(int, draws), strict=True))
+
+
+def _draw(
+    settings: QuestGame | CoinCollector | TreasureHunter | Cooking, split: Split, seeds: dict[str, int]
+) -> Any:
+    from textworld import GameOptions
+    from textworld.challenges import CHALLENGES
+    from textworld.generator import make_game
+
+    options = GameOptions()
+    options.seeds = seeds
+    if isinstance(settings, Cooking):
+        skills = settings.model_dump(include={"open", "cook", "cut", "drop"})
+        sizes = {"recipe": settings.num_ingredients, "take": settings.num_to_find, "go": settings.num_rooms}
+        return CHALLENGES["tw-cooking"][1]({**skills, **sizes, "recipe_seed": 0, "split": split}, options)
+    options.grammar.only_last_action = settings.goal_only
+    if isinstance(settings, QuestGame):
+        options.nb_rooms, options.nb_objects = settings.num_rooms, settings.num_objects
+        options.quest_length, options.quest_breadth = settings.quest_length, settings.quest_breadth
+        return make_game(options)
+    return CHALLENGES[f"tw-{settings.type}"][1]({"level": settings.level}, options)
+
+
+def _is_won(story: Path) -> bool:
+    game = StoryGame.start(story, with_commands=False)
+    try:
+        replies = [game.act(command) for command in walkthrough(story)]
+    finally:
+        game.close()
+    return any(reply.won and reply.score == game.opening.max_score for reply in replies)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

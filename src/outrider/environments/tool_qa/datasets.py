@@ -1,0 +1,163 @@
+"""Question-and-answer data sets as task lists: JSONL and Parquet files and Hugging Face data sets."""
+
+import hashlib
+import importlib
+import itertools
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from outrider.config import Settings
+from outrider.errors import DataError, ToolUnavailable
+from outrider.records import Row, read_rows
+from outrider.types import Json, Task
+
+Split = Literal["train", "valid", "test"]
+
+
+class DatasetConfig(Settings):
+    """Where a split's rows are and which columns hold what. Dotted names go into nested columns
+    (``reward_model.ground_truth``).
+    """
+
+    path: Path | None = None
+    """A ``.jsonl`` or ``.parquet`` file."""
+    hub: str | None = None
+    """A Hugging Face data set instead, such as ``openai/gsm8k``; needs the package ``datasets``."""
+    hub_config: str | None = None
+    """The configuration of the hub's data set, where it has several."""
+    hub_split: str = "train"
+    """The split of the hub's data set."""
+    question: str = "question"
+    """Column of the question."""
+    answer: str = "answer"
+    """Column of the answer: a string, a number, or a list of accepted ones."""
+    key: str | None = None
+    """Column of a key that is unique in the data set; None numbers the rows."""
+    answer_after: str | None = None
+    """Only what follows the last occurrence of this mark is the answer (``####`` in GSM8K)."""
+    blank_answers: Literal["error", "drop"] = "error"
+    """What a row with a blank answer does: stop the run, or be left out with a warning that counts such
+    rows.
+    """
+    limit: int | None = Field(default=None, ge=1)
+    """Only the first rows."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DatasetConfig":
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("set exactly one of path and hub")
+        return self
+
+
+def load_tasks(config: DatasetConfig) -> list[Task]:
+    """The tasks of one split in file order.
+
+    Raises DataError, naming file and line, for a missing or empty data set, a malformed row, a missing
+    column, a blank question or answer and a duplicate key; ToolUnavailable where the hub is needed without
+    its package.
+    """
+    tasks: dict[str, Task] = {}
+    blank: list[str] = []
+    for index, row in enumerate(_rows(config)):
+        if config.limit is not None and index >= config.limit:
+            break
+        task = _task(row, index, config)
+        if not all(task.answers):
+            blank.append(row.place)
+            continue
+        if task.key in tasks:
+            raise DataError(f"{row.place}: duplicate key {task.key!r}")
+        tasks[task.key] = task
+    if blank and config.blank_answers == "error":
+        raise DataError(
+            f'{blank[0]}: column {config.answer!r} holds a blank answer; blank_answers = "drop" leaves such rows out'
+        )
+    if blank:
+        logging.getLogger(__name__).warning(
+            "%d rows with a blank answer left out, the first at %s", len(blank), blank[0]
+        )
+    if not tasks:
+        raise DataError(f"{config.path or config.hub}: the data set is empty")
+    return list(tasks.values())
+
+
+def panel_hash(tasks: Sequence[Task]) -> str:
+    """SHA-256 (hex) over everything in a task list, in order: two panels are the same exactly when this
+    is.
+    """
+    digest = hashlib.sha256()
+    for task in tasks:
+        record = [task.key, task.question, list(task.answers), dict(task.metadata)]
+        digest.update(json.dumps(record, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def hub_rows(name: str, config: str | None, split: str, *, advice: str = "") -> Iterator[Row]:
+    """Rows of a Hugging Face data set, as they are asked for; ``advice`` ends every message.
+
+    Raises ToolUnavailable without the package ``datasets``, and DataError when the data set cannot be loaded.
+    """
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ToolUnavailable(
+            f"{name}: the hub needs the package datasets (pip install 'outrider[hub]'){advice}"
+        ) from error
+    try:
+        records = iter(library.load_dataset(name, config, split=split))
+    # the library and its transports raise many kinds; all mean that the data set is not there
+    except Exception as error:
+        raise _unloadable(name, error, advice) from error
+    for index in itertools.count():
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except Exception as error:  # a broken shard shows where it is read
+            raise _unloadable(name, error, advice) from error
+        yield Row(place=f"{name}:row {index}", values=record)
+
+
+def _unloadable(name: str, error: Exception, advice: str) -> DataError:
+    reason = (str(error) or repr(error)).splitlines()[0].rstrip(".")
+    return DataError(f"{name}: cannot load: {reason}{advice}")
+
+
+def _rows(config: DatasetConfig) -> Iterable[Row]:
+    if config.path is not None:
+        return read_rows(config.path)
+    assert config.hub is not None
+    return hub_rows(config.hub, config.hub_config, config.hub_split)
+
+
+def _task(row: Row, index: int, config: DatasetConfig) -> Task:
+    name = config.path.stem if config.path is not None else f"{config.hub}-{config.hub_split}"
+    key = f"{name}-{index}" if config.key is None else str(row.get(config.key))
+    return Task(key=key, question=row.text(config.question).strip(), answers=_answers(row, config))
+
+
+def _answers(row: Row, config: DatasetConfig) -> tuple[str, ...]:
+    value = row.get(config.answer)
+    answers = tuple(_answer(one, row, config) for one in (value if isinstance(value, list) else [value]))
+    if not answers:
+        raise DataError(f"{row.place}: column {config.answer!r} holds no answer")
+    return answers
+
+
+def _answer(value: Json, row: Row, config: DatasetConfig) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(
+            f"{row.place}: column {config.answer!r} must hold text or numbers, got {value!r}"[:300]
+        )
+    text = "" if isinstance(value, float) and not math.isfinite(value) else str(value)  # a missing number
+    if config.answer_after is not None:
+        _, mark, text = text.rpartition(config.answer_after)
+        if not mark:
+            raise DataError(f"{row.place}: column {config.answer!r} lacks the mark {config.answer_after!r}")
+    return text.strip()

@@ -1,0 +1,150 @@
+r"""The ``tools`` environment: questions answered with search and Python in the papers' tag protocol (ARPO,
+RAPO).
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, TypeAlias, cast
+
+from pydantic import Field, model_validator
+
+from outrider.config import Settings
+from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
+from outrider.environments.tool_qa.episode import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.tag_protocol import ANSWER, stop_strings
+from outrider.errors import DataError
+from outrider.plugins.fields import Entry
+from outrider.plugins.registry import build_named, resolve
+from outrider.tools.base import Tool, ToolContext
+from outrider.tools.python import PythonToolConfig
+from outrider.tools.search import SearchConfig
+from outrider.types import Step, Task
+
+ToolName: TypeAlias = Annotated[str | Settings, Entry("tools")]
+"""A tool by name, with its default settings, or a table with its ``type`` and settings."""
+_TAG = re.compile(r"[a-z][a-z0-9_]*")
+_TAKEN = ("think", "result", "retrieve", ANSWER)
+
+
+class ToolsConfig(EpisodeConfig):
+    """Tasks from your own data, with the tools that you name."""
+
+    has_experts: ClassVar[bool] = False
+
+    type: Literal["tools"] = "tools"
+    train: DatasetConfig | None = None
+    valid: DatasetConfig | None = None
+    test: DatasetConfig | None = None
+    tools: tuple[ToolName, ...] = ("search", "python")
+    """The tools in use: names of plug-ins, or tables such as ``{type = "my_module:MyTool", digits = 3}``."""
+    corpus: Path | None = None
+    """Passages to search: JSONL or Parquet with the columns id, title, text. Needed by the tool search."""
+    search: SearchConfig = SearchConfig()
+    python: PythonToolConfig = PythonToolConfig()
+    prompt: Literal["full", "short", "none"] = "full"
+    """The system prompt: with the whole format explained, one line for small models, or none at all."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """Your own system prompt in place of that choice."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "ToolsConfig":
+        names = self.tool_names()
+        if not names or len(set(names)) != len(names):
+            raise ValueError("tools must name at least one tool, each once")
+        if wrong := [name for name in names if not _TAG.fullmatch(name) or name in _TAKEN]:
+            raise ValueError(
+                f"a tool cannot have the tag name {wrong[0]!r}: lower-case letters, and none of {', '.join(_TAKEN)}"
+            )
+        if "search" in self.tools and self.corpus is None:
+            raise ValueError("the tool search needs a corpus")
+        return self
+
+    def tool_names(self) -> tuple[str, ...]:
+        """Tag names, in the recipe's order."""
+        return tuple(str(getattr(resolve("tools", plugin_name(one)), "name", "")) for one in self.tools)
+
+    def waiting_s(self, num_concurrent: int) -> float:
+        """Python runs so many calls at a time; the others wait."""
+        if "python" not in self.tools:
+            return 0.0
+        return self.python.wall_seconds * math.ceil(num_concurrent / self.python.num_servers)
+
+
+def plugin_name(tool: str | Settings) -> str:
+    """The plug-in's name of an entry of ``tools``."""
+    return tool if isinstance(tool, str) else str(tool.type)  # type: ignore[attr-defined]
+
+
+class ToolsFamily:
+    """Questions of your own, with tools. Showing a step is the same as doing it: tools change nothing."""
+
+    Settings = ToolsConfig
+    name = "tools"
+    protocol = "inline"
+    stateful = False
+
+    def __init__(self, config: ToolsConfig) -> None:
+        self.config = config
+        self.stop = stop_strings(config.tool_names())
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The rows of a split in file order; raises DataError when none is configured or the data are bad."""
+        dataset = {"train": self.config.train, "valid": self.config.valid, "test": self.config.test}.get(
+            split
+        )
+        if dataset is None:
+            raise DataError(f"tools: no data set is configured for the split {split!r}")
+        return load_tasks(dataset)
+
+    def make(self) -> ToolEnvironmentFactory:
+        """Load every configured tool; raises ToolUnavailable or DataError when one cannot work here."""
+        tools: list[Tool] = []
+        try:
+            for one in self.config.tools:
+                tools.append(self._load(one))
+        except BaseException:
+            for tool in tools:
+                tool.close()
+            raise
+        return ToolEnvironmentFactory(
+            tools=tools, config=self.config, system_prompt=system_prompt(self.config)
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """None: data sets come without solutions."""
+        return None
+
+    def _load(self, chosen: ToolName) -> Tool:
+        settings = None if isinstance(chosen, str) else chosen
+        context = ToolContext(environment=self.config)
+        return cast(Tool, build_named("tools", plugin_name(chosen), settings, context))
+
+
+def system_prompt(config: ToolsConfig) -> str:
+    """The system prompt that the settings choose; empty for none."""
+    if config.system_prompt is not None:
+        return config.system_prompt
+    if config.prompt == "none":
+        return ""
+    box = r"\boxed{...}" if config.reward.require_boxed else "..."
+    if config.prompt == "short":
+        calls = " or ".join(f"<{name}>...</{name}>" for name in config.tool_names())
+        return f"Think, use {calls}, then end with <answer>{box}</answer>."
+    lines = [
+        "Solve the question step by step. Put your thoughts in <think> and </think> before each action.",
+        *(usage(resolve("tools", plugin_name(one))) for one in config.tools),
+        f"What a tool returns appears between <result> and </result>; never write that yourself. You have {config.max_calls} calls.",
+        f"End with <answer>{box}</answer>, which holds the final answer and nothing else.",
+    ]
+    return "\n".join(lines)
+
+
+def usage(tool: type) -> str:
+    """The line of a tool's class for the system prompt; a plain one where it has none."""
+    name = getattr(tool, "name", "")
+    return str(getattr(tool, "usage", f"Write <{name}>input</{name}> to use {name}."))

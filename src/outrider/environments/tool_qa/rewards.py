@@ -1,0 +1,97 @@
+"""The outcome reward of tool-reasoning episodes, computed over structured turns and not over one decoded
+string.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from outrider.config import Settings
+from outrider.environments.grading.answers import (
+    contains_answer,
+    exact_match,
+    f1_score,
+    last_boxed,
+    unwrap_text,
+)
+from outrider.environments.grading.math_answers import Verdict, compare_all
+from outrider.environments.tool_qa.tag_protocol import Answer, Turn, format_fault, parse_action
+
+
+class RewardConfig(Settings):
+    """How an answer becomes a reward (ARPO, arXiv 2507.19849, equation 8, is the default)."""
+
+    answer: Literal["f1", "em", "math"] = "f1"
+    """Correctness: token F1, exact match after normalisation, or mathematical equivalence (both 0 or 1)."""
+    format_penalty: float = Field(default=-1.0, le=0.0)
+    """Reward of an episode whose format is bad, whatever it answered."""
+    require_think: bool = True
+    """Whether at least one think block is part of the format."""
+    require_boxed: bool = True
+    r"""Whether the answer must hold a closed ``\boxed{}``; without a box the answer tag's text counts."""
+    multi_tool_bonus: float = Field(default=0.1, ge=0.0)
+    """Added to a correctness above 0 when two different tools were executed (not: mentioned)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The reward and all that it was made from. ``fault`` is None for a good format; ``num_undecided`` counts
+    golds that could not be compared safely (math only).
+    """
+
+    reward: float
+    correctness: float
+    prediction: str
+    fault: str | None
+    em: bool
+    f1: float
+    contained: bool
+    is_correct: bool
+    num_undecided: int = 0
+
+
+def score_turns(
+    turns: Sequence[Turn], answers: Sequence[str], tools: Sequence[str], config: RewardConfig
+) -> Score:
+    """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use.
+
+    Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
+    above 0.
+    """
+    fault = (
+        "no turn"
+        if not turns
+        else format_fault(
+            turns, tools, require_think=config.require_think, require_boxed=config.require_boxed
+        )
+    )
+    prediction = _prediction(turns[-1].text, tools) if turns else ""
+    em = exact_match(prediction, answers)
+    f1 = f1_score(prediction, answers)
+    verdicts = compare_all(prediction, answers) if config.answer == "math" else []
+    is_correct = Verdict.EQUAL in verdicts if config.answer == "math" else em
+    correctness = f1 if config.answer == "f1" else float(is_correct)
+    num_tools = len({turn.executed_tool for turn in turns} - {None})
+    bonus = config.multi_tool_bonus if num_tools >= 2 and correctness > 0 else 0.0
+    return Score(
+        reward=config.format_penalty if fault is not None else correctness + bonus,
+        correctness=correctness,
+        prediction=prediction,
+        fault=fault,
+        em=em,
+        f1=f1,
+        contained=contains_answer(prediction, answers),
+        is_correct=is_correct,
+        num_undecided=verdicts.count(Verdict.UNDECIDED),
+    )
+
+
+def _prediction(text: str, tools: Sequence[str]) -> str:
+    """What the last turn answered: its last box, else the answer's text; empty when it does not answer."""
+    action = parse_action(text, tools)
+    if not isinstance(action, Answer):
+        return ""
+    boxed = last_boxed(action.text)
+    return unwrap_text(action.text if boxed is None else boxed)

@@ -1,0 +1,309 @@
+r"""Taking an answer out of an output and grading it, by our rules or by those of a released evaluation.
+
+``default`` is ``environments.answers`` and ``environments.math_answers``, the rules of training, but that
+``\text{}`` goes from accepted answers too, as it goes from predictions. The other variants reproduce what
+released code does, so that numbers can be compared with published ones; ``Variant.deviations`` says where
+each differs from ours. None of them is used in training. The cases of ``tests/vectors/arpo_answers.json`` pin
+them.
+
+Sources: ARPO (arXiv 2507.19849) and its released reward and evaluation, described in our own words; SQuAD 1.1
+(arXiv 1606.05250), section 6.1; the string rules for mathematics are those of MATH (arXiv 2103.03874).
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from outrider.environments.grading.answers import (
+    contains_answer,
+    exact_match,
+    extract_answer,
+    f1_score,
+    normalize_answer,
+    unwrap_text,
+)
+from outrider.environments.grading.math_answers import Verdict, compare_all
+from outrider.errors import ConfigError
+from outrider.evals.benchmark.math_strings import strings_equal
+
+Kind = Literal["qa", "math"]
+Scorer = Literal["em", "f1", "math", "judge"]
+
+_CLOSED: Final = frozenset({"yes", "no", "noanswer"})
+_ARTICLES: Final = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
+_LAST_LINES: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grades:
+    """One prediction against the accepted answers, the best over them.
+
+    ``contained``: an answer stands in the prediction. ``math``: mathematically equal; None where that was not
+    asked. ``num_undecided`` counts answers that were not safe to evaluate and are not equal as strings.
+    """
+
+    em: bool
+    f1: float
+    contained: bool
+    math: bool | None = None
+    num_undecided: int = 0
+
+    def scored(self, scorer: Scorer) -> tuple[float, bool]:
+        """Score in [0, 1] and success; with ``f1`` success is the exact match. Raises ValueError for what was
+        not graded.
+        """
+        if scorer == "judge" or (scorer == "math" and self.math is None):
+            raise ValueError(f"these grades hold no {scorer}")
+        success = bool(self.math) if scorer == "math" else self.em
+        return (self.f1 if scorer == "f1" else float(success)), success
+
+    def metrics(self) -> dict[str, float]:
+        """All grades as named floats."""
+        named = {"em": float(self.em), "f1": self.f1, "answer_contained": float(self.contained)}
+        if self.math is not None:
+            named |= {"math_equal": float(self.math), "num_undecided_answers": float(self.num_undecided)}
+        return named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A rule for extraction, normalisation and comparison. ``extract`` maps a whole output (every turn of the
+    policy, results left out) to the prediction, empty for none; ``grade`` compares it. Neither ever raises.
+    """
+
+    name: str
+    deviations: tuple[str, ...]
+    extract: Callable[[str], str]
+    normalize: Callable[[str], str]
+    grade: Callable[[str, Sequence[str], Kind], Grades]
+
+
+def find_variant(name: str) -> Variant:
+    """The variant of that name; raises ConfigError with the known names."""
+    if name not in VARIANTS:
+        raise ConfigError(f"unknown answer rules {name!r}; there are {', '.join(VARIANTS)}")
+    return VARIANTS[name]
+
+
+def _grade_default(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
+    # as extraction does: MATH has answers such as \text{Evelyn}
+    answers = [unwrap_text(answer) for answer in answers]
+    verdicts = compare_all(prediction, answers) if kind == "math" else []
+    return Grades(
+        em=exact_match(prediction, answers),
+        f1=f1_score(prediction, answers),
+        contained=contains_answer(prediction, answers),
+        math=Verdict.EQUAL in verdicts if kind == "math" else None,
+        num_undecided=verdicts.count(Verdict.UNDECIDED),
+    )
+
+
+def normalize_squad(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, blanks collapsed, in this order: ``0.5`` becomes
+    ``05``.
+    """
+    return _without_articles(text.lower().translate(_NO_PUNCTUATION))
+
+
+def _without_articles(text: str) -> str:
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def _overlap_f1(predicted: str, gold: str) -> float:
+    ours, theirs = predicted.split(), gold.split()
+    shared = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * shared / (len(ours) + len(theirs)) if shared else 0.0
+
+
+def _graded(
+    prediction: str, answers: Sequence[str], normalize: Callable[[str], str], *, closed: bool, blank: bool
+) -> Grades:
+    """Grades after one normalisation. ``closed``: yes, no and noanswer only match themselves; ``blank``: so
+    may nothing.
+    """
+    predicted = normalize(prediction)
+    golds = [normalize(answer) for answer in answers]
+    apart = [closed and gold != predicted and bool({gold, predicted} & _CLOSED) for gold in golds]
+    return Grades(
+        em=predicted in golds and (blank or bool(predicted)),
+        f1=max(
+            (
+                0.0 if refused else _overlap_f1(predicted, gold)
+                for gold, refused in zip(golds, apart, strict=True)
+            ),
+            default=0.0,
+        ),
+        contained=any(gold in predicted for gold in golds),
+    )
+
+
+def _extract_squad(output: str) -> str:
+    return extract_answer(output) if "<answer>" in output or "\\boxed" in output else output.strip()
+
+
+def _grade_squad(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
+    answers = [unwrap_text(answer) for answer in answers]
+    return _with_math(
+        _graded(prediction, answers, normalize_squad, closed=False, blank=True), prediction, answers, kind
+    )
+
+
+def _extract_arpo_train(output: str) -> str:
+    inside, closing, _ = output.partition("<answer>")[2].partition("</answer>")
+    if not closing:
+        return ""
+    if "\\boxed " in inside:  # this form wins over braces wherever it stands
+        return inside.rpartition("\\boxed ")[2].split("$")[0]
+    start = inside.rfind("\\boxed{")
+    end = _closing(inside, start) if start >= 0 and start == inside.rfind("\\boxed") else None
+    return "" if end is None else inside[start + len("\\boxed{") : end]
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Where the first group behind ``start`` closes, every brace counted; None where it stays open."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0 and text[position] == "}":
+            return position
+    return None
+
+
+def _grade_arpo_train(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
+    return _with_math(
+        _graded(prediction, answers, normalize_squad, closed=True, blank=False), prediction, answers, kind
+    )
+
+
+def _with_math(grades: Grades, prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
+    """Adds our mathematical equality, for variants that have none of their own."""
+    ours = _grade_default(prediction, answers, kind)
+    return Grades(
+        em=grades.em,
+        f1=grades.f1,
+        contained=grades.contained,
+        math=ours.math,
+        num_undecided=ours.num_undecided,
+    )
+
+
+def _extract_arpo_eval(output: str) -> str:
+    end = output.rfind("</answer>")
+    start = output[:end].rfind("<answer>") if end >= 0 else -1
+    pair = output[start + len("<answer>") : end] if start >= 0 else ""
+    found = _arpo_eval_box(pair or output) or pair
+    return found or "\n".join(output.replace("\n\n", "\n").strip().split("\n")[-_LAST_LINES:])
+
+
+def _arpo_eval_box(text: str) -> str:
+    """The last box without its command, or from the command on where it is not a closed group; empty without
+    any.
+    """
+    text = text.strip()
+    start = text.rfind("\\boxed")
+    start = text.rfind("\\fbox") if start < 0 else start
+    if start < 0:
+        return ""
+    end = _closing(text, start)
+    box = text[start:] if end is None else text[start : end + 1]
+    return (
+        _unwrapped(_unwrapped(box, "\\boxed{"), "\\text{")
+        if box.startswith("\\boxed{") and box.endswith("}")
+        else box
+    )
+
+
+def _unwrapped(text: str, command: str) -> str:
+    return text[len(command) : -1] if text.startswith(command) and text.endswith("}") else text
+
+
+def _normalize_arpo_eval(text: str) -> str:
+    return _without_articles(text.lower())
+
+
+def _normalize_arpo_eval_math(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _grade_arpo_eval(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
+    if not prediction:
+        return Grades(em=False, f1=0.0, contained=False, math=False)
+    if kind == "qa" and len(answers) == 1 and answers[0].startswith("["):
+        answers = [part.strip() for part in answers[0].strip("[]").split(",")]
+    normalize = _normalize_arpo_eval if kind == "qa" else _normalize_arpo_eval_math
+    graded = _graded(prediction, answers, normalize, closed=False, blank=True)
+    equal = any(strings_equal(normalize(prediction), normalize(answer)) for answer in answers)
+    return Grades(em=graded.em, f1=graded.f1, contained=graded.contained, math=equal)
+
+
+def number_behind_mark(solution: str) -> str | None:
+    """GSM8K's final number: behind the first ``#### ``, without thousands commas; None where there is
+    none.
+    """
+    found = re.search(r"#### (-?[0-9.,]+)", solution)
+    return found.group(1).replace(",", "") if found else None
+
+
+def count_tag_pairs(text: str, tag: str) -> int:
+    """Closed pairs of a tag, as ``arpo-eval`` counts tool calls: whether they ran or were refused."""
+    count = 0
+    while (closed := text.partition(f"<{tag}>")[2].partition(f"</{tag}>"))[1]:
+        count, text = count + 1, closed[2]
+    return count
+
+
+VARIANTS: Final[Mapping[str, Variant]] = {
+    variant.name: variant
+    for variant in (
+        Variant(
+            name="default",
+            deviations=(),
+            extract=extract_answer,
+            normalize=normalize_answer,
+            grade=_grade_default,
+        ),
+        Variant(
+            name="arpo-train",
+            deviations=(
+                "the first answer pair counts, not the last, and an answer without a box is none",
+                r"`\boxed x` counts up to the next `$` even where `\boxed{y}` follows; an unclosed last box is no answer",
+                r"`\text{Paris}` keeps its command; every brace counts, `\{` too",
+                "punctuation goes before all else: -6 equals 6, 0.5 is 05, 12.0 differs from 12, a lone A or % is never right",
+                "an answer is contained as a part of words too; exact match is not part of the released reward",
+                "mathematical equality: the release has none, so it is ours",
+            ),
+            extract=_extract_arpo_train,
+            normalize=normalize_squad,
+            grade=_grade_arpo_train,
+        ),
+        Variant(
+            name="arpo-eval",
+            deviations=(
+                r"an unclosed box or `\fbox` is taken with its command; without tag and box the last five lines are the answer",
+                "punctuation stays: `Paris.` differs from Paris; articles go in questions, not in mathematics",
+                "yes, no and noanswer have no rule of their own; an answer is contained as a part of words too",
+                "a single answer that begins with [ is split at its commas",
+                "mathematical equality is of rewritten lower-case strings: 12 differs from 12.0, `2 3` equals 23",
+            ),
+            extract=_extract_arpo_eval,
+            normalize=_normalize_arpo_eval,
+            grade=_grade_arpo_eval,
+        ),
+        Variant(
+            name="squad",
+            deviations=(
+                "an output with neither answer tag nor box is the answer as a whole: SQuAD has no rule for extraction",
+                "punctuation goes before all else, as in arpo-train",
+                "yes, no and noanswer have no rule of their own; two texts that both normalise to nothing match exactly",
+                "an answer is contained as a part of words too; mathematical equality is ours",
+            ),
+            extract=_extract_squad,
+            normalize=normalize_squad,
+            grade=_grade_squad,
+        ),
+    )
+}

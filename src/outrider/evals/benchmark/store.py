@@ -1,0 +1,219 @@
+"""The results of a panel on disk: append-only, so that a stopped evaluation continues where it was.
+
+A JSONL file. The first line says what was evaluated, each further one is a
+:class:`~outrider.evals.benchmark.scores.SampleResult`. A line counts once it is whole and on disk; a finished
+sample is never played again, a fault is, and its later result takes its place. An answer that only its judge
+failed is not played again either: it is judged again.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from outrider.errors import ConfigError, DataError
+from outrider.evals.benchmark.scores import SampleResult
+from outrider.types import Json, Outcome, Task
+
+RESULTS: Final = "results.jsonl"  # of an evaluation's folder, and what it comes to:
+SUMMARY: Final = "summary.json"
+SETTINGS: Final = "evaluation.toml"  # as of the last command
+FORMAT: Final = "outrider panel 1"
+_BEGINNING: Final = f'{{"format": "{FORMAT}"'.encode()  # of the first line, keys being sorted
+
+
+class PanelStore:
+    """One panel's results. Open it with :meth:`open`; adding is safe from several threads, the file belongs
+    to one process.
+    """
+
+    def __init__(
+        self, path: Path, descriptor: int, results: dict[tuple[str, int], SampleResult], size: int
+    ) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._results = results
+        self._size = size
+        self._lock = Lock()
+
+    @classmethod
+    def open(cls, path: Path, *, identity: Mapping[str, Json]) -> "PanelStore":
+        """Continue the file or start it. ``identity`` is all that results depend on: panel hash, model,
+        sampling, rules.
+
+        A line torn by a kill is cut off. Raises ConfigError when the file is of another identity or in use,
+        DataError naming the line when it is damaged.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigError(f"{path} is in use by another process") from error
+        try:
+            whole, _, torn = path.read_bytes().rpartition(b"\n")
+            if not whole and not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
+                raise DataError(f"{path}:1: no results of a panel ({FORMAT})")
+            results = _read(path, whole.split(b"\n"), identity) if whole else {}
+            size = len(whole) + 1 if whole else 0
+            os.ftruncate(descriptor, size)
+            store = cls(path, descriptor, results, size)
+            if not whole:
+                store._append({"format": FORMAT, "identity": dict(identity)})
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return store
+
+    @property
+    def results(self) -> list[SampleResult]:
+        """The latest result of every sample, by task key and sample number; faults too."""
+        with self._lock:
+            return [self._results[key] for key in sorted(self._results)]
+
+    @property
+    def unjudged(self) -> list[SampleResult]:
+        """Answers whose judge failed, by task key and sample number."""
+        return [result for result in self.results if result.answered is not None]
+
+    def owed(self, tasks: Sequence[Task], *, num_samples: int) -> list[tuple[Task, int]]:
+        """What is missing or ended in a fault other than the judge's, in the panel's order."""
+        with self._lock:
+            return [
+                (task, sample)
+                for task in tasks
+                for sample in range(num_samples)
+                if self._is_owed(task.key, sample)
+            ]
+
+    def has(self, task_key: str, sample: int) -> bool:
+        """Whether there is any result of the sample, a fault included."""
+        with self._lock:
+            return (task_key, sample) in self._results
+
+    def add(self, result: SampleResult) -> None:
+        """Append one result and force it to disk; a failed write leaves the file as it was.
+
+        Raises ValueError for a sample that is finished.
+        """
+        with self._lock:
+            if self._is_finished(result.task_key, result.sample):
+                raise ValueError(f"{result.task_key}, sample {result.sample} is finished")
+            self._append(asdict(result))
+            self._results[result.task_key, result.sample] = result
+
+    def close(self) -> None:
+        """Give the file back; may be called twice."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _is_owed(self, key: str, sample: int) -> bool:
+        found = self._results.get((key, sample))
+        return found is None or (found.outcome.is_fault and found.answered is None)
+
+    def _is_finished(self, key: str, sample: int) -> bool:
+        found = self._results.get((key, sample))
+        return found is not None and not found.outcome.is_fault
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            os.fsync(self._descriptor)
+        except OSError:  # a full disk: half a line would damage the next one
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(line)
+
+
+def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
+    """What a closed file is of, and its results by task key and sample number. Raises DataError naming the
+    line.
+    """
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    lines = whole.split(b"\n")
+    found = _parsed(path, 1, lines[0]).get("identity")
+    identity = found if isinstance(found, dict) else {}
+    results = _read(path, lines, identity)
+    return identity, [results[key] for key in sorted(results)]
+
+
+def write_results(path: Path, identity: Mapping[str, Json], results: Sequence[SampleResult]) -> None:
+    """The same as a new file that :meth:`PanelStore.open` continues."""
+    store = PanelStore.open(path, identity=identity)
+    try:
+        for result in results:
+            store.add(result)
+    finally:
+        store.close()
+
+
+def _read(
+    path: Path, lines: Sequence[bytes], identity: Mapping[str, Json]
+) -> dict[tuple[str, int], SampleResult]:
+    _check_identity(path, _parsed(path, 1, lines[0]), identity)
+    results: dict[tuple[str, int], SampleResult] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        record = _parsed(path, number, line)
+        try:
+            result = SampleResult(**{**record, **_outcomes(record), **_reply(record)})
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path}:{number}: no result of a sample: {error}") from error
+        before = results.get((result.task_key, result.sample))
+        if before is None or before.outcome.is_fault:
+            results[result.task_key, result.sample] = result
+    return results
+
+
+def _outcomes(record: Mapping[str, Any]) -> dict[str, Outcome | None]:
+    answered = record.get("answered")
+    return {
+        "outcome": Outcome(str(record.get("outcome"))),
+        "answered": None if answered is None else Outcome(str(answered)),
+    }
+
+
+def _reply(record: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
+    """Raises TypeError for what is no text a turn, and no list of ids a turn."""
+    turns, ids = record.get("turns"), record.get("token_ids")
+    texts = turns is None or (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns))
+    if not texts or not (ids is None or (isinstance(ids, list) and all(_are_ids(turn) for turn in ids))):
+        raise TypeError("the reply is malformed")
+    return {
+        "turns": None if turns is None else tuple(turns),
+        "token_ids": None if ids is None else tuple(map(tuple, ids)),
+    }
+
+
+def _are_ids(turn: Any) -> bool:
+    return isinstance(turn, list) and all(type(one) is int for one in turn)
+
+
+def _check_identity(path: Path, header: Mapping[str, Any], identity: Mapping[str, Json]) -> None:
+    found = header.get("identity")
+    if header.get("format") != FORMAT or not isinstance(found, dict):
+        raise DataError(f"{path}:1: no results of a panel ({FORMAT})")
+    wanted = json.loads(json.dumps(dict(identity)))
+    different = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+    if different:
+        said = "; ".join(f"{key} was {found.get(key)!r} and is {wanted.get(key)!r}" for key in different)
+        raise ConfigError(f"{path} holds the results of another evaluation: {said}")
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}:{number}: malformed JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{path}:{number}: malformed JSON: expected an object, got {type(record).__name__}")
+    return record

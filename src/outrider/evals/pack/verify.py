@@ -1,0 +1,75 @@
+"""``outrider verify``: is the pack what was packed, and does it say what its results say."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from outrider.errors import PackError
+from outrider.evals.pack.difference import first_difference
+from outrider.evals.pack.format import CHECKSUM, TABLES, Manifest, read_bytes, read_json, read_manifest
+from outrider.evals.pack.panels import PanelCheck, check_panels
+from outrider.evals.pack.tables import make_tables
+from outrider.printing import one_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A pack that holds. ``sha256`` is its manifest's, hence the pack's."""
+
+    manifest: Manifest
+    tables: Mapping[str, Any]
+    panels: tuple[PanelCheck, ...]
+    sha256: str
+
+
+def verify(pack: Path, *, given: Mapping[str, Path]) -> Verified:
+    """Check files, tables and panels, in this order. ``given`` are paths for what recipes name and the pack
+    does not hold.
+
+    Raises PackError, in one line that names the file, for the first thing that does not hold.
+    """
+    manifest, tables = verified_tables(pack)
+    panels = tuple(check_panels(pack, manifest, given))
+    return Verified(
+        manifest=manifest,
+        tables=tables,
+        panels=panels,
+        sha256=read_bytes(pack / CHECKSUM).decode().split()[0],
+    )
+
+
+def verified_tables(pack: Path) -> tuple[Manifest, dict[str, Any]]:
+    """Manifest and tables of a pack whose files are untouched and whose tables follow from its results.
+    Raises PackError.
+    """
+    manifest = read_manifest(pack)
+    if TABLES not in manifest.files:
+        raise PackError(f"{TABLES} is missing")
+    tables = make_tables(pack, manifest)
+    if said := first_difference(read_json(pack / TABLES), tables):
+        raise PackError(f"{TABLES}: {said}")
+    return manifest, tables
+
+
+def show(pack: Path, verified: Verified, console: Console) -> None:
+    """What was checked, and every panel that could not be made again."""
+    tables = verified.tables
+    table = Table(
+        "check",
+        Column("result", overflow="fold"),
+        title=Text(one_line(f"{pack.name}, {verified.sha256[:12]}")),
+    )
+    table.add_row("files", f"{len(verified.manifest.files)} unchanged, none missing, none added")
+    counts = {"evaluations": "evaluations", "panels": "scores of task sets", "exact": "rows of exact returns",
+              "comparisons": "comparisons", "costs": "runs' costs"}  # fmt: skip
+    told = ", ".join(f"{len(tables[key])} {name}" for key, name in counts.items() if tables[key])
+    table.add_row("tables", f"computed again from the results, the same: {told or 'nothing in them'}")
+    for panel in verified.panels:
+        state = "made again, the same" if panel.rebuilt else f"not made again: {panel.reason}"
+        table.add_row(f"panel {panel.panel_hash[:12]}", Text(one_line(f"{panel.num_tasks} tasks; {state}")))
+    console.print(table)

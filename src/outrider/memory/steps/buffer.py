@@ -1,0 +1,401 @@
+"""The Step-Trace Buffer: off-policy steps, retrieved by the history before them (RAPO, arXiv 2603.03078, 3.1
+and Eq. 3).
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import CheckpointError, ConfigError, DataError
+from outrider.memory.embedder import Embedder, Vectors
+from outrider.memory.index import GrowingMatrix, Mask, search
+from outrider.memory.steps.history import TokenCounter
+from outrider.memory.steps.records import (
+    BufferStats,
+    BuildReport,
+    Hit,
+    OpenReport,
+    RollbackReport,
+    StepFilter,
+    StepRecord,
+)
+from outrider.memory.steps.selection import Selection, check_trajectories, select
+from outrider.memory.steps.store import StepStore
+from outrider.types import Trajectory
+
+Mode = Literal["read", "write"]
+
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What queries search; replaced as a whole by every batch, so that a query sees one revision only."""
+
+    rows: NDArray[np.void]
+    vectors_ND: Vectors
+    tasks: Mapping[str, int]
+    live: Mask
+    revision: int
+    generation: int
+
+
+class StepTraceBuffer:
+    """Off-policy steps in a file and their keys in memory.
+
+    ``mode="write"`` opens the file as its only writer and creates it when it is missing; ``mode="read"``
+    never changes it. A reader with ``revision`` shows the buffer as it was then. Queries may run in any
+    number of threads, also while a writer adds; after a rollback or a compaction, queries of other buffer
+    objects raise until they refresh. Pickling keeps path and embedder: the copy is a reader, pinned if the
+    original was.
+
+    Raises :class:`~outrider.errors.DataError` (no buffer there, unreadable, unwritable),
+    :class:`~outrider.errors.BufferCorrupt` (damaged; nothing is changed),
+    :class:`~outrider.errors.ConfigError` (built with another embedder, a second writer) and
+    :class:`~outrider.errors.CheckpointError` (a revision that it does not hold).
+    """
+
+    def __init__(
+        self, path: str | Path, embedder: Embedder, *, mode: Mode, revision: int | None = None
+    ) -> None:
+        if mode == "write" and revision is not None:
+            raise ConfigError(
+                "a writer works on the newest revision; use rollback to return to an earlier one"
+            )
+        self.path = Path(path)
+        self.embedder = embedder
+        self._pinned = revision
+        self._writable = mode == "write"
+        self._add_lock = threading.Lock()
+        self._store = StepStore(self.path, embedder=embedder.name, dim=embedder.dim, writable=self._writable)
+        try:
+            if revision is not None:
+                self._store.require(revision)
+            self._view = self._load()
+            if self._writable:
+                self._store.forget_lost_batch()
+        except BaseException:
+            self._store.close()
+            raise
+        self.report = OpenReport(
+            num_trajectories=len(np.unique(self._view.rows["trajectory"][self._view.live])),
+            num_steps=len(self),
+            revision=self.revision,
+            lost_batch=self._store.lost_batch,
+        )
+
+    def __reduce__(self) -> tuple[object, tuple[Path, Embedder, int | None]]:
+        return _reopen, (self.path, self.embedder, self._pinned)
+
+    def __enter__(self) -> "StepTraceBuffer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Number of steps that queries can see (terminal ones included)."""
+        return int(np.count_nonzero(self._view.live))
+
+    @property
+    def revision(self) -> int:
+        """The revision that queries see; put it into a checkpoint."""
+        return self._view.revision
+
+    def digest(self) -> str:
+        """Of all that queries can see, but not of where it lies: two buffers with the same one give the same
+        hits.
+        """
+        return self._store.digest(self.revision)
+
+    def close(self) -> None:
+        """Release the file; may be called twice."""
+        self._store.close()
+
+    def check(self, trajectories: Iterable[Trajectory]) -> None:
+        """Raises what :meth:`add_trajectories` raises for trajectories that it would refuse; writes
+        nothing.
+        """
+        check_trajectories(trajectories, self._store)
+
+    def add_trajectories(
+        self,
+        trajectories: Iterable[Trajectory],
+        *,
+        keep_best: int | None = 5,
+        min_reward: float | None = None,
+        questions: Mapping[str, str] | None = None,
+        count_tokens: TokenCounter | None = None,
+        batch_steps: int = 512,
+    ) -> BuildReport:
+        """Filter, embed and store; call it again with the same trajectories to resume, or with new ones while
+        training.
+
+        Per task the ``keep_best`` best of the old and the new trajectories remain (see
+        :func:`~outrider.memory.steps.history.keep_best`); ``min_reward`` drops offered ones below it.
+        ``questions`` gives the question of a task key (:func:`~outrider.memory.steps.history.question_of` the
+        prompt otherwise) and must be the one that queries use. ``count_tokens`` counts the tokens of a step
+        and, where ``Trajectory.num_tokens`` is 0, breaks ties. A batch holds whole tasks and at least
+        ``batch_steps`` steps, and is one transaction and one revision.
+
+        Raises :class:`~outrider.errors.DataError` for a reward that is not finite or an id used by another
+        task (before anything is written) and when the file cannot be written (whole batches before that
+        remain).
+        """
+        self._require_writer()
+        if batch_steps < 1 or (keep_best is not None and keep_best < 1):
+            raise ConfigError("keep_best and batch_steps must be at least 1")
+        with self._add_lock:
+            offered, num_duplicate = check_trajectories(trajectories, self._store)
+            selections: list[Selection] = []
+            pending: list[Selection] = []
+            for task in offered.values():
+                selection = select(
+                    task,
+                    self._store,
+                    num_kept=keep_best,
+                    min_reward=min_reward,
+                    questions=questions,
+                    count_tokens=count_tokens,
+                )
+                selections.append(selection)
+                pending += [selection] if selection.added or selection.removed else []
+                if sum(len(item.steps) for chosen in pending for item in chosen.added) >= batch_steps:
+                    self._write(pending)
+                    pending = []
+            if pending:
+                self._write(pending)
+        return BuildReport(
+            num_offered=sum(len(task) for task in offered.values()) + num_duplicate,
+            num_inserted=sum(len(chosen.added) for chosen in selections),
+            num_steps_inserted=sum(len(item.steps) for chosen in selections for item in chosen.added),
+            num_present=sum(chosen.num_present for chosen in selections),
+            num_duplicate=num_duplicate,
+            num_empty=sum(chosen.num_empty for chosen in selections),
+            num_below_min_reward=sum(chosen.num_below_min_reward for chosen in selections),
+            num_outranked=sum(chosen.num_outranked for chosen in selections),
+            num_removed=sum(len(chosen.removed) for chosen in selections),
+            num_repaired_texts=sum(chosen.num_repaired_texts for chosen in selections),
+            revision=self.revision,
+        )
+
+    def query(self, history: str, step_filter: StepFilter | None = None, *, k: int = 1) -> list[Hit]:
+        """The ``k`` steps whose keys are nearest to ``history`` (made by
+        :func:`~outrider.memory.steps.history.history_text`).
+        """
+        return self.query_batch([history], [step_filter or StepFilter()], k=k)[0]
+
+    def query_batch(
+        self, histories: Sequence[str], filters: Sequence[StepFilter], *, k: int = 1
+    ) -> list[list[Hit]]:
+        """One list of hits a history, best first, ties to the lower step id; shorter than ``k`` when fewer
+        steps pass.
+        """
+        return self.query_vectors(self.embedder.embed(histories), filters, k=k)
+
+    def query_vectors(
+        self, vectors_QD: Vectors, filters: Sequence[StepFilter], *, k: int = 1
+    ) -> list[list[Hit]]:
+        """As :meth:`query_batch`, for unit vectors made by the buffer's embedder."""
+        view = self._view
+        if vectors_QD.ndim != 2 or vectors_QD.shape[1] != view.vectors_ND.shape[1]:
+            raise ValueError(
+                f"queries have shape {vectors_QD.shape}, must be [Q, {view.vectors_ND.shape[1]}]"
+            )
+        matches = search(
+            view.vectors_ND, vectors_QD, [_mask(view, step_filter) for step_filter in filters], k=k
+        )
+        hits = []
+        for match in matches:
+            records = self._store.records(view.rows["step_id"][match.rows], generation=view.generation)
+            hits.append(
+                [Hit(record=r, similarity=float(s)) for r, s in zip(records, match.similarities, strict=True)]
+            )
+        return hits
+
+    def sample(self, step_filter: StepFilter, generator: np.random.Generator) -> StepRecord | None:
+        """A uniformly drawn step that passes the filter (retrieval noise); None when no step does."""
+        view = self._view
+        allowed = np.flatnonzero(_mask(view, step_filter))
+        if not len(allowed):
+            return None
+        drawn = view.rows["step_id"][allowed[generator.integers(len(allowed))]]
+        return self._store.records([drawn], generation=view.generation)[0]
+
+    def steps(self, step_ids: Iterable[int]) -> list[StepRecord]:
+        """The records of these steps, in the given order. Raises :class:`~outrider.errors.DataError` for one
+        that is not there.
+        """
+        return self._store.records(step_ids, generation=self._view.generation)
+
+    def trajectory(self, trajectory_id: str) -> list[StepRecord]:
+        """All steps of a trajectory that queries can see, terminal ones too, in order; empty if it is not
+        there.
+        """
+        view = self._view
+        return self._store.records(
+            self._store.step_ids(trajectory_id, revision=view.revision), generation=view.generation
+        )
+
+    def snapshot(self, revision: int) -> "StepTraceBuffer":
+        """A reader pinned to an earlier revision."""
+        return StepTraceBuffer(self.path, self.embedder, mode="read", revision=revision)
+
+    def flush(self) -> None:
+        """Force everything that was added to disk, so that a checkpoint may count on it after a power failure
+        too.
+        """
+        self._require_writer()
+        self._store.flush()
+
+    def pin(self, revision: int) -> None:
+        """Let this reader see the buffer as it was at the revision of a checkpoint, whatever a writer
+        elsewhere has added since.
+
+        Raises :class:`~outrider.errors.CheckpointError` for a revision that it does not hold, and for a
+        writer.
+        """
+        if self._writable:
+            raise CheckpointError(
+                f"{self.path}: the buffer is at revision {self.revision}, the checkpoint used {revision}"
+            )
+        self._store.require(revision)
+        self._pinned = revision
+        self._view = self._load()
+
+    def refresh(self) -> int:
+        """Let a reader that is not pinned see what a writer elsewhere has done; returns the revision."""
+        follows = self._pinned is None and not self._writable
+        if follows and (self._store.generation, self._store.revision) != (
+            self._view.generation,
+            self._view.revision,
+        ):
+            self._view = self._load()
+        return self.revision
+
+    def rollback(self, revision: int) -> RollbackReport:
+        """Return the buffer for good to the revision of a checkpoint; later additions get the same step ids
+        again.
+        """
+        self._require_writer()
+        with self._add_lock:
+            num_dropped, num_restored = self._store.rollback(revision)
+            self._view = self._load()
+        return RollbackReport(revision=revision, num_dropped=num_dropped, num_restored=num_restored)
+
+    def compact(self, oldest_revision: int) -> int:
+        """Delete what left the buffer at or before a revision, when no checkpoint needs older ones; returns
+        trajectories.
+        """
+        self._require_writer()
+        with self._add_lock:
+            num_deleted = self._store.compact(oldest_revision)
+            self._view = self._load()
+        return num_deleted
+
+    def stats(self) -> BufferStats:
+        """Counts and quantiles of what queries see."""
+        view = self._view
+        facts = self._store.trajectory_facts(view.revision)
+        steps_by_agent: Counter[str] = Counter()
+        for _, agent, _, num_steps, _ in facts:
+            steps_by_agent[agent] += num_steps
+        terminal = view.rows["terminal"][view.live]
+        return BufferStats(
+            num_tasks=len({fact[0] for fact in facts}),
+            num_trajectories=len(facts),
+            num_steps=sum(steps_by_agent.values()),
+            num_tokens=sum(fact[4] for fact in facts),
+            num_trajectories_by_agent=dict(sorted(Counter(fact[1] for fact in facts).items())),
+            num_steps_by_agent=dict(sorted(steps_by_agent.items())),
+            share_terminal=float(terminal.mean()) if len(terminal) else float("nan"),
+            steps_per_trajectory_quantiles=_quantiles([fact[3] for fact in facts]),
+            reward_quantiles=_quantiles([fact[2] for fact in facts]),
+        )
+
+    def _write(self, selections: Sequence[Selection]) -> None:
+        """One batch: embed, commit, then show it to queries."""
+        self._store.announce_batch()
+        added = [item for chosen in selections for item in chosen.added]
+        histories = [history for chosen in selections for keys in chosen.histories for history in keys]
+        removed = [row for chosen in selections for row in chosen.removed]
+        vectors = self.embedder.embed(histories)
+        new = self._store.write_batch(added, vectors, removed)
+        view = self._view
+        tasks = dict(view.tasks)
+        new["task"] = [tasks.setdefault(item.task_key, len(tasks)) for item in added for _ in item.steps]
+        rows = np.concatenate([view.rows, new])
+        revision = view.revision + 1
+        rows["removed"][: len(view.rows)][np.isin(view.rows["trajectory"], removed)] = revision
+        self._matrix.append(vectors)
+        self._view = _View(
+            rows=rows,
+            vectors_ND=self._matrix.view(),
+            tasks=tasks,
+            live=_live(rows, revision),
+            revision=revision,
+            generation=view.generation,
+        )
+
+    def _load(self) -> _View:
+        loaded = self._store.load()
+        revision = loaded.revision if self._pinned is None else self._pinned
+        self._matrix = GrowingMatrix(loaded.vectors)
+        return _View(
+            rows=loaded.rows,
+            vectors_ND=self._matrix.view(),
+            tasks=loaded.tasks,
+            live=_live(loaded.rows, revision),
+            revision=revision,
+            generation=loaded.generation,
+        )
+
+    def _require_writer(self) -> None:
+        if not self._writable:
+            raise DataError(f"{self.path}: opened for reading")
+
+
+def _reopen(path: Path, embedder: Embedder, revision: int | None) -> StepTraceBuffer:
+    return StepTraceBuffer(path, embedder, mode="read", revision=revision)
+
+
+def _live(rows: NDArray[np.void], revision: int) -> Mask:
+    live: Mask = (rows["added"] <= revision) & (rows["removed"] > revision)
+    return live
+
+
+def _mask(view: _View, step_filter: StepFilter) -> Mask:
+    """Which rows pass a filter, ``[N]``."""
+    mask = view.live.copy()
+    if not step_filter.include_terminal:
+        mask &= ~view.rows["terminal"]
+    if step_filter.scope != "all":
+        same = view.rows["task"] == view.tasks.get(step_filter.task_key or "", -1)
+        mask &= same if step_filter.scope == "same_task" else ~same
+    if step_filter.min_reward is not None:
+        mask &= view.rows["reward"] >= step_filter.min_reward
+    if step_filter.exclude:
+        # Rows are in order of step id.
+        wanted = np.array(sorted(step_filter.exclude), np.int64)
+        step_ids = view.rows["step_id"]
+        positions = np.searchsorted(step_ids, wanted)
+        positions = positions[positions < len(step_ids)]
+        mask[positions[np.isin(step_ids[positions], wanted)]] = False
+    return mask
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    return (
+        tuple(float(q) for q in np.quantile(values, _QUANTILES))
+        if values
+        else (float("nan"),) * len(_QUANTILES)
+    )

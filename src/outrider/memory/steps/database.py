@@ -1,0 +1,95 @@
+"""One SQLite connection with our errors, usable from any thread."""
+
+import contextlib
+import os
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from outrider.atomic_io import temporary_name
+from outrider.errors import BufferCorrupt, DataError
+
+_DAMAGE = ("malformed", "not a database", "could not decode")
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """A consistent copy of a database that others may be writing; ``target`` appears whole or not at all.
+
+    Raises BufferCorrupt or DataError, one line.
+    """
+    partial = temporary_name(target)
+    reader = Database(source, writable=False)
+    try:
+        with reader.guard() as db, contextlib.closing(sqlite3.connect(partial)) as copy:
+            db.backup(copy)
+        os.replace(partial, target)
+    finally:
+        reader.close()
+        partial.unlink(missing_ok=True)
+
+
+class Database:
+    """A connection in autocommit mode; a writable one creates the file and uses a write-ahead log.
+
+    Use ``db`` only inside :meth:`guard`, which admits one thread at a time (it may be nested) and turns
+    SQLite's errors into :class:`~outrider.errors.BufferCorrupt` (damage) or
+    :class:`~outrider.errors.DataError` (everything else), each one line.
+    """
+
+    def __init__(self, path: Path, *, writable: bool) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        with self._our_errors():
+            uri = f"{path.resolve().as_uri()}?mode={'rwc' if writable else 'ro'}"
+            self.db = sqlite3.connect(
+                uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
+            )
+            if writable:
+                self.db.execute("PRAGMA journal_mode = WAL")
+                self.db.execute("PRAGMA synchronous = NORMAL")
+
+    def close(self) -> None:
+        """Release the file; may be called twice."""
+        with self._lock:
+            self.db.close()
+
+    @contextmanager
+    def guard(self) -> Iterator[sqlite3.Connection]:
+        """The connection, for this thread alone."""
+        with self._lock, self._our_errors():
+            yield self.db
+
+    @contextmanager
+    def transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        """The connection inside a transaction, which any exception rolls back."""
+        with self.guard() as db:
+            db.execute(begin)
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _our_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            reason = " ".join(str(error).split())
+            if any(sign in reason.lower() for sign in _DAMAGE):
+                raise BufferCorrupt(f"{self.path}: damaged: {reason}") from error
+            raise DataError(f"{self.path}: {reason}") from error
+
+
+def checksum(*parts: str | bytes) -> int:
+    """CRC-32 of length-prefixed parts; finds damage that keeps the file's structure intact."""
+    value = 0
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        value = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), value))
+    return value

@@ -1,0 +1,54 @@
+"""``outrider list``: every plug-in with its origin and one line; nothing is built and torch is not needed."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from outrider.errors import ConfigError
+from outrider.plugins.names import BUILT_IN, Kind, known_names, package_of, registered
+from outrider.plugins.registry import origin, resolve
+
+
+def print_plugins(kinds: Sequence[Kind], console: Console | None = None) -> int:
+    """Print one table a kind; 1 where a plug-in cannot be imported, else 0."""
+    console = console or Console()
+    status = 0
+    for kind in kinds:
+        table = Table(
+            Column("name", no_wrap=True),
+            Column("from", no_wrap=True),
+            "what",
+            title=kind,
+            title_justify="left",
+        )
+        for name, came_from, line, is_broken in rows(kind):
+            status |= is_broken
+            table.add_row(Text(name), Text(came_from), Text(line, style="red" if is_broken else ""))
+        console.print(table)
+    console.print(
+        "A recipe may also name a class by its import path: package.module:Class (docs/plugins.md).",
+    )
+    return int(status)
+
+
+def rows(kind: Kind) -> Iterator[tuple[str, str, str, bool]]:
+    """Name, origin, one line and whether it is broken, of every plug-in of a kind."""
+    for name in known_names(kind):
+        try:
+            yield name, str(origin(kind, name)), summary(resolve(kind, name)), False
+        except ConfigError as error:
+            points = registered(kind).get(name, ())
+            yield name, " and ".join(package_of(point) for point in points) or "built in", str(error), True
+    for name, points in sorted(registered(kind).items()):
+        if name in BUILT_IN[kind]:
+            packages = " and ".join(package_of(point) for point in points)
+            yield name, packages, f"hidden by the one that is built in: name it {points[0].value}", False
+
+
+def summary(cls: type) -> str:
+    """The first sentence of a class's docstring."""
+    text = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+    return text.partition(". ")[0].rstrip(".") + "." if text else "no docstring"

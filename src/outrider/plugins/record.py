@@ -1,0 +1,59 @@
+"""Which plug-ins a run uses and where their code came from: written down beside its settings, and digested
+into its checkpoints."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.atomic_io import replace_file
+from outrider.config import Settings
+from outrider.plugins.fields import markers_of
+from outrider.plugins.imports import ORIGINS_FILE
+from outrider.plugins.names import Kind, is_known
+from outrider.plugins.origin import Origin
+from outrider.plugins.registry import origin
+
+PREFIX: Final = "plug-in "
+_NO_FILE: Final = "defined in the running program"
+
+
+def used(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Kind, Origin]]:
+    """Dotted key, kind and origin of every plug-in that the settings name."""
+    for key, value in settings:
+        for marker in markers_of(type(settings), key):
+            for name in _names(value):
+                if is_known(marker.kind, name):
+                    place = f"{prefix}{key}.{name}" if isinstance(value, tuple) else f"{prefix}{key}"
+                    yield place, marker.kind, origin(marker.kind, name)
+        if isinstance(value, Settings):
+            yield from used(value, f"{prefix}{key}.")
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _names(one)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, Settings):
+        yield str(value.type)  # type: ignore[attr-defined]
+
+
+def plugin_digests(settings: Settings) -> dict[str, str]:
+    """Digest of the code of each plug-in that is not built in, by the name under which a checkpoint holds it.
+    A tracker decides no number, so it is not among them."""
+    return {
+        f"{PREFIX}{key}": found.digest or _NO_FILE
+        for key, kind, found in used(settings)
+        if not found.is_built_in and kind != "trackers"
+    }
+
+
+def write_origins(settings: Settings, folder: Path) -> None:
+    """``plugins.json`` in ``folder``, where any plug-in is not built in: package and version, or file, each
+    with its digest."""
+    found = {key: asdict(one) for key, _, one in used(settings) if not one.is_built_in}
+    if found:
+        replace_file(folder / ORIGINS_FILE, (json.dumps(found, indent=1) + "\n").encode())

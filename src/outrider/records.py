@@ -1,0 +1,99 @@
+"""Rows of JSONL and Parquet files, read one way everywhere; whatever is wrong with them names the file and
+the line.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.errors import DataError
+from outrider.types import Json
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One record. ``place`` is ``file:line`` (JSONL, from 1) or ``file:row N`` (Parquet, from 0), for
+    messages.
+    """
+
+    place: str
+    values: Mapping[str, Json]
+
+    def get(self, field: str) -> Json:
+        """The value of a column; a dotted name goes into nested records. Raises DataError when it is
+        missing.
+        """
+        value: Json = dict(self.values)
+        for part in field.split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise DataError(
+                    f"{self.place}: no column {field!r}; the row has {', '.join(sorted(self.values))}"
+                )
+            value = value[part]
+        return value
+
+    def text(self, field: str) -> str:
+        """The value of a column that must be a string and not blank; raises DataError otherwise."""
+        value = self.get(field)
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(
+                f"{self.place}: column {field!r} must hold a string that is not blank, got {value!r}"[:300]
+            )
+        return value
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a ``.jsonl`` or ``.parquet`` file in file order; blank JSONL lines are skipped.
+
+    Raises DataError for a missing file, an unknown suffix, malformed content or a file without rows.
+    """
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{path}: unknown kind of file, expected one of {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    rows = list(_read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path))
+    if not rows:
+        raise DataError(f"{path}: the data set is empty")
+    return rows
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            record = json.loads(raw.decode("utf-8"))
+            if b"\\u" in raw:
+                # half of a pair of escapes is no text that anybody can store
+                json.dumps(record, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: malformed JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{place}: malformed JSON: expected an object, got {type(record).__name__}")
+        yield Row(place=place, values=record)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow as pa  # slow to import, and seldom needed
+    import pyarrow.parquet as pq
+
+    try:
+        records = pq.read_table(path).to_pylist()
+    # Text that is not UTF-8, dates that Python has not, sizes that are not: the file says one thing and holds
+    # another.
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+        TypeError,
+        MemoryError,
+        RecursionError,
+    ) as error:
+        raise DataError(f"{path}: malformed Parquet: {' '.join(str(error).split())}"[:300]) from error
+    for index, record in enumerate(records):
+        yield Row(place=f"{path}:row {index}", values=record)

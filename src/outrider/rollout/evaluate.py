@@ -1,0 +1,133 @@
+"""Evaluation on a frozen panel: no retrieval, no training, faults apart from scores, and intervals."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from outrider.config import Settings
+from outrider.rollout.scheduler import Scheduler
+from outrider.seeding import stream
+from outrider.trace import Trace
+from outrider.types import Task
+
+
+class EvaluationSettings(Settings):
+    """``num_tasks`` first tasks of ``split``, ``num_samples`` rollouts each at ``temperature`` (0: greedy).
+
+    It is played before training (``at_start``), after the cold start, after ``every`` training steps (0:
+    never) and at the end. ``panel`` is the SHA-256 of these tasks: a run on other ones is refused (None: any;
+    ``evaluations.jsonl`` has it). ``num_trials`` of ``outrider eval --adapt`` with ``memory`` (0: an
+    evaluation without any).
+    """
+
+    split: str = "test"
+    num_tasks: int = Field(200, ge=1)
+    num_samples: int = Field(1, ge=1)
+    temperature: float = Field(0.0, ge=0)
+    every: int = Field(0, ge=0)
+    at_start: bool = True
+    panel: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    num_trials: int = Field(0, ge=0)
+    memory: Literal["tips", "reflexion"] = "tips"
+
+    @model_validator(mode="after")
+    def _possible(self) -> "EvaluationSettings":
+        if self.num_trials and self.memory == "reflexion" and self.num_samples > 1:
+            raise ValueError(
+                "evaluation.memory = reflexion tries every task again on its own: num_samples must be 1"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """``score`` is the mean success over tasks with its 95 % interval; faulty rollouts are counted and left
+    out.
+
+    ``num_retries``: tries that were repeated after a fault. ``task_scores`` and ``task_returns``: mean
+    success and mean return of each scored task, by its key.
+    """
+
+    label: str
+    step: int
+    score: float
+    ci_low: float
+    ci_high: float
+    mean_return: float
+    num_tasks: int
+    num_faults: int
+    num_tool_calls: float
+    num_policy_tokens: float
+    num_retries: int
+    task_scores: Mapping[str, float]
+    task_returns: Mapping[str, float]
+
+
+def evaluate(
+    scheduler: Scheduler,
+    tasks: Sequence[Task],
+    *,
+    num_samples: int,
+    label: str,
+    step: int,
+    mode: str = "evaluation",
+    stream_step: int = -1,
+) -> tuple[Evaluation, list[Trace]]:
+    """Play the panel. The random streams depend on task, sample and ``stream_step`` only, so two checkpoints
+    face the same draws.
+    """
+    report = scheduler.run(tasks, modes=(mode,) * num_samples, training_step=stream_step)
+    leaves = [
+        [leaf for leaf, _ in trace.rollouts() if leaf.episode_return is not None] for trace in report.traces
+    ]
+    scored = [group for group in leaves if group]
+    keys = [trace.task.key for trace, group in zip(report.traces, leaves, strict=True) if group]
+    successes = [fmean(float(leaf.success) for leaf in group) for group in scored]
+    returns = [fmean(leaf.episode_return or 0.0 for leaf in group) for group in scored]
+    low, high = interval(successes, binary=all(one in (0.0, 1.0) for one in successes))
+    paths = [
+        path for trace in report.traces for leaf, path in trace.rollouts() if leaf.episode_return is not None
+    ]
+    num_rollouts = max(1, len(paths))
+    evaluation = Evaluation(
+        label=label,
+        step=step,
+        score=fmean(successes) if successes else float("nan"),
+        ci_low=low,
+        ci_high=high,
+        mean_return=fmean(leaf.episode_return or 0.0 for group in scored for leaf in group)
+        if scored
+        else float("nan"),
+        num_tasks=len(scored),
+        num_faults=sum(num_samples - len(group) for group in leaves),
+        num_tool_calls=sum(node.metadata.get("num_tool_calls", 0) for path in paths for node in path)
+        / num_rollouts,
+        num_policy_tokens=sum(len(node.token_ids) for path in paths for node in path if node.trainable)
+        / num_rollouts,
+        num_retries=report.num_retries,
+        task_scores=dict(zip(keys, successes, strict=True)),
+        task_returns=dict(zip(keys, returns, strict=True)),
+    )
+    return evaluation, report.traces
+
+
+def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> tuple[float, float]:
+    """Interval of the mean over tasks: Wilson's (1927) where each is a failure (0) or a success (1), also
+    where many samples of a task all ended alike, else a seeded percentile bootstrap. Without scores NaN.
+
+    A bootstrap of equal values has no width: it has seen nothing else, and is no interval.
+    """
+    if not scores:
+        return float("nan"), float("nan")
+    if not binary:
+        draws = stream(0, "bootstrap").choice(np.asarray(scores), size=(2000, len(scores))).mean(axis=1)
+        tail = 50 * (1 - level)
+        return float(np.percentile(draws, tail)), float(np.percentile(draws, 100 - tail))
+    z, n, p = NormalDist().inv_cdf(0.5 + level / 2), len(scores), fmean(scores)
+    centre, spread = p + z * z / (2 * n), z * float(np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)))
+    low, high = (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
+    return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounded, a bound may fall short of p = 1

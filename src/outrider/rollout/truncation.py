@@ -1,0 +1,29 @@
+"""A text that is longer than its budget loses its middle, because the end closes what the start opens. The
+cut is marked.
+"""
+
+from outrider.tokens import ChatRenderer, text_of
+from outrider.types import Message
+
+CUT_MARK = " [...] "
+_NUM_KEPT_AT_END = 24  # tokens: they close tags and messages and open the assistant's turn
+
+
+def shortened(ids: tuple[int, ...], limit: int, *, renderer: ChatRenderer) -> tuple[tuple[int, ...], int]:
+    """At most ``limit`` ids, and how many were cut."""
+    if len(ids) <= limit:
+        return ids, 0
+    num_end = min(_NUM_KEPT_AT_END, limit // 2)
+    mark = renderer.bridge((), [Message(role="inline", content=CUT_MARK)])
+    if num_end + len(mark) >= limit:
+        mark = ()
+    num_start = limit - num_end - len(mark)
+    return (*ids[:num_start], *mark, *ids[len(ids) - num_end :]), len(ids) - num_start - num_end
+
+
+def shortened_text(text: str, limit: int, *, renderer: ChatRenderer) -> str:
+    """The text of at most ``limit`` ids; as it is where it fits."""
+    kept, num_cut = shortened(
+        renderer.bridge((), [Message(role="inline", content=text)]), limit, renderer=renderer
+    )
+    return text_of(renderer.tokenizer, kept, skip_special_tokens=False) if num_cut else text

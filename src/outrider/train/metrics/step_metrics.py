@@ -1,0 +1,244 @@
+"""What one step's rollouts say: declared metrics from traces and credits (meanings: docs/metrics.md)."""
+
+import re
+import resource
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import get_args
+
+from outrider.algorithms.base import GroupCredit
+from outrider.algorithms.common.advantages import NoSignalReason
+from outrider.memory.embedder import HashEmbedder
+from outrider.trace import Node, Trace
+from outrider.types import Origin, Outcome
+
+
+def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """Rewards, outcomes, lengths, turns, tools and tokens of a step's own rollouts; faults stay out of every
+    mean.
+    """
+    every = [leaf for trace in traces for leaf, _ in trace.own_rollouts()]
+    kept = [
+        (leaf, path)
+        for trace in traces
+        for leaf, path in trace.own_rollouts()
+        if leaf.episode_return is not None
+    ]
+    outcomes = Counter(leaf.outcome for leaf in every)
+    metrics = {f"rollout/num_{outcome.value}": float(outcomes[outcome]) for outcome in Outcome}
+    metrics |= {
+        "rollout/num": float(len(every)),
+        "rollout/num_masked": float(len(every) - len(kept)),
+        "group/num": float(len(traces)),
+        "tokens/discarded": float(_num_discarded(traces)),
+    }
+    if not kept:
+        return metrics
+    returns = [leaf.episode_return for leaf, _ in kept if leaf.episode_return is not None]
+    lengths = [_num_tokens(path) for _, path in kept]
+    turns = [sum(node.trainable for node in path) for _, path in kept]
+    # a shared node was written once
+    nodes = list({id(node): node for _, path in kept for node in path}.values())
+    policy = [node for node in nodes if node.trainable]
+    on_paths = sum(_total(path, "num_tool_calls") for _, path in kept)
+    truncated = outcomes[Outcome.TRUNCATED_TOKENS] + outcomes[Outcome.TRUNCATED_TURNS]
+    return (
+        metrics
+        | {
+            "reward/mean": fmean(returns),
+            "reward/std": pstdev(returns),
+            "reward/min": min(returns),
+            "reward/max": max(returns),
+            "reward/success_rate": fmean(float(leaf.success) for leaf, _ in kept),
+            "rollout/length_tokens_mean": fmean(lengths),
+            "rollout/length_tokens_max": float(max(lengths)),
+            "rollout/policy_tokens_mean": fmean(
+                sum(len(n.token_ids) for n in path if n.trainable) for _, path in kept
+            ),
+            "rollout/turns_mean": fmean(turns),
+            "rollout/turns_max": float(max(turns)),
+            "rollout/num_tool_calls": _total(nodes, "num_tool_calls"),
+            "rollout/tool_calls_per_leaf": on_paths / len(kept),
+            "rollout/num_tool_calls_shared": on_paths - _total(nodes, "num_tool_calls"),
+            "rollout/num_tool_calls_saved": _total(nodes, "num_calls_saved"),
+            "rollout/num_tool_calls_refused": sum(
+                leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in kept
+            ),
+            "rollout/num_invalid_actions": _total(nodes, "invalid"),
+            "rollout/num_observations_cut": float(
+                sum(
+                    node.origin is Origin.ENVIRONMENT and node.metadata.get("num_tokens_cut", 0) > 0
+                    for node in nodes
+                )
+            ),
+            "rollout/truncated_fraction": truncated / len(every),
+            "entropy/token_mean": fmean(e for node in policy for e in node.entropies) if policy else 0.0,
+            "entropy/turn_mean": fmean(node.mean_entropy for node in policy if node.entropies)
+            if policy
+            else 0.0,
+        }
+        | {
+            f"tokens/{name}": float(sum(len(node.token_ids) for node in nodes if node.origin is origin))
+            for name, origin in _ORIGINS.items()
+        }
+    )
+
+
+_ORIGINS: Mapping[str, Origin] = {
+    "policy": Origin.POLICY,
+    "retrieved": Origin.BUFFER,
+    "observation": Origin.ENVIRONMENT,
+    "memory": Origin.MEMORY,
+}
+
+
+def _num_discarded(traces: Sequence[Trace]) -> int:
+    """Policy tokens that are on the path of no rollout with a return: of tries that a fault broke, made good
+    or not.
+    """
+    written = sum(len(node.token_ids) for trace in traces for node in trace.nodes if node.trainable)
+    paths = {
+        id(node): node
+        for trace in traces
+        for _, path in trace.scored_rollouts()
+        for node in path
+        if node.trainable
+    }
+    return written - sum(len(node.token_ids) for node in paths.values())
+
+
+def timing_metrics(
+    *, rollout_s: float, update_s: float, num_policy_tokens: float, num_computed_tokens: int
+) -> dict[str, float]:
+    """Seconds, tokens a second, and the largest resident memory so far."""
+    return {
+        "time/rollout": rollout_s,
+        "time/update": update_s,
+        "time/step": rollout_s + update_s,
+        "speed/rollout_tokens": num_policy_tokens / rollout_s,
+        "speed/update_tokens": num_computed_tokens / update_s,
+        "memory/peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def diversity(traces: Sequence[Trace]) -> float | None:
+    """Mean over groups of 1 - mean pairwise cosine of what the policy wrote (bags of words); None without
+    pairs.
+    """
+    embedder = HashEmbedder()
+    values = []
+    for trace in traces:
+        texts = [
+            "\n".join(n.message.content for n in path if n.trainable)
+            for leaf, path in trace.own_rollouts()
+            if path
+        ]
+        if len(texts) > 1:
+            vectors = embedder.embed(texts).astype(float)
+            num = len(texts)
+            values.append(1.0 - (float((vectors @ vectors.T).sum()) - num) / (num * (num - 1)))
+    return fmean(values) if values else None
+
+
+def credit_metrics(credits_: Sequence[GroupCredit]) -> dict[str, float]:
+    """How many groups taught nothing, and why."""
+    reasons = Counter(credit.advantages.reason for credit in credits_)
+    metrics = {
+        f"group/num_without_signal_{reason}": float(reasons[reason]) for reason in get_args(NoSignalReason)
+    }
+    # dynamic sampling may leave none
+    metrics["group/fraction_without_signal"] = 1.0 - reasons[None] / max(1, len(credits_))
+    return metrics | measured_means(credits_)
+
+
+def branch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """What the branching rule saw and did, for a run that branches."""
+    decided = [node.metadata for trace in traces for node in trace.nodes if "entropy_change" in node.metadata]
+    if not decided:
+        return {"branch/num_decisions": 0.0, "branch/num_forks": 0.0, "branch/num_refused": 0.0}
+    num_forks = sum(one.get("num_forks", 0) for one in decided)
+    return {
+        "branch/num_decisions": float(len(decided)),
+        "branch/num_forks": float(num_forks),
+        "branch/num_replayed": float(
+            sum(one.get("num_forks", 0) for one in decided if one.get("is_replayed"))
+        ),
+        "branch/num_refused": float(sum(one.get("num_forks_wanted", 0) for one in decided) - num_forks),
+        "branch/entropy_change_mean": fmean(one["entropy_change"] for one in decided),
+    }
+
+
+def retrieval_metrics(
+    traces: Sequence[Trace], credits_: Sequence[GroupCredit], counts: Mapping[str, int]
+) -> dict[str, float]:
+    """RAPO's metrics (spec section 12). ``counts`` are the hook's counts of this step; values without data
+    are left out.
+    """
+    rollouts = [
+        (leaf, path, trace.modes[leaf.rollout])
+        for trace in traces
+        for leaf, path in trace.rollouts()
+        if leaf.episode_return is not None
+    ]
+    retrieved = [
+        (leaf, path) for leaf, path, _ in rollouts if any(node.origin is Origin.BUFFER for node in path)
+    ]
+    plain = [
+        (leaf, path) for leaf, path, _ in rollouts if all(node.origin is not Origin.BUFFER for node in path)
+    ]
+    num_hybrid = sum(mode == "hybrid" for _, _, mode in rollouts)
+    # a shared one was inserted once
+    nodes = list({id(node): node for _, path, _ in rollouts for node in path}.values())
+    inserted = [node for node in nodes if node.origin is Origin.BUFFER]
+    metrics = {
+        "retrieval/num_inserted": float(len(inserted)),
+        "retrieval/num_no_candidate": float(counts.get("empty", 0)),
+        "retrieval/num_refused": float(counts.get("refused", 0)),
+        "retrieval/num_dropped": float(sum(node.metadata.get("num_splices_dropped", 0) for node in nodes)),
+        "retrieval/num_cut": float(sum(node.metadata["num_tokens_cut"] > 0 for node in inserted)),
+    }
+    for name in ("retrieval/num_unscored", "retrieval/num_floored"):
+        metrics[name] = float(sum(sum(credit.measurements.get(name, ())) for credit in credits_))
+    if counts.get("opportunities"):
+        metrics["retrieval/rate"] = counts.get("retrievals", 0) / counts["opportunities"]
+    if num_hybrid:
+        metrics["retrieval/share_hybrid_retrieved"] = len(retrieved) / num_hybrid
+    for name, group in (("on_policy", plain), ("hybrid", retrieved)):
+        if group:
+            metrics[f"retrieval/reward_{name}"] = fmean(leaf.episode_return or 0.0 for leaf, _ in group)
+            metrics[f"retrieval/length_{name}"] = fmean(_num_tokens(path) for _, path in group)
+    for agent, number in Counter(str(node.metadata["agent"]) for node in inserted).items():
+        name = f"retrieval/num_hits/{_part_of_a_name(agent)}"
+        metrics[name] = metrics.get(name, 0.0) + number
+    return metrics
+
+
+def _part_of_a_name(agent: str) -> str:
+    """An imported buffer may call its agents anything."""
+    return re.sub(r"[/{}]", "_", agent) or "unnamed"
+
+
+def measured_means(credits_: Sequence[GroupCredit]) -> dict[str, float]:
+    """Means over the step of what the algorithm measured; names without a value are left out, counts are
+    summed elsewhere.
+    """
+    names = {
+        name
+        for credit in credits_
+        for name in credit.measurements
+        if not name.rpartition("/")[2].startswith("num_")
+    }
+    values = {
+        name: [value for credit in credits_ for value in credit.measurements.get(name, ())]
+        for name in sorted(names)
+    }
+    return {name: fmean(found) for name, found in values.items() if found}
+
+
+def _num_tokens(path: Sequence[Node]) -> int:
+    return sum(len(node.token_ids) for node in path if node.origin is not Origin.PROMPT)
+
+
+def _total(nodes: Sequence[Node], name: str) -> float:
+    return float(sum(node.metadata.get(name, 0) for node in nodes))

@@ -1,0 +1,234 @@
+"""Checkpoints: a folder that is either absent or whole, safetensors and JSON only, enough to continue bit for
+bit.
+
+Random streams are keyed by run seed and step (:mod:`outrider.seeding`), so their state is the step number.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider.atomic_io import sync, temporary_name
+from outrider.errors import CheckpointError
+from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
+from outrider.train.state.records import RECORDS
+from outrider.train.update.policy import Policy, Scorer
+
+_MEMORY = "memory.safetensors"
+_NAME = re.compile(r"step-(\d+)")
+_TENSORS = ("masters.safetensors", "optimizer.safetensors")
+
+
+def save_checkpoint(
+    folder: Path,
+    policy: Policy,
+    state: dict[str, Any],
+    arrays: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    records: Mapping[str, Any] | None = None,
+) -> None:
+    """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints as they
+    were.
+
+    ``arrays`` are the vectors of an algorithm's memory, whose plain data is in ``state``; ``records`` is what
+    the run has on file beside its checkpoints (:mod:`outrider.train.state.records`).
+
+    Raises CheckpointError when it cannot be written (a full disk), which leaves them as they were too.
+    """
+    temporary = folder.with_name(f".{folder.name}.partial")
+    try:
+        _remove(temporary)
+        _write(temporary, policy, state, arrays or {})
+        if records is not None:
+            write_sealed(temporary / RECORDS, records)
+        _make_room(folder)
+        os.replace(temporary, folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"cannot write checkpoint {folder.name}: {reason}; earlier checkpoints are whole"
+        ) from error
+
+
+def _remove(path: Path) -> None:
+    """Whatever has this name, and nothing where nothing has."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _make_room(folder: Path) -> None:
+    """An earlier checkpoint goes; a file that only has its name is somebody's, and is kept under another
+    one.
+    """
+    if folder.is_file() and not folder.is_symlink():
+        os.replace(folder, folder.with_name(f"{folder.name}.not-a-checkpoint"))
+    _remove(folder)
+
+
+def _write(
+    temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]
+) -> None:
+    temporary.mkdir(parents=True)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in policy.masters.items()},
+        temporary / "masters.safetensors",
+    )
+    save_file(_optimizer_tensors(policy), temporary / "optimizer.safetensors")
+    if arrays:
+        save_arrays(dict(arrays), temporary / _MEMORY)
+    for path in temporary.iterdir():
+        sync(path)
+    checksums = {path.name: file_checksum(path) for path in sorted(temporary.iterdir())}
+    write_sealed(
+        temporary / STATE, {**state, "num_optimizer_steps": policy.num_steps, "checksums": checksums}
+    )
+    sync(temporary)
+
+
+def _optimizer_tensors(policy: Policy) -> dict[str, Tensor]:
+    tensors = {}
+    for name, master in policy.masters.items():
+        for key, value in policy.optimizer.state.get(master, {}).items():
+            tensors[f"{key}/{name}"] = torch.as_tensor(value).contiguous()
+    return tensors
+
+
+def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
+    """Put masters, working copy and optimiser back; the saved state.
+
+    Raises CheckpointError when files are missing, damaged, or belong to another model.
+    """
+    try:
+        state = read_sealed(folder / STATE)
+        for name in sorted({*_TENSORS, *state["checksums"]}):
+            if file_checksum(folder / name) != state["checksums"][name]:
+                raise ValueError(f"the contents of {name} are not what was written")
+        masters, optimizer = (load_file(folder / name) for name in _TENSORS)
+        num_optimizer_steps = int(state["num_optimizer_steps"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise damaged(folder, error) from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in masters.items()}
+    if shapes != {name: tuple(tensor.shape) for name, tensor in policy.masters.items()}:
+        raise CheckpointError(f"checkpoint {folder} belongs to another model or adapter")
+    policy.optimizer.state.clear()
+    for name, master in policy.masters.items():
+        master.copy_(masters[name])
+        moments = {
+            key.split("/", 1)[0]: value.to(master.device)
+            for key, value in optimizer.items()
+            if key.split("/", 1)[1] == name
+        }
+        if moments:
+            policy.optimizer.state[master] = moments
+    policy.num_steps = num_optimizer_steps
+    policy.round_masters()
+    return state
+
+
+def require_intact(folder: Path, name: str) -> None:
+    """Raises CheckpointError where a file of a checkpoint is not what was written; a file that came alone
+    cannot be checked.
+    """
+    if not (folder / STATE).exists():
+        return
+    try:
+        written = read_sealed(folder / STATE)["checksums"][name]
+        found = file_checksum(folder / name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(folder, error) from error
+    if found != written:
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: the contents of {name} are not what was written"
+        )
+
+
+def load_memory(folder: Path) -> dict[str, NDArray[Any]]:
+    """The vectors of the algorithm's memory in a checkpoint that :func:`load_checkpoint` has read; empty
+    without any.
+    """
+    return load_arrays(folder / _MEMORY) if (folder / _MEMORY).exists() else {}
+
+
+def save_reference(path: Path, reference: Scorer) -> int:
+    """The frozen weights of the KL term; written once, because they differ from the model's after a cold
+    start. Their checksum.
+    """
+    temporary = temporary_name(path)
+    save_file({name: p.detach().contiguous() for name, p in reference.model.named_parameters()}, temporary)
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+    return file_checksum(path)
+
+
+@torch.no_grad()
+def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> None:
+    """Put the frozen weights back. ``checksum`` is what :func:`save_reference` gave, None where nobody wrote
+    it down.
+
+    Raises CheckpointError when they are missing, damaged or of another model.
+    """
+    try:
+        if checksum is not None and file_checksum(path) != checksum:
+            raise ValueError("the contents are not what was written")
+        weights = load_file(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing: it holds the weights that the KL term refers to; put it back"
+        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"reference weights {path} are damaged: {str(error).splitlines()[0]}"
+        ) from error
+    parameters = dict(reference.model.named_parameters())
+    if {name: p.shape for name, p in parameters.items()} != {name: w.shape for name, w in weights.items()}:
+        raise CheckpointError(f"reference weights {path} belong to another model or adapter")
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+
+
+def checkpoints_newest_first(folder: Path) -> list[Path]:
+    """All checkpoints below ``folder``; one that was damaged after it was written is among them."""
+    return [path for _, path in reversed(_numbered(folder))]
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint below ``folder``, which may be damaged; None without any."""
+    found = _numbered(folder)
+    return found[-1][0] if found else None
+
+
+def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> None:
+    """Remove all but the last ``keep`` checkpoints up to step ``newest``, which has just been written, and
+    the one of step 0.
+
+    From that one other algorithms can start. Those of later steps were damaged, or the run would not have
+    gone back behind them; what a kill left half written goes too.
+    """
+    numbered = [(step, path) for step, path in _numbered(folder) if step > 0]
+    kept = [path for step, path in numbered if step <= newest][-keep:]
+    for path in [*(path for _, path in numbered if path not in kept), *folder.glob(".step-*.partial")]:
+        _remove(path)
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders, ascending; a file, or a folder with another name, such as a copy that a user made,
+    is none.
+    """
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in found if match)

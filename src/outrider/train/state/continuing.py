@@ -1,0 +1,64 @@
+"""Whether a run folder can be gone on with, asked before a model is loaded and before anything is written."""
+
+import json
+
+from outrider.errors import CheckpointError
+from outrider.plugins.record import plugin_digests
+from outrider.train.settings import RunSettings
+from outrider.train.state.checkpoint import checkpoints_newest_first
+from outrider.train.state.checkpoint_state import read_state
+from outrider.train.state.run_directory import RunDirectory
+from outrider.train.state.same_inputs import other_inputs
+from outrider.train.state.same_settings import other_settings
+from outrider.watch.traces import TraceReader
+
+
+def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
+    """What differs from the settings that the run began with and may.
+
+    Raises CheckpointError where other settings decide the results, and for a run that has trained and has no
+    checkpoint left: it would begin again, over its own records.
+    """
+    checkpoints = checkpoints_newest_first(run.checkpoints)
+    if not checkpoints and (done := _done_without_checkpoint(run, settings)):
+        raise CheckpointError(
+            f"{run.path} has {done} and no checkpoint: put its folder checkpoints back, or begin a new run elsewhere; "
+            "nothing was changed"
+        )
+    for checkpoint in checkpoints:
+        try:
+            state = read_state(checkpoint)
+        except CheckpointError:
+            continue  # which is told where the checkpoint is loaded
+        other_inputs(  # again where it is loaded, which takes longer
+            state.get("inputs", {}),
+            plugin_digests(settings),
+            other_versions=False,
+            takes_plugins=run.takes_plugins,
+        )
+        return other_settings(state.get("settings", {}), settings)
+    return []
+
+
+def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
+    """What only a run has that has written a checkpoint: the first one comes behind the cold start and the
+    first evaluation.
+    """
+    if steps := TraceReader(run.path / "traces").steps():
+        return f"traces of {len(steps)} training step(s)"
+    if num := sum('"kind": "train"' in line for line in _lines(run, "metrics.jsonl")):
+        return f"metrics of {num} training step(s)"
+    evaluations = [line for line in _lines(run, "evaluations.jsonl") if _is_whole(line)]
+    return f"{len(evaluations)} evaluation(s)" if len(evaluations) > settings.evaluation.at_start else ""
+
+
+def _lines(run: RunDirectory, name: str) -> list[str]:
+    path = run.path / name
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,125 @@
+"""What a run has written beside its checkpoints, counted and with checksums in each of them: what vanishes
+later is noticed.
+
+It lies beside ``state.json`` and not in it, because metrics hold times: two runs of the same bits differ in
+them.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.atomic_io import sync
+from outrider.errors import CheckpointError
+from outrider.train.state.checkpoint_state import file_checksum, is_sealed, read_sealed, write_sealed
+
+RECORDS: Final = "records.json"
+_EVALUATION: Final = re.compile(r"evaluation-(\d+)\.parquet")
+_METRICS, _EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+_NAMED: Final = 3
+
+
+class Records:
+    """Metrics, evaluations and traces of one run folder."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._known: dict[str, tuple[int, int, int]] = {}  # trace files never change: size, time, checksum
+
+    def written(self) -> dict[str, Any]:
+        """What is there now, as a checkpoint holds it. Raises OSError."""
+        lines = {name: self._lines(name) for name in (_METRICS, _EVALUATIONS)}
+        counted = {
+            name: {"num_lines": len(found), "checksum": _of_lines(found)} for name, found in lines.items()
+        }
+        names = sorted(path.name for path in (self._run / "traces").glob("*.parquet"))
+        num = len(lines[_EVALUATIONS])
+        return {
+            **counted,
+            "traces": {name: self._trace_checksum(name) for name in names if _belongs(name, num)},
+        }
+
+    def seal(self, checkpoint: Path) -> None:
+        """Write it anew into a checkpoint: what came after it (the last evaluation) belongs to it too."""
+        temporary = checkpoint / f"{RECORDS}.tmp"
+        write_sealed(temporary, self.written())
+        os.replace(temporary, checkpoint / RECORDS)
+        sync(checkpoint)
+
+    def problems(self, checkpoint: Path) -> list[str]:
+        """What is gone or is not what was written, one phrase each; empty where the checkpoint does not
+        know.
+        """
+        try:
+            known = read_sealed(checkpoint / RECORDS)
+            if not is_sealed(checkpoint / RECORDS):
+                raise ValueError("its checksum is gone")
+            found = [text for name in (_METRICS, _EVALUATIONS) for text in self._of_file(name, known[name])]
+            return found + self._of_traces(known["traces"])
+        except FileNotFoundError:
+            return []  # of an earlier Outrider
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return [
+                f"{RECORDS} of {checkpoint.name} cannot be read ({error}), so nobody knows whether records are gone"
+            ]
+
+    def require_lines(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where lines are gone that the checkpoint of this state counts: none can be
+        made again.
+        """
+        for name, key in ((_METRICS, "num_metric_records"), (_EVALUATIONS, "num_evaluations")):
+            found, num = len(self._lines(name)), int(state[key])
+            if found < num:
+                raise CheckpointError(
+                    f"{name} has {found} lines, its checkpoint was saved at {num}: put the file back, or begin a new run "
+                    "with model.initial_checkpoint"
+                )
+
+    def _lines(self, name: str) -> list[bytes]:
+        path = self._run / name
+        return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+    def _of_file(self, name: str, known: Mapping[str, int]) -> list[str]:
+        lines, num = self._lines(name), known["num_lines"]
+        if len(lines) < num:
+            return [f"{name} has {len(lines)} of {num} lines"]
+        return (
+            []
+            if _of_lines(lines[:num]) == known["checksum"]
+            else [f"the first {num} lines of {name} are not what was written"]
+        )
+
+    def _of_traces(self, known: Mapping[str, int]) -> list[str]:
+        folder = self._run / "traces"
+        missing = [name for name in known if not (folder / name).is_file()]
+        changed = [
+            name for name in known if name not in missing and self._trace_checksum(name) != known[name]
+        ]
+        told = (("missing", missing), ("not what was written", changed))
+        return [f"{_some(names)} of the traces: {what}" for what, names in told if names]
+
+    def _trace_checksum(self, name: str) -> int:
+        path = self._run / "traces" / name
+        facts = path.stat()
+        size, time, checksum = self._known.get(name, (-1, -1, 0))
+        if (size, time) != (facts.st_size, facts.st_mtime_ns):
+            checksum = file_checksum(path)
+            self._known[name] = facts.st_size, facts.st_mtime_ns, checksum
+        return checksum
+
+
+def _belongs(name: str, num_evaluations: int) -> bool:
+    """A run that went back may have files of evaluations that it will make again."""
+    match = _EVALUATION.fullmatch(name)
+    return match is None or int(match[1]) < num_evaluations
+
+
+def _of_lines(lines: Sequence[bytes]) -> int:
+    return zlib.crc32(b"\n".join(lines))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

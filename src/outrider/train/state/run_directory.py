@@ -1,0 +1,241 @@
+"""A run directory: never shared, never overwritten, readable at any instant."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.atomic_io import TEMPORARY, append, remove_leftovers, replace_file
+from outrider.config import load_settings, to_toml
+from outrider.errors import CheckpointError, ConfigError, DataError
+from outrider.plugins.imports import ORIGINS_FILE
+from outrider.plugins.record import write_origins
+from outrider.rollout.evaluate import Evaluation
+from outrider.train.settings import RunSettings
+from outrider.train.state.growing import grown_settings
+
+_SCORE = ("value", "ci_low", "ci_high")
+
+# Beside the configuration and the buffer: made while components and trackers are built.
+_OF_SETUP: Final = {"traces", "checkpoints", "tensorboard", "wandb", "trackio", "metrics.jsonl", ORIGINS_FILE}
+
+
+class RunDirectory:
+    """Paths of a run, its lock, and its evaluations file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.evaluations = path / "evaluations.jsonl"
+        self._lock: int | None = None
+        # by this process: the folder itself (True) or only what is in it (False)
+        self._created: bool | None = None
+        self._grown: RunSettings | None = None  # not yet on file
+        self.takes_plugins = False  # whether the code of its plug-ins may be another one than it began with
+
+    @classmethod
+    def create(cls, path: Path, settings: RunSettings) -> "RunDirectory":
+        """A new folder with the resolved configuration.
+
+        Raises ConfigError when it exists and is not empty, and for a device that is not here. A failure
+        leaves no folder.
+        """
+        # torch: a folder that is taken shows without it
+        from outrider.engines.local.model import require_device, resolve_precision
+
+        require_free(path)
+        require_device(settings.model.device)
+        precision = resolve_precision(settings.model.precision, settings.model.device)
+        settings = settings.model_copy(
+            update={"model": settings.model.model_copy(update={"precision": precision})}
+        )
+        content = _as_toml(settings)
+        existed = path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        run.lock()
+        try:
+            require_free(path)  # another process may have been here since
+        except ConfigError:
+            run.release()
+            raise
+        run._created = not existed
+        try:
+            write_origins(settings, path)
+            replace_file(path / "config.toml", content)
+        except BaseException:
+            run.discard()
+            run.release()
+            raise
+        return run
+
+    def discard(self) -> None:
+        """Take back a new run whose set-up failed, so that the same command works once the cause is gone.
+
+        A run that was opened, not created, stays as it is, and so does one that :meth:`keep` was called for.
+        Only what a set-up writes is removed: a file that somebody else put there meanwhile stays, and the
+        folder with it. What cannot be removed stays too, because the failure of the set-up is what must be
+        told.
+        """
+        if self._created is None:
+            return
+        with contextlib.suppress(OSError):
+            for entry in sorted(self.path.iterdir(), key=lambda one: one.name == "lock"):  # the lock last
+                if _is_of_setup(entry):
+                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            if self._created:
+                self.path.rmdir()
+
+    def keep(self) -> None:
+        """The set-up is over: from here on what the run has done is kept, whatever happens."""
+        self._created = None
+
+    @classmethod
+    def open(
+        cls, path: Path, overrides: Sequence[str] = (), *, takes_plugins: bool = False
+    ) -> "tuple[RunDirectory, RunSettings]":
+        """An existing run and its settings, with more of what may grow; ``takes_plugins``: also with other
+        code of its plug-ins.
+
+        Raises CheckpointError when there is none, and ConfigError for overrides that a run cannot go on
+        with.
+        """
+        if not (path / "config.toml").exists():
+            raise CheckpointError(f"{path} is no run directory: it has no config.toml")
+        run = cls(path)
+        run.takes_plugins = takes_plugins
+        run.lock()
+        try:
+            if not overrides:
+                return run, load_settings(RunSettings, file=path / "config.toml")
+            run._grown = grown_settings(path / "config.toml", overrides)
+        except BaseException:
+            run.release()
+            raise
+        return run, run._grown
+
+    def settle(self) -> None:
+        """Write down what the run was given more of: only once its set-up has succeeded."""
+        if self._grown is not None:
+            replace_file(self.path / "config.toml", _as_toml(self._grown))
+
+    def lock(self) -> None:
+        """One process a run; the kernel frees the lock when the process dies, however it dies."""
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise ConfigError(f"{self.path} is in use by another process") from error
+        remove_leftovers(self.path)  # a reader may be writing a report
+
+    def release(self) -> None:
+        """Let the next process in; may be called twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def name_evaluation(self, number: int, label: str) -> None:
+        """Another label for the evaluation in line ``number`` (from 0)."""
+        finished = self.finished_evaluations()
+        finished[number]["label"] = label
+        self._replace([json.dumps(one) for one in finished])
+
+    def finished_evaluations(self) -> list[dict[str, Any]]:
+        """Evaluations on file; a line torn by a kill is dropped from the file, and that evaluation runs
+        again.
+        """
+        if not self.evaluations.exists():
+            return []
+        *lines, tail = self.evaluations.read_text(encoding="utf-8", errors="replace").split("\n")
+        read = [self._evaluation(number, line) for number, line in enumerate(lines, start=1)]
+        if tail:
+            self._replace(lines)
+        return read
+
+    def _evaluation(self, number: int, line: str) -> dict[str, Any]:
+        """A line with what a run needs of it; it may hold more."""
+        try:
+            read: dict[str, Any] = json.loads(line)
+            score = read["metric"]["score"]
+            numbers = (
+                read["step"],
+                read["num_tasks"],
+                read["temperature"],
+                *(score[name] for name in _SCORE),
+            )
+            texts = (read["label"], read["split"], read["panel_hash"])
+            numbers = (*numbers, *read["task_scores"].values())
+            if not all(isinstance(text, str) for text in texts) or not all(
+                isinstance(one, int | float) for one in numbers
+            ):
+                raise ValueError("a value is of another kind than was written")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"{self.evaluations.name} line {number} is damaged: {reason}") from error
+        return read
+
+    def cut_evaluations(self, num_kept: int) -> None:
+        """Forget evaluations made after the checkpoint that a resumed run starts from; they run again, to the
+        same bits.
+        """
+        finished = self.finished_evaluations()
+        if len(finished) > num_kept:
+            self._replace([json.dumps(one) for one in finished[:num_kept]])
+
+    def _replace(self, lines: list[str]) -> None:
+        replace_file(self.evaluations, "".join(line + "\n" for line in lines).encode())
+
+    def add_evaluation(
+        self, evaluation: Evaluation, *, split: str, temperature: float, panel_hash: str
+    ) -> None:
+        """Append one line and force it to disk."""
+        score = {"value": evaluation.score, "ci_low": evaluation.ci_low, "ci_high": evaluation.ci_high}
+        line = {
+            "label": evaluation.label,
+            "split": split,
+            "num_tasks": evaluation.num_tasks,
+            "step": evaluation.step,
+            "temperature": temperature,
+            "panel_hash": panel_hash,
+            "num_faults": evaluation.num_faults,
+            "num_tool_calls": evaluation.num_tool_calls,
+            "num_policy_tokens": evaluation.num_policy_tokens,
+            "mean_return": evaluation.mean_return,
+            "metric": {"score": score},
+            "task_scores": dict(evaluation.task_scores),
+            "task_returns": dict(evaluation.task_returns),
+        }
+        append(self.evaluations, (json.dumps(line) + "\n").encode())
+
+
+def _as_toml(settings: RunSettings) -> bytes:
+    return (to_toml(settings.model_dump(mode="json")) + "\n").encode()
+
+
+def _is_beginning(entry: Path) -> bool:
+    """Whether it is all that a process leaves which was killed before it wrote its configuration."""
+    if entry.name == "lock":
+        return entry.is_file() and not entry.stat().st_size
+    return entry.name.startswith("config.toml.") and entry.match(TEMPORARY)
+
+
+def _is_of_setup(entry: Path) -> bool:
+    """Whether a run's set-up writes under this name."""
+    return (
+        _is_beginning(entry)
+        or entry.name.startswith(("config.toml", "buffer.sqlite"))
+        or entry.name in _OF_SETUP
+    )
+
+
+def require_free(path: Path) -> None:
+    """Raises ConfigError where a new run may not be: a folder that is not empty, or no folder."""
+    if path.exists() and (not path.is_dir() or not all(map(_is_beginning, path.iterdir()))):
+        raise ConfigError(
+            f"{path} is not empty: a run directory is never overwritten (continue it with --resume)"
+        )

@@ -1,0 +1,250 @@
+"""Where a run is and what is on disk of it: checkpoints are written here, and a run that was killed goes back
+to one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.errors import CheckpointError
+from outrider.metrics.writer import MetricsWriter
+from outrider.train.components import Components
+from outrider.train.state.checkpoint import (
+    load_checkpoint,
+    load_memory,
+    load_reference,
+    prune_checkpoints,
+    save_checkpoint,
+    save_reference,
+)
+from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, is_sealed
+from outrider.train.state.records import Records
+from outrider.train.state.run_directory import RunDirectory
+from outrider.train.state.same_inputs import BUFFER, input_digests, other_inputs
+from outrider.train.state.same_settings import flat_settings
+from outrider.train.state.versions import differences, versions
+from outrider.watch.traces import TraceWriter
+
+_COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations")
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """What a run has done so far. ``task_cursor`` counts the tasks taken, ``saved_step`` is -1 before the
+    first checkpoint.
+
+    All that decides how the run goes on is here, in ``parts`` or in a random stream keyed by the step.
+    """
+
+    run: RunDirectory
+    parts: Components
+    note: Callable[[str], None]
+    step: int = 0
+    num_policy_tokens: int = 0
+    task_cursor: int = 0
+    saved_step: int = -1
+    metrics: MetricsWriter = field(init=False)
+    traces: TraceWriter = field(init=False)
+    records: Records = field(init=False)
+    _reference_checksum: int | None = None
+    _tasks: dict[str, str] = field(init=False)
+    _inputs: dict[str, str] = field(init=False)
+    _buffer_seen: tuple[int, str] | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
+        self.traces = TraceWriter(self.run.path / "traces")
+        self.records = Records(self.run.path)
+        self._tasks = {
+            "train": panel_hash(self.parts.train_tasks),
+            "held-out": panel_hash(self.parts.test_tasks),
+        }
+        self._inputs = input_digests(self.parts)
+
+    @property
+    def _reference_path(self) -> Path:
+        return self.run.path / "reference.safetensors"
+
+    def close(self) -> None:
+        """Release the metrics file; may be called twice."""
+        self.metrics.close()
+
+    def begin(self) -> None:
+        """Forget what a run left that was killed before its first checkpoint."""
+        self.run.cut_evaluations(0)
+        self.metrics.cut(0)
+        self.traces.resume(-1)
+
+    def freeze_reference(self) -> None:
+        """The KL term holds the policy to what it was when reinforcement learning began."""
+        if self.parts.reference is not None:
+            self.parts.reference = self.parts.policy.frozen_copy()
+            self._reference_checksum = save_reference(self._reference_path, self.parts.reference)
+
+    def save(self) -> None:
+        """Write the checkpoint of this step. Raises CheckpointError, which leaves the earlier ones as they
+        were.
+        """
+        buffer = self.parts.buffer
+        if buffer is not None and self.parts.settings.buffer.evolve:
+            buffer.flush()
+        state: dict[str, Any] = {
+            "step": self.step,
+            "num_policy_tokens": self.num_policy_tokens,
+            "task_cursor": self.task_cursor,
+            "num_metric_records": self.metrics.num_records,
+            "num_evaluations": len(self.run.finished_evaluations()),
+            "buffer_revision": buffer.revision if buffer is not None else None,
+            "hook_counts": self.parts.algorithm.counts(),
+            "reference_checksum": self._reference_checksum,
+            "tasks": self._tasks,
+            "versions": versions(),
+            "settings": flat_settings(self.parts.settings),
+            "inputs": self._inputs,
+            "buffer_digest": self._buffer_digest(),
+        }
+        arrays = None
+        if self.parts.algorithm.remembers:
+            state["memory"], arrays = self.parts.algorithm.state()
+        folder = self.run.checkpoints / f"step-{self.step:06d}"
+        save_checkpoint(folder, self.parts.policy, state, arrays, records=self.records.written())
+        self.saved_step = self.step
+        prune_checkpoints(
+            self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints, newest=self.step
+        )
+
+    def save_if_new(self) -> None:
+        """The same, where a training step has been done since the last one."""
+        if self.step and self.saved_step != self.step:
+            self.save()
+
+    def check_records(self, state: dict[str, Any] | None = None) -> bool:
+        """Tell what is gone of metrics, evaluations and traces, or is not what was written; whether nothing
+        is.
+
+        With the ``state`` of a finished run, which loads no reference weights, also of those.
+        """
+        problems = self.records.problems(self._checkpoint)
+        if state is not None and (written := state.get("reference_checksum")) is not None:
+            found = file_checksum(self._reference_path) if self._reference_path.is_file() else None
+            if found != written:
+                what = "is missing" if found is None else "is not what was written"
+                problems.append(f"{self._reference_path.name} {what}")
+        for problem in problems:
+            self.note(f"DAMAGED RECORDS, of which weights and training know nothing: {problem}")
+        return not problems
+
+    def seal_records(self) -> None:
+        """At the end of a run: its last evaluation comes behind its last checkpoint."""
+        self.records.seal(self._checkpoint)
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.run.checkpoints / f"step-{self.saved_step:06d}"
+
+    def load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
+        """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError
+        if none can.
+        """
+        for checkpoint in checkpoints:
+            try:
+                return self._load(checkpoint)
+            except CheckpointError as error:
+                if checkpoint == checkpoints[-1]:
+                    raise
+                self.note(f"DAMAGED CHECKPOINT, going back to an older one: {error}")
+        raise CheckpointError(f"{self.run.path} has no checkpoint")
+
+    def _load(self, checkpoint: Path) -> dict[str, Any]:
+        state = load_checkpoint(checkpoint, self.parts.policy)
+        try:
+            for name in _COUNTS:
+                int(state[name])
+            self.step = self.saved_step = int(state["step"])
+            self.num_policy_tokens = int(state["num_policy_tokens"])
+            self.task_cursor = int(
+                state.get("task_cursor", self.step * self.parts.settings.train.tasks_per_step)
+            )
+            if state["buffer_revision"] is not None:
+                int(state["buffer_revision"])
+            self.parts.algorithm.restore_counts(state["hook_counts"])
+            if self.parts.algorithm.remembers:
+                self.parts.algorithm.restore(state["memory"], load_memory(checkpoint))
+            sealed = is_sealed(checkpoint / STATE)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise damaged(checkpoint, error) from error
+        if not sealed:
+            self.note(
+                f"NO CHECKSUM in {STATE} of {checkpoint.name} (an earlier Outrider wrote none): damage to it goes unnoticed"
+            )
+        return state
+
+    def rewind(self, state: dict[str, Any], *, last_label: str) -> None:
+        """Take back what was written after the checkpoint: it is computed again, to the same bits.
+
+        The evaluation at the end of a run that goes on (``last_label``) stays, as that of its step.
+
+        Raises CheckpointError where that cannot be, because tasks, buffer or reference are others than then,
+        or records are gone.
+        """
+        self.records.require_lines(state)
+        for name, panel in state.get("tasks", {}).items():
+            if panel != self._tasks[name]:
+                raise CheckpointError(
+                    f"the {name} tasks are not those that this run began with: put the data back, or begin a new run "
+                    f"with model.initial_checkpoint"
+                )
+        other_versions = differences(state.get("versions", {}))
+        inputs = other_inputs(
+            state.get("inputs", {}),
+            self._inputs,
+            other_versions=bool(other_versions),
+            takes_plugins=self.run.takes_plugins,
+        )
+        for difference in [*other_versions, *inputs]:
+            self.note(difference)
+        are_whole = self.check_records()
+        self._reference_checksum = state.get("reference_checksum")
+        if self.parts.reference is not None:
+            load_reference(self._reference_path, self.parts.reference, checksum=self._reference_checksum)
+        if (buffer := self.parts.buffer) is not None and buffer.revision != state["buffer_revision"]:
+            if self.parts.settings.buffer.evolve:
+                buffer.rollback(int(state["buffer_revision"]))
+            else:
+                buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
+        if (began_with := state.get("buffer_digest")) is not None:
+            other_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
+        num_kept = self._keep_last_evaluation(state, last_label)
+        self.metrics.cut(int(state["num_metric_records"]) + num_kept)
+        self.run.cut_evaluations(int(state["num_evaluations"]) + num_kept)
+        self.traces.resume(self.step)
+        if num_kept and are_whole:
+            self.seal_records()  # else a kill before the next checkpoint would leave the new label as damage
+        self.parts.engine.weights_changed()
+        self.note(f"continuing from step {self.step}")
+
+    def _keep_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:
+        """1 where a shorter run ended at this checkpoint with an evaluation, which is named after its step
+        from now on.
+        """
+        number, label = int(state["num_evaluations"]), f"step {self.step}"
+        ended = self.run.finished_evaluations()[number:]
+        is_of_here = (
+            len(ended) == 1 and ended[0]["step"] == self.step and ended[0]["label"] in (last_label, label)
+        )
+        if not is_of_here or self.metrics.kinds[int(state["num_metric_records"]) :] != [(self.step, "eval")]:
+            return 0
+        if ended[0]["label"] != label:
+            self.run.name_evaluation(number, label)
+            self.note(f"the evaluation {last_label!r} of the shorter run is kept as {label!r}")
+        return 1
+
+    def _buffer_digest(self) -> str | None:
+        """Made once for a revision: most runs never change theirs."""
+        if (buffer := self.parts.buffer) is None:
+            return None
+        if self._buffer_seen is None or self._buffer_seen[0] != buffer.revision:
+            self._buffer_seen = buffer.revision, buffer.digest()
+        return self._buffer_seen[1]

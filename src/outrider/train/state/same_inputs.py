@@ -1,0 +1,122 @@
+"""What a run reads beside its settings and tasks and what decides its bits, as digests: tokenizer, template,
+files, buffer.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from outrider.config import Settings
+from outrider.environments.tool_qa.datasets import DatasetConfig
+from outrider.errors import CheckpointError
+from outrider.plugins.record import PREFIX, plugin_digests
+from outrider.train.components import Components
+from outrider.train.update.policy import Policy
+
+BUFFER: Final = "step-trace buffer"
+# another version of transformers may write them in another way
+_OF_A_VERSION: Final = {"tokenizer", "model configuration"}
+
+
+def input_digests(parts: Components) -> dict[str, str]:
+    """Hex digests by name. Files are those that the environment's settings and the algorithm's name; what
+    tasks are made of is left out, because tasks are compared themselves, and a buffer, because its revision
+    changes.
+    """
+    tokenizer = parts.policy.language_model.tokenizer
+    found = {
+        "chat template": _of_text(json.dumps(tokenizer.chat_template, sort_keys=True)),
+        "tokenizer": _of_text(_tokenizer(tokenizer)),
+        "model configuration": _of_text(_configuration(parts.policy)),
+    }
+    if (frozen := _frozen_weights(parts.policy)) is not None:
+        found["frozen weights"] = frozen
+    files = {f"environment.{key}": path for key, path in _files(parts.settings.environment)}
+    if named := parts.settings.algorithm.model_dump().get("demonstrations"):
+        files["algorithm.demonstrations"] = Path(named)
+    if named := parts.settings.cold_start.demonstrations:
+        files["cold_start.demonstrations"] = Path(named)
+    found |= plugin_digests(parts.settings)
+    return found | {key: _of_file(path) for key, path in sorted(files.items()) if path.is_file()}
+
+
+def other_inputs(
+    began_with: Mapping[str, str],
+    now: Mapping[str, str | None],
+    *,
+    other_versions: bool,
+    takes_plugins: bool = False,
+) -> list[str]:
+    """A line where the difference may come from other versions, which have been told, or is in a plug-in's
+    code and wanted (``takes_plugins``). Raises CheckpointError for any other one; what an earlier Outrider
+    did not record is not compared.
+    """
+    changed = [name for name, digest in now.items() if began_with.get(name, digest) != digest]
+    of_version = [name for name in changed if other_versions and name in _OF_A_VERSION]
+    of_plugin = [name for name in changed if name.startswith(PREFIX)]
+    taken = [*of_version, *(of_plugin if takes_plugins else ())]
+    if refused := [name for name in changed if name not in taken]:
+        way_out = (
+            "put the data back"
+            if set(refused) - set(of_plugin)
+            else "put its code back, go on with --changed-plugins"
+        )
+        raise CheckpointError(
+            f"not what this run began with: {', '.join(refused)}; {way_out}, or begin a new run with model.initial_checkpoint"
+        )
+    lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in of_version]
+    return lines + [
+        f"OTHER CODE of the {name}; the run goes on, but not to the same bits for sure" for name in of_plugin
+    ]
+
+
+def _of_text(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _of_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _tokenizer(tokenizer: Any) -> str:
+    """All that maps text to ids; padding and truncation are set anew by every call."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    if not tokenizer.is_fast:
+        return json.dumps(vocabulary)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return json.dumps(
+        {**content, "padding": None, "truncation": None, "vocabulary": vocabulary}, sort_keys=True
+    )
+
+
+def _configuration(policy: Policy) -> str:
+    """Without where the model lies, and in which precision it is kept."""
+    content = policy.model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        content.pop(name, None)
+    return json.dumps(content, sort_keys=True, default=str)
+
+
+def _frozen_weights(policy: Policy) -> str | None:
+    """CRC-32 of the weights that no checkpoint holds, because they do not train; None where all train."""
+    value = None
+    for name, parameter in policy.model.named_parameters():
+        if name not in policy.masters:
+            content = parameter.detach().contiguous().cpu().view(torch.uint8).numpy()
+            value = zlib.crc32(content.reshape(-1).data, zlib.crc32(name.encode(), value or 0))
+    return None if value is None else f"{value:08x}"
+
+
+def _files(settings: Settings) -> Iterator[tuple[str, Path]]:
+    """Paths that settings name, by dotted key, in every section but those of tasks."""
+    for name, value in settings:
+        if isinstance(value, Path):
+            yield name, value
+        elif isinstance(value, Settings) and not isinstance(value, DatasetConfig):
+            yield from ((f"{name}.{key}", path) for key, path in _files(value))

@@ -1,0 +1,133 @@
+"""The loss of one micro-batch: the algorithm's token loss, with sampler correction, rejection, KL term and
+aggregation weights.
+
+Shape letters: T scored tokens of the micro-batch, O those of them that the policy wrote in this step.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from outrider.algorithms.base import ObjectiveSettings, RejectionMask
+from outrider.algorithms.common.losses import kl_per_token, weighted_loss
+from outrider.algorithms.common.sampler_correction import (
+    correction_stats,
+    rejection_mask_per_token,
+    sampler_weights_per_token,
+)
+from outrider.algorithms.common.token_loss import Denominators, TokenLoss, TokenLossInputs
+from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.pack import PackedBatch
+
+TokenLossOf = Callable[[TokenLossInputs], TokenLoss]
+
+
+def loss_inputs(
+    logprobs_T: Tensor, batch: PackedBatch, denominators: Denominators, tally: Tally
+) -> TokenLossInputs:
+    """What the token loss of a micro-batch is computed from."""
+    return TokenLossInputs(
+        logprobs_T=logprobs_T,
+        denominators=denominators,
+        advantages_T=batch.credit_T,
+        ratio_scale_T=batch.ratio_scale_T,
+        engine_logprobs_T=batch.engine_logprobs_T,
+        is_foreign_T=batch.is_foreign_T,
+        rollout_T=batch.rollout_index_T,
+        turn_T=batch.turn_T,
+        measures=tally,
+    )
+
+
+def batch_loss(
+    inputs: TokenLossInputs,
+    *,
+    reference_T: Tensor | None,
+    weights_T: Tensor,
+    objective: ObjectiveSettings,
+    token_loss: TokenLossOf,
+    tally: Tally,
+) -> Tensor:
+    """The weighted loss of one micro-batch; ``reference_T`` are the reference policy's log-probs (None: no KL
+    term).
+    """
+    surrogate = token_loss(inputs)
+    losses = surrogate.losses
+    # what the engine sampled in this step: only there does it make sense to compare it
+    own_T = ~inputs.is_foreign_T
+    if objective.sampler_correction is not None and bool(own_T.any()):
+        losses = losses * _sampler_weights(inputs, objective, own_T, tally)
+    if objective.sampler_rejection is not None:
+        weights_T = weights_T * _agreed(objective.sampler_rejection, inputs, own_T, tally)
+    loss = weighted_loss(losses=losses, weights=weights_T)
+    tally.add_loss("loss/policy", float(loss.detach()))
+    if reference_T is not None:
+        old = inputs.old_T if objective.kl_estimator == "k3_ratio" else None
+        kl = kl_per_token(
+            estimator=objective.kl_estimator,
+            logprobs=inputs.logprobs_T,
+            reference_logprobs=reference_T,
+            old_logprobs=old,
+        )
+        kl_losses = kl.masked_fill(inputs.is_foreign_T, 0.0)
+        loss = loss + objective.kl_weight * weighted_loss(losses=kl_losses, weights=weights_T)
+        tally.add("loss/kl", float(kl.detach()[own_T].sum()) / max(1, int(own_T.sum())), float(own_T.sum()))
+    if bool(own_T.any()):
+        _measure_ratios(inputs, surrogate, own_T, tally)
+    return loss
+
+
+def _sampler_weights(
+    inputs: TokenLossInputs, objective: ObjectiveSettings, own_T: Tensor, tally: Tally
+) -> Tensor:
+    """[T] trainer / sampler within its bounds; 1 for tokens that no engine sampled in this step."""
+    assert objective.sampler_correction is not None
+    trainer_T = inputs.denominators.trainer_T
+    applied = sampler_weights_per_token(
+        old_logprobs=trainer_T,
+        sampler_logprobs=inputs.engine_logprobs_T,
+        mask=own_T,
+        rollout_index=inputs.rollout_T.to(trainer_T.device),
+        level=objective.sampler_level,
+        lower=objective.sampler_floor,
+        upper=objective.sampler_correction,
+        outside=objective.sampler_outside,
+    )
+    stats = correction_stats(
+        applied, old_logprobs=trainer_T, sampler_logprobs=inputs.engine_logprobs_T, mask=own_T
+    )
+    tally.add_importance(stats)
+    return applied.weights.masked_fill(inputs.is_foreign_T, 1.0)
+
+
+def _agreed(rejection: RejectionMask, inputs: TokenLossInputs, own_T: Tensor, tally: Tally) -> Tensor:
+    """[T], False for own tokens on which engine and trainer disagree; neither the policy term nor the KL term
+    has them.
+    """
+    trainer_T = inputs.denominators.trainer_T
+    kept_T = rejection_mask_per_token(
+        old_logprobs=trainer_T,
+        sampler_logprobs=inputs.engine_logprobs_T,
+        rollout_index=inputs.rollout_T.to(trainer_T.device),
+        mask=own_T,
+        statistic=rejection.statistic,
+        scope=rejection.scope,
+        upper=rejection.upper,
+        lower=rejection.lower,
+    )
+    tally.add_sum("ratio/num_rejected", float((own_T & ~kept_T).sum()))
+    return kept_T | inputs.is_foreign_T
+
+
+def _measure_ratios(inputs: TokenLossInputs, surrogate: TokenLoss, own_T: Tensor, tally: Tally) -> None:
+    """Clips and ratios of the policy's own tokens."""
+    ratio_O = (inputs.logprobs_T.detach() - inputs.old_T).exp()[own_T]
+    scale_O = inputs.ratio_scale_T[own_T]
+    acted = {"high": surrogate.clipped_high, "low": surrogate.clipped_low, "dual": surrogate.dual_clipped}
+    for name, mask in acted.items():
+        tally.add(f"ratio/clip_fraction_{name}", float(mask[own_T].float().mean()), len(ratio_O))
+    ratio = ratio_O * scale_O
+    tally.add("ratio/mean", float(ratio.mean()), len(ratio))
+    tally.add("ratio/shaping_mean", float(scale_O.mean()), len(ratio))
+    tally.add_min("ratio/min", float(ratio.min()))
+    tally.add_max("ratio/max", float(ratio.max()))

@@ -1,0 +1,65 @@
+"""What an update measures: weighted means, sums, extremes, and losses, over micro-batches however it was
+split.
+"""
+
+from outrider.algorithms.common.ratios import ImportanceStats
+
+
+class Tally:
+    """Collects the measures of one update; :meth:`means` are its metrics."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+        self._totals: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+        self._minima: dict[str, float] = {}
+        # of the sampler correction: how many, their sum, the sum of their squares
+        self._weights = [0.0, 0.0, 0.0]
+        self._losses: dict[str, float] = {}  # of the optimiser step that is being computed
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        """A weighted mean."""
+        total = self._sums.setdefault(name, [0.0, 0.0])
+        total[0] += value * weight
+        total[1] += weight
+
+    def add_sum(self, name: str, value: float) -> None:
+        """A total."""
+        self._totals[name] = self._totals.get(name, 0.0) + value
+
+    def add_max(self, name: str, value: float) -> None:
+        """A maximum."""
+        self._maxima[name] = max(value, self._maxima.get(name, value))
+
+    def add_min(self, name: str, value: float) -> None:
+        """A minimum."""
+        self._minima[name] = min(value, self._minima.get(name, value))
+
+    def add_loss(self, name: str, value: float) -> None:
+        """A micro-batch's share of a loss of the optimiser step."""
+        self._losses[name] = self._losses.get(name, 0.0) + value
+
+    def end_step(self, *, skipped: bool = False) -> None:
+        """The optimiser step is over: its losses are whole, and count once in the mean over steps unless it
+        was ``skipped``.
+        """
+        for name, value in self._losses.items():
+            if not skipped:
+                self.add(name, value)
+        self._losses = {}
+
+    def add_importance(self, stats: ImportanceStats) -> None:
+        """The weights of the sampler correction of a micro-batch."""
+        self.add("ratio/importance_mean", stats.mean, stats.num_tokens)
+        totals = (stats.num_tokens, stats.num_tokens * stats.mean, stats.num_tokens * stats.mean_square)
+        self._weights = [total + more for total, more in zip(self._weights, totals, strict=True)]
+        self.add_max("ratio/importance_max", stats.max)
+        self.add_sum("ratio/num_truncated", stats.num_truncated)
+
+    def means(self) -> dict[str, float]:
+        """Every measure by its name."""
+        averaged = {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+        num, total, squares = self._weights
+        if num:  # over all tokens: the share of a micro-batch would depend on the split
+            averaged["ratio/importance_ess_share"] = total**2 / (num * squares) if squares else 0.0
+        return averaged | self._totals | self._maxima | self._minima

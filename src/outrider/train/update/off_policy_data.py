@@ -1,0 +1,57 @@
+"""What joins a step's rollouts before the update: whatever the algorithm adds to them or plays beside
+them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outrider.algorithms.algorithm import ExpertPaths
+from outrider.rollout.faults import fault_line
+from outrider.trace import Trace
+from outrider.train.components import Components
+from outrider.train.data.experts import ask_experts
+from outrider.train.data.imitation import expert_rollouts
+from outrider.types import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsOfStep:
+    """The experts of a training step, for an algorithm that plays them
+    (:class:`~outrider.algorithms.algorithm.StepPlay`).
+    """
+
+    parts: Components
+    step: int
+
+    def ask_experts(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
+        """Steps by task key, and why experts could not be asked."""
+        return ask_experts(self.parts.family, tasks, self.parts.settings, training_step=self.step)
+
+    def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
+        """One rollout a task, in the state that its group began in."""
+        return expert_rollouts(self.parts, tasks, lambda task: paths[task.key], training_step=self.step)
+
+
+def mix_in(
+    parts: Components, traces: Sequence[Trace], *, step: int, note: Callable[[str], None]
+) -> tuple[list[Trace], dict[str, float]]:
+    """Groups with credit to train on beside ``traces``, and the metrics of what was mixed in.
+
+    What joins ``traces`` themselves gets its credit later. ``note`` is told why rollouts were lost.
+    """
+    added = parts.algorithm.augment(traces, step=step, play=ExpertsOfStep(parts=parts, step=step))
+    if added.lost:
+        note(
+            f"step {step + 1}: {len(added.lost)} demonstrations were lost to faults: {fault_line(added.lost)}"
+        )
+    return added.groups, added.metrics
+
+
+def interleaved(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace]:
+    """Both in their own order and evenly spread, so that every mini-batch holds its share of either."""
+    placed = [
+        ((i + 0.5) / len(one), number, trace)
+        for number, one in enumerate((fresh, replayed))
+        for i, trace in enumerate(one)
+    ]
+    return [trace for _, _, trace in sorted(placed, key=lambda entry: entry[:2])]

@@ -1,0 +1,249 @@
+"""Packing: trees of tokens into one row without padding, a shared beginning computed once, only policy tokens
+scored.
+
+Packed rows are what :mod:`outrider.engines.local.attention` runs.
+Shape letters: N packed tokens, U scored (policy) tokens, T entries: the scored tokens of every rollout.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from outrider.engines.local.attention import Segment, TreePlan
+from outrider.trace import Node
+
+_Place = tuple[
+    int, tuple[int, ...]
+]  # of a node in the packed trees: the number of the place before it (-1: a root), and its tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPath:
+    """One rollout to train on: its nodes from the root, its number in the global mini-batch, and in its group
+    (``rollout``).
+
+    ``acted`` are the nodes of the rendering that the policy acted in, where that is another one (tips that
+    the update leaves out). ``succeeded`` is the environment's verdict. ``is_replayed``: an earlier policy
+    wrote it.
+    """
+
+    nodes: Sequence[Node]
+    rollout_index: int
+    rollout: int = 0
+    acted: Sequence[Node] | None = None
+    succeeded: bool = False
+    is_replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """One micro-batch. Every rollout's trained tokens are entries T; a token that several rollouts share is
+    computed once (U).
+
+    ``predictors_U`` index the packed position whose output predicts each scored token; ``token_T`` is the
+    token of an entry, ``ordinal_T`` its number among the trained tokens of its rollout, ``turn_T`` a number
+    of its rollout's turn. ``is_foreign_T`` marks tokens that the policy did not write in this step:
+    demonstrations, whose engine log-prob is 0, and replayed rollouts.
+    """
+
+    ids_N: Tensor
+    positions_N: Tensor
+    plan: TreePlan
+    predictors_U: Tensor
+    targets_U: Tensor
+    token_T: Tensor
+    credit_T: Tensor
+    ratio_scale_T: Tensor
+    engine_logprobs_T: Tensor
+    rollout_index_T: Tensor
+    ordinal_T: Tensor
+    turn_T: Tensor
+    is_foreign_T: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Unique tokens that the model computes."""
+        return len(self.ids_N)
+
+    def like(self, scores_T: Tensor) -> "PackedBatch":
+        """The same batch with the per-token values in the precision and on the device of the model's
+        scores.
+        """
+        return replace(
+            self,
+            credit_T=self.credit_T.to(scores_T),
+            ratio_scale_T=self.ratio_scale_T.to(scores_T),
+            engine_logprobs_T=self.engine_logprobs_T.to(scores_T),
+            is_foreign_T=self.is_foreign_T.to(scores_T.device),
+        )
+
+
+@dataclass(slots=True)
+class _Builder:
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    scored: list[tuple[int, int]] = field(default_factory=list)
+    entries: list[tuple[int, float, float, float, int, int, int, bool]] = field(default_factory=list)
+    num_trained: dict[int, int] = field(default_factory=dict)  # by rollout index
+    num_turns: int = 0
+
+    def add(
+        self,
+        sequences: Sequence[RolloutPath],
+        depth: int,
+        ancestors: tuple[int, ...],
+        last: int | None,
+        position: int,
+    ) -> None:
+        """Emit the nodes that all ``sequences`` share from ``depth`` on as one segment, then each branch.
+
+        Nodes of the same tokens behind the same tokens are one computation, whoever wrote them: siblings of a
+        sharp policy, and rollouts that retrieved the same step, begin alike. Every rollout keeps its credit
+        and its sampler's log-probs. ``last`` is the packed position of the token before, which predicts the
+        first one here.
+        """
+        start = len(self.ids)
+        while len({_tokens(sequence, depth) for sequence in sequences}) == 1 and depth < len(
+            sequences[0].nodes
+        ):
+            last = self._emit(depth, sequences, last, position)
+            position += len(sequences[0].nodes[depth].token_ids)
+            depth += 1
+        if len(self.ids) > start:
+            self.segments.append(Segment(length=len(self.ids) - start, ancestors=ancestors))
+            ancestors = (*ancestors, len(self.segments) - 1)
+        branches: dict[tuple[int, ...] | None, list[RolloutPath]] = {}
+        for sequence in sequences:
+            if depth < len(sequence.nodes):
+                branches.setdefault(_tokens(sequence, depth), []).append(sequence)
+        for branch in branches.values():
+            self.add(branch, depth, ancestors, last, position)
+
+    def _emit(
+        self, depth: int, sequences: Sequence[RolloutPath], previous: int | None, position: int
+    ) -> int | None:
+        trained = _credits_at(depth, sequences)
+        first_turn, self.num_turns = self.num_turns, self.num_turns + len(trained)
+        for offset, token in enumerate(sequences[0].nodes[depth].token_ids):
+            if trained and previous is not None:
+                for turn, (sequence, credit, scale) in enumerate(trained, start=first_turn):
+                    node = sequence.nodes[depth]
+                    index = sequence.rollout_index
+                    ordinal = self.num_trained.get(index, 0)
+                    self.num_trained[index] = ordinal + 1
+                    foreign = sequence.is_replayed or not node.trainable
+                    # a demonstrator is taken to have been certain
+                    engine = node.logprobs[offset] if node.trainable else 0.0
+                    self.entries.append(
+                        (len(self.scored), credit[offset], scale, engine, index, ordinal, turn, foreign)
+                    )
+                self.scored.append((previous, token))
+            previous = len(self.ids)
+            self.ids.append(token)
+            self.positions.append(position + offset)
+        return previous
+
+    def batch(self) -> PackedBatch:
+        predictors, targets = zip(*self.scored, strict=True)
+        tokens, credit, scale, engine, owner, ordinal, turn, foreign = zip(*self.entries, strict=True)
+        return PackedBatch(
+            ids_N=torch.tensor(self.ids),
+            positions_N=torch.tensor(self.positions),
+            plan=TreePlan(segments=tuple(self.segments)),
+            predictors_U=torch.tensor(predictors),
+            targets_U=torch.tensor(targets),
+            token_T=torch.tensor(tokens),
+            credit_T=torch.tensor(credit, dtype=torch.float64),
+            ratio_scale_T=torch.tensor(scale, dtype=torch.float64),
+            engine_logprobs_T=torch.tensor(engine, dtype=torch.float64),
+            rollout_index_T=torch.tensor(owner),
+            ordinal_T=torch.tensor(ordinal),
+            turn_T=torch.tensor(turn),
+            is_foreign_T=torch.tensor(foreign),
+        )
+
+
+def _tokens(sequence: RolloutPath, depth: int) -> tuple[int, ...] | None:
+    return sequence.nodes[depth].token_ids if depth < len(sequence.nodes) else None
+
+
+def _credits_at(
+    depth: int, sequences: Sequence[RolloutPath]
+) -> list[tuple[RolloutPath, Sequence[float], float]]:
+    """Of nodes with the same tokens: each node's own credits, of the rollouts that go through it."""
+    through: dict[int, list[RolloutPath]] = {}
+    for sequence in sequences:
+        through.setdefault(id(sequence.nodes[depth]), []).append(sequence)
+    return [one for each in through.values() for one in credits_by_rollout(each[0].nodes[depth], each)]
+
+
+def credits_by_rollout(
+    node: Node, sequences: Sequence[RolloutPath]
+) -> list[tuple[RolloutPath, Sequence[float], float]]:
+    """Which of these rollouts train the node's tokens, with their credit a token and their ratio scale.
+
+    Raises ValueError for a node that several rollouts share and whose credit belongs to none of them.
+    """
+    if not node.takes_credit:
+        return []
+    if node.shares is not None:
+        shares = [
+            (sequence, node.shares[sequence.rollout])
+            for sequence in sequences
+            if sequence.rollout in node.shares
+        ]
+        return [(sequence, share.credit, share.ratio_scale) for sequence, share in shares]
+    if node.owner is None and len(sequences) > 1:
+        raise ValueError(
+            f"node {node.node_id} is shared by {len(sequences)} rollouts: shared-token credit is needed"
+        )
+    if node.credit is None:
+        return []
+    return [(one, node.credit, node.ratio_scale) for one in sequences if node.owner in (None, one.rollout)]
+
+
+def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[PackedBatch]:
+    """Micro-batches of at most ``max_tokens`` unique tokens (a longer single rollout gets its own), in order.
+
+    Rollouts that fall into one micro-batch share their common beginning; the loss is the same for any split.
+    """
+    waiting: list[RolloutPath] = []
+    counted: dict[_Place, int] = {}
+    num_tokens = 0
+    for sequence in sequences:
+        size = _count_new(sequence, counted)
+        if waiting and num_tokens + size > max_tokens:
+            yield _packed(waiting)
+            waiting, counted, num_tokens = [], {}, 0
+            size = _count_new(sequence, counted)
+        waiting.append(sequence)
+        num_tokens += size
+    if waiting:
+        yield _packed(waiting)
+
+
+def _count_new(sequence: RolloutPath, counted: dict[_Place, int]) -> int:
+    """Tokens that a rollout adds to a micro-batch, whose places are ``counted``; its own are counted from now
+    on.
+    """
+    size, place = 0, -1
+    for node in sequence.nodes:
+        key = (place, node.token_ids)
+        if key not in counted:
+            counted[key] = len(counted)
+            size += len(node.token_ids)
+        place = counted[key]
+    return size
+
+
+def _packed(sequences: Sequence[RolloutPath]) -> PackedBatch:
+    builder = _Builder()
+    trees: dict[tuple[int, ...], list[RolloutPath]] = {}
+    for sequence in sequences:
+        trees.setdefault(sequence.nodes[0].token_ids, []).append(sequence)
+    for tree in trees.values():
+        builder.add(tree, 0, (), None, 0)
+    return builder.batch()

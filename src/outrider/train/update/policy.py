@@ -1,0 +1,215 @@
+"""The policy in training: float32 master weights behind a working copy in the model's own precision.
+
+Small RL updates vanish in bfloat16, so gradients are accumulated and applied in float32; the working copy
+(which the local engine shares) is rounded from the masters after every step. Shape letters: N packed tokens,
+U scored tokens, T entries of :class:`~outrider.train.update.pack.PackedBatch`, V vocabulary.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from outrider.engines.local.model import LanguageModel
+from outrider.errors import ModelError
+from outrider.train.learning_settings import LoraSettings, OptimizerSettings
+from outrider.train.update.chunked_logprobs import score_tokens
+from outrider.train.update.pack import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenScores:
+    """``logprobs_T`` carry gradient; ``entropies_T`` (nats, whole vocabulary) do not."""
+
+    logprobs_T: Tensor
+    entropies_T: Tensor
+
+
+class Scorer:
+    """A language model that scores packed tokens; alone it is a frozen reference (KL term)."""
+
+    def __init__(self, language_model: LanguageModel) -> None:
+        self.language_model = language_model
+        self.model = language_model.model
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
+        states = self.language_model.hidden(batch.ids_N[None], batch.positions_N[None], batch.plan)
+        device = states.device
+        hidden, targets = states[0, batch.predictors_U.to(device)], batch.targets_U.to(device)
+        logprobs_U, entropies_U = score_tokens(hidden, targets, self.language_model.head)
+        if len(batch.token_T) == len(logprobs_U):  # nothing is shared
+            return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
+        entries = batch.token_T.to(device)
+        return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
+
+
+class Policy(Scorer):
+    """A language model with its optimiser. ``checkpoint_activations``: layers are computed again in the
+    backward pass.
+
+    ``trained_layers``: only the last so many layers (and the norm behind them) train. Nothing below has a
+    gradient, and no backward pass runs through it. Raises ModelError where the model has fewer layers.
+    """
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        settings: OptimizerSettings,
+        *,
+        lora: LoraSettings | None = None,
+        trained_layers: int | None = None,
+        seed: int = 0,
+        checkpoint_activations: bool = False,
+    ) -> None:
+        super().__init__(language_model)
+        self.settings = settings
+        if trained_layers is not None:
+            _freeze_below(self.model, trained_layers)
+        if checkpoint_activations:
+            for module in self.model.modules():
+                if isinstance(module, GradientCheckpointingLayer):
+                    module.forward = MethodType(_checkpointed, module)
+        if lora is not None:
+            _inject_lora(self.model, lora, seed)
+        self.working: dict[str, nn.Parameter] = {
+            name: p for name, p in self.model.named_parameters() if p.requires_grad
+        }
+        self.masters: dict[str, Tensor] = {
+            name: _master(parameter) for name, parameter in self.working.items()
+        }
+        for name, parameter in self.working.items():
+            parameter.register_post_accumulate_grad_hook(self._collect(name))
+        self.num_steps = 0
+        self.optimizer = torch.optim.AdamW(
+            list(self.masters.values()),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def _collect(self, name: str) -> Callable[[Tensor], None]:
+        def move(parameter: Tensor) -> None:
+            master, gradient = self.masters[name], parameter.grad
+            assert gradient is not None
+            master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+        return move
+
+    @property
+    def learning_rate(self) -> float:
+        """The settings' rate at the step that ``num_steps`` counts last, 0 before the first step of a
+        warm-up.
+        """
+        warm = min(1.0, self.num_steps / self.settings.warmup_steps) if self.settings.warmup_steps else 1.0
+        return self.settings.learning_rate * warm
+
+    def step(self, *, learning_rate: float | None = None) -> float:
+        """Clip, apply, round into the working copy; the gradient norm before clipping.
+
+        A gradient of zero is no step: the moments alone would move the weights. A norm that is not finite
+        skips the step (the caller counts it): one bad batch must not destroy the weights.
+        """
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm))
+        if norm != 0.0:
+            self.num_steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate if learning_rate is None else learning_rate
+        if math.isfinite(norm) and norm != 0.0:
+            self.optimizer.step()
+            self.round_masters()
+        self.drop_gradients()
+        return norm
+
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Copy the master weights into the working copy."""
+        for name, parameter in self.working.items():
+            if parameter.dtype != self.masters[name].dtype:  # else they are one memory
+                parameter.copy_(self.masters[name])
+
+    def export(self, folder: Path) -> None:
+        """The working copy with its tokenizer as a Hugging Face folder."""
+        self.model.save_pretrained(folder)
+        self.language_model.tokenizer.save_pretrained(folder)
+
+    def fresh_optimizer(self) -> None:
+        """Forget the moments: the cold start's do not belong to reinforcement learning."""
+        self.optimizer.state.clear()
+        self.num_steps = 0
+
+    def frozen_copy(self) -> Scorer:
+        """The policy as it is now, in its own memory and never trained."""
+        model = copy.deepcopy(self.model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        return Scorer(replace(self.language_model, model=model))
+
+
+def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """A layer that keeps its inputs only. transformers' own switch works in training mode, which would turn
+    dropout on.
+    """
+    forward = partial(type(self).forward, self)
+    return (
+        checkpoint(forward, *arguments, use_reentrant=False, **options)
+        if torch.is_grad_enabled()
+        else forward(*arguments, **options)
+    )
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    """The weights in float32 or better: the parameter's own memory where it is that precise, else a copy."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _freeze_below(model: Any, trained_layers: int) -> None:
+    """Embeddings, vocabulary projection and all layers but the last ``trained_layers`` keep their weights."""
+    layers = model.base_model.layers
+    if trained_layers > len(layers):
+        raise ModelError(f"model.trained_layers = {trained_layers}, but the model has {len(layers)} layers")
+    model.requires_grad_(False)
+    for trained in (*layers[len(layers) - trained_layers :], model.base_model.norm):
+        trained.requires_grad_(True)
+
+
+def _inject_lora(model: nn.Module, settings: LoraSettings, seed: int) -> None:
+    """Add adapters in place; only they train. Seeded, because peft draws A from the global generator."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=list(settings.target_modules),
+        lora_dropout=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
+
+
+def set_threads(num_threads: int, *, device: str = "cpu") -> None:
+    """The one place where torch's thread count is set, and its deterministic mode switched on.
+
+    Same bits are promised on CPU; on a GPU an operation without a deterministic form warns.
+    """
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor twice

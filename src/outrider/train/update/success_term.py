@@ -1,0 +1,34 @@
+"""The negative log-likelihood of successful rollouts beside the policy term (GPPO, arXiv 2508.07629, Eq. 13).
+
+Shape letters: T scored tokens of a micro-batch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.algorithms.common.losses import weighted_loss
+from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.pack import PackedBatch, RolloutPath
+
+
+def success_weights(paths: Sequence[RolloutPath], batches: Sequence[PackedBatch]) -> list[Tensor]:
+    """For every micro-batch [T]: one over the trained tokens of all successful rollouts of the mini-batch,
+    and 0 for other tokens.
+
+    Tokens that the policy did not write in this step count for nothing: demonstrations and replayed rollouts
+    have a term of their own. ``paths`` are numbered as ``rollout_index`` says, and ``batches`` hold every
+    successful one.
+    """
+    succeeded = torch.tensor([path.succeeded for path in paths])
+    masks = [succeeded[batch.rollout_index_T] & ~batch.is_foreign_T for batch in batches]
+    num = sum(int(mask.sum()) for mask in masks)
+    return [mask.double() / max(1, num) for mask in masks]
+
+
+def success_nll(logprobs_T: Tensor, weights_T: Tensor, tally: Tally) -> Tensor:
+    """The micro-batch's share of the mean; reported before its weight."""
+    loss = weighted_loss(losses=-logprobs_T, weights=weights_T.to(logprobs_T))
+    tally.add_loss("loss/positive_nll", float(loss.detach()))
+    return loss

@@ -1,0 +1,275 @@
+"""One policy update from credited groups: old log-probs, the clipped loss over packed micro-batches, the
+step.
+
+Shape letters: T scored tokens of a micro-batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.common.losses import token_weights
+from outrider.algorithms.common.token_loss import TokenLossInputs
+from outrider.errors import EngineFault
+from outrider.trace import Leaf, Node, Trace, without_memory
+from outrider.train.learning_settings import UpdateSettings
+from outrider.train.update.batch_loss import TokenLossOf, batch_loss, loss_inputs
+from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.off_policy import ActingLogprobs, acting_logprobs
+from outrider.train.update.pack import PackedBatch, RolloutPath, credits_by_rollout, pack
+from outrider.train.update.policy import Policy, Scorer, TokenScores
+from outrider.train.update.success_term import success_nll, success_weights
+from outrider.types import Origin
+
+
+@dataclass(slots=True)
+class UpdateReport:
+    """Sums and means of one update; names are those of the metrics."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_scored_tokens: int = 0
+    num_computed_tokens: int = 0
+
+
+def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
+    """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
+    scored = [(leaf, path, trace) for trace in traces for leaf, path in trace.scored_rollouts()]
+    kept = [one for one in scored if one[0].rollout not in one[2].pruned]
+    return [_rendered(path, index, leaf, trace) for index, (leaf, path, trace) in enumerate(kept)]
+
+
+def _rendered(path: Sequence[Node], index: int, leaf: Leaf, trace: Trace) -> RolloutPath:
+    # a rollout without any has one rendering: it is on-policy
+    saw_tips = any(node.origin is Origin.MEMORY for node in path)
+    nodes = without_memory(path) if trace.without_memory and saw_tips else path
+    acted = path if trace.without_memory and saw_tips else None
+    return RolloutPath(
+        nodes=nodes,
+        rollout_index=index,
+        rollout=leaf.rollout,
+        acted=acted,
+        succeeded=leaf.success,
+        is_replayed=trace.is_replayed,
+    )
+
+
+def update(
+    policy: Policy,
+    traces: Sequence[Trace],
+    *,
+    objective: ObjectiveSettings,
+    settings: UpdateSettings,
+    reference: Scorer | None,
+    first: bool,
+    token_loss: TokenLossOf | None = None,
+    gate_always: bool = False,
+    on_batch: Callable[[int], None] | None = None,
+) -> UpdateReport:
+    """Train on credited groups. Raises EngineFault before the very first step when the log-prob gap is too
+    large.
+
+    ``token_loss`` is the algorithm's (None: that of the ``objective``).
+    ``gate_always`` checks every step: for an engine with weights of its own, which could be old ones.
+
+    ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
+    Raises ValueError for an objective with a KL term and no ``reference``.
+    """
+    if objective.kl_weight > 0 and reference is None:
+        raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
+    bounds = [len(traces) * i // settings.num_mini_batches for i in range(settings.num_mini_batches + 1)]
+    mini_batches = [rollout_paths(traces[start:end]) for start, end in pairwise(bounds) if end > start]
+    running = _Update(
+        policy=policy,
+        objective=objective,
+        token_loss=token_loss or objective.token_loss,
+        settings=settings,
+        # one that the reward alone needs has been used by now
+        reference=reference if objective.kl_weight > 0 else None,
+        on_batch=on_batch or (lambda num_tokens: None),
+    )
+    once = len(mini_batches) == 1 and settings.num_epochs == 1
+    olds = [None if once else running.old_scores(paths) for paths in mini_batches]
+    actings = [running.acting(paths) for paths in mini_batches]
+    for _ in range(settings.num_epochs):
+        for paths, old, acting in zip(mini_batches, olds, actings, strict=True):
+            # until a step was made: a mini-batch without signal makes none
+            gate = gate_always or (first and policy.num_steps == 0)
+            running.mini_batch(paths, olds=old, acting=acting, gate=gate)
+    if not mini_batches:
+        running.tally.add("grad/norm", 0.0)
+    running.report.metrics |= running.tally.means()
+    return running.report
+
+
+@dataclass(slots=True, kw_only=True)
+class _Update:
+    """One update while it runs: what all of its mini-batches share, and what they add to."""
+
+    policy: Policy
+    objective: ObjectiveSettings
+    token_loss: TokenLossOf
+    settings: UpdateSettings
+    reference: Scorer | None
+    on_batch: Callable[[int], None]
+    report: UpdateReport = field(default_factory=UpdateReport)
+    tally: Tally = field(default_factory=Tally)
+
+    def old_scores(self, paths: Sequence[RolloutPath]) -> list[TokenScores]:
+        """pi_old and entropies of every micro-batch, recomputed by the trainer before the first of several
+        steps.
+        """
+        with torch.no_grad():
+            return [self.policy.score(batch) for batch in self._packed(paths)]
+
+    def acting(self, paths: Sequence[RolloutPath]) -> ActingLogprobs | None:
+        """Log-probs in the context that the rollouts acted in, where the update renders another one."""
+        trained = _trained(paths, self.objective)
+        return acting_logprobs(self.policy, trained, max_tokens=self.settings.max_tokens)
+
+    def mini_batch(
+        self,
+        paths: Sequence[RolloutPath],
+        *,
+        olds: Sequence[TokenScores] | None,
+        acting: ActingLogprobs | None,
+        gate: bool,
+    ) -> None:
+        """One optimiser step over all micro-batches, with the denominators of the whole mini-batch."""
+        batches = self._packed(paths)
+        if not batches:
+            self.tally.add("grad/norm", 0.0)
+            return
+        weights = _weights(paths, self.objective, batches)
+        successes = success_weights(paths, batches)
+        gaps: list[Tensor] = []
+        for index, batch in enumerate(batches):
+            scores = self.policy.score(batch)
+            batch = batch.like(scores.logprobs_T)
+            start = scores if olds is None else olds[index]
+            start_T = start.logprobs_T.detach()
+            acting_T = None if acting is None else acting.of(batch).to(start_T)
+            inputs = loss_inputs(
+                scores.logprobs_T, batch, self.objective.denominators(start_T, acting_T), self.tally
+            )
+            gaps.append(_gap(inputs))
+            reference_T = self._reference_logprobs(batch)
+            if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
+                self._skip(gaps if gate else ())
+                return
+            loss = batch_loss(
+                inputs,
+                reference_T=reference_T,
+                weights_T=weights[index].to(inputs.old_T),
+                objective=self.objective,
+                token_loss=self.token_loss,
+                tally=self.tally,
+            )
+            if self.objective.positive_nll > 0:
+                nll = success_nll(scores.logprobs_T, successes[index], self.tally)
+                loss = loss + self.objective.positive_nll * nll
+            self._measure_gap(gaps[-1], start.entropies_T[~inputs.is_foreign_T])
+            loss.backward()
+            self._count(batch)
+        if gate:
+            _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
+        self._step()
+
+    def _packed(self, paths: Sequence[RolloutPath]) -> list[PackedBatch]:
+        return list(pack(_trained(paths, self.objective), max_tokens=self.settings.max_tokens))
+
+    def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        with torch.no_grad():
+            return self.reference.score(batch).logprobs_T
+
+    def _measure_gap(self, gap_O: Tensor, entropies_O: Tensor) -> None:
+        """Trainer against engine, over the O tokens that the policy wrote in this step."""
+        if len(gap_O):
+            self.tally.add("entropy/trainer_mean", float(entropies_O.mean()), len(gap_O))
+            self.tally.add("gap/logprob_mean", float(gap_O.mean()), len(gap_O))
+            self.tally.add_max("gap/logprob_max", float(gap_O.max()))
+
+    def _count(self, batch: PackedBatch) -> None:
+        self.report.num_scored_tokens += len(batch.targets_U)
+        self.report.num_computed_tokens += batch.num_tokens
+        self.on_batch(self.report.num_scored_tokens)
+
+    def _skip(self, gated: Sequence[Tensor]) -> None:
+        """A log-prob that is not finite makes no step; where the engine is checked, it may be the reason."""
+        if gated:
+            _require_agreement(self.policy, gated, self.settings.max_logprob_gap)
+        self.policy.drop_gradients()
+        self.tally.add_sum("grad/num_skipped", 1.0)
+        self.tally.end_step(skipped=True)
+
+    def _step(self) -> None:
+        norm = self.policy.step()
+        self.tally.end_step()
+        self.tally.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
+        self.tally.add("grad/clipped_fraction", float(norm > self.policy.settings.max_grad_norm))
+        self.tally.add("grad/norm", norm)
+
+
+def _gap(inputs: TokenLossInputs) -> Tensor:
+    """|trainer - engine| in nats, of the tokens that the policy wrote in this step."""
+    return (inputs.denominators.trainer_T - inputs.engine_logprobs_T)[~inputs.is_foreign_T].abs()
+
+
+def _trained(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list[RolloutPath]:
+    """Rollouts whose gradient is not zero by construction; the others stay in every denominator."""
+    return [path for path in paths if _is_trained(path, objective)]
+
+
+def _is_trained(path: RolloutPath, objective: ObjectiveSettings) -> bool:
+    credits_ = [credit for node in path.nodes for _, credit, _ in credits_by_rollout(node, [path])]
+    # These terms train every policy token, also of a rollout without advantage.
+    every = objective.kl_weight > 0 or (
+        objective.positive_nll > 0 and path.succeeded and not path.is_replayed
+    )
+    return any(map(len, credits_)) if every else any(any(credit) for credit in credits_)
+
+
+def _require_agreement(policy: Policy, gaps: Sequence[Tensor], limit: float) -> None:
+    """The mean over all tokens of the mini-batch: that of a micro-batch would depend on the split, and a
+    short one is noisy.
+    """
+    every = torch.cat(list(gaps)).double()
+    gap = float(every.mean()) if len(every) else 0.0
+    if not gap <= limit:  # NaN too
+        policy.drop_gradients()
+        raise EngineFault(
+            f"trainer and engine disagree by {gap:.4f} nats a token before an update (limit {limit})"
+        )
+
+
+def _weights(
+    paths: Sequence[RolloutPath], objective: ObjectiveSettings, batches: Sequence[PackedBatch]
+) -> list[Tensor]:
+    """Token weights with global denominators: tokens of rollouts without gradient count, but are not
+    computed.
+    """
+    owners = torch.tensor(
+        [
+            path.rollout_index
+            for path in paths
+            for node in path.nodes
+            if credits_by_rollout(node, [path])
+            for _ in node.token_ids
+        ]
+    )
+    every = token_weights(
+        kind=objective.aggregation,
+        rollout_index=owners,
+        num_rollouts=len(paths),
+        max_length=objective.max_length,
+        dtype=torch.float64,
+    )
+    per_rollout = torch.zeros(len(paths), dtype=torch.float64)
+    per_rollout[owners] = every  # all tokens of a rollout weigh the same
+    return [per_rollout[batch.rollout_index_T] for batch in batches]

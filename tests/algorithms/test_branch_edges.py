@@ -1,0 +1,141 @@
+"""The branching rule on its borders, by hand (arXiv 2507.19849 section 3.1; arXiv 2510.14545)."""
+
+import math
+from typing import Any
+
+import pytest
+
+from outrider.algorithms.arpo.formulas import (
+    branch_probability,
+    branches,
+    entropy_advantage_factors,
+    first_wave_budget,
+    segment_entropy,
+    truncated_entropy,
+)
+from outrider.algorithms.arpo.hook import require_countable
+from outrider.algorithms.base import RejectionMask
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"change": 1.0, "base": 0.5, "weight": 0.2}, 0.7),
+        ({"change": -1.0, "base": 0.5, "weight": 0.25}, 0.25),
+        ({"change": 1.0, "base": 0.5, "weight": 0.25, "penalty": 0.25, "streak": 2}, 0.375),
+        ({"change": 9.0, "base": 0.5, "weight": 0.25}, 1.0),
+        ({"change": -9.0, "base": 0.5, "weight": 0.25}, 0.0),
+        ({"change": 0.0, "base": 0.5, "weight": 0.25, "penalty": 0.5, "streak": 3}, 0.0),
+        (
+            {"change": -9.0, "base": 0.5, "weight": 0.25, "penalty": 0.5, "streak": 3},
+            0.0,
+        ),  # not the product of two negatives
+    ],
+)
+def test_the_probability_of_a_branch_by_hand(options: dict[str, Any], expected: float) -> None:
+    assert branch_probability(**options) == pytest.approx(expected, abs=1e-15)
+
+
+STREAK = {"penalty": 0.5, "streak": 1}
+
+
+@pytest.mark.parametrize(
+    ("u", "options", "expected"),
+    [
+        # Released ARPO: clip(u - w dH, 0, 1) <= p.
+        (0.5, {"base": 0.5}, True),
+        (0.5001, {"base": 0.5}, False),
+        (0.75, {"base": 0.5, "change": 1.0}, True),
+        (0.76, {"base": 0.5, "change": 1.0}, False),
+        (0.1, {"base": 0.0, "change": 1.0}, True),  # clipped to 0
+        (0.9, {"base": 1.0, "change": -1.0}, True),  # clipped to 1
+        (
+            0.5,
+            {"base": 0.5, "penalty": 0.5},
+            True,
+        ),  # a penalty without a streak, and a streak without a penalty
+        (0.5, {"base": 0.5, "streak": 3}, True),
+        # With both, a draw below the probability.
+        (0.25, {"base": 0.5, **STREAK}, False),
+        (0.2499, {"base": 0.5, **STREAK}, True),
+        # The paper's threshold must be exceeded.
+        (0.0, {"base": 0.5, "decision": "threshold"}, False),
+        (0.99, {"base": 0.5, "change": 0.1, "decision": "threshold"}, True),
+        (0.99, {"base": 0.5, "change": 0.1, "decision": "threshold", "threshold": 0.6}, False),
+        (0.0, {"base": 0.5, "change": 0.1, "decision": "threshold", **STREAK}, False),
+        # Released AEPO: clip((u + w dH) (1 - penalty l), 0, 1) >= p.
+        (0.5, {"base": 0.5, "decision": "aepo_released"}, True),
+        (0.4999, {"base": 0.5, "decision": "aepo_released"}, False),
+        (0.25, {"base": 0.5, "change": 1.0, "decision": "aepo_released"}, True),
+        (0.25, {"base": 0.25, "change": 1.0, "decision": "aepo_released", **STREAK}, True),
+        (0.24, {"base": 0.25, "change": 1.0, "decision": "aepo_released", **STREAK}, False),
+        (0.9, {"base": 1.0, "change": 9.0, "decision": "aepo_released"}, True),
+        (0.1, {"base": 0.0, "change": -9.0, "decision": "aepo_released"}, True),
+        (0.1, {"base": 0.1, "change": -9.0, "decision": "aepo_released", "penalty": 1.0, "streak": 3}, False),
+    ],
+)
+def test_decisions_on_their_borders(u: float, options: dict[str, Any], expected: bool) -> None:
+    assert branches(u, **{"change": 0.0, "weight": 0.25} | options) is expected
+
+
+def test_the_first_wave_is_between_one_and_the_group() -> None:
+    def budget(root: float, tools: float, **options: float) -> int:
+        return first_wave_budget(total=8, entropy_root=root, entropy_tools=tools, **options)
+
+    assert [budget(1.0, 1.0), budget(0.0, 900.0), budget(900.0, 0.0)] == [5, 1, 8]
+    assert budget(math.log(3), 0.0, slope=1.0) == 7  # a share of 3/4
+    assert budget(0.0, math.log(3), slope=1.0) == 3  # and of 1/4
+    assert budget(2 * math.log(3), 0.0) == 7  # the paper's slope is a half
+
+
+def test_entropies_of_a_segment_by_hand() -> None:
+    entropies = [4.0, 2.0, 90.0]
+    assert segment_entropy(entropies, vocabulary_size=8, window=2, normalizer="none") == 3.0
+    assert segment_entropy(entropies, vocabulary_size=8, window=2, reduce="sum", normalizer="none") == 6.0
+    assert segment_entropy(entropies, vocabulary_size=8, window=2, normalizer="vocabulary") == 3.0 / 8
+    assert segment_entropy(entropies, vocabulary_size=8, window=2) == pytest.approx(3.0 / math.log(8))
+    assert segment_entropy([], vocabulary_size=2) == 0.0
+    assert segment_entropy([math.log(2)], vocabulary_size=2) == pytest.approx(1.0)
+    with pytest.raises(ValueError):
+        segment_entropy([1.0], vocabulary_size=1)
+    assert truncated_entropy([math.log(0.5), math.log(0.25)]) == pytest.approx(
+        0.5 * math.log(2) + 0.25 * math.log(4)
+    )
+
+
+def test_the_entropy_s_factor_on_the_advantage_by_hand() -> None:
+    assert entropy_advantage_factors([], weight=0.5) == []
+    assert entropy_advantage_factors([7.0], weight=0.5) == [1.0]
+    assert entropy_advantage_factors([2.0, 2.0], weight=0.5) == [1.0, 1.0]
+    assert entropy_advantage_factors([1.0, 2.0, 3.0], weight=0.5) == pytest.approx([0.5, 1.0, 1.5])
+    assert entropy_advantage_factors([0.0, 4.0], weight=0.5) == pytest.approx(
+        [1 - 0.5 / 2**0.5, 1 + 0.5 / 2**0.5]
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "gspo"},
+        {"sampler_level": "sequence"},
+        {"sampler_level": "geometric"},
+        {"rejection": RejectionMask(scope="mean")},
+        {"attribution": "hard", "positive_nll": 0.1},
+        {"attribution": "hard", "aggregation": "sequence_mean_token_mean"},
+    ],
+    ids=str,
+)
+def test_what_shared_tokens_cannot_count_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        require_countable(**{"attribution": "soft", "aggregation": "token_mean"} | options)
+
+
+def test_what_shared_tokens_can_count_is_not() -> None:
+    for options in (
+        {"rejection": RejectionMask(scope="token")},
+        {"positive_nll": 0.1},
+        {"aggregation": "sequence_mean_token_mean"},
+        {"attribution": "hard"},
+        {"loss": "gppo"},
+    ):
+        require_countable(**{"attribution": "soft", "aggregation": "token_mean"} | options)

@@ -1,0 +1,171 @@
+"""Defaults and bounds of the settings that hold formulas: a default that moves changes runs in silence, a
+bound that moves refuses none.
+"""
+
+import math
+from typing import Any
+
+import pytest
+
+from outrider.algorithms.arpo.hook import BranchSettings
+from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective, RejectionMask
+from outrider.algorithms.common.group_settings import DynamicSamplingSettings, GroupSettings, OverlongSettings
+from outrider.algorithms.rapo.algorithm import RapoSettings
+from outrider.algorithms.rapo.hook import RetrievalSettings
+from outrider.config import Settings, validate
+from outrider.errors import ConfigError
+from outrider.train.update.update import UpdateSettings
+
+OBJECTIVE: dict[str, Any] = {
+    "group_size": 8, "advantage": "group_normalized", "loss": "clip", "clip_low": 0.2, "clip_high": 0.2,
+    "keep_clipped_gradient": False, "dual_clip": None, "ratio_cap": None, "ratio_floor": 0.0, "aggregation": "token_mean",
+    "max_length": None, "sampler_correction": 2.0, "sampler_level": "token", "sampler_floor": None,
+    "sampler_outside": "truncate", "sampler_rejection": None, "sequence_ratio": "token", "positive_nll": 0.0,
+    "kl_weight": 0.0, "kl_estimator": "k2",
+}  # fmt: skip
+RETRIEVAL: dict[str, Any] = {
+    "probability": 0.5, "final_probability": None, "schedule": "constant", "scope": "all", "include_terminal": False,
+    "noise": 0.0, "mode": "context", "level": "step", "form": "tags", "min_similarity": None,
+}  # fmt: skip
+DEFAULTS: dict[type[Settings], dict[str, Any]] = {
+    RejectionMask: {"statistic": "k1", "scope": "token", "upper": 2.0, "lower": None},
+    ObjectiveSettings: OBJECTIVE,
+    OffPolicyObjective: OBJECTIVE | {"old_context": "acting", "student_mask": "token", "min_probability": math.exp(-5.0)},
+    BranchSettings: {
+        "first_wave": 8, "num_children": 1, "window": 20, "base_probability": 0.5, "entropy_weight": 0.2,
+        "decision": "bernoulli", "threshold": 0.5, "source": "after_result", "reduce": "mean", "normalizer": "log_vocabulary",
+        "attribution": "soft", "pre_monitor": False, "branch_penalty": 0.0, "penalty_scope": "lineage",
+    },
+    RetrievalSettings: RETRIEVAL,
+    RapoSettings: OBJECTIVE | {
+        "type": "rapo", "clip_low": 0.28, "clip_high": 0.28, "aggregation": "sequence_mean_token_mean", "num_hybrid": 4,
+        "advantage_weight": 0.2, "ratio_weight": 0.05, "quality": True, "timing": "entropy", "sign": "decrease",
+        "retrieval": RETRIEVAL, "branch": None,
+    },
+    OverlongSettings: {"max_tokens": None, "buffer": None, "factor": 1.0, "counted": "policy"},
+    DynamicSamplingSettings: {"metric": "return", "max_extra_batches": 9},
+    GroupSettings: OBJECTIVE | {"overlong": None, "dynamic_sampling": None, "reward_kl_weight": 0.0},
+    UpdateSettings: {
+        "num_mini_batches": 1, "num_epochs": 1, "max_tokens": 4096, "max_logprob_gap": 0.1, "checkpoint_activations": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DEFAULTS, ids=lambda kind: kind.__name__)
+def test_defaults(kind: type[Settings]) -> None:
+    assert kind().model_dump() == DEFAULTS[kind]
+
+
+SMALL = 2.0**-20
+CISPO = {"loss": "cispo", "ratio_cap": 2.0}
+# Class, setting, the least value, the largest one, and what else it needs; a bound that no value reaches is
+# given as open.
+CLOSED: list[tuple[type[Settings], str, float | None, float | None, dict[str, Any]]] = [
+    (ObjectiveSettings, "group_size", 2, None, {}),
+    (ObjectiveSettings, "clip_low", 0.0, 1.0, {}),
+    (ObjectiveSettings, "clip_high", 0.0, None, {}),
+    (ObjectiveSettings, "ratio_floor", 0.0, None, CISPO),
+    (ObjectiveSettings, "max_length", 1, None, {"aggregation": "constant_length"}),
+    (ObjectiveSettings, "sampler_floor", 0.0, None, {}),
+    (ObjectiveSettings, "positive_nll", 0.0, None, {}),
+    (ObjectiveSettings, "kl_weight", 0.0, None, {}),
+    (OffPolicyObjective, "min_probability", 0.0, None, {}),
+    (RapoSettings, "clip_low", 0.0, 1.0, {}),
+    (RapoSettings, "clip_high", 0.0, None, {}),
+    (RapoSettings, "num_hybrid", 0, 8, {}),
+    (RapoSettings, "advantage_weight", 0.0, None, {}),
+    (RapoSettings, "ratio_weight", 0.0, None, {}),
+    (BranchSettings, "first_wave", 1, None, {}),
+    (BranchSettings, "num_children", 1, None, {}),
+    (BranchSettings, "window", 1, None, {}),
+    (BranchSettings, "base_probability", 0.0, 1.0, {}),
+    (BranchSettings, "entropy_weight", 0.0, None, {}),
+    (BranchSettings, "threshold", 0.0, 1.0, {}),
+    (BranchSettings, "branch_penalty", 0.0, 1.0, {}),
+    (RetrievalSettings, "probability", 0.0, 1.0, {}),
+    (RetrievalSettings, "final_probability", 0.0, 1.0, {"schedule": "linear"}),
+    (RetrievalSettings, "noise", 0.0, 1.0, {}),
+    (RetrievalSettings, "min_similarity", -1.0, 1.0, {}),
+    (OverlongSettings, "max_tokens", 1, None, {}),
+    (OverlongSettings, "buffer", 1, None, {}),
+    (DynamicSamplingSettings, "max_extra_batches", 0, None, {}),
+    (GroupSettings, "reward_kl_weight", 0.0, None, {}),
+    (UpdateSettings, "num_mini_batches", 1, None, {}),
+    (UpdateSettings, "num_epochs", 1, None, {}),
+    (UpdateSettings, "max_tokens", 1, None, {}),
+]
+OPEN: list[tuple[type[Settings], str, float | None, float | None, dict[str, Any]]] = [
+    (RejectionMask, "upper", 0.0, None, {"statistic": "k2"}),
+    (RejectionMask, "lower", 0.0, 2.0, {}),
+    (ObjectiveSettings, "dual_clip", 1.0, None, {}),
+    (ObjectiveSettings, "ratio_cap", 0.0, None, {"loss": "cispo"}),
+    (ObjectiveSettings, "ratio_floor", None, 2.0, CISPO),
+    (ObjectiveSettings, "sampler_correction", 0.0, None, {}),
+    (ObjectiveSettings, "sampler_floor", None, 2.0, {}),
+    (OffPolicyObjective, "min_probability", None, 1.0, {}),
+    (OverlongSettings, "factor", 0.0, None, {}),
+    (UpdateSettings, "max_logprob_gap", 0.0, None, {}),
+]
+
+
+def accepts(kind: type[Settings], options: dict[str, Any]) -> bool:
+    try:
+        validate(kind, options)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "least", "most", "rest"), CLOSED, ids=lambda one: getattr(one, "__name__", str(one))
+)
+def test_closed_bounds(
+    kind: Any, name: str, least: float | None, most: float | None, rest: dict[str, Any]
+) -> None:
+    for bound, sign in ((least, -1), (most, 1)):
+        if bound is not None:
+            step = 1 if isinstance(bound, int) else SMALL
+            assert accepts(kind, rest | {name: bound}) and accepts(kind, rest | {name: bound - sign * step})
+            assert not accepts(kind, rest | {name: bound + sign * step})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "least", "most", "rest"), OPEN, ids=lambda one: getattr(one, "__name__", str(one))
+)
+def test_open_bounds(
+    kind: Any, name: str, least: float | None, most: float | None, rest: dict[str, Any]
+) -> None:
+    for bound, sign in ((least, -1), (most, 1)):
+        if bound is not None:
+            assert accepts(kind, rest | {name: bound - sign * SMALL})
+            assert not accepts(kind, rest | {name: bound})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scope": "max"},
+        {"upper": 1.0},
+        {"lower": 2.0},
+        {"statistic": "k2", "lower": 0.5},
+        {"statistic": "k3", "lower": 0.5},
+    ],
+    ids=str,
+)
+def test_rejections_that_have_no_meaning(wrong: dict[str, Any]) -> None:
+    assert not accepts(RejectionMask, wrong)
+    assert accepts(RejectionMask, {"statistic": "k2", "scope": "max", "upper": 0.5})
+    # both bounds given: the upper one may be below 1
+    assert accepts(RejectionMask, {"lower": 0.5, "upper": 0.75})
+
+
+def test_the_buffer_of_the_overlong_punishment_is_a_fifth_in_whole_tokens() -> None:
+    assert [OverlongSettings().bounds(limit) for limit in (4, 5, 9, 20480)] == [
+        (4, 1),
+        (5, 1),
+        (9, 1),
+        (20480, 4096),
+    ]
+    assert OverlongSettings(max_tokens=12, buffer=12).bounds(20) == (12, 12)
+    with pytest.raises(ValueError, match="begins after 8 tokens, and a response has at most 8"):
+        OverlongSettings(max_tokens=10).bounds(8)

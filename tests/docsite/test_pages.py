@@ -1,0 +1,57 @@
+"""Concept pages are run, generated pages know every algorithm and command, the picture is that of the
+script.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from docsite.picture import picture
+from docsite.reference import cli_page, settings_page
+from docsite.tiny_trace import play
+
+from outrider.types import Origin
+
+ROOT = Path(__file__).parents[2]
+CONCEPTS = sorted((ROOT / "docs" / "concepts").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", CONCEPTS, ids=lambda page: page.stem)
+def test_the_examples_of_a_concept_run(page: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert blocks, "no example"
+    for block in blocks:
+        assert "assert " in block
+        exec(compile(block, str(page), "exec"), {"__name__": "example"})
+
+
+def test_the_tiny_trace_branches_and_retrieves() -> None:
+    trace = play()
+    parents = [node.parent for node in trace.nodes if node.parent is not None]
+    assert len(parents) > len(set(parents)) and any(node.origin is Origin.BUFFER for node in trace.nodes)
+    assert len({leaf.episode_return for leaf in trace.leaves.values()}) == 2
+
+
+def test_the_picture_is_what_the_script_draws() -> None:
+    drawn = (ROOT / "docs" / "images" / "trace.svg").read_text(encoding="utf-8")
+    assert drawn == picture(play()), "run: python -m docsite.picture"
+
+
+def test_settings_and_commands_are_all_there() -> None:
+    settings, commands = settings_page(), cli_page()
+    for name in ("grpo", "rapo", "arpo", "empo2", "gigpo", "luffy", "rollout_replay", "tree_grpo"):
+        assert f'`algorithm` with `type = "{name}"`' in settings
+    assert "| `num_threads` | int | `2` | at least 1 |" in settings and "`update.`" not in settings
+    for name in (
+        "train",
+        "eval",
+        "buffer build",
+        "compare",
+        "pack",
+        "verify",
+        "doctor",
+        "init",
+        "view",
+        "replay",
+    ):
+        assert f"`outrider {name}`" in commands

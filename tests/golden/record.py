@@ -1,0 +1,148 @@
+"""Plays the runs of the golden record and hashes them, step by step and part by part."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from outrider.config import validate
+from outrider.engines.base import Request
+from outrider.engines.scripted import ScriptedEngine
+from outrider.tokens import Tokenizer
+from outrider.train import trainer as trainer_module
+from outrider.train.components import Components, build
+from outrider.train.settings import RunSettings
+from outrider.train.state.run_directory import RunDirectory
+from outrider.train.trainer import Trainer
+from outrider.train.update.policy import Policy
+from outrider.watch.progress import make_progress
+from outrider.watch.trackers import make_trackers
+from tests.golden import parts
+from tests.golden.cases import NUM_STEPS, Player, recipe
+from tests.train.tool_run import PLACES, THINGS, write_demonstrations, write_tool_run
+
+Entry = dict[str, Any]
+
+
+def write_inputs(root: Path) -> None:
+    """Model, tasks, corpus, buffer and demonstrations of all runs."""
+    write_tool_run(root)
+    write_demonstrations(root / "shown.jsonl")
+    long = shutil.copytree(root / "model", root / "model-long") / "config.json"
+    long.write_text(json.dumps({**json.loads(long.read_text()), "max_position_embeddings": 4096}))
+
+
+def play(case: str, player: Player, *, root: Path, folder: Path) -> list[Entry]:
+    """One run, below ``folder``, which it leaves empty; one entry a step."""
+    run = folder / "run"
+    tree = recipe(case, player, root=root, run=run)
+    settings = validate(RunSettings, tree)
+    probe = _Probe()
+    with ExitStack() as ending:
+        directory = RunDirectory.create(run, settings)
+        ending.callback(directory.release)
+        made = build(
+            settings,
+            buffer_path=run / "buffer.sqlite",
+            resumed=False,
+            on_tokens=lambda num: None,
+            note=lambda line: None,
+        )
+        ending.callback(made.factory.close)
+        if made.buffer is not None:
+            ending.callback(made.buffer.close)
+        if player == "scripted":
+            made.engine = scripted(made)
+        trackers = make_trackers((), run_dir=run, config={})
+        training = Trainer(run=directory, parts=made, progress=make_progress("none"), trackers=trackers)
+        ending.callback(training.state.close)
+        directory.settle()
+        directory.keep()
+        with probe.watching():
+            training.train()
+    found = [_entry(run, step, probe.steps[step - 1]) for step in range(1, NUM_STEPS + 1)]
+    shutil.rmtree(folder)
+    return found
+
+
+def _entry(run: Path, step: int, probed: Entry) -> Entry:
+    values = parts.measured(run)[step]
+    entry = {
+        **probed,
+        "rows": parts.written_rows(run, step),
+        **parts.checkpointed(run / "checkpoints" / f"step-{step:06d}"),
+        "metrics": parts.by_section(values),
+        "shown": parts.shown(values),
+    }
+    if step == NUM_STEPS and (run / "buffer.sqlite").exists():
+        entry["buffer"] = parts.buffer_rows(run / "buffer.sqlite")
+    return entry
+
+
+class _Probe:
+    """Looks at the traces where the update gets them, and at the gradients where the optimiser does."""
+
+    def __init__(self) -> None:
+        self.steps: list[Entry] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        update, step = trainer_module.update, Policy.step
+
+        def watched_update(policy: Policy, traces: Sequence[Any], **options: Any) -> Any:
+            self.steps.append(
+                {"traces": parts.traced(traces), "credit": parts.credited(traces), "gradients": []}
+            )
+            return update(policy, traces, **options)
+
+        def watched_step(policy: Policy, **options: Any) -> float:
+            if self.steps:  # a cold start comes before the first of them
+                named = ((name, one.grad) for name, one in policy.masters.items() if one.grad is not None)
+                self.steps[-1]["gradients"].append(parts.tensors(named))
+            return step(policy, **options)
+
+        with (
+            mock.patch.object(trainer_module, "update", watched_update),
+            mock.patch.object(Policy, "step", watched_step),
+        ):
+            yield
+
+
+def scripted(made: Components) -> ScriptedEngine:
+    """An engine whose texts and entropies follow from a request's seed alone."""
+    tokenizer: Tokenizer = made.renderer.tokenizer
+    is_house = made.settings.environment.type == "house"
+    return ScriptedEngine(tokenizer=tokenizer, script=_moves if is_house else _searches, entropy=_entropy)
+
+
+def _entropy(request: Request, index: int) -> float:
+    return ((request.seed >> (index % 24)) % 97) / 32.0
+
+
+def _searches(request: Request, context: str) -> str:
+    drawn = random.Random(request.seed)
+    thing, place = drawn.choice(THINGS), drawn.choice(PLACES[:2])
+    return drawn.choice(
+        [f"<search>{thing}</search>", f"<answer>{place}</answer>", f"<answer>{place}</answer>", "well"]
+    )
+
+
+def _moves(request: Request, context: str) -> str:
+    """Searches the house well enough to find a thing now and then; sometimes says what nobody understands."""
+    drawn, place = random.Random(request.seed), context.rfind("You are in the")
+    told, state = context[:place].rpartition("<|im_start|>")[2], context[place:]
+    [goal] = re.findall(r"You look for the ([a-z ]+)\.", state)[:1] or ["lamp"]
+    doors = (re.findall(r"Doors: ([a-z, ]+)\.", state) or ["hall"])[0].split(", ")
+    furniture = re.findall(r"You see: ([a-z ]+)\.", state)
+    if f"is the {goal}." in told:
+        command = f"take {goal}"
+    elif furniture and f"In the {furniture[0]}" not in told and drawn.random() < 0.8:
+        command = f"open {furniture[0]}"
+    else:
+        command = f"go {drawn.choice(doors)}" if drawn.random() < 0.9 else "sing loudly"
+    return f"<action>{command}</action>"

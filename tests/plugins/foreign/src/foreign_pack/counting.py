@@ -1,0 +1,56 @@
+"""An engine: the local one, which counts its batches."""
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from outrider.engines.base import EngineContext, EngineSettings, Generation, Request
+
+
+class CountingSettings(EngineSettings):
+    """Its section."""
+
+    rows: int = Field(64, ge=1)
+
+
+class Counting:
+    """Generates in process, and counts."""
+
+    Settings = CountingSettings
+
+    def __init__(self, settings: CountingSettings, context: EngineContext) -> None:
+        from outrider.engines.local.engine import LocalEngine
+
+        self._inner = LocalEngine(
+            context.language_model,
+            context_length=context.context_length,
+            max_rows=settings.rows,
+            on_tokens=context.on_tokens,
+        )
+        self.tokenizer = self._inner.tokenizer
+        self.context_length = self._inner.context_length
+        self.num_batches = 0
+
+    @classmethod
+    def build(cls, settings: CountingSettings, context: EngineContext) -> "Counting":
+        return cls(settings, context)
+
+    @property
+    def weight_version(self) -> int:
+        return self._inner.weight_version
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        self.num_batches += 1
+        return self._inner.generate(requests)
+
+    def cancel(self, request_id: str) -> None:
+        self._inner.cancel(request_id)
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        self._inner.release(cache_keys)
+
+    def free_cache(self) -> None:
+        self._inner.free_cache()
+
+    def weights_changed(self) -> None:
+        self._inner.weights_changed()

@@ -1,0 +1,81 @@
+"""An algorithm with an advantage, a loss, metrics and a memory of its own."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.algorithms.algorithm import Algorithm
+from outrider.algorithms.base import GroupCredit, ObjectiveSettings, group_advantages, write_credit
+from outrider.metrics import Metric
+from outrider.trace import Trace
+
+if TYPE_CHECKING:
+    from outrider.algorithms.common.token_loss import TokenLoss, TokenLossInputs
+
+
+class RememberedSettings(ObjectiveSettings):
+    """Its section: one key more than every objective has."""
+
+    forgetting: float = 0.5
+    loss_scale: float = 0.5
+
+
+class Remembered(Algorithm):
+    """Returns less what their task is remembered to give."""
+
+    Settings = RememberedSettings
+    metrics = (
+        Metric(
+            name="remembered/mean",
+            unit="reward",
+            meaning="what is remembered",
+            healthy="any",
+            look_at="reward/mean",
+        ),
+        Metric(
+            name="remembered/loss_tokens",
+            unit="tokens",
+            meaning="tokens that the scaled loss was taken of",
+            healthy="above 0",
+            look_at="tokens/policy",
+        ),
+    )
+
+    def __init__(self, settings: RememberedSettings) -> None:
+        self.settings = settings
+        self.objective: ObjectiveSettings = settings
+        self.modes = ("on_policy",) * settings.group_size
+        self._known: dict[str, float] = {}
+
+    def credit(self, trace: Trace) -> GroupCredit:
+        known = self._known.get(trace.task.key, 0.0)
+        kept = [leaf.episode_return for leaf, _ in trace.rollouts() if leaf.episode_return is not None]
+        if kept:
+            forgetting = self.settings.forgetting
+            self._known[trace.task.key] = (1 - forgetting) * known + forgetting * sum(kept) / len(kept)
+        shaped = [
+            None if leaf.episode_return is None else leaf.episode_return - known
+            for leaf, _ in trace.rollouts()
+        ]
+        advantages = group_advantages(shaped, "group_centered")
+        # The memory decides the numbers, so a resumed run without it would have other ones.
+        advantages.values[:] = np.where(advantages.assigned, advantages.values - known, 0.0)
+        write_credit(trace, advantages)
+        return GroupCredit(
+            advantages=advantages,
+            measurements={"remembered/mean": list(self._known.values())},
+        )
+
+    def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
+        found = super().token_loss(inputs)
+        inputs.measures.add_sum("remembered/loss_tokens", float(len(found.losses)))
+        return replace(found, losses=found.losses * self.settings.loss_scale)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        return {"tasks": list(self._known)}, {"known": np.array(list(self._known.values()), dtype=np.float64)}
+
+    def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._known = dict(zip(state["tasks"], arrays["known"].tolist(), strict=True))

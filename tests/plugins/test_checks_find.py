@@ -1,0 +1,195 @@
+"""The contract checks fail where the contract is broken: one plug-in for each fault."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.algorithms.base import GroupCredit
+from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.engines.base import Generation, Request
+from outrider.engines.scripted import ScriptedEngine
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.house.family import HouseConfig, HouseEnvironment, HouseFactory, HouseFamily
+from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
+from outrider.tools.base import ToolOutput
+from outrider.trace import Trace
+from outrider.types import Message, Task
+from tests.tiny import tiny_tokenizer
+
+
+def house(**methods: Callable[..., Any]) -> HouseFamily:
+    """The houses with other methods of an episode."""
+    kind = type("Broken", (HouseEnvironment,), methods)
+
+    class Factory(HouseFactory):
+        def __call__(self, task: Task) -> HouseEnvironment:
+            made = super().__call__(task)
+            made.__class__ = kind
+            return made
+
+    class Family(HouseFamily):
+        def make(self) -> HouseFactory:
+            return Factory(self.config)
+
+    return Family(HouseConfig())
+
+
+_STEP, _RESULT, _CLOSE = HouseEnvironment.step, HouseEnvironment.result, HouseEnvironment.close
+
+
+def _raises(self: HouseEnvironment, message: Message) -> StepResult:
+    if not message.content:
+        raise IndexError("empty")
+    return _STEP(self, message)
+
+
+def _draws(self: HouseEnvironment, message: Message) -> StepResult:
+    found = _STEP(self, message)
+    return StepResult(message=Message(role="user", content=str(random.random())), done=found.done)
+
+
+def _closes_once(self: HouseEnvironment) -> None:
+    if getattr(self, "is_closed", False):
+        raise RuntimeError("closed")
+    self.is_closed = True  # type: ignore[attr-defined]
+
+
+def _no_record(self: HouseEnvironment) -> EpisodeResult:
+    return EpisodeResult(episode_return=float("nan"), success=False)
+
+
+@pytest.mark.parametrize(
+    ("methods", "told"),
+    [
+        ({"step": _raises}, "step raises for '': IndexError"),
+        ({"step": _draws}, "with the same seed"),
+        ({"result": _no_record}, "no finite number"),
+        ({"copy": lambda self: self}, "changes the record of the original"),
+        ({"reset": lambda self, seed: ()}, "reset gives no message"),
+        ({"step": lambda self, message: StepResult(message=None)}, "the episode goes on"),
+        ({"step": lambda self, message: "done"}, "no StepResult"),
+    ],
+)
+def test_faults_of_an_environment(methods: dict[str, Callable[..., Any]], told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        check_environment(house(**methods))
+
+
+def test_an_environment_that_closes_once() -> None:
+    with pytest.raises(RuntimeError, match="closed"):
+        check_environment(house(close=_closes_once))
+
+
+class Upper:
+    """A tool without a fault."""
+
+    name = "upper"
+
+    def run_text(self, text: str) -> Any:
+        return ToolOutput(text=text.upper())
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"name": "Up per"}, "is no tag"),
+        ({"run_text": lambda self, text: text}, "no ToolOutput"),
+        ({"run_text": lambda self, text: ToolOutput(text=str(1 / (len(text) - 5000)))}, "run_text raises"),
+        ({"run_text": lambda self, text: ToolOutput(text=str(random.random()))}, "beside other calls"),
+        ({"usage": "Just call it."}, "usage does not show <upper>"),
+    ],
+)
+def test_faults_of_a_tool(changed: dict[str, Any], told: str) -> None:
+    check_tool(Upper())
+    with pytest.raises(AssertionError, match=told):
+        check_tool(type("Broken", (Upper,), changed)())
+
+
+def _infinite(self: Grpo, traces: Sequence[Trace]) -> list[GroupCredit]:
+    found = Grpo.advantages(self, traces)
+    for one in found:
+        one.advantages.values[:] = np.inf
+    return found
+
+
+def _undeclared(self: Grpo, traces: Sequence[Trace]) -> list[GroupCredit]:
+    found = Grpo.advantages(self, traces)
+    for one in found:
+        one.measurements["mine/secret"] = [1.0]
+    return found
+
+
+class Forgetful(Grpo):
+    """Credit depends on how many groups came before, and no checkpoint knows."""
+
+    num_seen = 0
+
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+        found = super().advantages(traces)
+        for trace in traces:
+            for _, path in trace.rollouts():
+                for node in path:
+                    node.ratio_scale = 1.0 + self.num_seen
+        self.num_seen += len(traces)
+        return found
+
+    def state(self) -> Any:
+        return {}, {}
+
+    def restore(self, state: Any, arrays: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (type("Broken", (Grpo,), {"advantages": _infinite}), "an advantage is not finite"),
+        (type("Broken", (Grpo,), {"advantages": _undeclared}), "mine/secret.* is not declared"),
+        (type("Broken", (Grpo,), {"advantages": lambda self, traces: []}), "has 0 entries"),
+        (type("Broken", (Grpo,), {"modes_of": lambda self, step, group: ()}), "modes_of"),
+        (Forgetful, "other credit after state and restore"),
+    ],
+)
+def test_faults_of_an_algorithm(kind: type[Grpo], told: str) -> None:
+    check_algorithm(Grpo(GrpoSettings()))
+    with pytest.raises(AssertionError, match=told):
+        check_algorithm(lambda: kind(GrpoSettings()))
+
+
+class Script(ScriptedEngine):
+    """One that says the same."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            tokenizer=tiny_tokenizer(),
+            script=lambda request, text: "abc"[: 1 + request.seed % 2],
+        )
+
+
+def _shuffled(self: Script, requests: Sequence[Request]) -> list[Generation]:
+    return ScriptedEngine.generate(self, requests)[::-1]
+
+
+def _too_long(self: Script, requests: Sequence[Request]) -> list[Generation]:
+    return [ScriptedEngine._generation(self, one, [5] * (one.max_tokens + 1), None) for one in requests]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"generate": _shuffled}, "not in the order of the requests"),
+        ({"generate": _too_long}, "asked for 1 to"),
+        ({"weights_changed": lambda self: None}, "does not raise weight_version"),
+        ({"generate": lambda self, requests: []}, "not in the order"),
+    ],
+)
+def test_faults_of_an_engine(changed: dict[str, Any], told: str) -> None:
+    check_engine(Script())
+    with pytest.raises(AssertionError, match=told):
+        check_engine(type("Broken", (Script,), changed)())

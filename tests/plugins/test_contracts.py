@@ -1,0 +1,90 @@
+"""Every plug-in that is built in passes the contract checks that anybody's has to: a new one is tested by
+being registered."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.algorithms.context import AlgorithmContext
+from outrider.engines.base import EngineContext
+from outrider.errors import ToolUnavailable
+from outrider.memory.embedder import load_embedder
+from outrider.plugins.names import BUILT_IN
+from outrider.plugins.registry import build, build_named, read_settings
+from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
+from outrider.tools.base import ToolContext
+from tests.tiny import tiny_model
+
+# What the defaults leave out; every other plug-in is made of its defaults.
+SECTIONS: dict[str, dict[str, Any]] = {
+    "empo2": {"memory": {"embedder": "hash"}},
+    "rapo": {"num_hybrid": 0},
+}
+
+
+def _data(folder: Path) -> dict[str, Any]:
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(
+            json.dumps({"id": split, "question": "Where?", "answer": "here"}) + "\n",
+        )
+    (folder / "corpus.jsonl").write_text('{"id": "1", "title": "here", "text": "is there"}\n')
+    return {
+        "tools": ["search"],
+        "corpus": folder / "corpus.jsonl",
+        "train": {"path": folder / "train.jsonl"},
+    }
+
+
+@pytest.mark.parametrize("name", BUILT_IN["environments"])
+def test_environments(name: str, tmp_path: Path) -> None:
+    given = _data(tmp_path) if name == "tools" else {}
+    family = build("environments", read_settings("environments", {"type": name, **given}), None)
+    try:
+        check_environment(family)
+    except ToolUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", BUILT_IN["tools"])
+def test_tools(name: str, tmp_path: Path) -> None:
+    environment = read_settings("environments", {"type": "tools", **_data(tmp_path)})
+    check_tool(
+        build_named("tools", name, None, ToolContext(environment=environment)),
+        texts=("here", "print(6 * 7)"),
+    )
+
+
+def context() -> AlgorithmContext:
+    return AlgorithmContext(
+        seed=1, num_training_steps=4, groups_per_step=5, max_response_tokens=64, vocabulary_size=9, is_stateful=False,
+        count_tokens=len, train_tasks=(), buffer=None, load_embedder=load_embedder, read_demonstrations=lambda path, tasks: {},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILT_IN["algorithms"])
+def test_algorithms(name: str) -> None:
+    settings = read_settings("algorithms", {"type": name, **SECTIONS.get(name, {})})
+    check_algorithm(lambda: build("algorithms", copy.deepcopy(settings), context()))
+
+
+@pytest.mark.parametrize("name", BUILT_IN["engines"])
+def test_engines(name: str, tmp_path: Path) -> None:
+    if name == "vllm":
+        pytest.importorskip("vllm")
+    model = tiny_model()
+    chosen = EngineContext(
+        language_model=model, export=lambda folder: None, folder=tmp_path, context_length=None, precision="float32",
+        device="cpu", seed=0, on_tokens=lambda num: None,
+    )  # fmt: skip
+    check_engine(build("engines", read_settings("engines", {"type": name}), chosen))
+
+
+@pytest.mark.parametrize("name", BUILT_IN["embedders"])
+def test_embedders(name: str) -> None:
+    if name == "minilm":
+        pytest.importorskip("onnxruntime")
+    vectors = load_embedder(name).embed(["a b", "a b", "c"])
+    assert (vectors[0] == vectors[1]).all() and vectors.shape == (3, load_embedder(name).dim)

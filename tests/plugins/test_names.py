@@ -1,0 +1,266 @@
+"""Plug-ins by name: what a recipe may say, and the one line that it gets where it cannot be."""
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.cli import main
+from outrider.config import load_settings, to_toml
+from outrider.errors import ConfigError
+from outrider.plugins import imports, names
+from outrider.plugins.names import BUILT_IN, KINDS
+from outrider.plugins.origin import origin_of
+from outrider.plugins.registry import resolve, settings_of
+from outrider.train.settings import RunSettings
+
+FAMILY = '''
+from outrider.environments.base import EnvironmentSettings
+
+class MineSettings(EnvironmentSettings):
+    size: int = 3
+
+class Mine:
+    """Somebody's own."""
+    Settings = MineSettings
+    name, stop, stateful = "mine", (), True
+    def __init__(self, settings): self.settings = settings
+
+class Bare:
+    pass
+
+class Wrong:
+    Settings = int
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Iterator[str]:
+    """The name of a module beside ``recipe.toml`` in ``tmp_path``; the process is afterwards as it was."""
+    name = f"mine_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(FAMILY)
+    path, folders = list(sys.path), list(imports._folders)
+    yield name
+    sys.path[:] = path
+    imports._folders[:] = folders
+    sys.modules.pop(name, None)
+
+
+def recipe(folder: Path, environment: str, *lines: str) -> Path:
+    file = folder / "recipe.toml"
+    file.write_text(
+        "\n".join(["[environment]", f'type = "{environment}"', *lines, "[algorithm]", 'type = "grpo"', ""]),
+    )
+    return file
+
+
+def refusal(folder: Path, environment: str, *lines: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(RunSettings, file=recipe(folder, environment, *lines))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in BUILT_IN[kind]])
+def test_what_is_built_in_is_found_by_the_same_function(kind: Any, name: str) -> None:
+    assert resolve(kind, name) is resolve(kind, BUILT_IN[kind][name])  # as anybody's import path is
+    assert origin_of(resolve(kind, name)).is_built_in
+
+
+def test_a_class_of_a_module_beside_the_recipe(module: str, tmp_path: Path) -> None:
+    settings = load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine", "size = 7"))
+    assert (settings.environment.type, settings.environment.size) == (f"{module}:Mine", 7)  # type: ignore[attr-defined]
+    again = tmp_path / "resolved.toml"
+    again.write_text(to_toml(settings.model_dump(mode="json")))
+    assert load_settings(RunSettings, file=again) == settings
+    origin = origin_of(resolve("environments", f"{module}:Mine"))
+    assert (origin.package, origin.file) == (None, str(tmp_path / f"{module}.py")) and len(
+        origin.digest or "",
+    ) == 64
+
+
+def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
+    assert (
+        refusal(tmp_path, f"{module}:Mine", "siz = 7")
+        == "environment.siz: unknown key, did you mean environment.size?"
+    )
+    assert "environment.size: Input should be a valid integer" in refusal(
+        tmp_path,
+        f"{module}:Mine",
+        'size = "x"',
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("{module}:Mien", "({file}) has no 'Mien', did you mean Mine?"),
+        (
+            "{module}:Bare",
+            "({file}) is not an environment: it has no class Settings (a subclass of EnvironmentSettings)",
+        ),
+        ("{module}:Wrong", "Settings are no subclass of outrider.environments.base.EnvironmentSettings"),
+        (
+            "nowhere_at_all.thing:Mine",
+            "environment.type: there is no module 'nowhere_at_all', neither among the installed packages",
+        ),
+        ("{module}.inside:Mine", "there is no module"),
+        ("json:dumps", "json:dumps is no class"),
+        ("json:JSONDecoder", "is not an environment"),
+        ("hous", "environment.type: there is no 'hous', did you mean house? (one of factbook, tools,"),
+        ("not an import path:Mine", "there is no 'not an import path:Mine'"),
+        ("outrider.algorithms.grpo:Grpo", "Settings are no subclass of"),
+    ],
+)
+def test_a_name_that_stands_for_nothing_is_one_line(
+    name: str,
+    told: str,
+    module: str,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / f"{module}.py"
+    line = refusal(tmp_path, name.format(module=module))
+    assert told.format(file=file) in line and line.startswith("environment.type: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import nothing_like_this\n", "ModuleNotFoundError: No module named 'nothing_like_this'"),
+        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("class Mine(:\n", "SyntaxError"),
+        ("import sys; sys.exit('gone')\n", "SystemExit: gone"),
+        ("raise ValueError('a\\nb' * 9999)\n", "ValueError: a ba"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_where_and_why_before_anything_is_written(
+    code: str,
+    told: str,
+    module: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / f"{module}.py"
+    file.write_text(f"x = 1\n{code}")
+    run = tmp_path / "run"
+    assert main(["train", str(recipe(tmp_path, f"{module}:Mine")), "--run", str(run)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith("outrider: environment.type: ")
+        and told in line
+        and module in line
+        and len(line) < 700
+    )
+    assert str(file) in line or "SyntaxError" in told
+    assert not run.exists()
+
+
+def test_a_dry_run_shows_its_settings(
+    module: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", str(recipe(tmp_path, f"{module}:Mine")), "--dry-run"]) == 0
+    assert f'[environment]\nsize = 3\ntype = "{module}:Mine"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["Other", "Mine"])
+def test_two_recipes_with_modules_of_one_name_are_told_apart(module: str, tmp_path: Path, name: str) -> None:
+    load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / f"{module}.py").write_text(FAMILY.replace("class Mine:", f"class {name}:"))
+    line = refusal(other, f"{module}:{name}")
+    assert f"is {tmp_path / module}.py, not {other / module}.py" in line
+
+
+def test_a_file_beside_the_recipe_takes_no_package_s_place(tmp_path: Path, module: str) -> None:
+    (tmp_path / "numpy.py").write_text("raise RuntimeError('not this one')\n")
+    load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine"))
+    installed = str(Path(np.__file__).parents[1])
+    assert sys.path.index(str(tmp_path)) > sys.path.index(installed)
+
+
+def _register(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
+    def registered(kind: str) -> dict[str, tuple[EntryPoint, ...]]:
+        chosen = [point for point in points if point.group == f"outrider.{kind}"]
+        return {point.name: tuple(one for one in chosen if one.name == point.name) for point in chosen}
+
+    monkeypatch.setattr(names, "registered", registered)
+
+
+def test_a_registered_name_and_one_that_two_packages_claim(
+    module: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = "outrider.environments"
+    _register(monkeypatch, EntryPoint(f"short-{module}", f"{module}:Mine", group))
+    settings = load_settings(RunSettings, file=recipe(tmp_path, f"short-{module}"))
+    assert settings.environment.type == f"short-{module}"
+    assert f"did you mean short-{module}?" in refusal(tmp_path, f"shorty-{module}")
+    _register(monkeypatch, EntryPoint("twice", "a:A", group), EntryPoint("twice", "b:B", group))
+    assert "'twice' is registered by" in refusal(tmp_path, "twice")
+
+
+def test_no_package_changes_what_a_built_in_name_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    _register(monkeypatch, EntryPoint("house", "json:JSONDecoder", "outrider.environments"))
+    assert resolve("environments", "house").__name__ == "HouseFamily"
+
+
+def test_a_tool_by_its_import_path_with_and_without_settings(tmp_path: Path, module: str) -> None:
+    (tmp_path / f"{module}.py").write_text(
+        "from outrider.config import Settings\n"
+        "class LoudSettings(Settings):\n    mark: str = '!'\n"
+        "class Loud:\n    Settings = LoudSettings\n    name = 'loud'\n"
+        "class Needy:\n    name = 'needy'\n    class Settings(Settings):\n        must: int\n"
+        "class Think:\n    name = 'think'\n"
+    )
+
+    def tools(text: str) -> Any:
+        return load_settings(RunSettings, file=recipe(tmp_path, "tools", f"tools = {text}")).environment
+
+    assert tools(f'["python", "{module}:Loud"]').tool_names() == ("python", "loud")
+    chosen = tools(f'[{{ type = "{module}:Loud", mark = "?" }}]')
+    assert chosen.tool_names() == ("loud",) and chosen.tools[0].mark == "?"
+    for text, told in (
+        (f'[{{ type = "{module}:Loud", mrk = "?" }}]', "environment.tools.0.mrk: unknown key, did you mean environment.tools.0.mark?"),
+        (f'["{module}:Needy"]', "environment.tools.0.must: Field required"),
+        (f'["{module}:Think"]', "a tool cannot have the tag name 'think'"),
+        (f'["{module}:Loud", "{module}:Loud"]', "each once"),
+        ('["python", "pyton"]', "environment.tools.1: there is no 'pyton', did you mean python?"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            tools(text)
+        assert told in str(caught.value)
+
+
+def test_settings_of_another_process_are_the_same(module: str, tmp_path: Path) -> None:
+    import pickle
+
+    settings = load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine", "size = 4")).environment
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert settings_of("environments", f"{module}:Mine") is type(settings)
+
+
+def test_no_plug_in_is_imported_before_it_is_named() -> None:
+    """By another process: this one has imported them all."""
+    import subprocess
+
+    code = (
+        "import sys, json\nfrom outrider.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print()\nprint(json.dumps([name for name in sys.modules if name.startswith('outrider.')]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = json.loads(done.stdout.splitlines()[-1])
+    assert not [
+        name
+        for name in loaded
+        if name.split(".")[1] in ("algorithms", "environments", "engines", "tools", "watch")
+    ]

@@ -1,0 +1,250 @@
+"""What somebody meets on the first day: errors that come at once, name what was meant, and leave nothing
+behind.
+
+F2, F8, F11 and F12 are the faults that each test would have shown.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import atomic_io
+from outrider.cli import main
+from outrider.config import load_settings, validate
+from outrider.engines.local import model
+from outrider.engines.model_names import require_known_model
+from outrider.errors import ConfigError, ModelError
+from outrider.evals.benchmark.task_sets import find_task_set
+from outrider.train import adaptation
+from outrider.train import launch as start
+from outrider.train.settings import RunSettings
+from outrider.train.state import run_directory
+from outrider.train.state.run_directory import RunDirectory
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "demo.toml"
+
+QUICK = [  # arguments, exit status, and a part of what is told
+    (["train", str(RECIPE), "--dry-run"], 0, "[environment]"),
+    (["train", str(RECIPE), "--dry-run", "algorithm.groupsize=4"], 2, "did you mean algorithm.group_size?"),
+    (["train", str(RECIPE), "--run", "new", "algorithm.type=grppo"], 2, "did you mean grpo?"),
+    (
+        ["train", str(RECIPE), "--run", "new", "--model", "smolm2-135m-instruct"],
+        1,
+        "did you mean smollm2-135m-instruct?",
+    ),
+    (["train", str(RECIPE), "--run", "new", "--model", "./nofolder"], 1, "no such folder"),
+    (["train", str(RECIPE), "--run", "."], 2, "is not empty"),
+    (["train", str(RECIPE)], 2, "--run DIRECTORY"),
+    (["train", "--resume", "gone"], 1, "gone is no run directory"),
+    (["eval", str(RECIPE), "--dry-run"], 0, "num_steps = 0"),
+    (["eval", str(RECIPE), "--run", "new", "--model", "./nofolder"], 1, "no such folder"),
+    (["eval", "--tasks", "gsm8k", "--model", "smollm2-135m-instruct", "--dry-run"], 0, 'tasks = "gsm8k"'),
+    (["eval", "--tasks", "gsm8", "--model", "smollm2-135m-instruct", "--dry-run"], 2, "did you mean gsm8k?"),
+    (["eval", "--tasks", "gsm8k", "--model", "smollm2", "--run", "new"], 1, "there is no model 'smollm2'"),
+    (["buffer", "build", str(RECIPE), "--out", "new", "trian.num_steps=1"], 2, "did you mean train?"),
+    (["init", "recipe.toml"], 0, "recipe.toml: next"),
+]
+_RUN = """
+import contextlib, io, json, sys
+from outrider.cli import main
+out = io.StringIO()
+with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    status = main(json.loads(sys.argv[1]))
+heavy = [name for name in ("torch", "transformers", "pyarrow", "bm25s") if name in sys.modules]
+print(json.dumps([status, out.getvalue(), heavy]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    QUICK,
+    ids=lambda one: " ".join(one)[-40:] if isinstance(one, list) else "",
+)
+def test_f8_what_needs_no_model_imports_no_torch(
+    arguments: list[str], status: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a file").touch()
+    given = [sys.executable, "-c", _RUN, json.dumps(arguments)]
+    done = json.loads(subprocess.run(given, capture_output=True, text=True, check=True, cwd=tmp_path).stdout)
+    assert (done[0], done[2]) == (status, [])
+    assert says in done[1] and (status == 0 or done[1].count("\n") == 1)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("algorithm.groupsize=4", "algorithm.groupsize: unknown key, did you mean algorithm.group_size?"),
+        (
+            "algorithm.retrieval.mod=1",
+            "algorithm.retrieval.mod: unknown key, did you mean algorithm.retrieval.mode?",
+        ),
+        ("algorithm.group_size=many", "algorithm.group_size: Input should be a valid integer"),
+        ("trian.num_steps=3", "trian: unknown key, did you mean train?"),
+        ("train.learning_rate=1", "did you mean cold_start.learning_rate or optimizer.learning_rate?"),
+        (
+            "environment.type=factbok",
+            "environment.type: there is no 'factbok', did you mean factbook? (one of factbook, tools,",
+        ),
+        ("environment={hops=[1]}", "environment.type: is missing"),
+        ("algorithm=grpo", "algorithm: is a section with keys of its own, not 'grpo'"),
+        (
+            'environment={type="tools",tools=["serch"]}',
+            "environment.tools.0: there is no 'serch', did you mean search? (one of",
+        ),
+        ("zzz=1", "zzz: unknown key"),
+    ],
+)
+def test_f8_paths_are_plain_and_near_matches_are_offered(override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_settings(RunSettings, file=RECIPE, overrides=[override])
+    assert told in str(error.value)
+    assert override != "zzz=1" or str(error.value) == told  # nothing is like it
+
+
+@pytest.mark.parametrize("precision", ["auto", "float32"])
+@pytest.mark.parametrize("device", ["cuda:99", "banana"])
+@pytest.mark.parametrize("command", [["train"], ["eval"], ["eval", "--adapt", "2"]])
+def test_f2_a_device_that_is_not_here_is_one_line(
+    command: list[str], device: str, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [f"model.device={device}", f"model.precision={precision}"]
+    assert main([*command, str(RECIPE), "--run", str(tmp_path / "run"), *overrides]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith(f"outrider: model.device = {device!r} cannot be used: ")
+        and "model.device=cpu" in line
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("reason", [RuntimeError("a driver"), KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("command", [["train"], ["eval"], ["eval", "--adapt", "2"]])
+def test_f2_a_set_up_that_fails_for_any_reason_leaves_no_folder(
+    command: list[str], reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, buffer_path: Path, **__: Any) -> None:
+        buffer_path.write_text("half a buffer")
+        raise reason
+
+    monkeypatch.setattr(start, "build", fails)
+    monkeypatch.setattr(adaptation, "build", fails)
+    arguments = [*command, str(RECIPE), "--run", str(tmp_path / "run"), "--progress", "none"]
+    if isinstance(reason, KeyboardInterrupt):
+        assert main(arguments) == 130
+    else:
+        with pytest.raises(type(reason)):
+            main(arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_f2_a_configuration_that_cannot_be_written_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_directory, "replace_file", full)
+    assert main(["train", str(RECIPE), "--run", str(tmp_path / "run")]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_f2_a_run_that_was_there_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings(RunSettings, file=RECIPE)
+    RunDirectory.create(tmp_path / "run", settings).release()
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a driver")
+
+    monkeypatch.setattr(start, "build", fails)
+    with pytest.raises(RuntimeError, match="a driver"):
+        main(["train", "--resume", str(tmp_path / "run"), "--progress", "none"])
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "smollm2-135-instruct",
+            "did you mean smollm2-135m-instruct? (packaged: smollm2-135m-instruct, gemma3-270m; ",
+        ),
+        ("gpt2", "there is no model 'gpt2' (packaged: "),
+        ("./nofolder", "model './nofolder': no such folder"),
+        ("/no/folder", "no such folder"),
+        ("a/b/c", "no such folder"),
+        ("~/model", "no such folder"),
+        ("weights.gguf", "is a file: give the folder"),
+    ],
+)
+def test_f11_no_network_is_asked_for_what_is_no_hub_id(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights.gguf").touch()
+    monkeypatch.setattr(
+        model.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was looked for")
+    )
+    with pytest.raises(ModelError) as error:
+        model.load_model(name, precision="float32")
+    assert told in str(error.value)
+
+
+def test_f11_hub_ids_folders_and_packaged_models_pass(tmp_path: Path) -> None:
+    for name in ("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path), "smollm2-135m-instruct"):
+        require_known_model(name)
+
+
+def test_f12_a_list_is_asked_for_by_example() -> None:
+    with pytest.raises(ConfigError, match=r'trackers: needs a list, such as trackers=\["wandb"\]'):
+        load_settings(RunSettings, file=RECIPE, overrides=["trackers=wandb"])
+
+
+def test_f12_an_unknown_name_before_a_file_is_told() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown task set 'own' in 'own=mine\.jsonl'; .* questions of your own go as FILE alone",
+    ):
+        find_task_set("own=mine.jsonl")
+    with pytest.raises(ConfigError, match="did you mean gsm8k"):
+        find_task_set("gsm9k=mine.jsonl")
+
+
+def test_f12_an_error_names_the_file_and_not_its_temporary(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as error:
+        atomic_io.replace_file(tmp_path / "gone" / "report.html", b"")
+    assert error.value.filename == str(tmp_path / "gone" / "report.html")
+
+
+def test_f12_the_help_of_buffer_lists_all_its_actions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["buffer", "--help"])
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert {"build", "import", "stats", "query"} <= set(listed)
+
+
+def test_f12_readme_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out.splitlines()
+    commands = [line.split()[0] for line in told if line.startswith("    ") and not line.startswith("     ")]
+    assert {"train", "init"} <= set(commands)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [
+        name
+        for name in commands
+        if f"\noutrider {name} " not in readme and f"\noutrider {name}\n" not in readme
+    ] == []
+
+
+def test_a_key_named_like_a_tag_is_no_tag() -> None:
+    """``environment.tools.tools`` is the tag and then the key."""
+    tree = {"algorithm": {"type": "grpo"}, "environment": {"type": "tools", "tools": "search"}}
+    with pytest.raises(ConfigError, match=r"^environment\.tools: needs a list"):
+        validate(RunSettings, tree)

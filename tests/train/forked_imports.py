@@ -1,0 +1,27 @@
+"""What the process behind :mod:`tests.train.forked` does once for all of its children: imports, and what they
+would compute each.
+
+It runs with one thread, so that a fork loses none.
+"""
+
+import bm25s  # noqa: F401
+import numpy.ctypeslib  # noqa: F401
+import pandas  # noqa: F401
+import pyarrow.dataset
+import pyarrow.pandas_compat
+import pyarrow.parquet  # noqa: F401
+import torch
+import transformers.models.llama.modeling_llama
+import transformers.tokenization_utils_fast  # noqa: F401
+from transformers import conversion_mapping
+
+import outrider.train.launch
+import outrider.train.replay
+import outrider.watch.report  # noqa: F401
+from outrider.engines.local.onednn import can_pack
+
+torch.set_num_threads(1)
+can_pack(torch.float32)
+# it caches a table of a thousand patterns
+if hasattr(conversion_mapping, "get_checkpoint_conversion_mapping"):
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")

@@ -1,0 +1,157 @@
+"""F6: questions of one's own have no expert. What needs one is refused at set-up, and a file of trajectories
+takes its place.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import main
+from outrider.config import load_settings
+from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
+from outrider.errors import CheckpointError, ConfigError, DataError
+from outrider.train.data.experts import demonstrations_of
+from outrider.train.data.no_expert import require_experts
+from outrider.train.launch import run_training
+from outrider.train.settings import RunSettings
+from outrider.train.state.run_directory import RunDirectory
+from tests.train.tool_run import write_demonstrations, write_tool_run
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_tool_run(tmp_path_factory.mktemp("own"))
+    write_demonstrations(path.parent / "shown.jsonl")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ways_out"),
+    [
+        (["cold_start.num_examples=4"], ["cold_start.demonstrations", "cold_start.num_examples=0"]),
+        (
+            ["buffer.path=none"],
+            [
+                "outrider buffer import FILE",
+                "buffer build RECIPE --endpoint",
+                "buffer.path=",
+                "algorithm.num_hybrid=0",
+            ],
+        ),
+    ],
+)
+def test_f6_what_needs_an_expert_is_refused_with_the_way_out(
+    overrides: list[str],
+    ways_out: list[str],
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", str(recipe), "--run", str(tmp_path / "run"), *overrides]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "have no expert" in line and all(way in line for way in ways_out)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["buffer.path=none", "algorithm.num_hybrid=0"],
+        ["buffer.path=none", "train.num_steps=0"],
+        ["buffer.path=none", 'algorithm={type="grpo"}'],
+        ["cold_start.num_examples=4", "cold_start.demonstrations=any.jsonl"],
+        ["cold_start.demonstrations=any.jsonl"],
+        ["buffer.path=none", "cold_start.num_examples=4", 'environment={type="factbook"}'],
+    ],
+)
+def test_f6_what_needs_no_expert_is_not_refused(overrides: list[str], recipe: Path) -> None:
+    require_experts(load_settings(RunSettings, file=recipe, overrides=overrides))
+
+
+def test_f6_a_run_built_without_the_command_line_is_refused_too(recipe: Path, tmp_path: Path) -> None:
+    settings = load_settings(RunSettings, file=recipe, overrides=["cold_start.num_examples=4"])
+    with pytest.raises(ConfigError, match="have no expert"):
+        run_training(
+            (RunDirectory.create(tmp_path / "run", settings), settings),
+            progress="none",
+            on_start=lambda stop: None,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_f6_a_cold_start_imitates_a_file_of_trajectories(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = tmp_path / "shown.jsonl"
+    lines = (recipe.parent / "shown.jsonl").read_text().splitlines()
+    # the first task has none, the second one is shown a wrong answer
+    records = [json.loads(line) for line in lines[1:]]
+    records[0]["messages"][-1]["content"] = "<answer>nowhere</answer>"
+    shown.write_text("".join(json.dumps(record) + "\n" for record in records))
+    overrides = [
+        "cold_start.num_examples=4", "cold_start.batch_size=2", f"cold_start.demonstrations={shown}", "train.num_steps=1",
+        "evaluation.at_start=false", "evaluation.num_tasks=1", "evaluation.every=0",
+    ]  # fmt: skip
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), "--run", str(run), "--progress", "plain", *overrides]) == 0
+    told = capsys.readouterr().out
+    assert "cold start: 3 of 4 expert rollouts solved their task" in told
+    assert "cold start: expert rollouts 4/4" in told  # F12: not 0/4
+    # F12: not "evaluate after", and not "evaluate of FOLDER"
+    assert "evaluation after cold start: start" in told
+    written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [one["sft/num_examples"] for one in written if one["kind"] == "sft"] == [2.0, 1.0]
+    shutil.rmtree(run / "checkpoints" / "step-000001")  # what is finished is not looked at
+    shown.write_text(shown.read_text() + "\n")
+    with pytest.raises(CheckpointError, match=r"not what this run began with: cold_start\.demonstrations"):
+        run_training(RunDirectory.open(run), progress="none", on_start=lambda stop: None)
+
+
+def test_f6_a_file_that_cannot_serve_stops_the_run_at_set_up(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demonstrations(tmp_path / "other.jsonl", prefix="elsewhere")
+    for name, says in (
+        ("gone.jsonl", "gone.jsonl"),
+        ("other.jsonl", "holds no demonstration of a training task"),
+    ):
+        given = [f"cold_start.demonstrations={tmp_path / name}", "cold_start.num_examples=4"]
+        assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "--progress", "none", *given]) == 1
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_f6_a_record_belongs_to_its_key_or_else_to_its_question(recipe: Path, tmp_path: Path) -> None:
+    tasks = load_tasks(DatasetConfig(path=recipe.parent / "tasks.jsonl"))
+    by_key = demonstrations_of(str(recipe.parent / "shown.jsonl"), tasks)
+    records = [json.loads(line) for line in (recipe.parent / "shown.jsonl").read_text().splitlines()]
+    without = [{name: value for name, value in record.items() if name != "task_key"} for record in records]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(record) + "\n" for record in without))
+    by_question = demonstrations_of(str(tmp_path / "other.jsonl"), tasks)
+    assert {key: by_question[key] for key in by_key} == by_key and set(by_key) == {task.key for task in tasks}
+    with pytest.raises(DataError, match="holds no demonstration"):
+        demonstrations_of(str(tmp_path / "other.jsonl"), tasks[:0])
+
+
+def test_f12_a_run_without_training_shows_no_stage_of_it(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "eval",
+                str(recipe),
+                "--run",
+                str(tmp_path / "run"),
+                "--progress",
+                "plain",
+                "evaluation.num_tasks=1",
+            ]
+        )
+        == 0
+    )
+    told = capsys.readouterr().out
+    assert "evaluation before training: start, 1 to do" in told
+    assert "train:" not in told and "0 to do" not in told
