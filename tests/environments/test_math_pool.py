@@ -3,13 +3,16 @@ else.
 """
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from outrider.environments.grading import math_answers
+from outrider.environments.grading import math_answers, math_worker
 from outrider.environments.grading.math_answers import Verdict, compare_all, compare_math
 from outrider.environments.grading.math_pool import MathPool, math_pool
 from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
@@ -37,6 +40,33 @@ def test_d1_a_bomb_is_undecided_and_the_next_answer_is_graded(pool: MathPool) ->
     for bomb in BOMBS[:2]:
         assert compare_math(bomb, "5") is Verdict.UNDECIDED
         assert compare_math("1/2", "0.5") is Verdict.EQUAL
+
+
+def burn(left: str, right: str) -> bool:
+    """Uses as many seconds of the processor as the text says."""
+    end = time.process_time() + float(left)
+    while time.process_time() < end:
+        pass
+    return True
+
+
+def test_every_pair_has_the_whole_limit_whatever_those_before_it_used() -> None:
+    child = math_worker._Child(1, burn)
+    try:
+        assert [child.ask("0.35", "") for _ in range(6)] == [b"1"] * 6
+        assert child.ask("1.5", "") == b""
+    finally:
+        child.end()
+
+
+def test_no_pair_pays_for_imports() -> None:
+    """Each loss would otherwise load the algebra system again, within the next pair's limit or beside it."""
+    code = (
+        "import sys, os; from outrider.environments.grading import math_worker as w;"
+        "w._Child = lambda *_: os._exit(7 if 'math_verify' in sys.modules else 8); w.main(os.getppid(), 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=b'[["1", "1"]]\n', capture_output=True)
+    assert (done.stdout, done.returncode) == (b"[]\n", 7)
 
 
 @pytest.mark.parametrize("bomb", BOMBS)

@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import select
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from outrider.tools.sandbox import die_with_parent
 
 WALL_SECONDS = 60.0
 _MEMORY_BYTES = 1 << 30  # beyond what is mapped at the start
+_Comparison = Callable[[str, str], bool]
 _VERDICTS = {b"1": True, b"0": False, b"?": None}
 
 
@@ -29,7 +31,13 @@ def main(parent: int, cpu_seconds: int) -> None:
     limits a pair.
     """
 
+    from outrider.environments.grading.math_values import is_same_value
+
     logging.disable(logging.CRITICAL)
+    # Before the first fork, outside the limit of a pair: what is imported now, and at the first use, may have to
+    # be compiled, and that costs seconds. A verdict must not depend on it.
+    is_same_value(r"\frac{1}{2}", "0.5")
+    is_same_value(r"(1, \sqrt{2})", r"[1, \ln{2}]")
     _say([])
     child: _Child | None = None
     requests = select.poll()
@@ -42,7 +50,7 @@ def main(parent: int, cpu_seconds: int) -> None:
             break
         verdicts: list[bool | None] = []
         for left, right in json.loads(line):
-            child = child or _Child(cpu_seconds)
+            child = child or _Child(cpu_seconds, is_same_value)
             verdict = child.ask(left, right)
             verdicts.append(_VERDICTS.get(verdict))
             if not verdict:
@@ -61,12 +69,12 @@ def _say(verdicts: list[bool | None]) -> None:
 class _Child:
     """A fork of this process that evaluates one pair after another."""
 
-    def __init__(self, cpu_seconds: int) -> None:
+    def __init__(self, cpu_seconds: int, is_same_value: _Comparison) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if self._pid == 0:
             self._socket.close()
-            _evaluate(theirs, cpu_seconds)
+            _evaluate(theirs, cpu_seconds, is_same_value)
         theirs.close()
 
     def ask(self, left: str, right: str) -> bytes:
@@ -85,24 +93,24 @@ class _Child:
         self._socket.close()
 
 
-def _evaluate(pairs: socket.socket, cpu_seconds: int) -> NoReturn:
+def _evaluate(pairs: socket.socket, cpu_seconds: int, is_same_value: _Comparison) -> NoReturn:
     """Answer until the other end closes. The kernel kills this process at its limits."""
-    from outrider.environments.grading.math_values import is_same_value
-
     try:
         die_with_parent()
         _limit(resource.RLIMIT_AS, _mapped_bytes() + _MEMORY_BYTES)
         _limit(resource.RLIMIT_CORE, 0)
         while request := pairs.recv(1 << 17):
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + cpu_seconds)
             left, right = json.loads(request)
-            pairs.send(_verdict(left, right, is_same_value))
+            # Kills by SIGPROF. RLIMIT_CPU counts whole seconds of the process's life: a pair would lose up to one.
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+            verdict = _verdict(left, right, is_same_value)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            pairs.send(verdict)
     finally:
         os._exit(0)
 
 
-def _verdict(left: str, right: str, is_same_value: Callable[[str, str], bool]) -> bytes:
+def _verdict(left: str, right: str, is_same_value: _Comparison) -> bytes:
     try:
         return b"1" if is_same_value(left, right) else b"0"
     except Exception:  # an exhausted stack or memory, or a fault of the library: no verdict
@@ -110,7 +118,6 @@ def _verdict(left: str, right: str, is_same_value: Callable[[str, str], bool]) -
 
 
 def _limit(what: int, value: int) -> None:
-    """The soft limit only: that of processor time grows with every pair."""
     resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
 
 
