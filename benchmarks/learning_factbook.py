@@ -203,9 +203,7 @@ def _objective(settings: RunSettings) -> Mapping[str, Json]:
     chosen = settings.algorithm
     return {
         "group_size": chosen.group_size,
-        "clip_low": chosen.clip_low,
-        "clip_high": chosen.clip_high,
-        "dual_clip": chosen.dual_clip,
+        "loss": chosen.loss.model_dump(mode="json", include={"clip_low", "clip_high", "dual_clip"}),
         "aggregation": chosen.aggregation,
         "positive_nll": chosen.positive_nll,
     }

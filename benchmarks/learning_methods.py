@@ -32,7 +32,11 @@ class Method:
     def table(self, shared: Mapping[str, Json]) -> dict[str, Json]:
         """The whole ``[algorithm]`` table of a task whose shared objective is this."""
         kept = {"group_size": shared["group_size"]} if self.own_objective else dict(shared)
-        return kept | dict(self.algorithm)
+        table = kept | dict(self.algorithm)
+        bounds, own = kept.get("loss"), self.algorithm.get("loss")
+        if isinstance(bounds, dict) and isinstance(own, dict):
+            table["loss"] = bounds | own  # its own dual clip, say, beside the shared bounds
+        return table
 
 
 def methods(group_size: int, max_length: int) -> tuple[Method, ...]:
@@ -54,7 +58,11 @@ def methods(group_size: int, max_length: int) -> tuple[Method, ...]:
         Method(
             key="dapo-loss",
             name="DAPO's loss",
-            algorithm={"type": "grpo", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
+            algorithm={
+                "type": "grpo",
+                "loss": {"clip_low": 0.2, "clip_high": 0.28},
+                "aggregation": "token_mean",
+            },
             own_objective=True,
         ),
         Method(key="gigpo", name="GiGPO", algorithm={"type": "gigpo"}),
@@ -140,7 +148,7 @@ def factbook_methods(
         Method(
             key="arpo-released",
             name="ARPO, released rule",
-            algorithm=fork | {"preset": "arpo-released", "dual_clip": 3.0},
+            algorithm=fork | {"preset": "arpo-released", "loss": {"dual_clip": 3.0}},
         ),
         Method(key="aepo", name="AEPO", algorithm=fork | {"preset": "aepo"}),
         Method(key="empo2", name="EMPO²", algorithm=empo2),

@@ -105,10 +105,10 @@ class _Chosen(Settings):
 
 
 _TWELVE: Final[Mapping[str, Json]] = {
-    "group_size": 12, "clip_low": 0.28, "clip_high": 0.28, "dual_clip": None, "aggregation": "sequence_mean_token_mean"
+    "group_size": 12, "loss": {"clip_low": 0.28, "clip_high": 0.28, "dual_clip": None}, "aggregation": "sequence_mean_token_mean"
 }  # fmt: skip
 _EIGHT: Final[Mapping[str, Json]] = {
-    "group_size": 8, "clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0, "aggregation": "token_mean"
+    "group_size": 8, "loss": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0}, "aggregation": "token_mean"
 }  # fmt: skip
 ARENAS: Final = (
     Arena(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.common.loss_settings import ClipLoss
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.rapo.algorithm import Rapo, RapoSettings
 from outrider.algorithms.rapo.hook import RetrievalSettings
@@ -42,7 +43,7 @@ from tests.tiny import tiny_tokenizer
 LEARNING_RATE = 0.2
 MAX_POLICY_TOKENS = 6000
 _SHARED = ObjectiveSettings(
-    group_size=12, clip_low=0.28, clip_high=0.28, aggregation="sequence_mean_token_mean"
+    group_size=12, loss=ClipLoss(clip_low=0.28, clip_high=0.28), aggregation="sequence_mean_token_mean"
 ).model_dump()
 
 # no word characters: the retrieval key is made of what was seen, not of what was tried

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.algorithms.common.loss_settings import ClipLoss
 from outrider.algorithms.empo2.algorithm import Empo2, Empo2Settings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.config import validate
@@ -242,7 +243,7 @@ def empo2(**given: Any) -> Empo2Settings:
 
 def grpo() -> GrpoSettings:
     """The same objective."""
-    return GrpoSettings(group_size=8, clip_high=0.3, dual_clip=10.0)
+    return GrpoSettings(group_size=8, loss=ClipLoss(clip_high=0.3, dual_clip=10.0))
 
 
 def play(settings: Any, *, seed: int, shuffled: bool = False, num_steps: int = NUM_STEPS) -> Result:

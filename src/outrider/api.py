@@ -174,9 +174,15 @@ def run_settings(
 ) -> "RunSettings":
     """The checked settings of a recipe. Raises ConfigError."""
     from outrider.train.settings import RunSettings
+    from outrider.train.state.recorded import RECORD, in_todays_keys
 
     if isinstance(recipe, str | Path):
-        return load_settings(RunSettings, file=Path(recipe), overrides=overrides, sections=sections)
+        file = Path(recipe)
+        # What a run wrote down is a recipe, too; it may be of an earlier version.
+        respelled = in_todays_keys if file.name == RECORD else None
+        return load_settings(
+            RunSettings, file=file, overrides=overrides, sections=sections, respelled=respelled
+        )
     search_in(Path.cwd())
     tree = recipe.model_dump() if isinstance(recipe, Settings) else dict(recipe)
     return load_settings(RunSettings, file=None, overrides=overrides, sections={**tree, **(sections or {})})

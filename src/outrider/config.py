@@ -3,7 +3,7 @@
 import copy
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
@@ -44,9 +44,10 @@ def load_settings(
     file: Path | None,
     overrides: Sequence[str] = (),
     sections: Mapping[str, Any] | None = None,
+    respelled: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> SettingsT:
     """Read a TOML file, put ``sections`` in the place of its own, apply ``section.key=value`` overrides in
-    order, and validate.
+    order, and validate. ``respelled`` gives the file's tree today's keys before that.
 
     A value is read as TOML (``1``, ``true``, ``[1, 2]``) and, where that fails, as a plain string.
     Raises ConfigError naming the key; nothing is written.
@@ -61,6 +62,8 @@ def load_settings(
         # tomllib passes on those of the numbers and dates that it reads
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    if respelled is not None:
+        tree = respelled(tree)
     tree.update(copy.deepcopy(dict(sections or {})))
     for override in overrides:
         _apply(tree, override)

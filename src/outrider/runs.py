@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from outrider.config import load_settings
 from outrider.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,9 +38,9 @@ class Run:
     @property
     def settings(self) -> "RunSettings":
         """The same, checked. Raises ConfigError where a plug-in cannot be imported."""
-        from outrider.train.settings import RunSettings
+        from outrider.train.state.recorded import recorded_settings
 
-        return load_settings(RunSettings, file=self.path / "config.toml")
+        return recorded_settings(self.path / "config.toml")
 
     @property
     def checkpoints(self) -> list[Path]:

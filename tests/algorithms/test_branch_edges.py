@@ -14,7 +14,16 @@ from outrider.algorithms.arpo.formulas import (
     truncated_entropy,
 )
 from outrider.algorithms.arpo.hook import require_countable
-from outrider.algorithms.base import RejectionMask
+from outrider.algorithms.common.loss_settings import (
+    CispoLoss,
+    ClipLoss,
+    GppoLoss,
+    GspoLoss,
+    ReinforceLoss,
+    RejectionMask,
+    SamplerCorrection,
+    needs_whole_rollouts,
+)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +125,7 @@ def test_the_entropy_s_factor_on_the_advantage_by_hand() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"loss": "gspo"},
-        {"sampler_level": "sequence"},
-        {"sampler_level": "geometric"},
-        {"rejection": RejectionMask(scope="mean")},
+        {"whole_rollouts": True},
         {"attribution": "hard", "positive_nll": 0.1},
         {"attribution": "hard", "aggregation": "sequence_mean_token_mean"},
     ],
@@ -132,10 +138,21 @@ def test_what_shared_tokens_cannot_count_is_refused(options: dict[str, Any]) -> 
 
 def test_what_shared_tokens_can_count_is_not() -> None:
     for options in (
-        {"rejection": RejectionMask(scope="token")},
         {"positive_nll": 0.1},
         {"aggregation": "sequence_mean_token_mean"},
         {"attribution": "hard"},
-        {"loss": "gppo"},
+        {"whole_rollouts": False},
     ):
         require_countable(**{"attribution": "soft", "aggregation": "token_mean"} | options)
+
+
+def test_which_ratios_are_those_of_whole_rollouts() -> None:
+    token, mean = RejectionMask(scope="token"), RejectionMask(scope="mean")
+    plain = SamplerCorrection()
+    for loss in (ClipLoss(), GppoLoss(), CispoLoss(ratio_cap=2.0), ReinforceLoss()):
+        assert not needs_whole_rollouts(loss, plain, token)
+        assert not needs_whole_rollouts(loss, None, None)
+    assert needs_whole_rollouts(GspoLoss(), None, None)
+    assert needs_whole_rollouts(ClipLoss(), SamplerCorrection(level="sequence"), None)
+    assert needs_whole_rollouts(ClipLoss(), SamplerCorrection(level="geometric"), None)
+    assert needs_whole_rollouts(ClipLoss(), None, mean)

@@ -16,6 +16,7 @@ from outrider.algorithms.common.advantages import (
     leave_one_out_advantages_per_rollout,
 )
 from outrider.algorithms.common.group_settings import GroupSettings
+from outrider.algorithms.common.loss_settings import CispoLoss
 from outrider.trace import Leaf, Share, Trace
 from outrider.types import Message, Origin, Outcome, Task
 from tests.algorithms.grouped import Played, trace_of
@@ -147,5 +148,7 @@ def test_a_reference_is_kept_for_a_kl_alone() -> None:
 @pytest.mark.parametrize("floor", [0.1, 0.9, 1.5])
 def test_a_floor_of_the_ratio_belongs_to_cispo(floor: float) -> None:
     with pytest.raises(ValueError, match="ratio_floor"):
-        ObjectiveSettings(ratio_floor=floor)
-    assert ObjectiveSettings(loss="cispo", ratio_cap=2.0, ratio_floor=floor).ratio_floor == floor
+        ObjectiveSettings.model_validate({"loss": {"type": "clip", "ratio_floor": floor}})
+    with pytest.raises(ValueError, match="not below"):
+        CispoLoss(ratio_cap=floor, ratio_floor=floor)
+    assert CispoLoss(ratio_cap=2.0, ratio_floor=floor).ratio_floor == floor

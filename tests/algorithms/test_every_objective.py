@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.arpo.algorithm import PRESETS as ARPO_PRESETS
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings
+from outrider.algorithms.common.loss_settings import CispoLoss, ClipLoss, SamplerCorrection
 from outrider.algorithms.common.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
 from outrider.algorithms.common.ratios import LOG_RATIO_LIMIT
 from outrider.algorithms.empo2.algorithm import PRESETS as EMPO2_PRESETS
@@ -26,6 +27,7 @@ from outrider.trace import Trace
 from outrider.train.components import make_algorithm
 from outrider.train.settings import RunSettings
 from tests.algorithms.grouped import Played, token_credit, trace_of
+from tests.objectives import nested
 
 # what is not a function of the returns alone
 PLAIN: dict[str, Any] = {"reward_kl_weight": 0.0, "overlong": "none"}
@@ -80,16 +82,12 @@ def test_what_is_on_by_default_is_what_the_specification_chose(name: str) -> Non
     """
     settings_, is_script = chosen(name), any(mark in name for mark in ("official", "released", "verl", "trl"))
     if not is_script and name != "rejection":
-        found = (
-            settings_.sampler_correction,
-            settings_.sampler_level,
-            settings_.sampler_floor,
-            settings_.sampler_outside,
-        )
-        assert found == (2.0, "token", None, "truncate")
-    assert is_script or "empo2" in name or settings_.dual_clip is None
+        expected = SamplerCorrection(upper=2.0, lower=None, level="token", outside="truncate")
+        assert settings_.sampler_correction == expected
+    loss = settings_.loss.model_dump()
+    assert is_script or "empo2" in name or loss.get("dual_clip") is None
     assert is_script or "-paper" in name or settings_.kl_weight == 0.0
-    assert settings_.ratio_floor == 0.0 and settings_.sampler_rejection is None
+    assert loss.get("ratio_floor", 0.0) == 0.0 and settings_.sampler_rejection is None
 
 
 def test_the_other_defaults_of_the_specification() -> None:
@@ -97,25 +95,22 @@ def test_the_other_defaults_of_the_specification() -> None:
     the clamp at 20.
     """
     plain = ObjectiveSettings()
-    assert (plain.advantage, plain.loss, plain.aggregation, plain.kl_estimator) == (
+    assert (plain.advantage, plain.loss.type, plain.aggregation, plain.kl_estimator) == (
         "group_normalized",
         "clip",
         "token_mean",
         "k2",
     )
-    assert (plain.clip_low, plain.clip_high, plain.positive_nll) == (
-        0.2,
-        0.2,
-        0.0,
-    ) and LOG_RATIO_LIMIT == 20.0
+    assert plain.loss == ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None)
+    assert plain.positive_nll == 0.0 and LOG_RATIO_LIMIT == 20.0
     long = [Played(value=1.0, mask=[1, 0, 1, 0, 1]), Played(value=0.0)]  # three turns are one value
     traces, _ = credited("grpo", [long])
     z = 0.5 / (math.sqrt(0.5) + 1e-6)
     assert token_credit(traces).tolist() == pytest.approx([z, z, z, -z], rel=1e-12)
-    assert chosen("dr-grpo").max_length == 3000 and chosen("cispo-paper").ratio_cap == 5.0
+    assert chosen("dr-grpo").max_length == 3000 and chosen("cispo-paper").loss == CispoLoss(ratio_cap=5.0)
     for missing in ({"loss": "cispo"}, {"aggregation": "constant_length"}):
         with pytest.raises(ConfigError):
-            validate(ObjectiveSettings, missing)
+            validate(ObjectiveSettings, nested(missing))
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -46,13 +46,15 @@ def row_of(name: str) -> str:
     else:
         assert isinstance(s, GrpoSettings)
         credit = s.advantage + (f", {s.advantage_std}" if s.advantage == "group_normalized" else "")
-    loss = s.loss if s.sequence_ratio == "token" else f"{s.loss}, {s.sequence_ratio}"
-    if s.loss == "cispo":
-        clip = f"cap {s.ratio_cap:g}, floor {s.ratio_floor:g}"
-    elif s.loss == "reinforce":
+    form = getattr(s.loss, "sequence_ratio", "token")
+    loss = s.loss.type if form == "token" else f"{s.loss.type}, {form}"
+    if s.loss.type == "cispo":
+        clip = f"cap {s.loss.ratio_cap:g}, floor {s.loss.ratio_floor:g}"
+    elif s.loss.type == "reinforce":
         clip = "none"
     else:
-        clip = f"{s.clip_low:g} / {s.clip_high:g} / {'none' if s.dual_clip is None else f'{s.dual_clip:g}'}"
+        dual = f"{c:g}" if (c := getattr(s.loss, "dual_clip", None)) is not None else "none"
+        clip = f"{s.loss.clip_low:g} / {s.loss.clip_high:g} / {dual}"
     length = f" {s.max_length}" if s.max_length else ""
     kl = (
         f"loss {s.kl_estimator} {s.kl_weight:g}"
@@ -64,8 +66,8 @@ def row_of(name: str) -> str:
     if s.sampler_correction is None:
         engine = "none"
     else:
-        floor = "" if s.sampler_floor is None else f"{s.sampler_floor:g} to "
-        engine = f"{s.sampler_level} {floor}{s.sampler_correction:g}, {s.sampler_outside}"
+        floor = "" if s.sampler_correction.lower is None else f"{s.sampler_correction.lower:g} to "
+        engine = f"{s.sampler_correction.level} {floor}{s.sampler_correction.upper:g}, {s.sampler_correction.outside}"
     more = [f"group_size {s.group_size}"] if s.group_size != 8 else []
     more += [f"overlong, {s.overlong.counted} tokens"] if s.overlong else []
     more += [f"dynamic sampling on {s.dynamic_sampling.metric}"] if s.dynamic_sampling else []
@@ -114,8 +116,10 @@ def test_a_preset_fills_what_is_not_given_and_survives_the_run_directory(kind: s
         else:
             assert filled[key] == value
     assert type(settings).model_validate(tomllib.loads(to_toml(filled))) == settings
-    given = validate(type(settings), {"preset": name, "clip_high": 0.111, "sampler_correction": 1.5})
-    assert (given.clip_high, given.sampler_correction) == (0.111, 1.5)
+    given = validate(
+        type(settings), {"preset": name, "positive_nll": 0.111, "sampler_correction": {"upper": 1.5}}
+    )
+    assert (given.positive_nll, given.sampler_correction.upper) == (0.111, 1.5)
     without = validate(type(settings), {"preset": name, "overlong": "none", "dynamic_sampling": "none"})
     assert without.overlong is None and without.dynamic_sampling is None
     run = validate(
@@ -157,13 +161,17 @@ def test_no_preset_needs_more_than_its_settings() -> None:
 def test_gigpo_as_published_and_as_released() -> None:
     own, paper, official = (validate(GigpoSettings, {"preset": name}) for name in get_args(GigpoPreset))
     assert tuple(GIGPO_PRESETS) == get_args(GigpoPreset) and own == GigpoSettings()
-    assert (own.kl_weight, own.dual_clip, own.sampler_correction) == (0.0, None, 2.0)
-    assert (paper.episode_statistics, paper.invalid_penalty, paper.dual_clip) == ("rollouts", 0.0, None)
-    assert (official.episode_statistics, official.invalid_penalty, official.dual_clip) == ("turns", 0.1, 3.0)
+    assert (own.kl_weight, own.loss.dual_clip, own.sampler_correction.upper) == (0.0, None, 2.0)
+    assert (paper.episode_statistics, paper.invalid_penalty, paper.loss.dual_clip) == ("rollouts", 0.0, None)
+    assert (official.episode_statistics, official.invalid_penalty, official.loss.dual_clip) == (
+        "turns",
+        0.1,
+        3.0,
+    )
     assert official.sampler_correction is None
     for chosen in (paper, official):
         assert (chosen.kl_weight, chosen.kl_estimator, chosen.advantage) == (0.01, "k3", "group_centered")
-        assert (chosen.clip_low, chosen.clip_high, chosen.aggregation) == (0.2, 0.2, "token_mean")
+        assert (chosen.loss.clip_low, chosen.loss.clip_high, chosen.aggregation) == (0.2, 0.2, "token_mean")
     std = validate(
         GigpoSettings, {"preset": "gigpo-official", "normalization": "std", "invalid_penalty": 0.01}
     )

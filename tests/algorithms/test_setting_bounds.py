@@ -8,19 +8,32 @@ from typing import Any
 import pytest
 
 from outrider.algorithms.arpo.hook import BranchSettings
-from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective, RejectionMask
+from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 from outrider.algorithms.common.group_settings import DynamicSamplingSettings, GroupSettings, OverlongSettings
+from outrider.algorithms.common.loss_settings import (
+    CispoLoss,
+    ClipLoss,
+    GppoLoss,
+    GspoLoss,
+    ReinforceLoss,
+    RejectionMask,
+    SamplerCorrection,
+    in_new_spelling,
+)
+from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.rapo.algorithm import RapoSettings
 from outrider.algorithms.rapo.hook import RetrievalSettings
 from outrider.config import Settings, validate
 from outrider.errors import ConfigError
 from outrider.train.update.update import UpdateSettings
 
+CLIP: dict[str, Any] = {
+    "type": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "keep_clipped_gradient": False,
+}  # fmt: skip
+CORRECTION: dict[str, Any] = {"upper": 2.0, "lower": None, "level": "token", "outside": "truncate"}
 OBJECTIVE: dict[str, Any] = {
-    "group_size": 8, "advantage": "group_normalized", "loss": "clip", "clip_low": 0.2, "clip_high": 0.2,
-    "keep_clipped_gradient": False, "dual_clip": None, "ratio_cap": None, "ratio_floor": 0.0, "aggregation": "token_mean",
-    "max_length": None, "sampler_correction": 2.0, "sampler_level": "token", "sampler_floor": None,
-    "sampler_outside": "truncate", "sampler_rejection": None, "sequence_ratio": "token", "positive_nll": 0.0,
+    "group_size": 8, "advantage": "group_normalized", "loss": CLIP, "aggregation": "token_mean", "max_length": None,
+    "sampler_correction": CORRECTION, "sampler_rejection": None, "positive_nll": 0.0,
     "kl_weight": 0.0, "kl_estimator": "k2",
 }  # fmt: skip
 RETRIEVAL: dict[str, Any] = {
@@ -28,6 +41,11 @@ RETRIEVAL: dict[str, Any] = {
     "noise": 0.0, "mode": "context", "level": "step", "form": "tags", "min_similarity": None,
 }  # fmt: skip
 DEFAULTS: dict[type[Settings], dict[str, Any]] = {
+    ClipLoss: CLIP,
+    GppoLoss: {"type": "gppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+    GspoLoss: {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "sequence_ratio": "token"},
+    ReinforceLoss: {"type": "reinforce"},
+    SamplerCorrection: CORRECTION,
     RejectionMask: {"statistic": "k1", "scope": "token", "upper": 2.0, "lower": None},
     ObjectiveSettings: OBJECTIVE,
     OffPolicyObjective: OBJECTIVE | {"old_context": "acting", "student_mask": "token", "min_probability": math.exp(-5.0)},
@@ -38,7 +56,7 @@ DEFAULTS: dict[type[Settings], dict[str, Any]] = {
     },
     RetrievalSettings: RETRIEVAL,
     RapoSettings: OBJECTIVE | {
-        "type": "rapo", "clip_low": 0.28, "clip_high": 0.28, "aggregation": "sequence_mean_token_mean", "num_hybrid": 4,
+        "type": "rapo", "loss": CLIP | {"clip_low": 0.28, "clip_high": 0.28}, "aggregation": "sequence_mean_token_mean", "num_hybrid": 4,
         "advantage_weight": 0.2, "ratio_weight": 0.05, "quality": True, "timing": "entropy", "sign": "decrease",
         "retrieval": RETRIEVAL, "branch": None,
     },
@@ -57,21 +75,23 @@ def test_defaults(kind: type[Settings]) -> None:
 
 
 SMALL = 2.0**-20
-CISPO = {"loss": "cispo", "ratio_cap": 2.0}
+CISPO = {"ratio_cap": 2.0}
 # Class, setting, the least value, the largest one, and what else it needs; a bound that no value reaches is
 # given as open.
 CLOSED: list[tuple[type[Settings], str, float | None, float | None, dict[str, Any]]] = [
     (ObjectiveSettings, "group_size", 2, None, {}),
-    (ObjectiveSettings, "clip_low", 0.0, 1.0, {}),
-    (ObjectiveSettings, "clip_high", 0.0, None, {}),
-    (ObjectiveSettings, "ratio_floor", 0.0, None, CISPO),
+    (ClipLoss, "clip_low", 0.0, 1.0, {}),
+    (ClipLoss, "clip_high", 0.0, None, {}),
+    (CispoLoss, "ratio_floor", 0.0, None, CISPO),
     (ObjectiveSettings, "max_length", 1, None, {"aggregation": "constant_length"}),
-    (ObjectiveSettings, "sampler_floor", 0.0, None, {}),
+    (SamplerCorrection, "lower", 0.0, None, {}),
     (ObjectiveSettings, "positive_nll", 0.0, None, {}),
     (ObjectiveSettings, "kl_weight", 0.0, None, {}),
     (OffPolicyObjective, "min_probability", 0.0, None, {}),
-    (RapoSettings, "clip_low", 0.0, 1.0, {}),
-    (RapoSettings, "clip_high", 0.0, None, {}),
+    (GppoLoss, "clip_low", 0.0, 1.0, {}),
+    (GppoLoss, "clip_high", 0.0, None, {}),
+    (GspoLoss, "clip_low", 0.0, 1.0, {}),
+    (GspoLoss, "clip_high", 0.0, None, {}),
     (RapoSettings, "num_hybrid", 0, 8, {}),
     (RapoSettings, "advantage_weight", 0.0, None, {}),
     (RapoSettings, "ratio_weight", 0.0, None, {}),
@@ -97,11 +117,12 @@ CLOSED: list[tuple[type[Settings], str, float | None, float | None, dict[str, An
 OPEN: list[tuple[type[Settings], str, float | None, float | None, dict[str, Any]]] = [
     (RejectionMask, "upper", 0.0, None, {"statistic": "k2"}),
     (RejectionMask, "lower", 0.0, 2.0, {}),
-    (ObjectiveSettings, "dual_clip", 1.0, None, {}),
-    (ObjectiveSettings, "ratio_cap", 0.0, None, {"loss": "cispo"}),
-    (ObjectiveSettings, "ratio_floor", None, 2.0, CISPO),
-    (ObjectiveSettings, "sampler_correction", 0.0, None, {}),
-    (ObjectiveSettings, "sampler_floor", None, 2.0, {}),
+    (ClipLoss, "dual_clip", 1.0, None, {}),
+    (GppoLoss, "dual_clip", 1.0, None, {}),
+    (CispoLoss, "ratio_cap", 0.0, None, {}),
+    (CispoLoss, "ratio_floor", None, 2.0, CISPO),
+    (SamplerCorrection, "upper", 0.0, None, {}),
+    (SamplerCorrection, "lower", None, 2.0, {}),
     (OffPolicyObjective, "min_probability", None, 1.0, {}),
     (OverlongSettings, "factor", 0.0, None, {}),
     (UpdateSettings, "max_logprob_gap", 0.0, None, {}),
@@ -169,3 +190,48 @@ def test_the_buffer_of_the_overlong_punishment_is_a_fifth_in_whole_tokens() -> N
     assert OverlongSettings(max_tokens=12, buffer=12).bounds(20) == (12, 12)
     with pytest.raises(ValueError, match="begins after 8 tokens, and a response has at most 8"):
         OverlongSettings(max_tokens=10).bounds(8)
+
+
+@pytest.mark.parametrize(
+    "loss", [{"loss": "gppo"}, {"clip_low": 0.1}, {"ratio_cap": 2.0}, {"sampler_level": "token"}]
+)
+def test_a_flat_key_of_before_is_refused_with_its_new_name(loss: dict[str, Any]) -> None:
+    told = {
+        "loss": "loss.type = gppo",
+        "clip_low": "loss.clip_low",
+        "ratio_cap": "loss.ratio_cap",
+        "sampler_level": "sampler_correction.level",
+    }
+    with pytest.raises(ConfigError, match=told[next(iter(loss))]):
+        validate(ObjectiveSettings, loss)
+
+
+def test_a_section_that_sets_one_key_keeps_the_method_s_own_others() -> None:
+    found = validate(RapoSettings, {"loss": {"clip_high": 0.4}}).loss
+    assert found == ClipLoss(clip_low=0.28, clip_high=0.4)
+    assert validate(RapoSettings, {"loss": {"type": "gspo"}, "ratio_weight": 0.0}).loss == GspoLoss()
+    corrected = validate(ObjectiveSettings, {"sampler_correction": {"lower": 0.5}}).sampler_correction
+    assert corrected == SamplerCorrection(upper=2.0, lower=0.5)
+    assert validate(ObjectiveSettings, {"sampler_correction": "none"}).sampler_correction is None
+
+
+def test_a_preset_s_loss_is_merged_with_one_of_its_kind_and_replaced_by_another() -> None:
+    one = validate(GrpoSettings, {"preset": "gppo-official", "loss": {"clip_low": 0.1}}).loss
+    assert one == GppoLoss(clip_low=0.1, clip_high=0.28, dual_clip=10.0)
+    other = validate(GrpoSettings, {"preset": "gppo-official", "loss": {"type": "reinforce"}}).loss
+    assert other == ReinforceLoss()
+
+
+def test_a_recorded_table_is_read_in_the_new_spelling() -> None:
+    """As versions up to 0.2 wrote it: every key, also of losses that the run had not."""
+    flat = {
+        "loss": "gspo", "clip_low": 0.1, "clip_high": 0.2, "keep_clipped_gradient": False, "dual_clip": None,
+        "ratio_cap": None, "ratio_floor": 0.0, "sequence_ratio": "product", "sampler_correction": 3.0,
+        "sampler_level": "token", "sampler_floor": 0.5, "sampler_outside": "zero", "kl_weight": 0.1,
+    }  # fmt: skip
+    found = validate(ObjectiveSettings, in_new_spelling(flat))
+    assert found.loss == GspoLoss(clip_low=0.1, clip_high=0.2, sequence_ratio="product")
+    assert found.sampler_correction == SamplerCorrection(upper=3.0, lower=0.5, outside="zero")
+    assert found.kl_weight == 0.1
+    off = validate(ObjectiveSettings, in_new_spelling(flat | {"sampler_correction": "none", "loss": "clip"}))
+    assert off.sampler_correction is None and off.loss == ClipLoss(clip_low=0.1)

@@ -20,6 +20,7 @@ from outrider.trace import Trace
 from outrider.train.settings import RunSettings
 from outrider.train.update.pack import RolloutPath
 from outrider.train.update.update import UpdateSettings, update
+from tests.objectives import nested
 from tests.rollout.fakes import Factory, scheduler, tasks
 from tests.rollout.test_branch import Copying, answers
 from tests.rollout.test_scheduler import chatty
@@ -54,7 +55,7 @@ def grown(algorithm: TreeGrpo, returns: list[float], *, seed: int = 0) -> Trace:
 
 
 def algorithm(**options: Any) -> TreeGrpo:
-    return TreeGrpo(validate(TreeGrpoSettings, options))
+    return TreeGrpo(validate(TreeGrpoSettings, nested(options)))
 
 
 @pytest.mark.parametrize(("name", "combination"), [("tree_inner", "inner"), ("tree_2norm", "nested")])
@@ -151,7 +152,7 @@ def test_the_size_of_a_group_follows_and_presets_fill_in() -> None:
     assert validate(TreeGrpoSettings, {}).group_size == 6
     assert validate(TreeGrpoSettings, {"num_trees": 3, "num_rounds": 2}).group_size == 15
     official = validate(TreeGrpoSettings, {"preset": "tree-grpo-official", "kl_weight": 0.0})
-    assert official.dual_clip == 3.0 and official.kl_weight == 0.0 and official.kl_estimator == "k3"
+    assert official.loss.dual_clip == 3.0 and official.kl_weight == 0.0 and official.kl_estimator == "k3"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_the_size_of_a_group_follows_and_presets_fill_in() -> None:
 )  # fmt: skip
 def test_what_has_no_meaning_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        validate(TreeGrpoSettings, options)
+        validate(TreeGrpoSettings, nested(options))
 
 
 def test_expanding_is_refused_where_a_replay_would_not_be_exact() -> None:

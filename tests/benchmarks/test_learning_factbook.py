@@ -135,10 +135,10 @@ def test_what_all_share_is_the_recipe_s_objective(plan: Plan) -> None:
     }
     for key in ("grpo", "gigpo", "rapo", "arpo", "aepo", "empo2"):
         found = settings[key]
-        assert (found.clip_low, found.clip_high, found.dual_clip) == (0.28, 0.28, None)
+        assert (found.loss.clip_low, found.loss.clip_high, found.loss.dual_clip) == (0.28, 0.28, None)
         assert found.aggregation == "sequence_mean_token_mean"
     assert settings["dr-grpo"].advantage == "group_centered" and settings["dr-grpo"].max_length == 512
-    assert (settings["dapo-loss"].clip_low, settings["dapo-loss"].clip_high) == (0.2, 0.28)
+    assert (settings["dapo-loss"].loss.clip_low, settings["dapo-loss"].loss.clip_high) == (0.2, 0.28)
     assert settings["rapo"] == load_settings(RunSettings, file=RECIPE).algorithm
 
 

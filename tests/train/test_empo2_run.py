@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.algorithms.base import OffPolicyObjective
+from outrider.algorithms.common.loss_settings import ClipLoss
 from outrider.config import load_settings
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.trace import Leaf, Trace, without_memory
@@ -57,7 +58,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 
 def test_without_memory_and_novelty_it_is_grpo_bit_for_bit(recipe: Path) -> None:
-    objective = ("algorithm.clip_high=0.3", "algorithm.dual_clip=10.0")
+    objective = ("algorithm.loss.clip_high=0.3", "algorithm.loss.dual_clip=10.0")
     grpo = train(recipe, "grpo", "algorithm.type=grpo", *objective)
     none = train(
         recipe,
@@ -205,10 +206,10 @@ def reference(
         ratio = (student - old).exp()
         ratios += ratio.detach().tolist()
         advantage = torch.tensor(leaf.episode_return, dtype=ratio.dtype)
-        clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+        clipped = ratio.clamp(1 - objective.loss.clip_low, 1 + objective.loss.clip_high)
         loss = torch.maximum(-advantage * ratio, -advantage * clipped)
-        if advantage < 0 and objective.dual_clip:
-            loss = torch.minimum(loss, -advantage * objective.dual_clip)
+        if advantage < 0 and objective.loss.dual_clip:
+            loss = torch.minimum(loss, -advantage * objective.loss.dual_clip)
         threshold = math.log(objective.min_probability)
         if all(node.origin is not Origin.MEMORY for node in path):
             pass  # acted and trained in one rendering
@@ -293,8 +294,7 @@ def test_the_off_policy_gradient_is_that_of_two_plain_passes(
         old_context=old_context,
         student_mask=mask,
         min_probability=0.003,
-        clip_high=0.3,
-        dual_clip=10.0,
+        loss=ClipLoss(clip_high=0.3, dual_clip=10.0),
         sampler_correction=None,
     )
     trace = group(lm, off=True)

@@ -12,6 +12,7 @@ from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 from outrider.config import validate
 from outrider.errors import ConfigError
 from outrider.train.update.update import UpdateSettings, rollout_paths, update
+from tests.objectives import nested
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import (  # noqa: F401
     Recorder,
@@ -43,18 +44,18 @@ LOSSES: list[dict[str, Any]] = [
 
 def coefficient(ratio: float, advantage: float, scale: float, o: ObjectiveSettings) -> float:
     """k in d loss / d log pi = -A k, from the gradient table of the objectives."""
-    if o.loss == "reinforce":
+    if o.loss.type == "reinforce":
         return 1.0
-    if o.loss == "cispo":
-        assert o.ratio_cap is not None
-        return min(max(ratio, o.ratio_floor), o.ratio_cap)
-    shaped = scale * ratio if o.loss == "clip" else ratio
-    keeps = o.loss == "gppo"
-    if advantage > 0 and shaped > 1 + o.clip_high:
-        return 1 + o.clip_high if keeps else 0.0
-    if advantage < 0 and shaped < 1 - o.clip_low:
-        return 1 - o.clip_low if keeps else 0.0
-    return 0.0 if o.dual_clip and advantage < 0 and shaped > o.dual_clip else shaped
+    if o.loss.type == "cispo":
+        return min(max(ratio, o.loss.ratio_floor), o.loss.ratio_cap)
+    shaped = scale * ratio if o.loss.type == "clip" else ratio
+    keeps = o.loss.type == "gppo"
+    if advantage > 0 and shaped > 1 + o.loss.clip_high:
+        return 1 + o.loss.clip_high if keeps else 0.0
+    if advantage < 0 and shaped < 1 - o.loss.clip_low:
+        return 1 - o.loss.clip_low if keeps else 0.0
+    dual_clip = None if o.loss.type == "gspo" else o.loss.dual_clip
+    return 0.0 if dual_clip and advantage < 0 and shaped > dual_clip else shaped
 
 
 def written(logprobs: Any, olds: Any, paths: Any, o: ObjectiveSettings) -> torch.Tensor:
@@ -68,7 +69,7 @@ def written(logprobs: Any, olds: Any, paths: Any, o: ObjectiveSettings) -> torch
         weight = 1 / num_tokens if o.aggregation == "token_mean" else 1 / (len(paths) * len(own))
         difference = old.detach() - engine
         correction = difference.exp().clamp(max=2.0) if o.sampler_correction else torch.ones_like(difference)
-        if o.sampler_level == "geometric":
+        if o.sampler_correction is not None and o.sampler_correction.level == "geometric":
             mean = float(difference.mean().exp())
             correction = torch.full_like(difference, mean if 0.12 <= mean <= 2.0 else 0.0)
         if (mask := o.sampler_rejection) is not None and mask.statistic == "k1":
@@ -79,11 +80,17 @@ def written(logprobs: Any, olds: Any, paths: Any, o: ObjectiveSettings) -> torch
             correction = correction * float((difference.exp() - 1 - difference).mean() <= mask.upper)
         log_ratio = (own - old.detach()).detach()
         for t, node in enumerate(nodes):
-            summed = log_ratio.sum() if o.sequence_ratio == "product" else log_ratio.mean()
-            ratio = float(summed.exp() if o.loss == "gspo" else log_ratio[t].exp())
+            summed = (
+                log_ratio.sum()
+                if getattr(o.loss, "sequence_ratio", "token") == "product"
+                else log_ratio.mean()
+            )
+            ratio = float(summed.exp() if o.loss.type == "gspo" else log_ratio[t].exp())
             assert node.credit is not None
             k = coefficient(ratio, node.credit[0], node.ratio_scale, o)
-            k = k * len(own) if o.sequence_ratio == "product" else k  # each token moves the whole product
+            k = (
+                k * len(own) if getattr(o.loss, "sequence_ratio", "token") == "product" else k
+            )  # each token moves the whole product
             total = total - weight * float(correction[t]) * node.credit[0] * k * own[t]
             if path.succeeded:
                 total = total - o.positive_nll / num_imitated * own[t]
@@ -95,7 +102,7 @@ def written(logprobs: Any, olds: Any, paths: Any, o: ObjectiveSettings) -> torch
 def test_gradients_of_every_step_are_those_of_the_written_loss(
     options: dict[str, Any], max_tokens: int
 ) -> None:
-    objective = validate(ObjectiveSettings, options)
+    objective = validate(ObjectiveSettings, nested(options))
     model = tiny_model(dtype=torch.float64)
     plain = eager(model)
     traces = [random_trace(seed, key=str(seed)) for seed in range(4)]
@@ -121,9 +128,7 @@ WRONG: list[dict[str, Any]] = [
     {"loss": "cispo", "ratio_cap": 1.0, "ratio_floor": 1.0}, {"loss": "gppo", "keep_clipped_gradient": True},
     {"sequence_ratio": "product"}, {"sampler_rejection": {"statistic": "k2", "lower": 0.1}},
     {"sampler_rejection": {"scope": "max"}}, {"sampler_rejection": {"upper": 0.9}}, {"sampler_rejection": {"lower": 2.0}},
-    *({"sampler_correction": "none"} | one for one in (
-        {"sampler_level": "sequence"}, {"sampler_floor": 0.5}, {"sampler_outside": "zero"},
-    )),
+    {"sampler_correction": {"upper": "none"}}, {"sampler_correction": {"lower": 2.0}}, {"sampler_correction": 2.0},
     {"group_size": 1},
 ]  # fmt: skip
 
@@ -131,14 +136,16 @@ WRONG: list[dict[str, Any]] = [
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_what_has_no_meaning_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        validate(ObjectiveSettings, wrong)
+        validate(
+            ObjectiveSettings, wrong if isinstance(wrong.get("sampler_correction"), float) else nested(wrong)
+        )
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"loss": "gspo", "dual_clip": "none"},
-        {"sampler_level": "sequence"},
+        {"loss": {"type": "gspo"}},
+        {"sampler_correction": {"level": "sequence"}},
         {"sampler_rejection": {"scope": "mean"}},
     ],
     ids=str,
@@ -150,11 +157,12 @@ def test_branching_refuses_ratios_of_whole_rollouts_with_a_reason(wrong: dict[st
 
 def test_a_ratio_a_rollout_cannot_leave_tokens_out() -> None:
     with pytest.raises(ConfigError, match="gspo"):
-        validate(OffPolicyObjective, {"loss": "gspo"})
-    assert validate(OffPolicyObjective, {"loss": "gspo", "student_mask": "none"}).loss == "gspo"
+        validate(OffPolicyObjective, {"loss": {"type": "gspo"}})
+    allowed = validate(OffPolicyObjective, {"loss": {"type": "gspo"}, "student_mask": "none"})
+    assert allowed.loss.type == "gspo"
 
 
 def test_rollouts_without_their_tips_need_a_ratio() -> None:
     """REINFORCE would train on what another context said as if this one had."""
     with pytest.raises(ConfigError, match="ratio"):
-        validate(OffPolicyObjective, {"loss": "reinforce"})
+        validate(OffPolicyObjective, {"loss": {"type": "reinforce"}})

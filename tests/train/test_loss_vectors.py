@@ -17,6 +17,7 @@ from outrider.train.update.pack import PackedBatch
 from outrider.train.update.policy import OptimizerSettings, Policy, TokenScores
 from outrider.train.update.update import UpdateSettings, update
 from tests.algorithms.grouped import Played, trace_of
+from tests.objectives import nested
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 CASES: dict[str, dict[str, Any]] = {
@@ -92,7 +93,7 @@ def run(
                 node.logprobs = tuple(engine_rows[row, own].tolist())
     policy = VectorPolicy(old_rows, new_rows, places)
     report = update(
-        cast(Policy, policy), [trace], objective=validate(ObjectiveSettings, options), reference=None, first=False,
+        cast(Policy, policy), [trace], objective=validate(ObjectiveSettings, nested(options)), reference=None, first=False,
         settings=UpdateSettings(num_epochs=2, max_tokens=1),
     )  # fmt: skip
     assert torch.equal(policy.gradients[0], policy.gradients[1]) and len(policy.gradients) == 2
@@ -116,10 +117,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "loss.trl.dr_grpo": CLIP | {"aggregation": "constant_length", "max_length": 16},
     "loss.trl.dapo.eh0.28": CLIP | HIGH,
     "loss.trl.dapo.delta3": CLIP | HIGH | {"dual_clip": 3.0},
-    "loss.gspo.0.2_0.2.verl": CLIP | SM | {"loss": "gspo"},
-    "loss.gspo.0.2_0.2.token_mean.verl": CLIP | {"loss": "gspo", "sequence_ratio": "sequence"},
-    "loss.trl.gspo.dapo_agg": CLIP | {"loss": "gspo"},
-    "loss.trl.rloo": CLIP | SM | {"loss": "gspo", "sequence_ratio": "product"},
+    "loss.gspo.0.2_0.2.verl": CLIP | SM | {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2},
+    "loss.gspo.0.2_0.2.token_mean.verl": CLIP
+    | {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "sequence_ratio": "sequence"},
+    "loss.trl.gspo.dapo_agg": CLIP | {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2},
+    "loss.trl.rloo": CLIP
+    | SM
+    | {"loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "sequence_ratio": "product"},
     "loss.cispo.low0.2_high0.28.verl": CLIP | {"loss": "cispo", "ratio_cap": 1.28, "ratio_floor": 0.8},
     "loss.trl.cispo.eh0.2": CLIP | {"loss": "cispo", "ratio_cap": 0.2},
     "loss.gppo.0.2_0.28.c10.0": CLIP | HIGH | {"loss": "gppo", "dual_clip": 10.0},

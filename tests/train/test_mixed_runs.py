@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.common.loss_settings import ClipLoss
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.rapo.algorithm import RapoSettings
 from outrider.config import load_settings
@@ -124,13 +125,19 @@ def test_rapo_without_hybrid_rollouts_is_grpo_with_its_clip_and_aggregation(reci
     """
     rapo, grpo = RapoSettings(num_hybrid=0).model_dump(), GrpoSettings().model_dump()
     apart = {name: rapo[name] for name in ObjectiveSettings.model_fields if rapo[name] != grpo[name]}
-    assert apart == {"clip_low": 0.28, "clip_high": 0.28, "aggregation": "sequence_mean_token_mean"}
+    clip = ClipLoss(clip_low=0.28, clip_high=0.28).model_dump()
+    assert apart == {"loss": clip, "aggregation": "sequence_mean_token_mean"}
     rest = ("algorithm.group_size=4", "update.num_mini_batches=2", "optimizer.learning_rate=3e-3")
     off = train(recipe, "rapo-off", "algorithm.num_hybrid=0", *rest, num_steps=2)
     equal = train(
-        recipe, "grpo-as-rapo", "algorithm.type=grpo", *(f"algorithm.{name}={value}" for name, value in apart.items()), *rest,
+        recipe,
+        "grpo-as-rapo",
+        "algorithm.type=grpo",
+        "algorithm.loss={clip_low = 0.28, clip_high = 0.28}",
+        f"algorithm.aggregation={apart['aggregation']}",
+        *rest,
         num_steps=2,
-    )  # fmt: skip
+    )
     plain = train(recipe, "grpo-plain", "algorithm.type=grpo", *rest, num_steps=2)
     assert same_weights(off, equal, step=2) and not same_weights(off, plain, step=2)
 

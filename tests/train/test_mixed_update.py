@@ -29,6 +29,7 @@ from outrider.train.update.off_policy_data import interleaved
 from outrider.train.update.pack import PackedBatch, RolloutPath
 from outrider.train.update.update import UpdateReport, UpdateSettings, rollout_paths, update
 from outrider.types import Origin, Task
+from tests.objectives import nested
 from tests.tiny import tiny_model
 from tests.train.test_pack_update import (  # noqa: F401
     Recorder,
@@ -176,7 +177,7 @@ def written(
                 total = total - weight * advantage * probability / (probability + o.shaping)
                 continue
             start = math.exp(float(old[t]) - engine[t])  # pi_start over the author of the token
-            corrected = 1.0 if o.sampler_correction is None else min(start, o.sampler_correction)
+            corrected = 1.0 if o.sampler_correction is None else min(start, o.sampler_correction.upper)
             if path.is_replayed:
                 assert isinstance(o, RolloutReplaySettings)
                 corrected = min(start, o.weight_cap or math.inf)
@@ -184,7 +185,10 @@ def written(
             ratio = torch.exp(own[t] - engine[t])
             value = float(ratio.detach())
             clips = not isinstance(o, LuffySettings) or o.clip_own
-            low, high = ((1 - o.clip_low) * start, (1 + o.clip_high) * start) if clips else (0.0, math.inf)
+            assert o.loss.type == "clip"
+            low, high = (
+                ((1 - o.loss.clip_low) * start, (1 + o.loss.clip_high) * start) if clips else (0.0, math.inf)
+            )
             bounded = min(max(value, low), high) * advantage
             gain = (
                 ratio * advantage
@@ -214,7 +218,7 @@ def test_gradients_of_every_step_are_those_of_the_written_loss(
     the model's.
     """
     kind = RolloutReplaySettings if "weight_cap" in options else LuffySettings
-    objective: Any = validate(kind, options)
+    objective: Any = validate(kind, nested(options))
     traces = [random_trace(seed, key=str(seed)) for seed in range(4)]
     if kind is LuffySettings:
         traces = [with_demonstration(trace, number % 3) for number, trace in enumerate(traces)]
@@ -346,10 +350,10 @@ def test_on_fresh_groups_replay_is_grpo_and_without_demonstrations_luffy_is_dr_g
         "clip_low": 0.02,
         "clip_high": 0.01,
     }
-    grpo = gradients(validate(GrpoSettings, dr_grpo))
-    replay = gradients(validate(RolloutReplaySettings, dr_grpo))
-    luffy = gradients(validate(LuffySettings, dr_grpo | {"num_demonstrations": 0}))
-    summed = gradients(validate(LuffySettings, dr_grpo | {"aggregation": "sum_over_length"}))
+    grpo = gradients(validate(GrpoSettings, nested(dr_grpo)))
+    replay = gradients(validate(RolloutReplaySettings, nested(dr_grpo)))
+    luffy = gradients(validate(LuffySettings, nested(dr_grpo) | {"num_demonstrations": 0}))
+    summed = gradients(validate(LuffySettings, nested(dr_grpo) | {"aggregation": "sum_over_length"}))
     num_rollouts = sum(len(trace.leaves) for trace in traces)
     for step in range(2):
         for name, value in grpo[step].items():
@@ -387,4 +391,4 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kind", "options", "says"), WRONG, ids=str)
 def test_what_has_no_meaning_is_refused(kind: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        validate(kind, options)
+        validate(kind, nested(options))

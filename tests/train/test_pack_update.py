@@ -19,8 +19,9 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from outrider.algorithms.base import ObjectiveSettings, RejectionMask, write_credit
+from outrider.algorithms.base import ObjectiveSettings, write_credit
 from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.algorithms.common.loss_settings import RejectionMask
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
 from outrider.trace import Leaf, Node, Trace
@@ -29,6 +30,7 @@ from outrider.train.update.pack import PackedBatch, RolloutPath, pack
 from outrider.train.update.policy import LoraSettings, OptimizerSettings, Policy
 from outrider.train.update.update import UpdateSettings, rollout_paths, update
 from outrider.types import Message, Origin, Outcome, Task
+from tests.objectives import nested
 from tests.tiny import tiny_model
 
 TEXT = Message(role="user", content="")
@@ -183,17 +185,19 @@ def written_loss(
             assert one.credit is not None
             advantage = one.credit[0]
             ratio = one.ratio_scale * torch.exp(logprobs[i][t] - olds[i][t].detach())
-            clipped = min(max(ratio.item(), 1 - o.clip_low), 1 + o.clip_high)
+            clipped = min(max(ratio.item(), 1 - o.loss.clip_low), 1 + o.loss.clip_high)
             gain = (
                 ratio * advantage
                 if ratio.item() * advantage <= clipped * advantage
                 else torch.tensor(clipped * advantage)
             )
-            if o.dual_clip is not None and advantage < 0 and gain.item() < o.dual_clip * advantage:
-                gain = torch.tensor(o.dual_clip * advantage)
+            if o.loss.dual_clip is not None and advantage < 0 and gain.item() < o.loss.dual_clip * advantage:
+                gain = torch.tensor(o.loss.dual_clip * advantage)
             correction = 1.0
             if o.sampler_correction is not None:
-                correction = min(float(torch.exp(olds[i][t].detach() - engine[t])), o.sampler_correction)
+                correction = min(
+                    float(torch.exp(olds[i][t].detach() - engine[t])), o.sampler_correction.upper
+                )
             total = total - weight * correction * gain
             if refs is not None:
                 difference = logprobs[i][t] - refs[i][t].detach()
@@ -305,7 +309,7 @@ def test_gradients_of_every_optimiser_step_are_those_of_the_written_objective(
     """Two mini-batches, two epochs: the first step has ratio 1, later ones clip; old log-probs are those of
     the start.
     """
-    objective = ObjectiveSettings(**options)
+    objective = ObjectiveSettings(**nested(options))
     model = tiny_model(dtype=torch.float64)
     reference = (
         Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy()
@@ -343,10 +347,10 @@ def test_gradients_of_every_optimiser_step_are_those_of_the_written_objective(
     assert report.metrics["ratio/max"] > 1.01 and report.metrics["ratio/min"] < 0.99
     clipped = (
         report.metrics["ratio/clip_fraction_dual"]
-        if objective.dual_clip
+        if objective.loss.dual_clip
         else report.metrics["ratio/clip_fraction_high"]
     )
-    assert clipped > 0 or objective.clip_high == 0.2
+    assert clipped > 0 or objective.loss.clip_high == 0.2
 
 
 def forked_trace(seed: int, *, num_rollouts: int = 5) -> tuple[Trace, list[float], list[float]]:
@@ -395,7 +399,7 @@ def test_shared_tokens_give_the_gradient_of_the_unshared_computation(
     seed: int, options: dict[str, Any], max_tokens: int, attribution: str
 ) -> None:
     """Random trees, two epochs, so that every clip acts in the second."""
-    objective = ObjectiveSettings(**(options | {"kl_weight": 0.0}))
+    objective = ObjectiveSettings(**nested(options | {"kl_weight": 0.0}))
     trace, values, scales = forked_trace(seed)
     scales = scales if attribution == "soft" else [1.0] * len(scales)
     advantages = GroupAdvantages(
@@ -459,7 +463,12 @@ def test_one_step_has_ratio_one_and_its_own_logprobs_as_old() -> None:
 def gradient_norms(traces: Sequence[Trace], **options: Any) -> dict[str, Tensor]:
     policy = Recorder(tiny_model(dtype=torch.float64))
     update(
-        policy, traces, objective=ObjectiveSettings(**options), settings=NO_GATE, reference=None, first=False
+        policy,
+        traces,
+        objective=ObjectiveSettings(**nested(options)),
+        settings=NO_GATE,
+        reference=None,
+        first=False,
     )
     return policy.gradients[0]
 

@@ -8,8 +8,9 @@ from typing import Literal, cast
 import pytest
 import torch
 
-from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective, RejectionMask
+from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 from outrider.algorithms.common.loss_kinds import student_mask
+from outrider.algorithms.common.loss_settings import ClipLoss, GppoLoss, RejectionMask, SamplerCorrection
 from outrider.algorithms.luffy import LuffySettings
 from outrider.errors import EngineFault
 from outrider.trace import Trace
@@ -97,7 +98,9 @@ def test_every_metric_of_two_optimiser_steps_is_the_one_by_hand(max_tokens: int)
     later = ((-1.5 + math.log(0.5),), (-1.1, -1.2 + math.log(2), -2.0 + math.log(4)))
     policy = TablePolicy([TRAINER, later], entropies=((0.5,), (1.0, 2.0, 3.0)), norms=(3.0, 1.0))
     reference = TablePolicy([((-2.5,), (-1.1, -1.7, -4.0))])
-    objective = ObjectiveSettings(sampler_correction=None, dual_clip=1.5, kl_weight=0.1, kl_estimator="k2")
+    objective = ObjectiveSettings(
+        sampler_correction=None, loss=ClipLoss(dual_clip=1.5), kl_weight=0.1, kl_estimator="k2"
+    )
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0), scale=(1.5, 0.5))
     told: list[int] = []
     report = update(
@@ -156,9 +159,7 @@ def test_the_sampler_correction_is_measured_over_the_tokens_of_all_micro_batches
     weights = ((0.5,), (1.0, 2.0, 4.0))
     engine = tuple(tuple(-1.0 - w for w in row) for row in logs(weights))
     policy = TablePolicy([((-1.0,), (-1.0, -1.0, -1.0))])
-    report = run(
-        policy, [two_rollouts(engine=engine, credit=(3.0, -1.0))], ObjectiveSettings(sampler_correction=2.0)
-    )
+    report = run(policy, [two_rollouts(engine=engine, credit=(3.0, -1.0))], ObjectiveSettings())
     found = {
         name: value
         for name, value in report.metrics.items()
@@ -187,7 +188,9 @@ def test_the_measures_of_left_out_tips_are_means_over_the_tokens_that_lost_them(
     acting = ((0.0,), (-1.0, -1.0, -1.0))
     student = ((-1.5,), (-1.0 + math.log(0.5), -1.0 + math.log(2), -1.0 + math.log(0.125)))
     objective = OffPolicyObjective(
-        sampler_correction=None, min_probability=math.exp(-1.0) / 4, clip_low=1.0, clip_high=9.0
+        sampler_correction=None,
+        min_probability=math.exp(-1.0) / 4,
+        loss=ClipLoss(clip_low=1.0, clip_high=9.0),
     )
     report = run(TablePolicy([student], with_tips=acting), [trace], objective)
     found = {name: value for name, value in report.metrics.items() if name.startswith("tips/")}
@@ -265,7 +268,9 @@ def test_what_a_demonstrator_wrote_is_in_the_loss_and_in_no_measure_of_the_polic
     own = (-1.1, -1.2, -2.0)
     tables = [((-1.5,), own), ((math.log(0.3),), (own[0], own[1] + math.log(2), own[2] + math.log(4)))]
     reference = TablePolicy([((-9.0,), (-1.1, -1.7, -4.0))])
-    objective = LuffySettings(sampler_correction=2.0, positive_nll=0.5, kl_weight=0.1)
+    objective = LuffySettings(
+        sampler_correction=SamplerCorrection(upper=2.0), positive_nll=0.5, kl_weight=0.1
+    )
     policy = TablePolicy(tables, entropies=((50.0,), (1.0, 2.0, 3.0)), norms=(1.0, 1.0))
     metrics = run(
         policy, [trace], objective, UpdateSettings(num_epochs=2, max_tokens=1), reference=reference
@@ -337,7 +342,7 @@ def test_gppo_has_the_bounds_of_its_settings(high: float, expected: float) -> No
     """A ratio of 2 in the second step."""
     tables = [ENGINE, ((-1.0 + math.log(2),), ENGINE[1])]
     policy = TablePolicy(tables, norms=(1.0, 1.0))
-    objective = ObjectiveSettings(loss="gppo", clip_high=high, clip_low=0.0, sampler_correction=None)
+    objective = ObjectiveSettings(loss=GppoLoss(clip_high=high, clip_low=0.0), sampler_correction=None)
     trace = two_rollouts(engine=ENGINE, credit=(4.0, 0.0))
     metrics = run(policy, [trace], objective, UpdateSettings(num_epochs=2, max_tokens=1)).metrics
     assert metrics["loss/policy"] == pytest.approx(-(1.0 + expected) / 2)

@@ -3,9 +3,9 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -15,6 +15,14 @@ from outrider.algorithms.common.advantages import (
     GroupAdvantages,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
+)
+from outrider.algorithms.common.loss_settings import (
+    ClipLoss,
+    LossSettings,
+    RejectionMask,
+    SamplerCorrection,
+    require_new_spelling,
+    with_defaults,
 )
 from outrider.config import Settings
 from outrider.trace import Share, Trace
@@ -27,53 +35,17 @@ if TYPE_CHECKING:  # settings are read without torch, and losses are imported wh
 
 Attribution = Literal["soft", "hard"]
 AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
-LossKind = Literal["clip", "gppo", "cispo", "gspo", "reinforce"]
-
-
-class RejectionMask(Settings):
-    """Leaves tokens out of the update on which engine and trainer disagree
-    (:mod:`outrider.algorithms.common.sampler_correction`).
-
-    ``statistic`` of the log-ratio d = log trainer - log engine: ``k1`` = -d, ``k2`` = d^2 / 2, ``k3`` =
-    exp(d) - 1 - d; ``scope`` takes each token's own value, or the sum, mean or maximum over its rollout,
-    which then goes as a whole. The bounds of k1 are ratios engine / trainer (``lower`` None: 1 / ``upper``),
-    that of k2 and k3 is one on the value.
-    """
-
-    statistic: Literal["k1", "k2", "k3"] = "k1"
-    scope: Literal["token", "sum", "mean", "max"] = "token"
-    upper: float = Field(2.0, gt=0)
-    lower: float | None = Field(None, gt=0)
-
-    @model_validator(mode="after")
-    def _bounded(self) -> "RejectionMask":
-        if self.statistic != "k1" and self.lower is not None:
-            raise ValueError(f"{self.statistic} is never negative: it has no lower bound")
-        if self.statistic == "k1" and self.scope == "max":
-            raise ValueError("k1 has a sign: its maximum over a rollout says nothing about the other side")
-        if self.statistic == "k1" and (self.lower or 1.0 / self.upper) >= self.upper:
-            raise ValueError(
-                "the bounds of k1 are ratios with lower < upper; without lower, upper is above 1"
-            )
-        return self
 
 
 class ObjectiveSettings(Settings):
-    """The clipped policy-gradient objective that the group methods share.
+    """The policy-gradient objective that the group methods share.
 
-    ``clip_low`` and ``clip_high`` bound the ratio at 1 - low and 1 + high; ``keep_clipped_gradient`` keeps
-    the gradient of a token that the upper bound clips (AEPO); ``dual_clip`` (None: off) bounds the loss of
-    negative advantages; ``max_length`` is the constant of Dr. GRPO's aggregation and of LUFFY's;
-    ``sampler_correction`` caps the token weight trainer / engine (None: off); ``kl_weight`` 0 keeps no
-    reference model.
-
-    ``loss`` is the token loss (docs/algorithms/objectives.md). ``ratio_cap`` and ``ratio_floor`` are CISPO's
-    bounds on the ratio itself. ``sampler_level`` says whose ratio is corrected, ``sampler_floor`` bounds it
-    from below, and ``sampler_outside`` whether a weight outside is put on the bound or to 0.
-    ``sampler_rejection`` leaves tokens or rollouts out instead, or as well; the denominators stay.
-    ``sequence_ratio`` is GSPO's ratio of a rollout: differentiated token by token, as a whole, or as a
-    ``product`` without the length. ``positive_nll`` adds that much of the mean negative log-likelihood over
-    the tokens of successful rollouts.
+    ``loss`` is the token loss and ``sampler_correction`` the weight of tokens that the engine drew from
+    another policy than the trainer's (None: off; both docs/algorithms/objectives.md); a table of either sets
+    what it names, and the rest is the method's own. ``sampler_rejection`` leaves tokens or rollouts out
+    instead, or as well; the denominators stay. ``max_length`` is the constant of Dr. GRPO's aggregation and
+    of LUFFY's. ``positive_nll`` adds that much of the mean negative log-likelihood over the tokens of
+    successful rollouts. ``kl_weight`` 0 keeps no reference model.
     """
 
     if TYPE_CHECKING:
@@ -81,13 +53,7 @@ class ObjectiveSettings(Settings):
 
     group_size: int = Field(8, ge=2)
     advantage: AdvantageKind = "group_normalized"
-    loss: LossKind = "clip"
-    clip_low: float = Field(0.2, ge=0, le=1)
-    clip_high: float = Field(0.2, ge=0)
-    keep_clipped_gradient: bool = False
-    dual_clip: float | None = Field(None, gt=1)
-    ratio_cap: float | None = Field(None, gt=0)
-    ratio_floor: float = Field(0.0, ge=0)
+    loss: LossSettings = ClipLoss()
     aggregation: Literal[
         "token_mean",
         "sequence_mean_token_mean",
@@ -96,15 +62,19 @@ class ObjectiveSettings(Settings):
         "sum_over_length",
     ] = "token_mean"
     max_length: int | None = Field(None, ge=1)
-    sampler_correction: float | None = Field(2.0, gt=0)
-    sampler_level: Literal["token", "sequence", "geometric"] = "token"
-    sampler_floor: float | None = Field(None, ge=0)
-    sampler_outside: Literal["truncate", "zero"] = "truncate"
+    sampler_correction: SamplerCorrection | None = SamplerCorrection()
     sampler_rejection: RejectionMask | None = None
-    sequence_ratio: Literal["token", "sequence", "product"] = "token"
     positive_nll: float = Field(0.0, ge=0)
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        require_new_spelling(given)
+        return with_defaults(cls, given)
 
     @model_validator(mode="after")
     def _consistent(self) -> "ObjectiveSettings":
@@ -112,25 +82,6 @@ class ObjectiveSettings(Settings):
             raise ValueError(
                 "max_length belongs to aggregation = constant_length or sum_over_length and to no other"
             )
-        if (self.loss == "cispo") != (self.ratio_cap is not None):
-            raise ValueError("ratio_cap belongs to loss = cispo and to no other")
-        if self.ratio_floor >= (self.ratio_cap or math.inf) or (
-            self.ratio_floor > 0 and self.loss != "cispo"
-        ):
-            raise ValueError("ratio_floor belongs to loss = cispo and lies below ratio_cap")
-        if self.keep_clipped_gradient and self.loss != "clip":
-            raise ValueError("keep_clipped_gradient belongs to loss = clip")
-        if self.dual_clip is not None and self.loss not in ("clip", "gppo"):
-            raise ValueError(f"loss = {self.loss} has no dual clip")
-        if (self.sampler_floor or 0.0) >= (self.sampler_correction or math.inf):
-            raise ValueError("sampler_floor lies below sampler_correction")
-        bounds = (self.sampler_level, self.sampler_floor, self.sampler_outside)
-        if self.sampler_correction is None and bounds != ("token", None, "truncate"):
-            raise ValueError(
-                "sampler_level, sampler_floor and sampler_outside belong to a sampler_correction, which is none"
-            )
-        if self.sequence_ratio != "token" and self.loss != "gspo":
-            raise ValueError("sequence_ratio belongs to loss = gspo")
         return self
 
     @property
@@ -217,13 +168,13 @@ class OffPolicyObjective(ObjectiveSettings):
 
     @model_validator(mode="after")
     def _maskable(self) -> "OffPolicyObjective":
-        if self.loss == "gspo" and self.student_mask != "none":
+        if self.loss.type == "gspo" and self.student_mask != "none":
             raise ValueError(
-                "loss = gspo has one ratio a rollout, which student_mask cannot leave tokens out of"
+                "loss.type = gspo has one ratio a rollout, which student_mask cannot leave tokens out of"
             )
-        if self.loss == "reinforce":
+        if self.loss.type == "reinforce":
             raise ValueError(
-                "loss = reinforce has no ratio, and rollouts without their tips are trained in another context"
+                "loss.type = reinforce has no ratio, and rollouts without their tips are trained in another context"
             )
         return self
 

@@ -15,6 +15,7 @@ from outrider.algorithms.algorithm import Augmentation, ExpertPaths, StepPlay
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
 from outrider.algorithms.common.batch_advantages import mixed_group_advantages_per_rollout
 from outrider.algorithms.common.group_settings import with_preset
+from outrider.algorithms.common.loss_settings import plain_clip
 from outrider.algorithms.common.on_policy import OnPolicyGroup
 from outrider.algorithms.context import AlgorithmContext
 from outrider.rollout.demonstrations import join_demonstration
@@ -62,10 +63,7 @@ class LuffySettings(ObjectiveSettings):
 
     @model_validator(mode="after")
     def _possible(self) -> "LuffySettings":
-        if self.loss != "clip" or self.dual_clip is not None or self.keep_clipped_gradient:
-            raise ValueError(
-                "luffy has a token loss of its own: loss = clip, without dual_clip and keep_clipped_gradient"
-            )
+        plain_clip(self.loss, method="luffy")
         if self.advantage == "leave_one_out":
             raise ValueError("advantage = leave_one_out is not defined for a group with a demonstration")
         if self.demonstrations is not None and not self.num_demonstrations:
@@ -81,6 +79,7 @@ class LuffySettings(ObjectiveSettings):
         """The clipped surrogate of the policy's own tokens, the shaped likelihood of the demonstrator's."""
         from outrider.algorithms.common.objectives import luffy_per_token
 
+        clip = plain_clip(self.loss, method="luffy")
         shown_T, measures = inputs.is_foreign_T, inputs.measures
         if num := int(shown_T.sum()):
             measures.add(
@@ -93,8 +92,8 @@ class LuffySettings(ObjectiveSettings):
             advantages=inputs.advantages_T,
             is_demonstration=shown_T,
             shaping=self.shaping,
-            clip_low=self.clip_low if self.clip_own else 1.0,
-            clip_high=self.clip_high if self.clip_own else math.inf,
+            clip_low=clip.clip_low if self.clip_own else 1.0,
+            clip_high=clip.clip_high if self.clip_own else math.inf,
         )
 
 

@@ -12,8 +12,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from outrider.algorithms.base import AdvantageKind, GroupCredit, LossKind, ObjectiveSettings
+from outrider.algorithms.base import AdvantageKind, GroupCredit, ObjectiveSettings
 from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.algorithms.common.loss_settings import LossSettings, ReinforceLoss, SamplerCorrection
 from outrider.algorithms.common.on_policy import OnPolicyGroup
 from outrider.trace import Leaf, Node, Trace
 
@@ -22,14 +23,14 @@ class RejectionSettings(ObjectiveSettings):
     """Rollouts whose return, the environment's own, is at least ``threshold`` may be kept.
 
     ``keep``: of a task's, ``all`` (at most ``max_kept``, the first ones), the ``best``, or the ``first``.
-    ``deduplicate`` counts rollouts in which the policy wrote the same tokens once. A ``loss`` other than
-    ``reinforce`` clips what several optimiser steps do to a kept rollout.
+    ``deduplicate`` counts rollouts in which the policy wrote the same tokens once. A ``loss.type`` other
+    than ``reinforce`` clips what several optimiser steps do to a kept rollout.
     """
 
     type: Literal["rejection"] = "rejection"
     advantage: AdvantageKind = "group_centered"
-    loss: LossKind = "reinforce"
-    sampler_correction: float | None = Field(None, gt=0)
+    loss: LossSettings = ReinforceLoss()
+    sampler_correction: SamplerCorrection | None = None
     threshold: float = 1.0
     keep: Literal["all", "best", "first"] = "all"
     max_kept: int | None = Field(None, ge=1)

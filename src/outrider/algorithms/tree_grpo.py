@@ -13,6 +13,7 @@ from outrider.algorithms.arpo.hook import require_countable
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, write_credit
 from outrider.algorithms.common.batch_advantages import TreeCombination, tree_advantages_per_leaf
 from outrider.algorithms.common.group_settings import with_preset
+from outrider.algorithms.common.loss_settings import needs_whole_rollouts
 from outrider.algorithms.common.on_policy import OnPolicyGroup
 from outrider.rollout.tree_growth import Expansion
 from outrider.trace import Leaf, Node, Trace
@@ -21,7 +22,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tree-grpo": {},
     "tree-grpo-official": {
         "sampler_correction": None,
-        "dual_clip": 3.0,
+        "loss": {"dual_clip": 3.0},
         "kl_weight": 0.001,
         "kl_estimator": "k3",
     },
@@ -74,9 +75,7 @@ class TreeGrpoSettings(ObjectiveSettings):
         require_countable(
             "soft",
             self.aggregation,
-            loss=self.loss,
-            sampler_level=self.sampler_level,
-            rejection=self.sampler_rejection,
+            whole_rollouts=needs_whole_rollouts(self.loss, self.sampler_correction, self.sampler_rejection),
         )
         return self
 

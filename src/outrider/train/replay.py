@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.config import load_settings
 from outrider.environments.base import EnvironmentFactory, StepResult
 from outrider.environments.families import make_family
 from outrider.errors import DataError, EnvironmentFault, ToolFault
 from outrider.rollout.scripted_play import DirectEpisode, outcome_of, play_texts
 from outrider.seeding import reset_seed
 from outrider.train.settings import RunSettings
+from outrider.train.state.recorded import recorded_settings
 from outrider.types import Origin, Outcome, Task
 from outrider.watch.traces import TraceReader, TraceRow
 
@@ -61,7 +61,7 @@ def replay_step(run: Path, step: int) -> int:
     """
     if not (run / "config.toml").exists():
         raise DataError(f"{run} is no run directory: it has no config.toml")
-    settings = load_settings(RunSettings, file=run / "config.toml")
+    settings = recorded_settings(run / "config.toml")
     if getattr(settings.environment, "max_batch_calls", None) is not None:
         raise DataError(
             "environment.max_batch_calls: whose calls were refused follows from the whole batch, not from one rollout"

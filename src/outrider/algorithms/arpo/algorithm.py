@@ -13,17 +13,24 @@ from outrider.algorithms.arpo.formulas import entropy_advantage_factors
 from outrider.algorithms.arpo.hook import BranchHook, BranchSettings, require_countable
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
 from outrider.algorithms.common.group_settings import with_preset
+from outrider.algorithms.common.loss_settings import needs_whole_rollouts
 from outrider.algorithms.common.on_policy import OnPolicyGroup
 from outrider.algorithms.context import AlgorithmContext
 from outrider.trace import Trace
 
-_RELEASED = {"source": "previous_segment", "reduce": "sum", "dual_clip": 3.0}
-_AEPO = {"keep_clipped_gradient": True, "entropy_advantage": 0.2, "branch_penalty": 0.05}
+_RELEASED = {"source": "previous_segment", "reduce": "sum", "loss": {"dual_clip": 3.0}}
+_AEPO = {"loss": {"keep_clipped_gradient": True}, "entropy_advantage": 0.2, "branch_penalty": 0.05}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "arpo": {},
     "arpo-released": _RELEASED,
     "aepo": _AEPO | {"pre_monitor": True},
-    "aepo-released": _AEPO | _RELEASED | {"decision": "aepo_released", "penalty_scope": "prompt"},
+    "aepo-released": _AEPO
+    | _RELEASED
+    | {
+        "loss": {"keep_clipped_gradient": True, "dual_clip": 3.0},
+        "decision": "aepo_released",
+        "penalty_scope": "prompt",
+    },
 }
 
 
@@ -49,9 +56,7 @@ class ArpoSettings(BranchSettings, ObjectiveSettings):
         require_countable(
             self.attribution,
             self.aggregation,
-            loss=self.loss,
-            sampler_level=self.sampler_level,
-            rejection=self.sampler_rejection,
+            whole_rollouts=needs_whole_rollouts(self.loss, self.sampler_correction, self.sampler_rejection),
             positive_nll=self.positive_nll,
         )
         return self

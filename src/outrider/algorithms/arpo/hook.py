@@ -18,7 +18,7 @@ from outrider.algorithms.arpo.formulas import (
     first_wave_budget,
     segment_entropy,
 )
-from outrider.algorithms.base import Attribution, RejectionMask
+from outrider.algorithms.base import Attribution
 from outrider.config import Settings
 from outrider.rollout.hooks import EpisodeState
 from outrider.trace import Node, Trace
@@ -54,9 +54,7 @@ def require_countable(
     attribution: Attribution,
     aggregation: str,
     *,
-    loss: str = "clip",
-    sampler_level: str = "token",
-    rejection: RejectionMask | None = None,
+    whole_rollouts: bool = False,
     positive_nll: float = 0.0,
 ) -> None:
     """Raises ValueError: a token that counts for one of its rollouts only would make the lengths of the
@@ -64,7 +62,7 @@ def require_countable(
 
     So would a ratio of whole rollouts: leaves of one token would have different ones.
     """
-    if loss == "gspo" or sampler_level != "token" or (rejection is not None and rejection.scope != "token"):
+    if whole_rollouts:
         raise ValueError(
             "branching shares tokens between rollouts, whose ratios as a whole differ: use ratios of tokens"
         )

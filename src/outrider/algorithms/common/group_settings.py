@@ -94,8 +94,12 @@ def with_preset(presets: Mapping[str, Mapping[str, Any]], given: Any, *, default
     chosen = presets.get(str(given.get("preset", default)), {})
     merged = {**chosen, **given}
     for name, table in chosen.items():
-        if isinstance(table, Mapping) and isinstance(given.get(name), Mapping):
-            merged[name] = {**table, **given[name]}
+        own = given.get(name)
+        if isinstance(table, Mapping) and isinstance(own, Mapping):
+            # Of another kind (loss.type) the preset's keys mean nothing.
+            merged[name] = (
+                {**table, **own} if own.get("type", table.get("type")) == table.get("type") else own
+            )
     return merged
 
 

@@ -23,35 +23,37 @@ if TYPE_CHECKING:
 
 def named_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> TokenLoss:
     """The token loss that ``objective.loss`` names."""
-    low, high = objective.clip_low, objective.clip_high
+    loss = objective.loss
     tokens = {
         "logprobs": inputs.logprobs_T,
         "old_logprobs": inputs.old_T,
         "advantages": inputs.advantages_T,
     }
-    if objective.loss == "gppo":
-        return gppo_per_token(**tokens, clip_low=low, clip_high=high, dual_clip=objective.dual_clip)
-    if objective.loss == "cispo" and objective.ratio_cap is not None:
-        return cispo_per_token(**tokens, cap=objective.ratio_cap, floor=objective.ratio_floor)
-    if objective.loss == "gspo":
+    if loss.type == "gppo":
+        return gppo_per_token(
+            **tokens, clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip
+        )
+    if loss.type == "cispo":
+        return cispo_per_token(**tokens, cap=loss.ratio_cap, floor=loss.ratio_floor)
+    if loss.type == "gspo":
         return gspo_per_token(
             logprobs=inputs.logprobs_T,
             old_logprobs=inputs.old_T,
             advantages=inputs.advantages_T,
             rollout_index=inputs.rollout_T.to(inputs.logprobs_T.device),
-            clip_low=low,
-            clip_high=high,
-            form=objective.sequence_ratio,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            form=loss.sequence_ratio,
         )
-    if objective.loss == "reinforce":
+    if loss.type == "reinforce":
         return reinforce_per_token(logprobs=inputs.logprobs_T, advantages=inputs.advantages_T)
     return clipped_surrogate_per_token(
         **tokens,
-        clip_low=low,
-        clip_high=high,
-        dual_clip=objective.dual_clip,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
         ratio_scale=inputs.ratio_scale_T,
-        keep_clipped_gradient=objective.keep_clipped_gradient,
+        keep_clipped_gradient=loss.keep_clipped_gradient,
     )
 
 

@@ -37,15 +37,15 @@ ReinforcePlusPlusPreset = Literal[
 GigpoPreset = Literal["gigpo", "gigpo-paper", "gigpo-official"]
 
 _UNCORRECTED: Mapping[str, Any] = {"sampler_correction": None}
-_DUAL: Mapping[str, Any] = {"dual_clip": 3.0}  # verl's default, where the script does not set it
+_DUAL: Mapping[str, Any] = {"loss": {"dual_clip": 3.0}}  # verl's default, where the script does not set it
 _SEQUENCES: Mapping[str, Any] = {"aggregation": "sequence_mean_token_mean"}
 _DAPO: Mapping[str, Any] = {
     "group_size": 16,
-    "clip_high": 0.28,
+    "loss": {"clip_high": 0.28},
     "overlong": {"counted": "all"},
     "dynamic_sampling": {"metric": "success", "max_extra_batches": 9},
 }
-_GPPO: Mapping[str, Any] = {"loss": "gppo", "clip_high": 0.28, "positive_nll": 0.1}
+_GPPO: Mapping[str, Any] = {"loss": {"type": "gppo", "clip_high": 0.28}, "positive_nll": 0.1}
 
 GRPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
@@ -53,21 +53,25 @@ GRPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo-official": {**_UNCORRECTED, **_DUAL, "kl_weight": 0.001, "kl_estimator": "k3"},
     "dr-grpo": {"advantage": "group_centered", "aggregation": "constant_length", "max_length": 3000},
     "dapo-paper": _DAPO,
-    "dapo-official": {**_DAPO, **_UNCORRECTED, "dual_clip": 10.0},
+    "dapo-official": {**_DAPO, **_UNCORRECTED, "loss": {"clip_high": 0.28, "dual_clip": 10.0}},
     "gppo-paper": {**_GPPO, "advantage_std": "population"},
-    "gppo-official": {**_GPPO, **_UNCORRECTED, "dual_clip": 10.0, "dynamic_sampling": {"metric": "success"}},
-    "gspo": {**_SEQUENCES, "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo-paper": {"loss": "cispo", "ratio_cap": 5.0},
+    "gppo-official": {
+        **_GPPO,
+        **_UNCORRECTED,
+        "loss": {"type": "gppo", "clip_high": 0.28, "dual_clip": 10.0},
+        "dynamic_sampling": {"metric": "success"},
+    },
+    "gspo": {**_SEQUENCES, "loss": {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}},
+    "cispo-paper": {"loss": {"type": "cispo", "ratio_cap": 5.0}},
     "cispo-official": {
         **_UNCORRECTED,
-        "loss": "cispo",
-        "ratio_cap": 1.2,
+        "loss": {"type": "cispo", "ratio_cap": 1.2},
         "kl_weight": 0.001,
         "kl_estimator": "k3",
     },
     "rloo-paper": {
         "advantage": "leave_one_out",
-        "loss": "reinforce",
+        "loss": {"type": "reinforce"},
         "aggregation": "sequence_mean_token_sum",
         "reward_kl_weight": 0.05,
     },
@@ -77,8 +81,7 @@ GRPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
         **_SEQUENCES,
         "group_size": 2,
         "advantage": "leave_one_out",
-        "loss": "gspo",
-        "sequence_ratio": "product",
+        "loss": {"type": "gspo", "clip_low": 0.2, "clip_high": 0.2, "sequence_ratio": "product"},
         "reward_kl_weight": 0.05,
     },
 }
@@ -93,9 +96,7 @@ REINFORCE_PLUS_PLUS_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "variance": "population",
         "kl_weight": 1e-5,
         "kl_estimator": "k2",
-        "sampler_correction": 5.0,
-        "sampler_floor": 0.5,
-        "sampler_outside": "zero",
+        "sampler_correction": {"upper": 5.0, "lower": 0.5, "outside": "zero"},
         "dynamic_sampling": {"metric": "return"},
     },
 }

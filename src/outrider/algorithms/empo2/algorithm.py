@@ -20,6 +20,7 @@ from outrider.algorithms.base import (
     write_credit,
 )
 from outrider.algorithms.common.group_settings import with_preset
+from outrider.algorithms.common.loss_settings import ClipLoss, LossSettings
 from outrider.algorithms.context import AlgorithmContext
 from outrider.algorithms.empo2.hook import MemorySettings, TipHook
 from outrider.algorithms.empo2.metrics import tip_metrics
@@ -59,8 +60,7 @@ class Empo2Settings(OffPolicyObjective):
 
     type: Literal["empo2"] = "empo2"
     preset: Literal["empo2", "empo2-alg1", "empo2-centered", "empo2-released"] = "empo2"
-    clip_high: float = Field(0.3, ge=0)
-    dual_clip: float | None = Field(10.0, gt=1)
+    loss: LossSettings = ClipLoss(clip_high=0.3, dual_clip=10.0)
     memory_probability: float = Field(0.25, ge=0, le=1)
     off_policy_probability: float = Field(2 / 3, ge=0, le=1)
     intrinsic_coefficient: float = Field(0.01, ge=0)

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.arpo.hook import BranchHook, BranchSettings, require_countable
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
+from outrider.algorithms.common.loss_settings import ClipLoss, LossSettings, needs_whole_rollouts
 from outrider.algorithms.context import AlgorithmContext
 from outrider.algorithms.rapo.formulas import (
     RetrievalReward,
@@ -41,8 +42,7 @@ class RapoSettings(ObjectiveSettings):
     """
 
     type: Literal["rapo"] = "rapo"
-    clip_high: float = Field(0.28, ge=0)
-    clip_low: float = Field(0.28, ge=0, le=1)
+    loss: LossSettings = ClipLoss(clip_low=0.28, clip_high=0.28)
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
     ] = "sequence_mean_token_mean"
@@ -69,9 +69,9 @@ class RapoSettings(ObjectiveSettings):
     def _possible(self) -> "RapoSettings":
         if self.num_hybrid > self.group_size:
             raise ValueError(f"num_hybrid {self.num_hybrid} exceeds group_size {self.group_size}")
-        if self.loss != "clip" and self.ratio_weight > 0:
+        if self.loss.type != "clip" and self.ratio_weight > 0:
             raise ValueError(
-                f"loss = {self.loss} does not know RAPO's ratio: set ratio_weight = 0 or loss = clip"
+                f"loss.type = {self.loss.type} does not know RAPO's ratio: set ratio_weight = 0 or loss.type = clip"
             )
         if not self.quality and self.timing == "none":
             raise ValueError(
@@ -105,9 +105,7 @@ class RapoSettings(ObjectiveSettings):
         require_countable(
             branch.attribution,
             self.aggregation,
-            loss=self.loss,
-            sampler_level=self.sampler_level,
-            rejection=self.sampler_rejection,
+            whole_rollouts=needs_whole_rollouts(self.loss, self.sampler_correction, self.sampler_rejection),
             positive_nll=self.positive_nll,
         )
 

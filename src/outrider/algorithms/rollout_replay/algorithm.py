@@ -23,6 +23,7 @@ from outrider.algorithms.base import (
 )
 from outrider.algorithms.common.batch_advantages import difficulty_scores, replayable_groups
 from outrider.algorithms.common.group_settings import with_preset
+from outrider.algorithms.common.loss_settings import plain_clip
 from outrider.algorithms.common.on_policy import OnPolicyGroup
 from outrider.algorithms.context import AlgorithmContext
 from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restored_groups, snapshot_groups
@@ -70,10 +71,7 @@ class RolloutReplaySettings(ObjectiveSettings):
 
     @model_validator(mode="after")
     def _possible(self) -> "RolloutReplaySettings":
-        if self.loss != "clip" or self.dual_clip is not None or self.keep_clipped_gradient:
-            raise ValueError(
-                "rollout_replay has a token loss of its own: loss = clip, without dual_clip and keep_clipped_gradient"
-            )
+        plain_clip(self.loss, method="rollout_replay")
         return self
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
@@ -84,6 +82,7 @@ class RolloutReplaySettings(ObjectiveSettings):
 
         from outrider.algorithms.common.objectives import replay_centred_per_token
 
+        clip = plain_clip(self.loss, method="rollout_replay")
         replayed_T, old_T = inputs.is_foreign_T, inputs.old_T
         self._measure(inputs)
         return replay_centred_per_token(
@@ -93,8 +92,8 @@ class RolloutReplaySettings(ObjectiveSettings):
             # correction says so.
             behaviour_logprobs=torch.where(replayed_T, inputs.engine_logprobs_T, old_T),
             advantages=inputs.advantages_T,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
+            clip_low=clip.clip_low,
+            clip_high=clip.clip_high,
             weight_cap=self.weight_cap,
         )
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from outrider.config import load_settings
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.errors import CheckpointError
 from outrider.train.components import load_weights
 from outrider.train.learning_settings import OptimizerSettings
-from outrider.train.settings import ModelSettings, RunSettings
+from outrider.train.settings import ModelSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first
+from outrider.train.state.recorded import recorded_settings
 from outrider.train.update.policy import Policy
 
 
@@ -38,7 +38,7 @@ def resolve(chosen: ModelSettings) -> ModelSettings:
         run, checkpoint = folder, found[0]
     else:
         return chosen
-    trained = load_settings(RunSettings, file=run / "config.toml").model
+    trained = recorded_settings(run / "config.toml").model
     besides = {name: value for name, value in chosen if name in chosen.model_fields_set - {"name"}}
     return trained.model_copy(update={"initial_checkpoint": str(checkpoint), **besides})
 

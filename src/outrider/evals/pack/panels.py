@@ -16,6 +16,7 @@ from outrider.errors import OutriderError, PackError
 from outrider.evals.pack.format import Manifest, PackedInput, PackedPanel, read_bytes, read_json
 from outrider.evals.pack.recipe import local
 from outrider.plugins.names import is_import_path
+from outrider.train.state.recorded import in_todays_keys
 
 _NAMING: Final = ("type", "tools", "embedder", "trackers")
 
@@ -77,7 +78,7 @@ def read_recipe(pack: Path, name: str) -> dict[str, Any]:
             f"{place} names {named!r}: code is never imported from a pack by its path; install it as a package"
             " that registers a name (docs/plugins.md)"
         )
-    return recipe
+    return in_todays_keys(recipe)
 
 
 def _import_paths(value: Any, key: str = "") -> Iterator[str]:

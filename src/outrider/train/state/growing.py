@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.config import load_settings
 from outrider.errors import ConfigError
 from outrider.train.settings import RunSettings
+from outrider.train.state.recorded import recorded_settings
 from outrider.train.state.same_settings import FREE, ROUNDING, flatten
 
 MAY_CHANGE: Final[Mapping[str, str]] = {
@@ -29,10 +29,7 @@ def grown_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
     that shrinks the run, for a schedule that follows from the number of steps, and for a run that never
     trained.
     """
-    began, wanted = (
-        load_settings(RunSettings, file=config),
-        load_settings(RunSettings, file=config, overrides=overrides),
-    )
+    began, wanted = recorded_settings(config), recorded_settings(config, overrides)
     before, after = (dict(flatten(one.model_dump())) for one in (began, wanted))
     changed = [key for key in sorted(before.keys() | after) if before.get(key) != after.get(key)]
     if refused := [key for key in changed if key not in MAY_CHANGE]:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.atomic_io import TEMPORARY, append, remove_leftovers, replace_file
-from outrider.config import load_settings, to_toml
+from outrider.config import to_toml
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.plugins.imports import ORIGINS_FILE
 from outrider.plugins.record import write_origins
 from outrider.rollout.evaluate import Evaluation
 from outrider.train.settings import RunSettings
 from outrider.train.state.growing import grown_settings
+from outrider.train.state.recorded import recorded_settings
 
 _SCORE = ("value", "ci_low", "ci_high")
 
@@ -111,7 +112,7 @@ class RunDirectory:
         run.lock()
         try:
             if not overrides:
-                return run, load_settings(RunSettings, file=path / "config.toml")
+                return run, recorded_settings(path / "config.toml")
             run._grown = grown_settings(path / "config.toml", overrides)
         except BaseException:
             run.release()

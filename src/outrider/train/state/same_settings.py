@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from outrider.errors import CheckpointError
 from outrider.train.settings import RunSettings
+from outrider.train.state.recorded import flat_in_todays_keys
 
 _A_PATH: Final = "(a path)"
 # Of those that are plain text.
@@ -60,6 +61,7 @@ def other_settings(began_with: Mapping[str, Any], settings: RunSettings) -> list
     Raises CheckpointError, naming them, for settings that decide the results.
     """
     now = flat_settings(settings)
+    began_with = flat_in_todays_keys(began_with)
     changed = {
         key: (began_with.get(key), now.get(key))
         for key in sorted(began_with.keys() | now)

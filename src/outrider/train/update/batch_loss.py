@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from outrider.algorithms.base import ObjectiveSettings, RejectionMask
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.common.loss_settings import RejectionMask
 from outrider.algorithms.common.losses import kl_per_token, weighted_loss
 from outrider.algorithms.common.sampler_correction import (
     correction_stats,
@@ -81,17 +82,18 @@ def _sampler_weights(
     inputs: TokenLossInputs, objective: ObjectiveSettings, own_T: Tensor, tally: Tally
 ) -> Tensor:
     """[T] trainer / sampler within its bounds; 1 for tokens that no engine sampled in this step."""
-    assert objective.sampler_correction is not None
+    correction = objective.sampler_correction
+    assert correction is not None
     trainer_T = inputs.denominators.trainer_T
     applied = sampler_weights_per_token(
         old_logprobs=trainer_T,
         sampler_logprobs=inputs.engine_logprobs_T,
         mask=own_T,
         rollout_index=inputs.rollout_T.to(trainer_T.device),
-        level=objective.sampler_level,
-        lower=objective.sampler_floor,
-        upper=objective.sampler_correction,
-        outside=objective.sampler_outside,
+        level=correction.level,
+        lower=correction.lower,
+        upper=correction.upper,
+        outside=correction.outside,
     )
     stats = correction_stats(
         applied, old_logprobs=trainer_T, sampler_logprobs=inputs.engine_logprobs_T, mask=own_T

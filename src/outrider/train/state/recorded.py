@@ -1,0 +1,37 @@
+"""What a run wrote down about its settings, also where an earlier version wrote it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.algorithms.common.loss_settings import in_new_spelling
+from outrider.config import load_settings
+from outrider.train.settings import RunSettings
+
+RECORD: Final = "config.toml"
+"""Where a run directory, and a run in a pack, has its settings."""
+
+
+def recorded_settings(file: Path, overrides: Sequence[str] = ()) -> RunSettings:
+    """The settings in a run's ``config.toml``; ``overrides`` have today's keys.
+
+    Raises ConfigError as :func:`~outrider.config.load_settings` does.
+    """
+    return load_settings(RunSettings, file=file, overrides=overrides, respelled=in_todays_keys)
+
+
+def in_todays_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded tree of settings, with the sections that were single keys in earlier versions."""
+    algorithm = tree.get("algorithm")
+    return {**tree, "algorithm": in_new_spelling(algorithm)} if isinstance(algorithm, Mapping) else dict(tree)
+
+
+def flat_in_todays_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for dotted keys, as checkpoints hold them."""
+    prefix = "algorithm."
+    rest = {key: value for key, value in flat.items() if not key.startswith(prefix)}
+    own = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
+    for name, value in in_new_spelling(own).items():
+        inner = value.items() if isinstance(value, Mapping) else ()
+        rest |= {f"{prefix}{name}.{key}": one for key, one in inner} if inner else {f"{prefix}{name}": value}
+    return rest

@@ -1,0 +1,80 @@
+"""What earlier versions wrote down is read with today's keys."""
+
+from pathlib import Path
+
+import pytest
+
+from outrider.algorithms.common.loss_settings import ClipLoss, SamplerCorrection
+from outrider.api import run_settings
+from outrider.config import to_toml
+from outrider.errors import CheckpointError, ConfigError
+from outrider.train.settings import RunSettings
+from outrider.train.state.recorded import flat_in_todays_keys, in_todays_keys, recorded_settings
+from outrider.train.state.same_settings import flat_settings, other_settings
+
+OLD = """
+[environment]
+type = "factbook"
+
+[algorithm]
+type = "grpo"
+loss = "clip"
+clip_low = 0.1
+clip_high = 0.3
+keep_clipped_gradient = false
+dual_clip = "none"
+ratio_cap = "none"
+ratio_floor = 0.0
+sampler_correction = 2.0
+sampler_level = "token"
+sampler_floor = "none"
+sampler_outside = "truncate"
+sequence_ratio = "token"
+"""
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text(OLD)
+    return tmp_path / "config.toml"
+
+
+def test_a_recorded_file_is_read_and_a_recipe_of_the_same_keys_is_refused(old: Path) -> None:
+    for found in (recorded_settings(old), run_settings(old)):
+        assert found.algorithm.loss == ClipLoss(clip_low=0.1, clip_high=0.3)
+        assert found.algorithm.sampler_correction == SamplerCorrection()
+    recipe = old.rename(old.with_name("recipe.toml"))
+    with pytest.raises(ConfigError, match=r"algorithm: the key clip_low is called loss\.clip_low now"):
+        run_settings(recipe)
+
+
+def test_overrides_of_a_record_have_todays_keys(old: Path) -> None:
+    assert recorded_settings(old, ["algorithm.loss.clip_low=0.15"]).algorithm.loss.clip_low == 0.15
+    with pytest.raises(ConfigError, match=r"loss\.clip_low"):
+        recorded_settings(old, ["algorithm.clip_low=0.15"])
+
+
+def test_a_checkpoint_of_before_knows_the_settings_of_today(old: Path) -> None:
+    now = recorded_settings(old)
+    began = {
+        key: value
+        for key, value in flat_settings(now).items()
+        if not key.startswith(("algorithm.loss.", "algorithm.sampler_correction."))
+    } | {
+        "algorithm.loss": "clip", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3, "algorithm.dual_clip": None,
+        "algorithm.keep_clipped_gradient": False, "algorithm.sampler_correction": 2.0, "algorithm.sampler_level": "token",
+        "algorithm.sampler_floor": None, "algorithm.sampler_outside": "truncate", "algorithm.ratio_cap": None,
+    }  # fmt: skip
+    assert flat_in_todays_keys(began) == flat_settings(now)
+    assert other_settings(began, now) == []
+    with pytest.raises(CheckpointError, match=r"algorithm\.loss\.clip_low is 0\.1, was 0\.2"):
+        other_settings(began | {"algorithm.clip_low": 0.2}, now)
+
+
+def test_todays_spelling_is_left_as_it_is(old: Path) -> None:
+    today = recorded_settings(old).model_dump(mode="json")
+    assert in_todays_keys(today) == today
+    flat = flat_settings(RunSettings.model_validate(today))
+    assert flat_in_todays_keys(flat) == flat
+    old.write_text(to_toml(today))
+    assert recorded_settings(old).model_dump(mode="json") == today
