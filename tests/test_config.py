@@ -2,20 +2,16 @@
 
 import math
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from outrider.config import Settings, load_settings, to_toml, validate
-from outrider.engines.base import LocalSettings
 from outrider.errors import ConfigError
-from outrider.plugins.names import BUILT_IN
-from outrider.plugins.registry import settings_of
 from outrider.train.settings import RunSettings
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("**/*.toml"))
@@ -219,34 +215,3 @@ def test_more_episodes_than_simulators_are_never_started() -> None:
         load_settings(RunSettings, file=None, overrides=[*base, "environment.num_workers=30"]).num_concurrent
         == 8
     )
-
-
-def choices(kind: Any) -> list[type[BaseModel]]:
-    """The settings classes that a field's annotation names."""
-    found = [kind] if isinstance(kind, type) and issubclass(kind, BaseModel) else []
-    return found + [one for part in get_args(kind) for one in choices(part)]
-
-
-def num_leaves(kind: type[BaseModel], chosen: Mapping[str, type[BaseModel]]) -> int:
-    """Fields that hold a value; of a section whose class the recipe names the chosen one."""
-    total = 0
-    for name, field in kind.model_fields.items():
-        classes = [chosen[name]] if name in chosen else choices(field.annotation)
-        total += num_leaves(classes[0], chosen) if classes else 1
-    return total
-
-
-@pytest.mark.xfail(
-    strict=True, reason="82 fields with factbook and grpo, the smallest pair; 52 are shared by all pairs"
-)
-def test_a_user_may_touch_at_most_sixty_fields() -> None:
-    pairs = {}
-    for environment in BUILT_IN["environments"]:
-        for algorithm in BUILT_IN["algorithms"]:
-            chosen = {
-                "environment": settings_of("environments", environment),
-                "algorithm": settings_of("algorithms", algorithm),
-            }
-            pairs[environment, algorithm] = num_leaves(RunSettings, chosen | {"engine": LocalSettings})
-    print(pairs)
-    assert max(pairs.values()) <= 60

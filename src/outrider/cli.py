@@ -14,7 +14,7 @@ from threading import Event
 from typing import Final
 
 from outrider import __version__
-from outrider.config import Settings, load_settings, to_toml
+from outrider.config import Settings, load_settings
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.names import KINDS
 from outrider.printing import one_line
@@ -324,9 +324,12 @@ def _train(parsed: argparse.Namespace) -> int:
     if parsed.dry_run and parsed.resume is not None and parsed.recipe is None:
         from outrider.train.state.growing import grown_settings
 
-        return _show(grown_settings(parsed.resume / "config.toml", parsed.overrides))
+        grown = grown_settings(parsed.resume / "config.toml", parsed.overrides)
+        return _show(grown, None, parsed.overrides, others="run")
     if parsed.dry_run and parsed.recipe is not None and parsed.resume is None:
-        return _show(api.run_settings(parsed.recipe, overrides=_overrides(parsed)))
+        return _show(
+            api.run_settings(parsed.recipe, overrides=_overrides(parsed)), parsed.recipe, _overrides(parsed)
+        )
     return _stoppable(
         lambda stop: api.train(
             parsed.recipe,
@@ -340,9 +343,14 @@ def _train(parsed: argparse.Namespace) -> int:
     )
 
 
-def _show(settings: Settings) -> int:
+def _show(
+    settings: Settings, recipe: Path | None, overrides: Sequence[str], *, others: str = "derived"
+) -> int:
     """The resolved configuration, which :func:`load_settings` reads back."""
-    print(to_toml(settings.model_dump(mode="json")))
+    from outrider.resolved import given_by, leaves, show
+    from outrider.train.state.same_settings import UNSEEN
+
+    print(show(leaves(settings, given=given_by(recipe, overrides), unseen=UNSEEN, others=others)))
     return 0
 
 
@@ -396,7 +404,7 @@ def _eval_tasks(parsed: argparse.Namespace) -> int:
     if not is_environment(settings.tasks):
         find_task_set(settings.tasks, others=environment_names())
     if parsed.dry_run:
-        return _show(settings)
+        return _show(settings, None, [*parsed.overrides, *_short(parsed)])
     from outrider import api
 
     parsed.interrupted = "; the same command continues"
@@ -431,7 +439,8 @@ def _eval_recipe(parsed: argparse.Namespace) -> int:
         "method": parsed.method,
     }
     if parsed.dry_run:
-        return _show(api.evaluation_settings(parsed.recipe, **chosen))
+        settings = api.evaluation_settings(parsed.recipe, **chosen)
+        return _show(settings, Path(parsed.recipe), chosen["overrides"], others="command")
     api.evaluate(parsed.recipe, run=parsed.run, progress=parsed.progress, **chosen)
     return 0
 

@@ -5,7 +5,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, ClassVar, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -21,6 +21,15 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
+    details: ClassVar[frozenset[str]] = frozenset()
+    """Fields that hardly anybody sets: at their default ``--dry-run`` names them below the others."""
+
+    def idle(self) -> frozenset[str]:
+        """Fields, or dotted keys below them, that have no effect as the others stand (a kind of KL without a
+        KL); ``--dry-run`` leaves them out.
+        """
+        return frozenset()
+
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, values: Any) -> Any:
@@ -33,6 +42,33 @@ class Settings(BaseModel):
             name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)
         }
         return {key: None if value == NONE and key in optional else value for key, value in values.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_sections(cls, values: Any) -> Any:
+        """A section sets what it names: the rest is the default of this field, which may differ from that of
+        the section's class.
+        """
+        if not isinstance(values, dict):
+            return values
+        filled = dict(values)
+        for name, field in cls.model_fields.items():
+            table, default = values.get(name), field.default
+            if isinstance(table, Mapping) and isinstance(default, Settings):
+                filled[name] = _merged(default.model_dump(), table)
+        return filled
+
+
+def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` over ``own``, section by section; a section of another ``type`` is taken as it is."""
+    if given.get("type", own.get("type")) != own.get("type"):
+        return dict(given)
+    tables = {
+        key: _merged(own[key], value)
+        for key, value in given.items()
+        if isinstance(value, Mapping) and isinstance(own.get(key), Mapping)
+    }
+    return {**own, **given, **tables}
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
@@ -78,15 +114,20 @@ def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
         raise ConfigError("; ".join(problem_line(kind, item) for item in error.errors())) from error
 
 
+def value_of(raw: str) -> Any:
+    """The value of an override: TOML, and where that fails a plain string."""
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except (ValueError, RecursionError):
+        return raw
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
     path, separator, raw = override.partition("=")
     parts = path.strip().split(".")
     if not separator or not all(parts):
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except (ValueError, RecursionError):
-        value = raw
+    value = value_of(raw)
     for part in parts[:-1]:
         child = tree.setdefault(part, {})
         if not isinstance(child, dict):

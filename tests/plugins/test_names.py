@@ -166,7 +166,8 @@ def test_a_dry_run_shows_its_settings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", str(recipe(tmp_path, f"{module}:Mine")), "--dry-run"]) == 0
-    assert f'[environment]\nsize = 3\ntype = "{module}:Mine"' in capsys.readouterr().out
+    shown = f'[environment]\nsize = 3  # default\ntype = "{module}:Mine"  # recipe\n'
+    assert shown in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["Other", "Mine"])

@@ -22,7 +22,6 @@ from outrider.algorithms.common.loss_settings import (
     RejectionMask,
     SamplerCorrection,
     require_new_spelling,
-    with_defaults,
 )
 from outrider.config import Settings
 from outrider.trace import Share, Trace
@@ -70,11 +69,10 @@ class ObjectiveSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _sections(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        require_new_spelling(given)
-        return with_defaults(cls, given)
+    def _spelling(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            require_new_spelling(given)
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> "ObjectiveSettings":
@@ -83,6 +81,10 @@ class ObjectiveSettings(Settings):
                 "max_length belongs to aggregation = constant_length or sum_over_length and to no other"
             )
         return self
+
+    def idle(self) -> frozenset[str]:
+        """The kind of a KL that nothing weighs."""
+        return frozenset() if self.kl_weight else frozenset({"kl_estimator"})
 
     @property
     def label(self) -> str:

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,8 @@ class SearchResult:
 
 class SearchConfig(Settings):
     """How many passages a query returns and how long each may be."""
+
+    details: ClassVar[frozenset[str]] = frozenset({"title_weight"})
 
     top_k: int = Field(default=5, ge=1, le=100)
     """Passages a query returns at most."""

@@ -2,6 +2,8 @@
 moment.
 """
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from outrider.config import Settings
@@ -28,6 +30,8 @@ class OptimizerSettings(Settings):
     first share.
     """
 
+    details: ClassVar[frozenset[str]] = frozenset({"beta1", "beta2"})
+
     learning_rate: float = Field(1e-6, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -49,6 +53,8 @@ class ColdStartSettings(Settings):
     examples: no cold start.
     """
 
+    details: ClassVar[frozenset[str]] = frozenset({"num_epochs", "warmup_steps"})
+
     num_examples: int = Field(0, ge=0)
     demonstrations: str | None = None
     num_epochs: int = Field(1, ge=1)
@@ -68,6 +74,8 @@ class UpdateSettings(Settings):
     nats): a template or weight fault, not noise. ``checkpoint_activations`` trades a second forward pass for
     the memory of the layers' activations.
     """
+
+    details: ClassVar[frozenset[str]] = frozenset({"max_logprob_gap"})
 
     num_mini_batches: int = Field(1, ge=1)
     num_epochs: int = Field(1, ge=1)

@@ -114,6 +114,21 @@ class RunSettings(Settings):
             return self.rollout
         return self.rollout.model_copy(update={"step_timeout_s": self.rollout.step_timeout_s + waiting})
 
+    def idle(self) -> frozenset[str]:
+        """Sections that nothing of this run reads."""
+        no_cold_start = not self.cold_start.num_examples
+        reads_buffer = self.algorithm.retrieves or self.cold_start.retrieve_share > 0
+        rules = {
+            "buffer": not reads_buffer,
+            "rollout.max_splice_tokens": not reads_buffer,
+            "cold_start": no_cold_start,
+            "cold_start.tip_share": self.algorithm.tip_memory is None,
+            "evaluation.memory": not self.evaluation.num_trials,
+            "optimizer": not self.train.num_steps,
+            "update": not self.train.num_steps,
+        }
+        return frozenset(name for name, rests in rules.items() if rests)
+
     @model_validator(mode="after")
     def _possible(self) -> "RunSettings":
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:

@@ -5,7 +5,7 @@ Sources: docs/algorithms/objectives.md.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -82,6 +82,8 @@ class SamplerCorrection(Settings):
     ``level`` says whose ratio it is: each token's, the product over its rollout, or the product's n-th root.
     ``outside``: a weight beyond a bound is put on it, or to 0.
     """
+
+    details: ClassVar[frozenset[str]] = frozenset({"level", "outside"})
 
     upper: float = Field(2.0, gt=0)
     lower: float | None = Field(None, ge=0)
@@ -177,21 +179,6 @@ def in_new_spelling(recorded: Mapping[str, Any]) -> dict[str, Any]:
             new: recorded[old] for old, new in names.items() if old in recorded
         }
     return table
-
-
-def with_defaults(kind: type[Settings], given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with its sections ``loss`` and ``sampler_correction`` filled up by those of the class
-    ``kind``, whose numbers may be a method's own.
-    """
-    filled = dict(given)
-    for name in ("loss", "sampler_correction"):
-        table, default = given.get(name), kind.model_fields[name].default
-        if not isinstance(table, Mapping):
-            continue
-        own = default.model_dump() if isinstance(default, Settings) else {}
-        is_same_kind = table.get("type", own.get("type")) == own.get("type")
-        filled[name] = {**own, **table} if is_same_kind else dict(table)
-    return filled
 
 
 def plain_clip(loss: LossSettings, *, method: str) -> ClipLoss:

@@ -68,6 +68,12 @@ class Empo2Settings(OffPolicyObjective):
     novelty_threshold: float = Field(0.9, ge=-1, le=1)
     memory: MemorySettings = MemorySettings()
 
+    def idle(self) -> frozenset[str]:
+        """How to count states that add nothing to a return, and what tips need that nobody sees."""
+        states = set() if self.intrinsic_coefficient else {"intrinsic_where_tied", "novelty_threshold"}
+        shown = {"off_policy_probability", "memory", "old_context", "student_mask", "min_probability"}
+        return super().idle() | states | (set() if self.memory_probability else shown)
+
     @property
     def tip_memory(self) -> MemorySettings:
         """The section ``memory``."""

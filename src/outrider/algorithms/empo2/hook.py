@@ -5,7 +5,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,8 @@ class MemorySettings(Settings):
     bounds those of a turn, ``max_prompt_tokens`` those of an episode's context. ``max_tip_tokens`` bounds a
     tip. A buffer holds ``capacity``.
     """
+
+    details: ClassVar[frozenset[str]] = frozenset({"capacity", "eviction", "max_prompt_tokens", "rank"})
 
     embedder: EmbedderName = "minilm"
     writer: Literal["policy", "environment"] = "policy"

@@ -7,7 +7,7 @@ Equation -> function: Eq. 2, 5-10 in :mod:`outrider.algorithms.rapo.formulas`; E
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -41,6 +41,8 @@ class RapoSettings(ObjectiveSettings):
     where it gives one.
     """
 
+    details: ClassVar[frozenset[str]] = frozenset({"quality", "timing", "sign"})
+
     type: Literal["rapo"] = "rapo"
     loss: LossSettings = ClipLoss(clip_low=0.28, clip_high=0.28)
     aggregation: Literal[
@@ -54,6 +56,12 @@ class RapoSettings(ObjectiveSettings):
     sign: Literal["decrease", "increase"] = "decrease"
     retrieval: RetrievalSettings = RetrievalSettings()
     branch: BranchSettings | None = None
+
+    def idle(self) -> frozenset[str]:
+        """How to retrieve where nobody does, and the parts of a retrieval reward that has no weight."""
+        parts = set() if self.advantage_weight and self.num_hybrid else {"quality", "timing", "sign"}
+        rest = set() if self.num_hybrid else {"retrieval", "advantage_weight", "ratio_weight"}
+        return super().idle() | parts | rest
 
     @property
     def depends_on_num_steps(self) -> bool:

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,8 @@ class DatasetConfig(Settings):
     """Where a split's rows are and which columns hold what. Dotted names go into nested columns
     (``reward_model.ground_truth``).
     """
+
+    details: ClassVar[frozenset[str]] = frozenset({"hub_split", "question", "answer", "blank_answers"})
 
     path: Path | None = None
     """A ``.jsonl`` or ``.parquet`` file."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,8 @@ REPEATED = "This was asked before. Ask something else or answer."
 
 class EpisodeConfig(EnvironmentSettings):
     """Limits and reward of a tool-reasoning episode."""
+
+    details: ClassVar[frozenset[str]] = frozenset({"max_invalid", "repeated"})
 
     max_calls: int = Field(default=3, ge=0)
     """Tool calls that an episode may execute, all tools together. The next one is refused once, with the

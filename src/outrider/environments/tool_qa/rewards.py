@@ -4,7 +4,7 @@ string.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,8 @@ from outrider.environments.tool_qa.tag_protocol import Answer, Turn, format_faul
 
 class RewardConfig(Settings):
     """How an answer becomes a reward (ARPO, arXiv 2507.19849, equation 8, is the default)."""
+
+    details: ClassVar[frozenset[str]] = frozenset({"require_boxed"})
 
     answer: Literal["f1", "em", "math"] = "f1"
     """Correctness: token F1, exact match after normalisation, or mathematical equivalence (both 0 or 1)."""

@@ -2,7 +2,7 @@
 
 RECIPE = """\
 # A starting recipe for Outrider.
-#   outrider train THIS_FILE --dry-run           print every setting with its value
+#   outrider train THIS_FILE --dry-run           print the settings that apply, and who set each
 #   outrider train THIS_FILE --run runs/first    train; continue with: outrider train --resume runs/first
 #   outrider eval  THIS_FILE --run runs/base     evaluate the untrained model
 # Any setting can be overridden on the command line: train.num_steps=20

@@ -32,6 +32,11 @@ ROUNDING: Final = {
     "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent", "environment.num_workers",
     "update.max_tokens", "update.checkpoint_activations",
 }  # fmt: skip
+UNSEEN: Final = {
+    **dict.fromkeys(FREE, "moves no number"),
+    **dict.fromkeys(ROUNDING, "moves speed and rounding alone"),
+}
+"""Why somebody who reads resolved settings need not see the default of a key."""
 # How far a run goes, and how often it is measured.
 _LENGTH: Final = {"train.num_steps", "train.max_policy_tokens", "evaluation.every"}
 

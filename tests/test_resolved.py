@@ -1,0 +1,131 @@
+"""What ``--dry-run`` shows: what applies, who set it, and nothing that would be lost on reading it back."""
+
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from outrider.cli import main
+from outrider.config import load_settings
+from outrider.plugins.names import BUILT_IN
+from outrider.plugins.registry import settings_of
+from outrider.resolved import Leaf, given_by, leaves, show
+from outrider.train.settings import RunSettings
+from outrider.train.state.same_settings import UNSEEN
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
+MOST = 60  # what a person reads
+
+
+def resolved(file: Path | None, *overrides: str) -> tuple[RunSettings, list[Leaf]]:
+    settings = load_settings(RunSettings, file=file, overrides=overrides)
+    return settings, leaves(settings, given=given_by(file, overrides), unseen=UNSEEN)
+
+
+def shown(found: list[Leaf]) -> dict[str, Leaf]:
+    return {leaf.key: leaf for leaf in found if leaf.left_out is None}
+
+
+def needs(environment: str, algorithm: str) -> list[str]:
+    """What the pair cannot do without."""
+    data = [f'environment.{split}={{path = "{split}.jsonl"}}' for split in ("train", "test")]
+    given = [*data, "environment.corpus=pages.jsonl"] if environment == "tools" else []
+    if algorithm == "luffy" and environment == "tools":
+        given.append("algorithm.demonstrations=shown.jsonl")
+    return given
+
+
+def presets(algorithm: str) -> list[str | None]:
+    field = settings_of("algorithms", algorithm).model_fields.get("preset")
+    return [None] if field is None else list(get_args(field.annotation))
+
+
+PAIRS = [(one, other) for one in BUILT_IN["environments"] for other in BUILT_IN["algorithms"]]
+
+
+@pytest.mark.parametrize(("environment", "algorithm"), PAIRS)
+def test_a_person_reads_at_most_sixty_settings_of_any_pair(environment: str, algorithm: str) -> None:
+    for preset in presets(algorithm):
+        chosen = [f"environment.type={environment}", f"algorithm.type={algorithm}"]
+        chosen += [f"algorithm.preset={preset}"] if preset else []
+        settings, found = resolved(None, *chosen, *needs(environment, algorithm))
+        assert len(shown(found)) <= MOST
+        assert RunSettings.model_validate(tomllib.loads(show(found))) == settings
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_what_a_recipe_sets_is_shown_as_its_own_and_the_rest_reads_back(recipe: Path) -> None:
+    settings, found = resolved(recipe, "seed=7")
+    assert RunSettings.model_validate(tomllib.loads(show(found))) == settings
+    assert shown(found)["seed"].by == "command" and shown(found)["model.name"].by in ("recipe", "default")
+    given = {key for key, by in given_by(recipe, []).items() if by == "recipe"} - {"seed"}
+    assert {key for key, leaf in shown(found).items() if leaf.by == "recipe"} == given
+
+
+def test_the_demo_shows_at_most_sixty() -> None:
+    _, found = resolved(RECIPES[0].with_name("demo.toml"))
+    assert len(shown(found)) <= MOST
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "by"),
+    [
+        ("algorithm.preset=dapo-official", "algorithm.loss.clip_high", "preset dapo-official"),
+        ("algorithm.preset=dapo-official", "algorithm.sampler_correction", "preset dapo-official"),
+        ("algorithm.preset=dapo-official", "algorithm.overlong.counted", "preset dapo-official"),
+        ("algorithm.loss.clip_high=0.2", "algorithm.loss.clip_high", "command"),
+        ("algorithm={type = 'grpo', loss = {clip_low = 0.1}}", "algorithm.loss.clip_low", "command"),
+        ("seed=0", "algorithm.loss.clip_low", "default"),
+        ("train.watchdog_s=300.0", "train.watchdog_s", "command"),
+        ("model.lora.rank=4", "model.lora.rank", "command"),
+        ("model.lora.rank=4", "model.lora.alpha", "default"),
+    ],
+)
+def test_who_set_it(override: str, key: str, by: str) -> None:
+    _, found = resolved(None, "environment.type=factbook", "algorithm.type=grpo", override)
+    assert shown(found)[key].by == by
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        ([], "buffer.keep_best", "without effect"),
+        (["algorithm.type=rapo"], "buffer.keep_best", None),
+        (["algorithm.type=rapo", "algorithm.num_hybrid=0"], "algorithm.retrieval.probability", "without effect"),
+        ([], "algorithm.kl_estimator", "without effect"),
+        (["algorithm.kl_weight=0.1"], "algorithm.kl_estimator", None),
+        ([], "train.watchdog_s", "moves no number"),
+        ([], "num_threads", "rounding"),
+        ([], "algorithm.positive_nll", "off"),
+        ([], "seed", None),
+        ([], "evaluation.temperature", None),
+        ([], "optimizer.beta1", "details"),
+        (["optimizer.beta1=0.8"], "optimizer.beta1", None),
+        (["algorithm.type=empo2", "algorithm.intrinsic_coefficient=0"], "algorithm.novelty_threshold", "without effect"),
+    ],
+)  # fmt: skip
+def test_only_defaults_that_say_nothing_are_left_out(overrides: list[str], key: str, why: str | None) -> None:
+    _, found = resolved(None, "environment.type=factbook", "algorithm.type=grpo", *overrides)
+    left_out = {leaf.key: leaf.left_out for leaf in found}[key]
+    assert left_out is None if why is None else why in str(left_out)
+
+
+def test_every_setting_is_shown_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", str(RECIPES[0].with_name("demo.toml")), "--dry-run"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    settings, found = resolved(RECIPES[0].with_name("demo.toml"))
+    assert printed == show(found) + "\n"
+    every: dict[str, Any] = settings.model_dump(mode="json")
+    assert len(found) == sum(1 for _ in flat(every))
+    for leaf in found:
+        assert leaf.key in printed if leaf.left_out else f"{leaf.key.rpartition('.')[2]} = " in printed
+
+
+def flat(tree: dict[str, Any]) -> Any:
+    for value in tree.values():
+        if isinstance(value, dict) and value:
+            yield from flat(value)
+        else:
+            yield value
