@@ -75,7 +75,8 @@ class RapoSettings(ObjectiveSettings):
             )
         if not self.quality and self.timing == "none":
             raise ValueError(
-                "quality = false with timing = none leaves no retrieval reward: set advantage_weight = 0 instead"
+                "quality = false with timing = none leaves no retrieval reward: "
+                "set advantage_weight = 0 instead"
             )
         if not self.quality and self.sign == "increase":
             raise ValueError("sign acts on the quality term, which is off")
@@ -96,11 +97,13 @@ class RapoSettings(ObjectiveSettings):
     def _can_branch(self, branch: BranchSettings) -> None:
         if branch.first_wave >= self.group_size and not branch.pre_monitor:
             raise ValueError(
-                f"branch.first_wave {branch.first_wave} leaves no place for forks in group_size {self.group_size}"
+                f"branch.first_wave {branch.first_wave} leaves no place for forks "
+                f"in group_size {self.group_size}"
             )
         if branch.attribution == "hard" and self.ratio_weight > 0:
             raise ValueError(
-                "branch.attribution = hard needs ratio_weight = 0: leaves of one token would scale its ratio differently"
+                "branch.attribution = hard needs ratio_weight = 0: leaves "
+                "of one token would scale its ratio differently"
             )
         require_countable(
             branch.attribution,

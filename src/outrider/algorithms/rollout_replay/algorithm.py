@@ -72,7 +72,8 @@ class RolloutReplaySettings(ObjectiveSettings):
     def _possible(self) -> "RolloutReplaySettings":
         if self.loss != "clip" or self.dual_clip is not None or self.keep_clipped_gradient:
             raise ValueError(
-                "rollout_replay has a token loss of its own: loss = clip, without dual_clip and keep_clipped_gradient"
+                "rollout_replay has a token loss of its own: loss = clip, "
+                "without dual_clip and keep_clipped_gradient"
             )
         return self
 

@@ -76,7 +76,8 @@ def load_tasks(config: DatasetConfig) -> list[Task]:
         tasks[task.key] = task
     if blank and config.blank_answers == "error":
         raise DataError(
-            f'{blank[0]}: column {config.answer!r} holds a blank answer; blank_answers = "drop" leaves such rows out'
+            f"{blank[0]}: column {config.answer!r} holds a blank answer; "
+            'blank_answers = "drop" leaves such rows out'
         )
     if blank:
         logging.getLogger(__name__).warning(

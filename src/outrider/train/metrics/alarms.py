@@ -17,7 +17,8 @@ def step_alarms(
     num, num_masked = values.get("rollout/num", 0.0), values.get("rollout/num_masked", 0.0)
     if num and num_masked == num:
         lines.append(
-            f"ALARM: every rollout of step {step} was lost to a fault; nothing was learned: {fault_line(fault_reasons)}"
+            f"ALARM: every rollout of step {step} was lost to a fault; "
+            f"nothing was learned: {fault_line(fault_reasons)}"
         )
     elif fault_reasons:
         lines.append(
@@ -38,6 +39,9 @@ def skipped_alarms(step: int, values: Mapping[str, float]) -> list[str]:
     """After optimiser steps, also those of a cold start."""
     if skipped := values.get("grad/num_skipped"):
         return [
-            f"ALARM: {skipped:.0f} optimiser step(s) of step {step} were skipped: a log-prob or gradient was not finite"
+            (
+                f"ALARM: {skipped:.0f} optimiser step(s) of step {step} were skipped: "
+                "a log-prob or gradient was not finite"
+            )
         ]
     return []

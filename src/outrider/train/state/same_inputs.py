@@ -67,7 +67,8 @@ def other_inputs(
             else "put its code back, go on with --changed-plugins"
         )
         raise CheckpointError(
-            f"not what this run began with: {', '.join(refused)}; {way_out}, or begin a new run with model.initial_checkpoint"
+            f"not what this run began with: {', '.join(refused)}; {way_out}, "
+            "or begin a new run with model.initial_checkpoint"
         )
     lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in of_version]
     return lines + [
