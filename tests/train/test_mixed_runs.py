@@ -128,8 +128,8 @@ def test_rapo_without_hybrid_rollouts_is_grpo_with_its_clip_and_aggregation(reci
     rest = ("algorithm.group_size=4", "update.num_mini_batches=2", "optimizer.learning_rate=3e-3")
     off = train(recipe, "rapo-off", "algorithm.num_hybrid=0", *rest, num_steps=2)
     equal = train(
-        recipe, "grpo-as-rapo", "algorithm.type=grpo", *(f"algorithm.{name}={value}" for name, value in apart.items()), *rest,
-        num_steps=2,
+        recipe, "grpo-as-rapo", "algorithm.type=grpo",
+        *(f"algorithm.{name}={value}" for name, value in apart.items()), *rest, num_steps=2,
     )  # fmt: skip
     plain = train(recipe, "grpo-plain", "algorithm.type=grpo", *rest, num_steps=2)
     assert same_weights(off, equal, step=2) and not same_weights(off, plain, step=2)
@@ -166,9 +166,9 @@ def test_with_fresh_groups_alone_replay_is_grpo_bit_for_bit(recipe: Path) -> Non
 @pytest.mark.parametrize("selection", ["order", "difficulty"])
 def test_replay_trains_on_stored_groups_and_plays_fewer(recipe: Path, selection: str) -> None:
     run = train(
-        recipe, selection, "algorithm.type=rollout_replay", f"algorithm.selection={selection}", "train.tasks_per_step=4",
-        "algorithm.num_fresh_steps=2", "algorithm.group_size=8", "update.num_mini_batches=2", "optimizer.learning_rate=3e-3",
-        num_steps=6,
+        recipe, selection, "algorithm.type=rollout_replay", f"algorithm.selection={selection}",
+        "train.tasks_per_step=4", "algorithm.num_fresh_steps=2", "algorithm.group_size=8",
+        "update.num_mini_batches=2", "optimizer.learning_rate=3e-3", num_steps=6,
     )  # fmt: skip
     records = steps(run)
     assert [record["rollout/num"] for record in records] == [32, 32, 16, 16, 16, 16]
