@@ -417,8 +417,10 @@ def test_no_signal_is_exactly_zero_and_impossible_input_raises() -> None:
         ([0.2, 0.8], ["a", "b"], "inner", "singleton"),
         ([0.2, 0.2, 0.8], ["a", "a", "b"], "nested", "no_spread"),
     ):
-        credit = tree_advantages_per_leaf(  # type: ignore[arg-type]
-            returns=returns, trees=trees, combination=combination
+        credit = tree_advantages_per_leaf(
+            returns=returns,
+            trees=trees,
+            combination=combination,  # type: ignore[arg-type]
         )
         assert (credit.has_signal, credit.reason, credit.values.any()) == (False, reason, False)
     for call in (

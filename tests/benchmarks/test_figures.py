@@ -165,7 +165,7 @@ def packed(root: Path) -> Path:
     }
     write_record(root, "seeds", {"kind": "scores", "num_tasks": 6, "pack": "first", "pack_seeds": [0, 1],
                                  "views": views,  # type: ignore[dict-item]
-                                 "evaluations": evaluations})  # fmt: skip
+                                 "evaluations": evaluations})  # type: ignore[dict-item]  # fmt: skip
     write_record(
         root,
         "toy",

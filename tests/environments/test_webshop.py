@@ -124,8 +124,8 @@ def test_task_score_and_training_return(
         "price_ok",
         "type_factor",
     )
-    measured = webshop_reward.PurchaseScore(  # type: ignore[arg-type]
-        **dict(zip(names, case, strict=True))
+    measured = webshop_reward.PurchaseScore(
+        **dict(zip(names, case, strict=True))  # type: ignore[arg-type]
     ).value
     assert measured == pytest.approx(score, abs=1e-6)
     assert training_return(measured, "success10") == reward
@@ -731,8 +731,8 @@ def test_the_released_scoring_takes_a_point_from_a_right_choice() -> None:
             for task in all_tasks(family())
             if task.metadata["product"] == MAT
             and ["size", "standard"]
-            in list(  # type: ignore[arg-type]
-                task.metadata["options"]
+            in list(
+                task.metadata["options"]  # type: ignore[arg-type]
             )
         )
         buy(environment, MAT, ["standard"])
@@ -966,8 +966,10 @@ def test_the_known_defect_on_the_published_set() -> None:
     for scoring in lost:
         for goal in goals:
             rightly = [value for _, value in goal.options]
-            lost[scoring] += num_options_hit(  # type: ignore[arg-type]
-                rightly, goal.options, scoring
+            lost[scoring] += num_options_hit(
+                rightly,
+                goal.options,
+                scoring,  # type: ignore[arg-type]
             ) < len(goal.options)
     assert lost["fixed"] == 0
     assert 350 <= lost["released"] <= 550  # an audit of the released engine counted 458

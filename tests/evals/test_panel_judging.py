@@ -60,8 +60,13 @@ def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> No
     )  # fmt: skip
     grader = Interrupted(rules=find_variant("default"), kind="qa", scorer="judge")
     with pytest.raises(KeyboardInterrupt):
-        play_panel(  # type: ignore[arg-type]
-            panel, Nobody(), grader, store, num_samples=1, display=NullProgress()
+        play_panel(
+            panel,
+            Nobody(),  # type: ignore[arg-type]
+            grader,
+            store,
+            num_samples=1,
+            display=NullProgress(),
         )
     store.close()
     again = PanelStore.open(tmp_path / "r.jsonl", identity={})

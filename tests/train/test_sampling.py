@@ -227,8 +227,11 @@ def test_a_step_is_played_by_the_run_s_settings() -> None:
     )
     rule = DynamicSamplingSettings(max_extra_batches=1)
     scheduler = Chosen(lambda task, call: [0.5, 0.5])
-    dapo = play_step(  # type: ignore[arg-type]
-        parts_of(Page(GrpoSettings(dynamic_sampling=rule))), scheduler, step=0, cursor=0
+    dapo = play_step(
+        parts_of(Page(GrpoSettings(dynamic_sampling=rule))),
+        scheduler,  # type: ignore[arg-type]
+        step=0,
+        cursor=0,
     )
     assert dapo.choice.groups is not None and (len(dapo.traces), dapo.trained) == (8, [])
 
