@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (rows of tables)
 """Hostile data, servers, pages and texts: each check says what got through; empty for nothing."""
 
 import contextlib
@@ -44,10 +43,13 @@ _ODD = (
 )
 _KEY = "sk-attacked-0123456789"
 _SCRIPTS = (
-    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</style><script>alert(1)</script>", "</textarea><svg onload=alert(1)>",
-    "\" onmouseover=alert(1) x=\"", "' autofocus onfocus=alert(1) '", "javascript:alert(1)", "<!--<script>", "]]><script>alert(1)</script>",
-    "<a href=javascript:alert(1)>x</a>", "<iframe srcdoc='<script>alert(1)</script>'>", "{{ 7 * 7 }}{% include '/etc/passwd' %}",
-    "&lt;script&gt;", "<meta http-equiv=refresh content='0;url=http://x'>", "<base href=http://x>", "\u2028<script>\u2029", "<\x00script>",
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</style><script>alert(1)</script>",
+    "</textarea><svg onload=alert(1)>", "\" onmouseover=alert(1) x=\"", "' autofocus onfocus=alert(1) '",
+    "javascript:alert(1)", "<!--<script>", "]]><script>alert(1)</script>",
+    "<a href=javascript:alert(1)>x</a>", "<iframe srcdoc='<script>alert(1)</script>'>",
+    "{{ 7 * 7 }}{% include '/etc/passwd' %}", "&lt;script&gt;",
+    "<meta http-equiv=refresh content='0;url=http://x'>", "<base href=http://x>", "\u2028<script>\u2029",
+    "<\x00script>",
 )  # fmt: skip
 
 
@@ -121,14 +123,19 @@ def _spoiled(name: str, draw: random.Random) -> bytes:
     return bytes(content)
 
 
-_STATUS = (b"HTTP/1.1 200 OK", b"HTTP/1.1 500 no " + _KEY.encode(), b"HTTP/1.1 401 no", _KEY.encode(), b"HTTP/1.1 302 Found", b"", b"\x1b[2J",
-           b"HTTP/1.1 103 Early", b"HTTP/1.1 429 slow", b"HTTP/9.9 99999 x", b"HTTP/1.1 204 none")  # fmt: skip
-_HEADERS = (b"", b"Transfer-Encoding: chunked\r\n", b"Content-Length: 99999999999\r\n", b"Content-Length: -1\r\n", b"Content-Length: 5\r\n",
-            b"Content-Encoding: gzip\r\n", b"Location: http://127.0.0.1:1/\r\n", b"X: " + b"a" * 200_000 + b"\r\n", b"Retry-After: 99999999\r\n",
-            b"Retry-After: nan\r\n", _KEY.encode() + b"\r\n")  # fmt: skip
-_BODIES = (b"", b"1\r\n \r\n" * 5000, b'{"error": "\x1b[2J\\u001b[2J ' + _KEY.encode() + b'"}', b"[" * 100_000, b'{"choices": [{"message": {"content": 5}}]}',
-           b'{"choices": [{"message": {"content": "ok"}, "finish_reason": "stop"}], "usage": {"completion_tokens": 1e999}}', b"\xff\xfe",
-           b"9" * 5000, b'{"data": [{"id": "\\u001b[2J"}]}', bytes(70_000), b"ffffffffffffffff\r\n" + _KEY.encode())  # fmt: skip
+_STATUS = (b"HTTP/1.1 200 OK", b"HTTP/1.1 500 no " + _KEY.encode(), b"HTTP/1.1 401 no", _KEY.encode(),
+           b"HTTP/1.1 302 Found", b"", b"\x1b[2J", b"HTTP/1.1 103 Early", b"HTTP/1.1 429 slow",
+           b"HTTP/9.9 99999 x", b"HTTP/1.1 204 none")  # fmt: skip
+_HEADERS = (b"", b"Transfer-Encoding: chunked\r\n", b"Content-Length: 99999999999\r\n",
+            b"Content-Length: -1\r\n", b"Content-Length: 5\r\n", b"Content-Encoding: gzip\r\n",
+            b"Location: http://127.0.0.1:1/\r\n", b"X: " + b"a" * 200_000 + b"\r\n",
+            b"Retry-After: 99999999\r\n", b"Retry-After: nan\r\n", _KEY.encode() + b"\r\n")  # fmt: skip
+_BODIES = (b"", b"1\r\n \r\n" * 5000, b'{"error": "\x1b[2J\\u001b[2J ' + _KEY.encode() + b'"}',
+           b"[" * 100_000, b'{"choices": [{"message": {"content": 5}}]}',
+           (b'{"choices": [{"message": {"content": "ok"}, "finish_reason": "stop"}], "usage": '
+            b'{"completion_tokens": 1e999}}'), b"\xff\xfe",
+           b"9" * 5000, b'{"data": [{"id": "\\u001b[2J"}]}', bytes(70_000),
+           b"ffffffffffffffff\r\n" + _KEY.encode())  # fmt: skip
 
 
 def endpoint(seed: int) -> str:
@@ -210,13 +217,14 @@ def page(seed: int) -> str:
             f"[model]\nname = {json.dumps(text[0])}\n[algorithm]\ntype = {json.dumps(text[1])}\n"
         )
         score = {"value": 0.5, "ci_low": 0.1, "ci_high": 0.9}
-        lines = [{"label": text[2], "split": text[3], "num_tasks": 1, "step": step, "temperature": 1.0, "panel_hash": text[4],
-                  "metric": {text[5]: score}} for step in (1, 2)]  # fmt: skip
+        lines = [{"label": text[2], "split": text[3], "num_tasks": 1, "step": step, "temperature": 1.0,
+                  "panel_hash": text[4], "metric": {text[5]: score}} for step in (1, 2)]  # fmt: skip
         (run / "evaluations.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
         ends = {"outcome": Outcome.FINISHED, "episode_return": 1.0, "advantage": 0.0, "hybrid": False}
         forked = json.dumps({"num_forks": 1, "tool": text[0]})
-        rows = [TraceRow(step=1, task_key=text[0], trace_id=text[1], node_id=i, parent_id=parent, rollout=0, origin=Origin.POLICY, text=text[i],
-                         tokens=(text[i],), logprobs=(-1.0,), entropies=(1.0,), metadata=forked, **(ends if i else {}))
+        rows = [TraceRow(step=1, task_key=text[0], trace_id=text[1], node_id=i, parent_id=parent, rollout=0,
+                         origin=Origin.POLICY, text=text[i], tokens=(text[i],), logprobs=(-1.0,),
+                         entropies=(1.0,), metadata=forked, **(ends if i else {}))
                 for i, parent in ((0, -1), (1, 0), (2, 0))]  # fmt: skip
         TraceWriter(run / "traces").write(1, rows)
         written = write_report(run).read_text()
@@ -229,7 +237,8 @@ def page(seed: int) -> str:
 
 _MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

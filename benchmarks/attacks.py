@@ -1,7 +1,8 @@
 """Attacks on the library: hostile programs in the sandbox, hostile files, servers, pages and chat markers.
 Nothing may get through.
 
-    python -m benchmarks.attacks [--areas sandbox data endpoint html tokens] [--count 300] [--out runs/attacks.jsonl]
+    python -m benchmarks.attacks [--areas sandbox data endpoint html tokens] [--count 300]
+                                 [--out runs/attacks.jsonl]
 
 ``--count`` is the number of seeds of each area but the sandbox, which runs all of its programs. Every attack
 is written down when it is over; the same command goes on where it was stopped. Exit status 1 when anything

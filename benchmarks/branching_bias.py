@@ -128,7 +128,8 @@ def lowest_cosines(rule: Rule, *, num_trees: int, leaves: int, first_wave: int) 
         found.append(
             (cosine(estimate[0], truth[0]), cosine(estimate[1:], truth[1:]), cosine(estimate, truth))
         )
-    return tuple(min(column) for column in zip(*found, strict=True))  # type: ignore[return-value]  # three columns
+    # three columns
+    return tuple(min(column) for column in zip(*found, strict=True))  # type: ignore[return-value]
 
 
 def one_first_turn(*, num_trees: int) -> tuple[float, float]:
@@ -150,7 +151,8 @@ def main() -> None:
     parser.add_argument("--trees", type=int, default=60)
     arguments = parser.parse_args()
     print(
-        f"lowest cosine to the exact gradient, {arguments.trees} random trees, M = 3, N = 2, soft, leave-one-out"
+        f"lowest cosine to the exact gradient, {arguments.trees} random trees, "
+        "M = 3, N = 2, soft, leave-one-out"
     )
     print(f"{'rule':20} {'first turn':>11} {'second turn':>12} {'whole vector':>13}")
     for name, rule in RULES.items():

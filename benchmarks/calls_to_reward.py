@@ -1,6 +1,7 @@
 """How many tool calls a method executes until its rollouts earn a given reward.
 
-    python -m benchmarks.calls_to_reward runs/demo-compare [DIR ...] [--levels 0.2 0.3 0.4] [--methods grpo arpo-threshold]
+    python -m benchmarks.calls_to_reward runs/demo-compare [DIR ...] [--levels 0.2 0.3 0.4]
+                                                           [--methods grpo arpo-threshold]
 
 Reads the runs ``METHOD-SEED`` of ``benchmarks.learning`` (or of a pack's ``runs``). A level is reached at the
 end of the first step from which the mean training reward of the last three steps is as high; the calls are

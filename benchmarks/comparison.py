@@ -14,8 +14,8 @@ from outrider.train.settings import RunSettings
 
 # what may change between two calls: it decides how fast and how safely, not what is computed
 _FREE: Final = frozenset((
-    "num_threads", "train.checkpoint_every", "train.keep_checkpoints", "train.max_retries", "train.expert_timeout_s", "train.watchdog_s",
-    "trackers", "evaluation.at_start",
+    "num_threads", "train.checkpoint_every", "train.keep_checkpoints", "train.max_retries",
+    "train.expert_timeout_s", "train.watchdog_s", "trackers", "evaluation.at_start",
 ))  # fmt: skip
 
 

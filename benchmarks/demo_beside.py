@@ -1,7 +1,8 @@
 """The demo's run beside the recorded ones: RAPO, and GRPO from the same cold starts at the same policy
 tokens, seed by seed.
 
-    python -m benchmarks.demo_beside [--run runs/demo] [--runs records/packs/demo.pack/runs] [--out runs/demo/beside.html]
+    python -m benchmarks.demo_beside [--run runs/demo] [--runs records/packs/demo.pack/runs]
+                                     [--out runs/demo/beside.html]
 
 Prints the held-out scores with paired gains over the cold start, and writes a page with two charts: rewards
 while training, and scores before and after. ``make demo`` ends with it, ``make demo-compare`` makes such runs
@@ -30,14 +31,21 @@ from outrider.watch.curves import Chart, Point, Series, svg_chart
 METHODS: Final = {"rapo": "RAPO", "grpo": "GRPO"}
 _PAGE: Final = Markup(
     """<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>Outrider: the demo beside its recorded seeds</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">\
+<title>Outrider: the demo beside its recorded seeds</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <style>:root {{ color-scheme: light; }}
-body {{ margin: 0 auto; padding: 1.5rem; max-width: 62rem; font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; }}
-svg {{ width: 30rem; max-width: 100%; }} svg text {{ fill: #57606a; font: 11px system-ui, sans-serif; }} .title {{ font-weight: 600; }}
-.grid {{ stroke: #d0d7de; stroke-width: .6; }} .axis {{ stroke: #57606a; }} .line {{ fill: none; stroke-width: 2; }}
-.s0 {{ stroke: #0072b2; }} .s1 {{ stroke: #d55e00; }} .s2 {{ stroke: #007a5a; }} .line.s1 {{ stroke-dasharray: 6 3; }}
-.dot.s0 {{ fill: #0072b2; }} .dot.s1 {{ fill: #d55e00; }} .dot.s2 {{ fill: #007a5a; }} .raw {{ opacity: .35; }}</style></head>
+body {{ margin: 0 auto; padding: 1.5rem; max-width: 62rem; \
+font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; }}
+svg {{ width: 30rem; max-width: 100%; }} \
+svg text {{ fill: #57606a; font: 11px system-ui, sans-serif; }} \
+.title {{ font-weight: 600; }}
+.grid {{ stroke: #d0d7de; stroke-width: .6; }} .axis {{ stroke: #57606a; }} \
+.line {{ fill: none; stroke-width: 2; }}
+.s0 {{ stroke: #0072b2; }} .s1 {{ stroke: #d55e00; }} .s2 {{ stroke: #007a5a; }} \
+.line.s1 {{ stroke-dasharray: 6 3; }}
+.dot.s0 {{ fill: #0072b2; }} .dot.s1 {{ fill: #d55e00; }} .dot.s2 {{ fill: #007a5a; }} \
+.raw {{ opacity: .35; }}</style></head>
 <body><h1>The demo beside its recorded seeds</h1><p>{}</p>{}{}</body></html>
 """
 )

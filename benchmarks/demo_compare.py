@@ -1,6 +1,7 @@
 """RAPO against GRPO on the demo's task, from one cold start, at an equal number of policy tokens, over seeds.
 
-    python benchmarks/demo_compare.py --out runs/compare [--rapo runs/demo] [--seeds 3] [--recipe recipes/demo.toml] [key=value ...]
+    python benchmarks/demo_compare.py --out runs/compare [--rapo runs/demo] [--seeds 3]
+                                                         [--recipe recipes/demo.toml] [key=value ...]
 
 Every run is resumable: a second call continues where the first was stopped. Prints held-out scores with 95 %
 intervals, seconds and policy tokens a step, and executed tool calls.

@@ -50,7 +50,10 @@ def main() -> None:
         "one pass an episode, off-policy": lambda: off_policy(policy, paths, arguments.max_tokens),
     }
     seconds, tokens = measure(sides, arguments.repeats)
-    title = f"{arguments.episodes} episodes of {arguments.turns} turns, {precision}, medians of {arguments.repeats}"
+    title = (
+        f"{arguments.episodes} episodes of {arguments.turns} turns, {precision}, "
+        f"medians of {arguments.repeats}"
+    )
     table = Table("update", "seconds", "computed tokens", "time against one pass", title=title)
     for name in sides:
         table.add_row(

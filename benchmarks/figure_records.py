@@ -336,6 +336,6 @@ _FORMS: Final[Mapping[str, Callable[[Scores, Sequence[SeedScores], View], str]]]
     "seeds": _by_seed, "intervals": _with_intervals, "summary": _summary
 }  # fmt: skip
 _RENDER: Final[Mapping[str, Callable[[Any, Path], dict[str, str]]]] = {
-    "cells": _cells, "values": _values, "scores": _scores, "runs": _runs, "gains": _gains, "toys": _toys, "factbook": _factbook,
-    "calls": _calls,
+    "cells": _cells, "values": _values, "scores": _scores, "runs": _runs, "gains": _gains, "toys": _toys,
+    "factbook": _factbook, "calls": _calls,
 }  # fmt: skip

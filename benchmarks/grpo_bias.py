@@ -236,7 +236,8 @@ def main() -> None:
             for estimator in (one for one in ESTIMATORS if not (one.retrieves and setting == "ragged")):
                 cosine, relative, rescaled = measure(trees, estimator, group_size=group_size)
                 print(
-                    f"{setting:8} {group_size:2d} {estimator.name:28} {cosine:9.6f} {relative:15.6f} {rescaled:16.6f}"
+                    f"{setting:8} {group_size:2d} {estimator.name:28} {cosine:9.6f} "
+                    f"{relative:15.6f} {rescaled:16.6f}"
                 )
 
 

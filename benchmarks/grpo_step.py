@@ -75,13 +75,14 @@ def trl_seconds(folder: str, precision: str, repeats: int) -> float:
     text = tokenizer.decode(tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 40)[:PROMPT])
     with TemporaryDirectory() as output:
         settings = GRPOConfig(
-            output_dir=output, per_device_train_batch_size=GROUP, num_generations=GROUP, max_completion_length=NEW,
-            max_steps=repeats + 2, use_cpu=True, bf16=precision == "bfloat16", report_to=[], save_strategy="no", beta=0.0,
-            learning_rate=1e-6, gradient_checkpointing=False, disable_tqdm=True, generation_kwargs={"min_new_tokens": NEW},
+            output_dir=output, per_device_train_batch_size=GROUP, num_generations=GROUP,
+            max_completion_length=NEW, max_steps=repeats + 2, use_cpu=True, bf16=precision == "bfloat16",
+            report_to=[], save_strategy="no", beta=0.0, learning_rate=1e-6, gradient_checkpointing=False,
+            disable_tqdm=True, generation_kwargs={"min_new_tokens": NEW},
         )  # fmt: skip
         trainer = GRPOTrainer(
-            model=folder, reward_funcs=lambda completions, **_: [random.random() for _ in completions], args=settings,
-            train_dataset=Dataset.from_list([{"prompt": text}] * 64), callbacks=[Clock()],
+            model=folder, reward_funcs=lambda completions, **_: [random.random() for _ in completions],
+            args=settings, train_dataset=Dataset.from_list([{"prompt": text}] * 64), callbacks=[Clock()],
         )  # fmt: skip
         trainer.train()
     return statistics.median(after - before for before, after in pairwise(ends[1:]))
@@ -112,8 +113,8 @@ def ours(name: str, precision: str) -> Callable[[], None]:
         root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=ids, message=message)
         for rollout, one in enumerate(engine.generate(requests)):
             node = trace.append(
-                parent=root.node_id, origin=Origin.POLICY, token_ids=one.token_ids, message=message, logprobs=one.logprobs,
-                entropies=one.entropies,
+                parent=root.node_id, origin=Origin.POLICY, token_ids=one.token_ids, message=message,
+                logprobs=one.logprobs, entropies=one.entropies,
             )  # fmt: skip
             value = random.random()
             trace.finish(

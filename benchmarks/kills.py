@@ -64,7 +64,10 @@ def main(given: Sequence[str] | None = None) -> int:
             stream.write(json.dumps(one) + "\n")
         done.append(one)
         print(
-            f"{number}: {one['case']}, {len(one['signals'])} signals, {', '.join(one['wrong'])[:200] or 'the same bits'}",
+            (
+                f"{number}: {one['case']}, {len(one['signals'])} signals, "
+                f"{', '.join(one['wrong'])[:200] or 'the same bits'}"
+            ),
             flush=True,
         )
     print(table(done), f"processor: {processor()}", sep="\n")

@@ -1,9 +1,12 @@
 """What every method learns: on the toy suite, and on the Factbook task with the real model, at equal policy
 tokens.
 
-    python -m benchmarks.learning toys --out DIR [--seeds 10] [--toys lock corridor hidden] [--methods grpo rapo ...]
-    python -m benchmarks.learning factbook --out DIR [--seeds 3] [--policy-tokens N] [--methods ...] [section.field=value ...]
-    ... --processes 2       as many trainings at a time, one thread each, unattended; --status shows what is done and what is left
+    python -m benchmarks.learning toys --out DIR [--seeds 10] [--toys lock corridor hidden]
+                                                 [--methods grpo rapo ...]
+    python -m benchmarks.learning factbook --out DIR [--seeds 3] [--policy-tokens N]
+                                                     [--methods ...] [section.field=value ...]
+    ... --processes 2       as many trainings at a time, one thread each, unattended; --status shows
+                            what is done and what is left
 
 All can be stopped at any time: the same command goes on with what is not finished, --only-report shows what
 is. With --processes a training that fails is told at the end and stops no other, and one that was killed is
@@ -114,7 +117,8 @@ def toys(parsed: argparse.Namespace) -> int:
     parts = []
     for arena, chosen, tokens in plans:
         results = play_all(
-            parsed.out, arena, chosen, seeds=_seeds(parsed), max_policy_tokens=tokens, only_load=parsed.only_report, note=_note
+            parsed.out, arena, chosen, seeds=_seeds(parsed), max_policy_tokens=tokens,
+            only_load=parsed.only_report, note=_note
         )  # fmt: skip
         if parsed.no_report:
             continue

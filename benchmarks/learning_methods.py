@@ -77,7 +77,8 @@ def toy_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
     fork: dict[str, Json] = {"type": "arpo", "first_wave": group_size // 4, "num_children": 3, "window": 1}
     threshold: dict[str, Json] = {"decision": "threshold", "threshold": 0.55}
     memory: dict[str, Json] = {
-        "embedder": "hash", "num_shown": 4, "max_tip_tokens": 8, "max_shown_tokens": 240, "max_prompt_tokens": 2600
+        "embedder": "hash", "num_shown": 4, "max_tip_tokens": 8, "max_shown_tokens": 240,
+        "max_prompt_tokens": 2600
     }  # fmt: skip
     tips: dict[str, Json] = {
         "type": "empo2",
@@ -102,9 +103,11 @@ def rapo_ablations(group_size: int, max_length: int) -> tuple[Method, ...]:
     """RAPO's own ablations (arXiv 2603.03078, section 4): each part off, noise rates, and the share of hybrid
     rollouts.
     """
-    shares = [Method(key=f"rapo-hybrid-{n}", name=f"RAPO, {n} of {group_size} hybrid", algorithm=_rapo(group_size, num_hybrid=n))
+    shares = [Method(key=f"rapo-hybrid-{n}", name=f"RAPO, {n} of {group_size} hybrid",
+                     algorithm=_rapo(group_size, num_hybrid=n))
               for n in (group_size // 4, group_size // 2, group_size)]  # fmt: skip
-    noises = [Method(key=f"rapo-noise-{100 * rate:.0f}", name=f"RAPO, noise {rate}", algorithm=_rapo(group_size, noise=rate))
+    noises = [Method(key=f"rapo-noise-{100 * rate:.0f}", name=f"RAPO, noise {rate}",
+                     algorithm=_rapo(group_size, noise=rate))
               for rate in (0.25, 0.5, 1.0)]  # fmt: skip
     without = {
         "rapo-no-reward": ("RAPO, no retrieval reward (a = 0)", {"advantage_weight": 0.0}),

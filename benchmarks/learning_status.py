@@ -50,7 +50,8 @@ def progress(jobs: Sequence[Job], folder: Path) -> list[Progress]:
         rows.append(
             Progress(
                 kind=kind, num_done=len(done), num_running=len(running), num_failed=len(failed),
-                num_waiting=len(members) - len(done) - len(running) - len(failed), seconds_each=each, seconds_left=left,
+                num_waiting=len(members) - len(done) - len(running) - len(failed), seconds_each=each,
+                seconds_left=left,
             )
         )  # fmt: skip
     return rows
@@ -70,7 +71,10 @@ def status_table(rows: Sequence[Progress], *, num_processes: int) -> Table:
         row.num_running + row.num_failed + row.num_waiting for row in rows if row.seconds_left is None
     )
     more = f" and {unknown} not known" if unknown else ""
-    table.caption = f"about {duration(known / num_processes)} left with {num_processes} process{'es' * (num_processes > 1)}{more}"
+    table.caption = (
+        f"about {duration(known / num_processes)} left with {num_processes} "
+        f"process{'es' * (num_processes > 1)}{more}"
+    )
     table.add_section()
     table.add_row("all", *map(str, totals), "", f"{duration(known)} in all")
     return table

@@ -38,8 +38,8 @@ def toy_table(
     why.
     """
     header = (
-        "method", "seeds", "mean", "interquartile mean", "lowest, highest", "policy tokens", "rewarded, on-policy / hybrid",
-        "chance to end above GRPO", "against GRPO",
+        "method", "seeds", "mean", "interquartile mean", "lowest, highest", "policy tokens",
+        "rewarded, on-policy / hybrid", "chance to end above GRPO", "against GRPO",
     )  # fmt: skip
     standings = toy_standings(results, num_seeds=num_seeds)
     names = {method.key: method.name for method in chosen}
@@ -136,8 +136,8 @@ def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
     ``outrider compare``.
     """
     header = (
-        "method", "seeds", "mean %", "interquartile mean %", "seed: score", "policy tokens", "executed tool calls", "steps",
-        "chance to end above GRPO", "against GRPO",
+        "method", "seeds", "mean %", "interquartile mean %", "seed: score", "policy tokens",
+        "executed tool calls", "steps", "chance to end above GRPO", "against GRPO",
     )  # fmt: skip
     keys = {label: key for key, label in _labels(comparison).items()}
     names = _names(chosen, comparison)

@@ -105,10 +105,12 @@ class _Chosen(Settings):
 
 
 _TWELVE: Final[Mapping[str, Json]] = {
-    "group_size": 12, "loss": {"clip_low": 0.28, "clip_high": 0.28, "dual_clip": None}, "aggregation": "sequence_mean_token_mean"
+    "group_size": 12, "loss": {"clip_low": 0.28, "clip_high": 0.28, "dual_clip": None},
+    "aggregation": "sequence_mean_token_mean",
 }  # fmt: skip
 _EIGHT: Final[Mapping[str, Json]] = {
-    "group_size": 8, "loss": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0}, "aggregation": "token_mean"
+    "group_size": 8, "loss": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0},
+    "aggregation": "token_mean",
 }  # fmt: skip
 ARENAS: Final = (
     Arena(
@@ -116,13 +118,18 @@ ARENAS: Final = (
         toy=lambda seed: Toy(seed=seed), max_policy_tokens=6000, shared=_TWELVE, ablations=rapo_ablations,
     ),
     Arena(
-        name="corridor", title="The corridor (ARPO's toy): nine rooms that the policy knows, a vault of twenty actions", run=_Corridor,
+        name="corridor",
+        title="The corridor (ARPO's toy): nine rooms that the policy knows, a vault of twenty actions",
+        run=_Corridor,
         toy=lambda seed: CorridorToy(seed=seed, depth=CORRIDOR_DEPTH + 1, num_turns=CORRIDOR_DEPTH + 1),
         max_policy_tokens=1500, shared=_TWELVE,
     ),
     Arena(
-        name="hidden", title="The hidden object (EMPO²'s toy): three rooms, and a policy that gives up at once", run=_Hidden,
-        toy=lambda seed: HiddenToy(seed=seed, num_turns=HIDDEN_DEPTH), max_policy_tokens=12_000, shared=_EIGHT,
+        name="hidden",
+        title="The hidden object (EMPO²'s toy): three rooms, and a policy that gives up at once",
+        run=_Hidden,
+        toy=lambda seed: HiddenToy(seed=seed, num_turns=HIDDEN_DEPTH), max_policy_tokens=12_000,
+        shared=_EIGHT,
     ),
 )  # fmt: skip
 
@@ -172,8 +179,8 @@ def imitate(run: ToyRun) -> Result:
     )
     run.engine.weights_changed()
     return Result(
-        expected_return=run.expected_return(), sampled_return=run.sampled_return(), num_policy_tokens=0, num_rollouts=0,
-        num_steps=num_steps, num_on_policy_rewards=0, num_hybrid_rewards=0,
+        expected_return=run.expected_return(), sampled_return=run.sampled_return(), num_policy_tokens=0,
+        num_rollouts=0, num_steps=num_steps, num_on_policy_rewards=0, num_hybrid_rewards=0,
     )  # fmt: skip
 
 

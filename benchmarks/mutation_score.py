@@ -119,9 +119,10 @@ def breakdown(scores: Sequence[Score]) -> str:
 
     arguments, found = total("num_argument"), total("num_argument_found")
     return (
-        f"Of the found ones {total('num_import')} broke the import and {total('num_timeout')} ran past the limit; "
-        f"{total('num_not_run')} are in lines that no test runs.\nArguments of calls: {found} of {arguments} found, "
-        f"everything else: {total('num_found') - found} of {total('num_counted') - arguments}."
+        f"Of the found ones {total('num_import')} broke the import and {total('num_timeout')} ran past the "
+        f"limit; {total('num_not_run')} are in lines that no test runs.\n"
+        f"Arguments of calls: {found} of {arguments} found, everything else: "
+        f"{total('num_found') - found} of {total('num_counted') - arguments}."
     )
 
 

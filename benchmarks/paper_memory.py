@@ -19,24 +19,24 @@ DEVICE_GB = 80
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "Qwen/Qwen2.5-3B-Instruct": Qwen2Config(
-        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
-        vocab_size=151936, tie_word_embeddings=True,
+        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True,
     ),
     "Qwen/Qwen2.5-7B-Instruct": Qwen2Config(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        vocab_size=152064,
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064,
     ),
     "meta-llama/Llama-3.1-8B-Instruct": LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256,
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256,
     ),
     "Qwen/Qwen3-8B": Qwen3Config(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        vocab_size=151936,
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936,
     ),
     "Qwen/Qwen3-14B": Qwen3Config(
-        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
-        vocab_size=151936,
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936,
     ),
 }  # fmt: skip
 
@@ -74,7 +74,8 @@ def need_of(name: str) -> Need:
 def main() -> None:
     """Print the table of docs/papers.md."""
     print(
-        f"| model | parameters | training, {TRAINING_BYTES} bytes each | vLLM's weights | together | one device of {DEVICE_GB} GB |"
+        f"| model | parameters | training, {TRAINING_BYTES} bytes each | vLLM's weights | together | "
+        f"one device of {DEVICE_GB} GB |"
     )
     print("| --- | --- | --- | --- | --- | --- |")
     for name in CONFIGS:

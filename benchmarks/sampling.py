@@ -1,7 +1,8 @@
 """Drawing tokens by a race of exponentials (what Outrider does) and by the inverse of the cumulated
 distribution (what it did).
 
-    python benchmarks/sampling.py [--rows 8 32 64] [--repeats 15] [--noise 1e-6 1e-5] [--model smollm2-135m-instruct]
+    python benchmarks/sampling.py [--rows 8 32 64] [--repeats 15] [--noise 1e-6 1e-5]
+                                  [--model smollm2-135m-instruct]
 
 Milliseconds of processor time of a call, on one thread; draws that change when every logit moves by a
 relative noise (1e-5 is what another batch moves log-probs by); with ``--model`` the new tokens per second (of

@@ -1,7 +1,8 @@
 """EMPO² beside GRPO on one ScienceWorld task, from one cold start a seed, at an equal number of policy
 tokens. Needs Java.
 
-    python benchmarks/scienceworld_compare.py --out runs/scienceworld [--seeds 2] [--first-seed 0] [--variations 6]
+    python benchmarks/scienceworld_compare.py --out runs/scienceworld [--seeds 2] [--first-seed 0]
+                                              [--variations 6]
                                               [--recipe recipes/scienceworld-cpu.toml] [key=value ...]
 
 A cold start imitates the walkthroughs of training variations. EMPO² and GRPO then train on the first

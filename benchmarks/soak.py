@@ -48,8 +48,8 @@ _PER_STEP: Final = 4 * 8
 _WARM_UP: Final = 2  # runs of every case
 _COUNTED: Final = ("processes", "threads", "ports", "files", "temporary")
 _OVERRIDES: Final = (
-    "train.tasks_per_step=4", "algorithm.group_size=8", "train.checkpoint_every=5", "evaluation.every=10", "evaluation.num_tasks=2",
-    "train.max_retries=1", f"rollout.step_timeout_s={STEP_TIMEOUT_S}",
+    "train.tasks_per_step=4", "algorithm.group_size=8", "train.checkpoint_every=5", "evaluation.every=10",
+    "evaluation.num_tasks=2", "train.max_retries=1", f"rollout.step_timeout_s={STEP_TIMEOUT_S}",
 )  # fmt: skip
 _PYTHON: Final = ("environment.python.wall_seconds=0.3", "environment.python.num_servers=2")
 
@@ -78,7 +78,8 @@ class Soak:
             status = outrider([str(one) for one in [*arguments, *(_PYTHON if case == "arpo" else ())]])
         if status or newest_step(run / "checkpoints") != num_steps:
             raise SystemExit(
-                f"run {number} ({case}) was stopped or failed, with status {status}; the same command continues"
+                f"run {number} ({case}) was stopped or failed, with status "
+                f"{status}; the same command continues"
             )
         shutil.rmtree(run)
         self.write(number, case, "closed", faults=+faults.counts, outcomes=+self.counts)

@@ -22,8 +22,9 @@ SLOW_S: Final = 0.02
 HANG_S: Final = 1.5
 STEP_TIMEOUT_S: Final = 1.0
 _PROGRAMS: Final = (
-    "while True: pass", "import os; os._exit(3)", "x = bytearray(1 << 34)", "print('x' * 10**7)", "import time; time.sleep(100)",
-    "open('f', 'w').write('x' * 10**8)", "raise SystemExit(1)", "import os; os.kill(os.getppid(), 9)", "[].append(1", "1 / 0",
+    "while True: pass", "import os; os._exit(3)", "x = bytearray(1 << 34)", "print('x' * 10**7)",
+    "import time; time.sleep(100)", "open('f', 'w').write('x' * 10**8)", "raise SystemExit(1)",
+    "import os; os.kill(os.getppid(), 9)", "[].append(1", "1 / 0",
 )  # fmt: skip
 
 

@@ -68,7 +68,10 @@ def main() -> None:
     arguments = parser.parse_args()
     set_threads(arguments.threads, device=arguments.device)
     precision = resolve_precision(arguments.precision, arguments.device)
-    title = f"{arguments.model}, {precision}, {arguments.device}, {arguments.threads} threads, medians of {arguments.repeats}"
+    title = (
+        f"{arguments.model}, {precision}, {arguments.device}, {arguments.threads} threads, "
+        f"medians of {arguments.repeats}"
+    )
     ours = load_model(arguments.model, precision=precision, device=arguments.device)
     folder = resolve_model(arguments.model)
     if "generation" in arguments.only:
@@ -79,7 +82,8 @@ def main() -> None:
         with drawing(inverse_cdf=arguments.inverse_cdf):
             gaps(ours, precision, arguments)
     print(
-        f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB (of the process that holds all sides)"
+        f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB "
+        "(of the process that holds all sides)"
     )
 
 
@@ -106,7 +110,10 @@ def gaps(ours: LanguageModel, precision: str, arguments: argparse.Namespace) -> 
         there = write()
         for kind, sequences in here.items():
             print(
-                f"in a batch - {other}, {kind}, {new} tokens, {precision}: {compared(there[kind], sequences)}",
+                (
+                    f"in a batch - {other}, {kind}, {new} tokens, {precision}: "
+                    f"{compared(there[kind], sequences)}"
+                ),
                 flush=True,
             )
 

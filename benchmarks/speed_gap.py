@@ -105,7 +105,10 @@ class Gap:
     num_sequences: int
 
     def __str__(self) -> str:
-        return f"max {self.largest:.1e} nats up to the first different token; {self.num_different} of {self.num_sequences} sequences differ"
+        return (
+            f"max {self.largest:.1e} nats up to the first different token; "
+            f"{self.num_different} of {self.num_sequences} sequences differ"
+        )
 
 
 def compared(ours: Sequence[Written], theirs: Sequence[Written]) -> Gap:

@@ -84,8 +84,8 @@ class Plain:
     def turn(self, contexts: Contexts, new: int) -> Sequence[Sequence[int]]:
         ids = torch.tensor(contexts, device=self.model.device)
         out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0, min_new_tokens=new,
-            max_new_tokens=new, eos_token_id=0, pad_token_id=0, **self.options,
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
+            min_new_tokens=new, max_new_tokens=new, eos_token_id=0, pad_token_id=0, **self.options,
         )  # fmt: skip
         return out[:, ids.shape[1] :].tolist()
 

@@ -1,7 +1,8 @@
 """Do tips help, and is it what they say? One policy, the same tasks and draws, tips as they are, of other
 worlds, and none.
 
-    python -m benchmarks.tips_counterfactual --out DIR [--seeds 5] [--first-seed 0] [--rounds 2] [section.field=value ...]
+    python -m benchmarks.tips_counterfactual --out DIR [--seeds 5] [--first-seed 0] [--rounds 2]
+                                                       [section.field=value ...]
 
 A seed: the recipe's cold start, then ``--rounds`` rounds of the panel without tips, in which only the memory
 learns, then the panel three times with that memory as it is: tips shown, tips of another world shown (of
@@ -102,7 +103,8 @@ class Play:
     def run(self) -> dict[str, Any]:
         """Scores by line and task, and what was shown."""
         others: dict[str, Any] = {
-            "embedder": self.embedder, "num_tokens": token_counter(self.parts.renderer), "seed": self.parts.settings.seed
+            "embedder": self.embedder, "num_tokens": token_counter(self.parts.renderer),
+            "seed": self.parts.settings.seed
         }  # fmt: skip
         writer = TipHook(self.memory, **others)
         exchanged = shifted([writer.task_key(task) for task in self.parts.test_tasks])

@@ -144,7 +144,9 @@ def main() -> None:
     table = Table(
         "milliseconds",
         *sources,
-        title=f"{arguments.calls} calls from {arguments.threads} threads, median of {arguments.rounds} rounds",
+        title=(
+            f"{arguments.calls} calls from {arguments.threads} threads, median of {arguments.rounds} rounds"
+        ),
     )
     for figure in rounds["here"][0]:
         table.add_row(

@@ -29,8 +29,9 @@ from outrider.train.update.policy import set_threads
 NUM_ROLLOUTS: Final = 1500
 METHODS: Final = {"grpo": "GRPO", "rapo": "RAPO"}
 HEADER: Final = (
-    "decisions", "chance of each", "untrained, of 10,000: on-policy", "hybrid", "hybrid, with the policy's own step at decision 1, 2, ...",
-    *METHODS.values(), "rewarded of GRPO's rollouts", "of RAPO's, on-policy / hybrid",
+    "decisions", "chance of each", "untrained, of 10,000: on-policy", "hybrid",
+    "hybrid, with the policy's own step at decision 1, 2, ...", *METHODS.values(),
+    "rewarded of GRPO's rollouts", "of RAPO's, on-policy / hybrid",
 )  # fmt: skip
 
 
@@ -86,8 +87,8 @@ def row(series: Series, depth: int, results: Mapping[str, Sequence[Result]]) -> 
     returns = (_returns(results[key]) for key in METHODS)
     on_policy, _ = _shares(results["grpo"])
     return (
-        str(depth), f"{series.chance(depth):.4f}", *(f"{10_000 * chance:.1f}" for chance in before), own, *returns, on_policy,
-        " / ".join(_shares(results["rapo"])),
+        str(depth), f"{series.chance(depth):.4f}", *(f"{10_000 * chance:.1f}" for chance in before), own,
+        *returns, on_policy, " / ".join(_shares(results["rapo"])),
     )  # fmt: skip
 
 
@@ -140,8 +141,8 @@ def _played(series: Series, depth: int, arguments: argparse.Namespace) -> dict[s
     arena = series.arena(depth)
     chosen: list[Method] = [method for method in arena.methods() if method.key in METHODS]
     found = play_all(
-        arguments.out, arena, chosen, seeds=range(arguments.seeds), max_policy_tokens=series.max_policy_tokens(depth),
-        note=lambda text: print(text, flush=True),
+        arguments.out, arena, chosen, seeds=range(arguments.seeds),
+        max_policy_tokens=series.max_policy_tokens(depth), note=lambda text: print(text, flush=True),
     )  # fmt: skip
     return {key: list(by_seed.values()) for key, by_seed in found.items()}
 

@@ -65,7 +65,8 @@ def main() -> None:
     flops += 6 * SHAPE.rollouts * SHAPE.new * plain.lm_head.weight.numel()
     rate = product_rate(2048, getattr(torch, precision))
     print(
-        f"linear layers: {flops / 1e12:.2f} TFLOP, {flops / rate / 1e12:.2f} s at the machine's {rate:.3f} TFLOP/s"
+        f"linear layers: {flops / 1e12:.2f} TFLOP, {flops / rate / 1e12:.2f} s at "
+        f"the machine's {rate:.3f} TFLOP/s"
     )
     attention(precision)
 

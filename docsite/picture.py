@@ -15,7 +15,8 @@ _FILE: Final = Path(__file__).parents[1] / "docs" / "images" / "trace.svg"
 _WIDTH, _HEIGHT, _STEP_X, _STEP_Y, _SHOWN = 158, 40, 184, 62, 24
 _STYLE: Final = """
   text { font: 11px ui-monospace, monospace; fill: #1f2328 } .small { font-size: 10px; fill: #59636e }
-  rect { stroke-width: 1.5; fill: #f6f8fa; stroke: #818b98 } path { fill: none; stroke: #818b98; stroke-width: 1.5 }
+  rect { stroke-width: 1.5; fill: #f6f8fa; stroke: #818b98 } \
+path { fill: none; stroke: #818b98; stroke-width: 1.5 }
   .policy { fill: #ddf4ff; stroke: #0969da } .buffer { fill: #fff8c5; stroke: #9a6700 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .small { fill: #9198a1 } rect { fill: #151b23; stroke: #656c76 }

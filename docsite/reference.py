@@ -16,9 +16,9 @@ from outrider.train.settings import RunSettings
 
 _SETTINGS: Final = """# Settings
 
-Made from the code when this site is built. A recipe is a TOML file of these sections; `section.key=value` on the
-command line stands above it. `outrider train RECIPE --dry-run` prints every setting with its value, and an unknown
-key is an error. `"none"` switches an optional setting off.
+Made from the code when this site is built. A recipe is a TOML file of these sections; `section.key=value` on
+the command line stands above it. `outrider train RECIPE --dry-run` prints every setting with its value, and
+an unknown key is an error. `"none"` switches an optional setting off.
 """
 _CLI: Final = """# Command line
 

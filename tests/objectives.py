@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _OF_LOSS = {
-    "clip_low", "clip_high", "dual_clip", "keep_clipped_gradient", "ratio_cap", "ratio_floor", "sequence_ratio",
+    "clip_low", "clip_high", "dual_clip", "keep_clipped_gradient", "ratio_cap", "ratio_floor",
+    "sequence_ratio",
 }  # fmt: skip
 _OF_CORRECTION = {"sampler_level": "level", "sampler_floor": "lower", "sampler_outside": "outside"}
 

@@ -101,9 +101,9 @@ def _webshop(page: Path) -> None:
 
 
 READERS: dict[str, Callable[[Path], None]] = {
-    "questions.jsonl": _questions, "recipe.toml": _columns, "problems.jsonl": _columns, "gsm8k.jsonl": _task_set,
-    "passages.jsonl": _passages, "trajectories.jsonl": _trajectories, "own.toml": _recipe, "products.json": _webshop,
-    "attributes.json": _webshop, "human_goals.json": _webshop,
+    "questions.jsonl": _questions, "recipe.toml": _columns, "problems.jsonl": _columns,
+    "gsm8k.jsonl": _task_set, "passages.jsonl": _passages, "trajectories.jsonl": _trajectories,
+    "own.toml": _recipe, "products.json": _webshop, "attributes.json": _webshop, "human_goals.json": _webshop,
 }  # fmt: skip
 
 

@@ -78,8 +78,9 @@ def test_d5_a_bad_row_of_trajectories_is_skipped_alone(
 
 
 LINES = (
-    '{"question": "\\ud800", "answer": "a"}', f'{{"question": "q", "answer": {DEEP}}}', f'{{"question": {ENDLESS}, "answer": 1}}',
-    '{"question": "q", "answer": {"a": 1}}', "[]", "nul", "\xff", '{"question": "q", "answer": "a", "answer": NaN}',
+    '{"question": "\\ud800", "answer": "a"}', f'{{"question": "q", "answer": {DEEP}}}',
+    f'{{"question": {ENDLESS}, "answer": 1}}', '{"question": "q", "answer": {"a": 1}}', "[]", "nul", "\xff",
+    '{"question": "q", "answer": "a", "answer": NaN}',
 )  # fmt: skip
 
 
@@ -148,8 +149,9 @@ def test_d5_damaged_files_are_data_errors(junk: bytes, place: int, name: str) ->
 
 
 CONFIGS = (
-    "a = " + "[" * 5000 + "]" * 5000, ".".join(["a"] * 3000) + " = 1", "[" + ".".join(["a"] * 3000) + "]\nx = 1",
-    "a = " + "{a = " * 3000 + "1" + "}" * 3000, f"seed = {ENDLESS}", f"seed = {HUGE}", "d = 9999-99-99", "a = [" * 400 + "]" * 400,
+    "a = " + "[" * 5000 + "]" * 5000, ".".join(["a"] * 3000) + " = 1",
+    "[" + ".".join(["a"] * 3000) + "]\nx = 1", "a = " + "{a = " * 3000 + "1" + "}" * 3000,
+    f"seed = {ENDLESS}", f"seed = {HUGE}", "d = 9999-99-99", "a = [" * 400 + "]" * 400,
     f"train.learning_rate = {HUGE}.0", f"train.learning_rate = {HUGE}",
 )  # fmt: skip
 
@@ -188,8 +190,8 @@ def test_d5_numbers_that_no_page_can_draw_are_left_out(
 def node(number: int, parent: int, metadata: str = "{}", *, leaf: bool = False) -> TraceRow:
     ended = {"outcome": Outcome.FINISHED, "episode_return": 1.0} if leaf else {}
     return TraceRow(
-        step=1, task_key="k", trace_id="t", node_id=number, parent_id=parent, rollout=0, origin=Origin.POLICY, text="x",
-        metadata=metadata, **ended,
+        step=1, task_key="k", trace_id="t", node_id=number, parent_id=parent, rollout=0, origin=Origin.POLICY,
+        text="x", metadata=metadata, **ended,
     )  # fmt: skip
 
 
@@ -204,9 +206,9 @@ TREES = {
     "cycle": [node(0, -1, FORKED), node(1, 0), node(1, 1), node(0, 1)],
     "own parent": [node(1, 1, FORKED, leaf=True)],
     **{f"metadata {i}": [node(0, -1, text), node(1, 0, text, leaf=True)] for i, text in enumerate((
-        "[1]", DEEP, '{"num_forks": "many"}', '{"num_forks": Infinity}', '{"num_forks": null}', '{"num_forks": -1e300}',
-        '{"num_forks": 1, "entropy_change": "x"}', f'{{"num_forks": {HUGE}}}', f'{{"num_forks": {ENDLESS}}}',
-        '{"num_forks": 1, "entropy_change": NaN}', '{"num_forks": [[]]}',
+        "[1]", DEEP, '{"num_forks": "many"}', '{"num_forks": Infinity}', '{"num_forks": null}',
+        '{"num_forks": -1e300}', '{"num_forks": 1, "entropy_change": "x"}', f'{{"num_forks": {HUGE}}}',
+        f'{{"num_forks": {ENDLESS}}}', '{"num_forks": 1, "entropy_change": NaN}', '{"num_forks": [[]]}',
     ))},
 }  # fmt: skip
 
@@ -244,9 +246,10 @@ def buffer_file(folder: Path) -> Path:
 
 
 COLUMNS = [
-    "meta.value", "trajectories.reward", "trajectories.num_tokens", "trajectories.added", "trajectories.removed", "trajectories.task_key",
-    "trajectories.first_step_id", "trajectories.num_steps", "trajectories.checksum", "steps.trajectory_row", "steps.num_tokens",
-    "steps.is_terminal", "steps.text", "steps.checksum", "vectors.vector", "vectors.checksum",
+    "meta.value", "trajectories.reward", "trajectories.num_tokens", "trajectories.added",
+    "trajectories.removed", "trajectories.task_key", "trajectories.first_step_id", "trajectories.num_steps",
+    "trajectories.checksum", "steps.trajectory_row", "steps.num_tokens", "steps.is_terminal", "steps.text",
+    "steps.checksum", "vectors.vector", "vectors.checksum",
 ]  # fmt: skip
 TAMPERED = st.sampled_from([2**42, -1, 0, 2**63 - 1, "many", b"\xff", 1.5, "", None, 10**18])
 

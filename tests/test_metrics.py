@@ -26,7 +26,8 @@ RAPO_SECTION_12 = {
     "mean H_b, H_a": ["retrieval/entropy_before_mean", "retrieval/entropy_after_mean"],
     "share of g > 0": ["retrieval/share_g_positive"],
     "reward and length, on-policy against hybrid": [
-        "retrieval/reward_on_policy", "retrieval/reward_hybrid", "retrieval/length_on_policy", "retrieval/length_hybrid",
+        "retrieval/reward_on_policy", "retrieval/reward_hybrid", "retrieval/length_on_policy",
+        "retrieval/length_hybrid",
     ],
     "retrieved-token share": ["retrieval/token_share"],
     "tool calls executed and saved": ["rollout/num_tool_calls", "rollout/num_tool_calls_saved"],

@@ -36,8 +36,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # recipes are named from the root of the repository
     monkeypatch.setattr(RunDirectory, "create", stop)
     for module, name in (
-        (buffer_commands, "build_buffer"), (buffer_commands, "import_trajectories"), (compare_render, "compare_runs"),
-        (report, "write_report"),
+        (buffer_commands, "build_buffer"), (buffer_commands, "import_trajectories"),
+        (compare_render, "compare_runs"), (report, "write_report"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stop)
 
@@ -59,7 +59,10 @@ def test_every_command_would_begin(command: str, nothing_runs: None) -> None:
         ("train recipes/gone.toml --run runs/x", 2),
         ("train recipes/demo.toml --run runs/x algorithm.num_hybrids=1", 2),
         (
-            "eval recipes/scienceworld-empo2.toml --run runs/x 'environment.task_names=[\"lifespan-shortest\"]'",
+            (
+                "eval recipes/scienceworld-empo2.toml --run runs/x "
+                "'environment.task_names=[\"lifespan-shortest\"]'"
+            ),
             2,
         ),
     ],

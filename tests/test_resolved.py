@@ -92,7 +92,11 @@ def test_who_set_it(override: str, key: str, by: str) -> None:
     [
         ([], "buffer.keep_best", "without effect"),
         (["algorithm.type=rapo"], "buffer.keep_best", None),
-        (["algorithm.type=rapo", "algorithm.num_hybrid=0"], "algorithm.retrieval.probability", "without effect"),
+        (
+            ["algorithm.type=rapo", "algorithm.num_hybrid=0"],
+            "algorithm.retrieval.probability",
+            "without effect",
+        ),
         ([], "algorithm.kl_estimator", "without effect"),
         (["algorithm.kl_weight=0.1"], "algorithm.kl_estimator", None),
         ([], "train.watchdog_s", "moves no number"),
@@ -102,9 +106,13 @@ def test_who_set_it(override: str, key: str, by: str) -> None:
         ([], "evaluation.temperature", None),
         ([], "optimizer.beta1", "details"),
         (["optimizer.beta1=0.8"], "optimizer.beta1", None),
-        (["algorithm.type=empo2", "algorithm.intrinsic_coefficient=0"], "algorithm.novelty_threshold", "without effect"),
+        (
+            ["algorithm.type=empo2", "algorithm.intrinsic_coefficient=0"],
+            "algorithm.novelty_threshold",
+            "without effect",
+        ),
     ],
-)  # fmt: skip
+)
 def test_only_defaults_that_say_nothing_are_left_out(overrides: list[str], key: str, why: str | None) -> None:
     _, found = resolved(None, "environment.type=factbook", "algorithm.type=grpo", *overrides)
     left_out = {leaf.key: leaf.left_out for leaf in found}[key]

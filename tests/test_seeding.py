@@ -42,8 +42,8 @@ def test_equal_keys_give_equal_seeds_and_no_others_do(
 
 def test_boundaries_types_and_the_run_seed_count() -> None:
     seeds = [
-        stream_seed(0, "ab", "c"), stream_seed(0, "a", "bc"), stream_seed(0, "abc"), stream_seed(0, "1"), stream_seed(0, 1),
-        stream_seed(1), stream_seed(0), stream_seed(0, ""), stream_seed(0, "int:1"),
+        stream_seed(0, "ab", "c"), stream_seed(0, "a", "bc"), stream_seed(0, "abc"), stream_seed(0, "1"),
+        stream_seed(0, 1), stream_seed(1), stream_seed(0), stream_seed(0, ""), stream_seed(0, "int:1"),
     ]  # fmt: skip
     assert len(set(seeds)) == len(seeds)
 

@@ -23,22 +23,27 @@ ALTERNATE = (
     "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{% endfor %}"
 )
 MISTRAL = (
-    ALTERNATE
-    + "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    ALTERNATE + "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 LLAMA2 = (
-    "{% if messages[0]['role'] == 'system' %}{% set told = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set told = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
     "{% set messages = messages[1:] %}{% else %}{% set told = '' %}{% endif %}"
     + ALTERNATE
     + "{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (told if loop.first else '') + m['content'] | trim + ' [/INST]' }}"
+    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (told if loop.first else '') + "
+    "m['content'] | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 GEMMA = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + ALTERNATE
-    + "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n'"
-    " + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + ALTERNATE
+    + "{{ bos_token }}{% for m in messages %}"
+      "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | "
+      "trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}"
+      "{% endif %}"
 )  # fmt: skip
 TURNS = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
@@ -62,7 +67,8 @@ TEMPLATES = {
     "silent": SILENT,
 }
 SPECIAL = [
-    "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>",
+    "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>",
+    "<|endoftext|>",
 ]  # fmt: skip
 SAID = {
     "mistral": ("<s>[INST] rules\n\nq [/INST]", "hello</s>", "[INST] obs [/INST]"),
@@ -75,7 +81,8 @@ SAID = {
         "<|system|>\nrules<|end|>\n<|user|>\nq<|end|>\n<|assistant|>\n", "hello<|end|>",
         "\n<|user|>\nobs<|end|>\n<|assistant|>\n",
     ),
-    "silent": ("<|user|>\nrules\n\nq<|end|>\n<|assistant|>\n", "hello<|end|>", "\n<|user|>\nobs<|end|>\n<|assistant|>\n"),
+    "silent": ("<|user|>\nrules\n\nq<|end|>\n<|assistant|>\n", "hello<|end|>",
+               "\n<|user|>\nobs<|end|>\n<|assistant|>\n"),
 }  # fmt: skip
 SAID["phi3 twice"] = SAID["phi3"]
 
@@ -110,7 +117,8 @@ def test_a_conversation_with_rules_an_answer_and_an_observation(name: str) -> No
     )
     unclosed = (*rendered, *ids(name, "hello"))
     assert (*unclosed, *renderer.bridge(unclosed, [message("user", "obs")])) == (
-        *rendered, *ids(name, answer.replace("hello", "hello " if name == "llama2" else "hello") + observation)
+        *rendered, *ids(name, answer.replace("hello", "hello " if name == "llama2" else "hello")
+                        + observation)
     )  # fmt: skip
 
 
@@ -177,12 +185,16 @@ def test_no_marker_is_made_of_two_texts_that_are_joined() -> None:
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (MISTRAL.replace("bos_token", "nothing.at.all"), "no usable chat template: it refuses user, assistant: "),
+        (MISTRAL.replace("bos_token", "nothing.at.all"),
+         "no usable chat template: it refuses user, assistant: "),
         ("{% if messages | length > 2 %}{{ raise_exception('one turn\nonly') }}{% endif %}" + TURNS,
          "it refuses user, assistant, user: one turn only"),
-        (TURNS.replace("m['content']", "(m['content'] if m['role'] == 'assistant' else '')"), "drops user messages"),
-        (TURNS.replace("m['content']", "(m['content'] if loop.last else '')"), "drops an observation after an answer"),
-        (TURNS.replace("'<|end|>\n'", "('<|end|>\n' if not loop.last else '<|endoftext|>')"), "closes the last assistant"),
+        (TURNS.replace("m['content']", "(m['content'] if m['role'] == 'assistant' else '')"),
+         "drops user messages"),
+        (TURNS.replace("m['content']", "(m['content'] if loop.last else '')"),
+         "drops an observation after an answer"),
+        (TURNS.replace("'<|end|>\n'", "('<|end|>\n' if not loop.last else '<|endoftext|>')"),
+         "closes the last assistant"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_rendered_is_told_in_one_line_at_load(template: str, says: str) -> None:

@@ -15,13 +15,14 @@ from tests.tiny import TEMPLATE, tiny_tokenizer
 
 CHATML = TEMPLATE
 LLAMA3 = (
-    "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
     "{{ m['content'] | trim }}{{ '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 QWEN = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-    + CHATML
+    "{% if messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}" + CHATML
 )
 STRIPPING = CHATML.replace(
     "m['content']", "(m['content'] | trim if m['role'] == 'assistant' else m['content'])"
@@ -153,7 +154,9 @@ def test_text_of_the_policy_is_never_made_into_ids_again() -> None:
     encoded: list[str] = []
     tokenizer = byte_tokenizer(CHATML)
     encode = tokenizer.encode
-    tokenizer.encode = lambda text, **options: encoded.append(text) or encode(text, **options)  # type: ignore[method-assign, func-returns-value]
+    tokenizer.encode = lambda text, **options: (  # type: ignore[method-assign]
+        encoded.append(text) or encode(text, **options)  # type: ignore[func-returns-value]
+    )
     renderer = ChatRenderer(tokenizer)
     ids = renderer.prompt([message("user", "secret question")])
     half = encode("\u00e9", add_special_tokens=False)[:1]

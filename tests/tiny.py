@@ -10,7 +10,8 @@ from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.model import LanguageModel
 
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CHARACTERS = [chr(c) for c in range(32, 127)] + ["\n"]
@@ -32,9 +33,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_config(*, num_layers: int = 2, hidden_size: int = 32, context: int = 512) -> LlamaConfig:
     """Grouped-query attention and tied embeddings, as SmolLM2 has them."""
     return LlamaConfig(
-        vocab_size=3 + len(CHARACTERS), hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=True,
-        eos_token_id=1, bos_token_id=None,
+        vocab_size=3 + len(CHARACTERS), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=context, tie_word_embeddings=True, eos_token_id=1, bos_token_id=None,
     )  # fmt: skip
 
 

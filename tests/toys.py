@@ -75,7 +75,8 @@ class Toy:
             Task(
                 key=f"lock-{lock}", question=f"lock {lock} room {ROOMS[lock * self.depth]}",
                 metadata={"combination": "".join(ACTIONS[i] for i in draws[lock]),
-                          "rooms": ROOMS[lock * self.depth : (lock + 1) * self.depth], "is_strict": self.is_strict},
+                          "rooms": ROOMS[lock * self.depth : (lock + 1) * self.depth],
+                          "is_strict": self.is_strict},
             )
             for lock in range(self.num_locks)
         ]  # fmt: skip
@@ -320,8 +321,9 @@ class ToyRun:
     def scheduler(self, *, training: bool) -> Scheduler:
         """Evaluation has no hooks, hence no retrieval."""
         return Scheduler(
-            engine=self.engine, renderer=self.renderer, factory=self.factory, run_seed=self.toy.seed, sampling=Sampling(),
-            limits=Limits(max_turns=self.toy.num_turns, max_turn_tokens=1), hooks=self.algorithm.hooks if training else (),
+            engine=self.engine, renderer=self.renderer, factory=self.factory, run_seed=self.toy.seed,
+            sampling=Sampling(), limits=Limits(max_turns=self.toy.num_turns, max_turn_tokens=1),
+            hooks=self.algorithm.hooks if training else (),
         )  # fmt: skip
 
     def train(self, *, max_policy_tokens: int, max_steps: int | None = None) -> Result:
@@ -343,14 +345,14 @@ class ToyRun:
                     num_tokens += leaf.num_remark_tokens
                     rewards[any(node.origin == "buffer" for node in path)] += leaf.success
             update(
-                self.policy, traces, objective=self.algorithm.objective, settings=UpdateSettings(max_tokens=100_000),
-                reference=None, first=num_steps == 0,
+                self.policy, traces, objective=self.algorithm.objective,
+                settings=UpdateSettings(max_tokens=100_000), reference=None, first=num_steps == 0,
             )  # fmt: skip
             self.engine.weights_changed()
             num_steps += 1
         return Result(
-            expected_return=self.expected_return(), sampled_return=self.sampled_return(), num_policy_tokens=num_tokens,
-            num_rollouts=num_rollouts, num_steps=num_steps,
+            expected_return=self.expected_return(), sampled_return=self.sampled_return(),
+            num_policy_tokens=num_tokens, num_rollouts=num_rollouts, num_steps=num_steps,
             num_on_policy_rewards=rewards[False], num_hybrid_rewards=rewards[True],
         )  # fmt: skip
 
@@ -433,4 +435,7 @@ def table_row(name: str, results: Sequence[Result]) -> str:
     return f"{name:28} {mean:6.3f} {tokens:7d} {found[0]:10d} {found[1]:8d}   {each}"
 
 
-TABLE_HEAD = f"{'algorithm':28} {'mean':>6} {'tokens':>7} {'on-policy':>10} {'hybrid':>8}   expected return of each seed (optimum 1.000)"
+TABLE_HEAD = (
+    f"{'algorithm':28} {'mean':>6} {'tokens':>7} {'on-policy':>10} {'hybrid':>8}   expected "
+    "return of each seed (optimum 1.000)"
+)

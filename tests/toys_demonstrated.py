@@ -28,8 +28,8 @@ class Demonstrated:
         report = self._own.run(tasks, modes=modes, training_step=training_step)
         played = play_experts(
             tasks=tasks, expert=lambda task: self._paths[task.key], factory=self._own.factory,
-            tokenizer=self._run.renderer.tokenizer, limits=self._own.limits, stop=(), run_seed=self._own.run_seed,
-            context_length=4096, training_step=training_step,
+            tokenizer=self._run.renderer.tokenizer, limits=self._own.limits, stop=(),
+            run_seed=self._own.run_seed, context_length=4096, training_step=training_step,
         )  # fmt: skip
         for trace, one in zip(report.traces, played, strict=True):
             join_demonstration(trace, one)

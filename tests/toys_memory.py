@@ -181,8 +181,8 @@ class ReadingEngine(TabularEngine):
             "avoid !" if said and said[-1] == GIVE_UP else "go on", add_special_tokens=False
         )
         return Generation(
-            request_id=request.request_id, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), entropies=(0.0,) * len(ids),
-            finish_reason=FinishReason.EOS, weight_version=self.weight_version,
+            request_id=request.request_id, token_ids=tuple(ids), logprobs=(0.0,) * len(ids),
+            entropies=(0.0,) * len(ids), finish_reason=FinishReason.EOS, weight_version=self.weight_version,
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """The resolved settings for somebody who reads them: what applies, and who set it.
 
-What is shown reads back to the same settings. Left out is only what is at its default and is off, has no effect
-beside the others, moves no number of the run, or is a detail that hardly anybody sets; the last lines name it.
+What is shown reads back to the same settings. Left out is only what is at its default and is off, has no
+effect beside the others, moves no number of the run, or is a detail that hardly anybody sets; the last lines
+name it.
 """
 
 import textwrap
@@ -20,6 +21,9 @@ from outrider.config import Settings, to_toml, value_of
 _CHOICES: Final = {"seed", "temperature"}
 _ABSENT: Final = object()
 _DETAIL: Final = "details"
+_COMMENT: Final = textwrap.TextWrapper(
+    107, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,8 @@ def leaves(
 ) -> list[Leaf]:
     """Every setting, in the order of the tree.
 
-    ``given``: who set a dotted key. ``unseen``: why somebody who reads the settings need not see the default of
-    a key. ``others``: who set what nobody gave and is not at its default.
+    ``given``: who set a dotted key. ``unseen``: why somebody who reads the settings need not see the default
+    of a key. ``others``: who set what nobody gave and is not at its default.
     """
     plain = settings.model_dump(mode="json")
     return [
@@ -86,8 +90,7 @@ def show(found: Sequence[Leaf]) -> str:
         lines.append(f"{line}  # {by[key]}" if key in by else line)
     for why in sorted({leaf.left_out for leaf in found if leaf.left_out is not None}):
         names = ", ".join(_told(leaf, why) for leaf in found if leaf.left_out == why)
-        lines += ["", *textwrap.wrap(f"at the default, {why}: {names}", 107, initial_indent="# ", subsequent_indent="#   ",
-                                     break_long_words=False, break_on_hyphens=False)]  # fmt: skip
+        lines += ["", *_COMMENT.wrap(f"at the default, {why}: {names}")]
     return "\n".join(lines)
 
 

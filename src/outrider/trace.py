@@ -156,7 +156,8 @@ class Trace:
             raise ValueError(f"rollout {leaf.rollout} already ended as {self.leaves[leaf.rollout].outcome}")
         if leaf.outcome.is_fault != (leaf.episode_return is None):
             raise ValueError(
-                f"outcome {leaf.outcome} with return {leaf.episode_return}: a fault has none, all else has one"
+                f"outcome {leaf.outcome} with return {leaf.episode_return}: "
+                "a fault has none, all else has one"
             )
         self.leaves[leaf.rollout] = leaf
 

@@ -236,7 +236,12 @@ def test_kl_values_and_gradients_in_expectation() -> None:
         ("k3_ratio", True, reverse_gradient),
     ):
         extra = {"old_logprobs": logprobs.detach()} if estimator == "k3_ratio" else {}
-        values = kl_per_token(estimator=estimator, logprobs=logprobs, reference_logprobs=reference, **extra)  # type: ignore[arg-type]
+        values = kl_per_token(
+            estimator=estimator,  # type: ignore[arg-type]
+            logprobs=logprobs,
+            reference_logprobs=reference,
+            **extra,
+        )
         expected = (policy * values).sum()
         assert (abs(expected.item() - reverse.item()) < 1e-12) is unbiased
         (gradient,) = torch.autograd.grad(expected, logits, retain_graph=True)

@@ -84,12 +84,14 @@ def test_aepo_clip_keeps_value_and_gives_gradient(case: dict[str, Any], kind: st
     logprobs = torch.tensor([math.log(case["ratio"])], dtype=torch.float64, requires_grad=True)
     loss = clipped_surrogate_per_token(
         logprobs=logprobs, old_logprobs=torch.zeros(1, dtype=torch.float64),
-        advantages=torch.tensor([case["advantage"]], dtype=torch.float64), clip_low=case["clip_low"], clip_high=case["clip_high"],
-        dual_clip=case["clip_c"], keep_clipped_gradient=kind == "balanced",
+        advantages=torch.tensor([case["advantage"]], dtype=torch.float64), clip_low=case["clip_low"],
+        clip_high=case["clip_high"], dual_clip=case["clip_c"], keep_clipped_gradient=kind == "balanced",
     ).losses.sum()  # fmt: skip
     loss.backward()
     assert float(loss) == pytest.approx(case[kind]["loss"], abs=1e-9)
-    assert float(logprobs.grad[0]) == pytest.approx(case[kind]["grad_wrt_logprob"], abs=1e-9)  # type: ignore[index]
+    assert float(logprobs.grad[0]) == pytest.approx(  # type: ignore[index]
+        case[kind]["grad_wrt_logprob"], abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("case", VECTORS["aepo_advantage"])
@@ -113,11 +115,14 @@ def test_soft_and_hard_on_a_shared_token(case: dict[str, Any]) -> None:
         each = advantages if kind == "soft" else advantages.mean()[None]
         loss = clipped_surrogate_shared_per_token(
             logprobs=logprobs, old_logprobs=torch.zeros(1, dtype=torch.float64), dual_clip=3.0,
-            advantage_positive=each.clamp(min=0).sum()[None], advantage_negative=each.clamp(max=0).sum()[None],
+            advantage_positive=each.clamp(min=0).sum()[None],
+            advantage_negative=each.clamp(max=0).sum()[None],
         ).losses.sum() / len(each)  # fmt: skip
         loss.backward()
         assert float(loss) == pytest.approx(case[f"{kind}_loss"], abs=1e-7)
-        assert float(logprobs.grad[0]) == pytest.approx(case[f"{kind}_grad_sum"], abs=1e-7)  # type: ignore[index]
+        assert float(logprobs.grad[0]) == pytest.approx(  # type: ignore[index]
+            case[f"{kind}_grad_sum"], abs=1e-7
+        )
 
 
 @given(
@@ -157,12 +162,12 @@ def state_with(entropies: list[list[float]], *, rollout: int = 0, num_tool_calls
             tip = trace.append(parent=tip.node_id, origin=Origin.ENVIRONMENT, token_ids=(2,), message=TEXT)
         size = len(values)
         tip = trace.append(
-            parent=tip.node_id, origin=Origin.POLICY, token_ids=(3,) * size, message=TEXT, logprobs=(-1.0,) * size,
-            entropies=tuple(values),
+            parent=tip.node_id, origin=Origin.POLICY, token_ids=(3,) * size, message=TEXT,
+            logprobs=(-1.0,) * size, entropies=tuple(values),
         )  # fmt: skip
     return EpisodeState(
-        task=trace.task, trace=trace, environment=Fake(on_step=lambda n, t: StepResult(message=None)), run_seed=0,
-        training_step=0, rollout=rollout, mode="m", tip=tip, turn=len(entropies) - 1,
+        task=trace.task, trace=trace, environment=Fake(on_step=lambda n, t: StepResult(message=None)),
+        run_seed=0, training_step=0, rollout=rollout, mode="m", tip=tip, turn=len(entropies) - 1,
         last_result=StepResult(message=TEXT, num_tool_calls=num_tool_calls),
     )  # fmt: skip
 
@@ -223,14 +228,17 @@ def test_a_streak_lowers_the_probability(scope: str) -> None:
 
 
 @given(
-    change=st.floats(-3, 3), base=st.floats(0, 1), weight=st.floats(0, 2), penalty=st.floats(0, 1), u=st.floats(0, 0.999),
-    decision=st.sampled_from(["bernoulli", "threshold", "aepo_released"]),
+    change=st.floats(-3, 3), base=st.floats(0, 1), weight=st.floats(0, 2), penalty=st.floats(0, 1),
+    u=st.floats(0, 0.999), decision=st.sampled_from(["bernoulli", "threshold", "aepo_released"]),
 )  # fmt: skip
 def test_b2_a_longer_streak_never_branches_where_a_shorter_one_does_not(
     decision: Any, u: float, **options: float
 ) -> None:
     """So a point that wants nothing without a streak needs no copy, whatever the group's streak will be."""
-    found = [branches(u, decision=decision, streak=streak, **options) for streak in range(8)]  # type: ignore[arg-type]
+    found = [
+        branches(u, decision=decision, streak=streak, **options)  # type: ignore[arg-type]
+        for streak in range(8)
+    ]
     assert found == sorted(found, reverse=True)
 
 

@@ -59,7 +59,8 @@ def play(
     rule = BranchSettings(first_wave=first_wave, base_probability=probability, entropy_weight=0.0)
     runs = Scheduler(
         engine=engine, renderer=ChatRenderer(engine.tokenizer), run_seed=0,
-        factory=ToolEnvironmentFactory(tools=[tool], config=EpisodeConfig(max_calls=call_limit), system_prompt=""),
+        factory=ToolEnvironmentFactory(
+            tools=[tool], config=EpisodeConfig(max_calls=call_limit), system_prompt=""),
         limits=Limits(step_timeout_s=60), sampling=Sampling(stop=("</search>", "</answer>")),
         hooks=(BranchHook(rule, group_size=leaves, vocabulary_size=256),), max_retries=2,
     )  # fmt: skip

@@ -39,7 +39,9 @@ from tests.algorithms.grouped import Played, trace_of
         ((None, None), 0.0, "unscorable"),
     ],
 )
-def test_why_a_group_has_no_signal(compute, returns, tolerance, reason) -> None:  # type: ignore[no-untyped-def]
+def test_why_a_group_has_no_signal(  # type: ignore[no-untyped-def]
+    compute, returns, tolerance, reason
+) -> None:
     found = compute(returns=returns, spread_tolerance=tolerance)
     assert (found.reason, found.has_signal) == (reason, reason is None)
     assert found.assigned.tolist() == [value is not None for value in returns]

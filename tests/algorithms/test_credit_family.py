@@ -258,18 +258,21 @@ def every_credit(
     demonstration = [tree == 0 for tree in trees]
     return {
         "batch_scaled": batch_scaled_advantages_per_rollout(returns=returns, groups=groups, eps=0.0),
-        "loo_normalized": leave_one_out_batch_normalized_advantages_per_rollout(returns=returns, groups=groups, eps=0.0),
+        "loo_normalized": leave_one_out_batch_normalized_advantages_per_rollout(
+            returns=returns, groups=groups, eps=0.0),
         "r_plus_plus": reinforce_plus_plus_advantages_per_token(returns=returns, rollout_index=owners),
         "r_plus_plus_population": reinforce_plus_plus_advantages_per_token(
             returns=returns, rollout_index=owners, variance="population"
         ),
         "tree_sum": tree_advantages_per_leaf(returns=returns, trees=trees, eps=0.0).values,
-        "tree_inner": tree_advantages_per_leaf(returns=returns, trees=trees, combination="inner", eps=0.0).values,
+        "tree_inner": tree_advantages_per_leaf(
+            returns=returns, trees=trees, combination="inner", eps=0.0).values,
         "mixed": mixed_group_advantages_per_rollout(
             returns=returns, is_demonstration=demonstration, normalize_std=True, eps=0.0
         ).values,
         "on_policy": mixed_group_advantages_per_rollout(
-            returns=returns, is_demonstration=[mark and position > 1 for position, mark in enumerate(demonstration)],
+            returns=returns, is_demonstration=[
+                mark and position > 1 for position, mark in enumerate(demonstration)],
             statistics="on_policy", normalize_std=True, eps=0.0,
         ).values,
     }  # fmt: skip
@@ -414,7 +417,11 @@ def test_no_signal_is_exactly_zero_and_impossible_input_raises() -> None:
         ([0.2, 0.8], ["a", "b"], "inner", "singleton"),
         ([0.2, 0.2, 0.8], ["a", "a", "b"], "nested", "no_spread"),
     ):
-        credit = tree_advantages_per_leaf(returns=returns, trees=trees, combination=combination)  # type: ignore[arg-type]
+        credit = tree_advantages_per_leaf(
+            returns=returns,
+            trees=trees,
+            combination=combination,  # type: ignore[arg-type]
+        )
         assert (credit.has_signal, credit.reason, credit.values.any()) == (False, reason, False)
     for call in (
         lambda: token_rewards_per_token(returns=[1.0], rollout_index=[0], kl_weight=0.1),

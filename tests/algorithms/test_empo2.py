@@ -89,16 +89,16 @@ def test_masked_clipped_loss(sign: float) -> None:
     new = torch.tensor(given_["new_plain"], dtype=torch.float64, requires_grad=True)
     old = torch.tensor(given_["old_tips"], dtype=torch.float64)
     surrogate = clipped_surrogate_per_token(
-        logprobs=new, old_logprobs=old, advantages=torch.full((4,), sign, dtype=torch.float64), clip_low=0.2, clip_high=0.3,
-        dual_clip=10.0,
+        logprobs=new, old_logprobs=old, advantages=torch.full((4,), sign, dtype=torch.float64), clip_low=0.2,
+        clip_high=0.3, dual_clip=10.0,
     )  # fmt: skip
     wanted = expected["A=+1" if sign > 0 else "A=-1"]
     np.testing.assert_allclose(surrogate.losses.detach().numpy(), wanted["token_loss"], atol=1e-5)
     is_off, turn = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
     masks = {
         kind: student_mask(
-            OffPolicyObjective(student_mask=kind, min_probability=given_["delta"]), logprobs_T=new, acting_T=old, is_off_T=is_off,
-            turn_T=turn,
+            OffPolicyObjective(student_mask=kind, min_probability=given_["delta"]), logprobs_T=new,
+            acting_T=old, is_off_T=is_off, turn_T=turn,
         )
         for kind in ("token", "turn", "none")
     }  # fmt: skip
@@ -119,8 +119,8 @@ def test_masked_clipped_loss(sign: float) -> None:
     # Algorithm 1 at the first step: ratio 1
     student = torch.tensor(given_["new_plain"], dtype=torch.float64, requires_grad=True)
     clipped_surrogate_per_token(
-        logprobs=student, old_logprobs=student.detach(), advantages=torch.full((4,), sign, dtype=torch.float64), clip_high=0.3,
-        dual_clip=10.0,
+        logprobs=student, old_logprobs=student.detach(),
+        advantages=torch.full((4,), sign, dtype=torch.float64), clip_high=0.3, dual_clip=10.0,
     ).losses.sum().backward()  # fmt: skip
     slopes = vector("grad_weight_on_logp")[1]["A=+1 algorithm1" if sign > 0 else "A=-1 algorithm1"]
     assert student.grad is not None and student.grad.tolist() == slopes
@@ -198,13 +198,13 @@ def test_a_state_is_what_the_turn_acted_on_and_never_a_tip() -> None:
     parent = None
     for origin, text in (
         (Origin.PROMPT, "start"), (Origin.MEMORY, "a tip"), (Origin.PROMPT, ""), (Origin.POLICY, "go"),
-        (Origin.ENVIRONMENT, "kitchen"), (Origin.MEMORY, "another"), (Origin.ENVIRONMENT, ""), (Origin.POLICY, "take"),
-        (Origin.POLICY, "and go on"), (Origin.ENVIRONMENT, "cut here"),
+        (Origin.ENVIRONMENT, "kitchen"), (Origin.MEMORY, "another"), (Origin.ENVIRONMENT, ""),
+        (Origin.POLICY, "take"), (Origin.POLICY, "and go on"), (Origin.ENVIRONMENT, "cut here"),
     ):  # fmt: skip
         values = (0.0,) if origin is Origin.POLICY else ()
         node = trace.append(
-            parent=parent, origin=origin, token_ids=(1,), message=Message(role="user", content=text), logprobs=values,
-            entropies=values,
+            parent=parent, origin=origin, token_ids=(1,), message=Message(role="user", content=text),
+            logprobs=values, entropies=values,
         )  # fmt: skip
         parent = node.node_id
     assert parent is not None and states_of(trace.path(parent)) == ["start", "kitchen", "kitchen"]

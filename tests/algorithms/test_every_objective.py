@@ -42,7 +42,8 @@ EVERY: dict[str, dict[str, Any]] = (
     | {name: {"type": "tree_grpo", "preset": name} for name in TREE_PRESETS}
     | {f"tree-grpo, {kind}": {"type": "tree_grpo", "combination": kind} for kind in ("inner", "nested")}
     | {name: {"type": "arpo", "preset": name, "entropy_advantage": 0.0} for name in ARPO_PRESETS}
-    | {name: {"type": "empo2", "preset": name, "intrinsic_coefficient": 0.0, "memory": {"embedder": "hash"}} for name in EMPO2_PRESETS}
+    | {name: {"type": "empo2", "preset": name, "intrinsic_coefficient": 0.0, "memory": {"embedder": "hash"}}
+       for name in EMPO2_PRESETS}
     | {"rapo": {"type": "rapo", "num_hybrid": 0}, "rejection": {"type": "rejection"}}
     | {name: {"type": "rollout_replay", "preset": name} for name in REPLAY_PRESETS}
 )  # fmt: skip

@@ -121,8 +121,9 @@ def groups_of_episodes(draw: st.DrawFn, states: Sequence[str] = ("a", "b", "c"))
 
 @settings(deadline=None)
 @given(
-    episodes=groups_of_episodes(), gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]), omega=st.sampled_from([0.0, 0.7, 1.0]),
-    normalization=st.sampled_from(["none", "std"]), penalty=st.sampled_from([0.0, 0.1]), over_turns=st.booleans(),
+    episodes=groups_of_episodes(), gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    omega=st.sampled_from([0.0, 0.7, 1.0]), normalization=st.sampled_from(["none", "std"]),
+    penalty=st.sampled_from([0.0, 0.1]), over_turns=st.booleans(),
 )  # fmt: skip
 def test_numpy_reference(
     episodes: list[Episode], gamma: float, omega: float, normalization: str, penalty: float, over_turns: bool

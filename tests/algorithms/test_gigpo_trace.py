@@ -44,7 +44,8 @@ def test_a_retrieved_step_takes_one_step_of_time_and_its_reward_belongs_to_earli
 
 def test_what_the_step_rewards_lack_is_put_on_the_last_turn_and_measured() -> None:
     paid_at_the_end = [
-        Episode(states=("s", "x"), rewards=(0.0, 0.0), extra=1.0), Episode(states=("s", "y"), rewards=(0.5, 0.0), extra=-0.5),
+        Episode(states=("s", "x"), rewards=(0.0, 0.0), extra=1.0),
+        Episode(states=("s", "y"), rewards=(0.5, 0.0), extra=-0.5),
     ]  # fmt: skip
     trace, turns = play(paid_at_the_end)
     (_, first), (_, second) = trace.rollouts()

@@ -67,7 +67,8 @@ def row_of(name: str) -> str:
         engine = "none"
     else:
         floor = "" if s.sampler_correction.lower is None else f"{s.sampler_correction.lower:g} to "
-        engine = f"{s.sampler_correction.level} {floor}{s.sampler_correction.upper:g}, {s.sampler_correction.outside}"
+        weight = s.sampler_correction
+        engine = f"{weight.level} {floor}{weight.upper:g}, {weight.outside}"
     more = [f"group_size {s.group_size}"] if s.group_size != 8 else []
     more += [f"overlong, {s.overlong.counted} tokens"] if s.overlong else []
     more += [f"dynamic sampling on {s.dynamic_sampling.metric}"] if s.dynamic_sampling else []

@@ -64,8 +64,8 @@ def buffer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepTraceBuffer
 
 
 def play(
-    buffer: StepTraceBuffer, *, modes: Sequence[str] = ("hybrid",) * 6, num_tasks: int = 2, step: int = 0, on_step: Any = None,
-    limits: Limits | None = None, seed: int = 0, **chosen: Any,
+    buffer: StepTraceBuffer, *, modes: Sequence[str] = ("hybrid",) * 6, num_tasks: int = 2, step: int = 0,
+    on_step: Any = None, limits: Limits | None = None, seed: int = 0, **chosen: Any,
 ) -> tuple[list[Trace], RetrievalHook, Factory]:  # fmt: skip
     hook = RetrievalHook(
         RetrievalSettings(**({"probability": 1.0} | chosen)), buffer=buffer, num_training_steps=10
@@ -435,8 +435,8 @@ def mixed(buffer: StepTraceBuffer, seed: int = 0) -> list[Trace]:
         return StepResult(message=None, done=True) if n == 3 else say(f" o{n}")
 
     traces, _, _ = play(
-        buffer, modes=("on_policy",) * 3 + ("hybrid",) * 5, num_tasks=3, on_step=answer, probability=0.5, seed=seed,
-        limits=Limits(max_turns=6, max_response_tokens=170, max_turn_tokens=20),
+        buffer, modes=("on_policy",) * 3 + ("hybrid",) * 5, num_tasks=3, on_step=answer, probability=0.5,
+        seed=seed, limits=Limits(max_turns=6, max_response_tokens=170, max_turn_tokens=20),
     )  # fmt: skip
     return traces
 
@@ -637,8 +637,8 @@ def test_the_ablations_of_the_reward_reach_it(options: dict[str, Any]) -> None:
     for origin, entropy in ((Origin.POLICY, 0.5), (Origin.BUFFER, None), (Origin.POLICY, 0.2)):
         values = () if entropy is None else (entropy,)
         tip = trace.append(
-            parent=tip.node_id, origin=origin, token_ids=(2,), message=Message(role="assistant", content=""), logprobs=values,
-            entropies=values,
+            parent=tip.node_id, origin=origin, token_ids=(2,), message=Message(role="assistant", content=""),
+            logprobs=values, entropies=values,
         )  # fmt: skip
     found = Rapo(RapoSettings(**options), buffer=None, num_training_steps=1).retrieval_reward(
         trace.path(tip.node_id)

@@ -46,8 +46,9 @@ def kept(
 ) -> bool:
     """Of one token whose trainer and engine are that far apart."""
     mask = rejection_mask_per_token(
-        old_logprobs=torch.tensor([log_weight], dtype=torch.float64), sampler_logprobs=torch.zeros(1, dtype=torch.float64),
-        rollout_index=torch.zeros(1, dtype=torch.int64), mask=torch.ones(1), statistic=statistic, scope=scope, upper=upper, **bounds,
+        old_logprobs=torch.tensor([log_weight], dtype=torch.float64),
+        sampler_logprobs=torch.zeros(1, dtype=torch.float64), rollout_index=torch.zeros(1, dtype=torch.int64),
+        mask=torch.ones(1), statistic=statistic, scope=scope, upper=upper, **bounds,
     )  # fmt: skip
     return bool(mask[0])
 

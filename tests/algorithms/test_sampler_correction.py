@@ -227,7 +227,12 @@ def test_masked_tokens_change_nothing(batch: Any, garbage: float, level: Any) ->
     only = {name: value[mask] for name, value in tokens.items()}
     for outside in ("truncate", "zero"):
         applied, other, alone = (
-            sampler_weights_per_token(**each, level=level, upper=1.5, outside=outside)  # type: ignore[arg-type]
+            sampler_weights_per_token(
+                **each,  # type: ignore[arg-type]
+                level=level,
+                upper=1.5,
+                outside=outside,
+            )
             for each in (tokens, spoiled, only)
         )
         assert torch.equal(applied.weights, other.weights) and torch.equal(applied.changed, other.changed)
@@ -248,7 +253,12 @@ def test_an_engine_that_agrees_is_a_no_op(batch: Any, level: Any, outside: Any) 
     applied = sampler_weights_per_token(**tokens, level=level, lower=0.5, upper=2.0, outside=outside)
     assert torch.equal(applied.weights, tokens["mask"].double()) and not applied.changed.any()
     for statistic, upper in (("k1", 1.01), ("k2", 0.0), ("k3", 0.0)):
-        kept = rejection_mask_per_token(**tokens, statistic=statistic, scope="sum", upper=upper)  # type: ignore[arg-type]
+        kept = rejection_mask_per_token(
+            **tokens,  # type: ignore[arg-type]
+            statistic=statistic,  # type: ignore[arg-type]
+            scope="sum",
+            upper=upper,
+        )
         assert torch.equal(kept, tokens["mask"])
 
 

@@ -45,8 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
 def grown(algorithm: TreeGrpo, returns: list[float], *, seed: int = 0) -> Trace:
     """A group of real trees whose leaves have these returns."""
     runs = scheduler(
-        chatty(), Factory(lambda task, number: Copying(on_step=answers)), hooks=algorithm.hooks, limits=Limits(step_timeout_s=60),
-        seed=seed,
+        chatty(), Factory(lambda task, number: Copying(on_step=answers)), hooks=algorithm.hooks,
+        limits=Limits(step_timeout_s=60), seed=seed,
     )  # fmt: skip
     [trace] = runs.run(tasks(1), modes=algorithm.modes, training_step=0).traces
     for rollout, value in enumerate(returns):
@@ -162,7 +162,8 @@ def test_the_size_of_a_group_follows_and_presets_fill_in() -> None:
         ({"advantage": "group_centered"}, "combination"), ({"loss": "gspo"}, "shares tokens"),
         ({"combination": "inner", "num_kept": 1}, "two leaves a tree"),
         ({"sampler_rejection": {"scope": "sum"}}, "shares tokens"),
-        ({"num_trees": 1, "num_rounds": 0}, "greater than or equal to 2"), ({"num_expansions": "two"}, "integer"),
+        ({"num_trees": 1, "num_rounds": 0}, "greater than or equal to 2"),
+        ({"num_expansions": "two"}, "integer"),
     ],
     ids=str,
 )  # fmt: skip

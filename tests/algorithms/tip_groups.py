@@ -18,8 +18,8 @@ def vector(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def played(
-    returns: list[float], observations: list[list[str]], *, modes: str = "plain", remarks: list[str] | None = None,
-    actions: list[str] | None = None,
+    returns: list[float], observations: list[list[str]], *, modes: str = "plain",
+    remarks: list[str] | None = None, actions: list[str] | None = None,
 ) -> Trace:  # fmt: skip
     """One group by hand: what every rollout was told, turn by turn, and what all of them did (else: act 0,
     act 1 and so on).

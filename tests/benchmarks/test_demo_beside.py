@@ -18,8 +18,10 @@ def evaluation(step: int, solved: int) -> dict[str, Any]:
     scores = {task: float(number < solved) for number, task in enumerate(TASKS)}
     interval = wilson(list(scores.values()), binary=True)
     return {
-        "step": step, "label": f"after {step}", "split": "test", "panel_hash": "p", "temperature": 1.0, "num_tasks": len(TASKS),
-        "metric": {"score": dict(zip(("value", "ci_low", "ci_high"), (solved / len(TASKS), *interval), strict=True))},
+        "step": step, "label": f"after {step}", "split": "test", "panel_hash": "p", "temperature": 1.0,
+        "num_tasks": len(TASKS),
+        "metric": {"score": dict(zip(("value", "ci_low", "ci_high"), (solved / len(TASKS), *interval),
+                                     strict=True))},
         "task_scores": scores,
     }  # fmt: skip
 

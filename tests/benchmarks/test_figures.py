@@ -163,7 +163,8 @@ def packed(root: Path) -> Path:
         "RAPO": ["rapo-{seed}", "after RAPO"],
         "GRPO": ["grpo-{seed}", "after GRPO"],
     }
-    write_record(root, "seeds", {"kind": "scores", "num_tasks": 6, "pack": "first", "pack_seeds": [0, 1], "views": views,
+    write_record(root, "seeds", {"kind": "scores", "num_tasks": 6, "pack": "first", "pack_seeds": [0, 1],
+                                 "views": views,  # type: ignore[dict-item]
                                  "evaluations": evaluations})  # type: ignore[dict-item]  # fmt: skip
     write_record(
         root,
@@ -208,7 +209,10 @@ def test_a_pack_without_the_run_is_named(packed: Path) -> None:
 
 
 def test_the_check_alone_needs_no_torch() -> None:
-    code = "import sys; from benchmarks.figures import main; assert main(['--check']) == 0; assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from benchmarks.figures import main; assert main(['--check']) == 0; "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
 
 
@@ -218,7 +222,10 @@ def test_pure_functions_leave_other_text_alone() -> None:
 
 
 def test_marks_in_a_block_of_code_are_examples() -> None:
-    text = "```markdown\n<!-- figure: gone -->1<!-- /figure -->\n<!-- figures: gone -->\n```\n<!-- figure: a -->1<!-- /figure -->\n"
+    text = (
+        "```markdown\n<!-- figure: gone -->1<!-- /figure -->\n<!-- figures: gone -->\n```\n"
+        "<!-- figure: a -->1<!-- /figure -->\n"
+    )
     assert rewritten(text, {"a": "2"}, document="x") == text.replace("a -->1", "a -->2")
     [one] = differences(text, {"a": "2"}, document="x")
     assert (one.line, one.recorded, one.written) == (5, "2", "1")

@@ -78,8 +78,9 @@ class Runs:
         }
         mean = sum(scores.values()) / len(scores)
         line = {
-            "label": label, "split": "test", "num_tasks": len(TASKS), "step": step, "temperature": 1.0, "panel_hash": "ab" * 32,
-            "metric": {"score": {"value": mean, "ci_low": 0.0, "ci_high": 1.0}}, "task_scores": scores,
+            "label": label, "split": "test", "num_tasks": len(TASKS), "step": step, "temperature": 1.0,
+            "panel_hash": "ab" * 32, "metric": {"score": {"value": mean, "ci_low": 0.0, "ci_high": 1.0}},
+            "task_scores": scores,
         }  # fmt: skip
         with (run / "evaluations.jsonl").open("a") as stream:
             stream.write(json.dumps(line) + "\n")

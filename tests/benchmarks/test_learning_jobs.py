@@ -28,8 +28,10 @@ ROOT = Path(__file__).parents[2]
 def job(folder: Path, name: str, script: str = "", *, after: tuple[str, ...] = ()) -> Job:
     """Done when the file of its name is there; without a script it makes that file."""
     return Job(
-        name=name, kind=name.rpartition("-")[0] or name, after=after, is_done=lambda: (folder / f"{name}.done").exists(),
-        command=lambda: ["/bin/sh", "-c", f"cd {folder}; echo {name} >> started; {script or f'touch {name}.done'}"],
+        name=name, kind=name.rpartition("-")[0] or name, after=after,
+        is_done=lambda: (folder / f"{name}.done").exists(),
+        command=lambda: ["/bin/sh", "-c",
+                         f"cd {folder}; echo {name} >> started; {script or f'touch {name}.done'}"],
     )  # fmt: skip
 
 
@@ -60,7 +62,10 @@ def test_what_is_done_does_not_run_again_and_what_depends_comes_after(tmp_path: 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_never_more_processes_than_asked_for(tmp_path: Path, num_processes: int) -> None:
-    count = "n=$(ls | grep -c running); echo $n >> seen; touch {0}.running; sleep 0.05; rm {0}.running; touch {0}.done"
+    count = (
+        "n=$(ls | grep -c running); echo $n >> seen; touch {0}.running; sleep 0.05; "
+        "rm {0}.running; touch {0}.done"
+    )
     assert (
         run(
             tmp_path,
@@ -74,8 +79,9 @@ def test_never_more_processes_than_asked_for(tmp_path: Path, num_processes: int)
 
 def test_a_failing_run_is_told_and_stops_only_what_needs_it(tmp_path: Path) -> None:
     jobs = [
-        job(tmp_path, "bad", "echo because >&2; echo; exit 3"), job(tmp_path, "after-bad", after=("bad",)), job(tmp_path, "good"),
-        job(tmp_path, "lazy", "exit 0"), Job(name="none", kind="none", command=lambda: ["/no/such/program"], is_done=lambda: False),
+        job(tmp_path, "bad", "echo because >&2; echo; exit 3"), job(tmp_path, "after-bad", after=("bad",)),
+        job(tmp_path, "good"), job(tmp_path, "lazy", "exit 0"),
+        Job(name="none", kind="none", command=lambda: ["/no/such/program"], is_done=lambda: False),
     ]  # fmt: skip
     failed = run(tmp_path, *jobs, num_processes=1)
     assert failed["bad"] == "exit status 3: because" and failed["after-bad"] == "not begun: bad has no result"
@@ -141,7 +147,10 @@ def test_a_job_of_a_killed_parent_is_left_to_its_end(tmp_path: Path) -> None:
 
 
 def test_a_stopped_call_waits_for_the_checkpoints(tmp_path: Path) -> None:
-    script = f"cd {tmp_path}; trap 'touch checkpoint; exit 0' TERM; echo a >> started; while :; do sleep 0.02; done"
+    script = (
+        f"cd {tmp_path}; trap 'touch checkpoint; exit 0' TERM; echo a >> "
+        "started; while :; do sleep 0.02; done"
+    )
     parent = start_parent(tmp_path, script)
     wait_for(lambda: started(tmp_path) == ["a"])
     os.kill(parent.pid, signal.SIGTERM)
@@ -165,8 +174,9 @@ def write_journal(folder: Path, *lines: tuple[str, str, float]) -> None:
 
 def test_what_is_left_is_estimated_from_its_like(tmp_path: Path) -> None:
     jobs = [job(tmp_path, f"toys_lock_grpo-{n}") for n in range(4)]
-    write_journal(tmp_path, ("toys_lock_grpo-0", "done", 10.0), ("toys_lock_grpo-1", "stopped", 5.0), ("toys_lock_grpo-1", "done", 15.0),
-                  ("toys_lock_grpo-2", "stopped", 4.0), ("toys_lock_grpo-3", "failed", 1.0))  # fmt: skip
+    write_journal(tmp_path, ("toys_lock_grpo-0", "done", 10.0), ("toys_lock_grpo-1", "stopped", 5.0),
+                  ("toys_lock_grpo-1", "done", 15.0), ("toys_lock_grpo-2", "stopped", 4.0),
+                  ("toys_lock_grpo-3", "failed", 1.0))  # fmt: skip
     for n in (0, 1):
         (tmp_path / f"toys_lock_grpo-{n}.done").touch()
     [row] = progress(jobs, tmp_path)

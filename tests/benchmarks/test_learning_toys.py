@@ -22,8 +22,8 @@ DEFINED = [
     (arena, method) for arena in ARENAS for method in arena.methods() if arena.name not in method.undefined
 ]
 RESULT = Result(
-    expected_return=0.5, sampled_return=0.5, num_policy_tokens=100, num_rollouts=10, num_steps=1, num_on_policy_rewards=1,
-    num_hybrid_rewards=0,
+    expected_return=0.5, sampled_return=0.5, num_policy_tokens=100, num_rollouts=10, num_steps=1,
+    num_on_policy_rewards=1, num_hybrid_rewards=0,
 )  # fmt: skip
 
 
@@ -116,7 +116,8 @@ def test_what_is_finished_is_not_played_again(tmp_path: Path, played: list[tuple
     assert play_two(tmp_path) == first
     assert len(played) == 4
     result_path(tmp_path, LOCK, method_of(LOCK, "rapo"), 0).unlink()
-    assert play_two(tmp_path, seeds=range(3)) == {key: found | ({2: replace(RESULT, expected_return=0.2)} if found else {})
+    assert play_two(tmp_path, seeds=range(3)) == {
+        key: found | ({2: replace(RESULT, expected_return=0.2)} if found else {})
                                                   for key, found in first.items()}  # fmt: skip
     assert played[4:] == [("grpo", 2), ("rapo", 0), ("rapo", 2)]
 

@@ -71,7 +71,8 @@ def test_growth_counts_behind_the_warm_up_of_every_process_and_finds_a_leak() ->
     early = [line(0, "arpo", 100), line(1, "empo2", 200, files=4), line(2, "arpo", 400, files=5)]
     calm = [*early, line(3, "empo2", 500), line(4, "arpo", 505), line(5, "empo2", 500)]
     assert soak.growths(calm) == {
-        "memory_mib": pytest.approx(0.01), "processes": 0, "threads": 0, "ports": 0, "files": 0, "temporary": 0,
+        "memory_mib": pytest.approx(0.01), "processes": 0, "threads": 0, "ports": 0, "files": 0,
+        "temporary": 0,
     }  # fmt: skip
     again = [
         line(6 + number, case, 400, process=1)

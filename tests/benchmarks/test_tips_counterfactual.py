@@ -35,10 +35,11 @@ from tests.tiny import tiny_model
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "house-empo2.toml"
 SMALL = (
-    "num_threads=1", "model.trained_layers=1", "environment.num_train=2", "environment.num_test=3", "evaluation.num_tasks=18",
-    "algorithm.memory.embedder=hash", "algorithm.memory.max_tip_tokens=90", "algorithm.memory.max_shown_tokens=300",
-    "algorithm.memory.max_prompt_tokens=300", "rollout.max_response_tokens=2000", "rollout.max_observation_tokens=300",
-    "rollout.max_turn_tokens=40", "cold_start.num_examples=6", "update.max_tokens=4096",
+    "num_threads=1", "model.trained_layers=1", "environment.num_train=2", "environment.num_test=3",
+    "evaluation.num_tasks=18", "algorithm.memory.embedder=hash", "algorithm.memory.max_tip_tokens=90",
+    "algorithm.memory.max_shown_tokens=300", "algorithm.memory.max_prompt_tokens=300",
+    "rollout.max_response_tokens=2000", "rollout.max_observation_tokens=300", "rollout.max_turn_tokens=40",
+    "cold_start.num_examples=6", "update.max_tokens=4096",
 )  # fmt: skip
 
 
@@ -128,8 +129,8 @@ def test_a_seed_is_played_once_and_other_settings_are_refused(
     assert capsys.readouterr().out == first.out
     assert main([*given, "rollout.max_turns=4", "evaluation.num_tasks=3"]) == 2
     assert "other settings" in capsys.readouterr().err
-    assert main([*given[:2], "--out", str(tmp_path / "grpo"), "--seeds", "1", *SMALL, model, "algorithm={type='grpo'}",
-                 "cold_start.tip_share=0"]) == 2  # fmt: skip
+    assert main([*given[:2], "--out", str(tmp_path / "grpo"), "--seeds", "1", *SMALL, model,
+                 "algorithm={type='grpo'}", "cold_start.tip_share=0"]) == 2  # fmt: skip
 
 
 def test_tables() -> None:

@@ -155,8 +155,8 @@ def test_the_locks_are_what_the_table_says(series: Series, tmp_path: Path) -> No
 
 def test_a_row_says_what_was_found() -> None:
     few = Result(
-        expected_return=0.25, sampled_return=0.2, num_policy_tokens=10, num_rollouts=50, num_steps=1, num_on_policy_rewards=1,
-        num_hybrid_rewards=5,
+        expected_return=0.25, sampled_return=0.2, num_policy_tokens=10, num_rollouts=50, num_steps=1,
+        num_on_policy_rewards=1, num_hybrid_rewards=5,
     )  # fmt: skip
     series = SERIES[1]
     assert series.is_strict

@@ -119,7 +119,9 @@ def test_greedy_takes_the_likeliest_and_an_impossible_id_is_never_drawn() -> Non
 class _Zeros(np.random.Generator):
     """A stream of nothing but the smallest uniform draw."""
 
-    def random(self, *arguments: object, out: np.ndarray, **options: object) -> np.ndarray:  # type: ignore[override]
+    def random(  # type: ignore[override]
+        self, *arguments: object, out: np.ndarray, **options: object
+    ) -> np.ndarray:
         out[:] = 0.0
         return out
 

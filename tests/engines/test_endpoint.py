@@ -44,8 +44,8 @@ def test_a_request_holds_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None
     (asked,) = server.asked
     assert (asked.path, asked.authorization) == ("/v1/chat/completions", "Bearer sk-secret")
     assert asked.body == {
-        "model": "m", "messages": [{"role": "user", "content": "why?"}], "max_tokens": 9, "temperature": 0.5, "seed": 5,
-        "stop": ["</a>"],
+        "model": "m", "messages": [{"role": "user", "content": "why?"}], "max_tokens": 9, "temperature": 0.5,
+        "seed": 5, "stop": ["</a>"],
     }  # fmt: skip
 
 

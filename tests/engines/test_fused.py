@@ -19,8 +19,8 @@ from outrider.train.update import chunked_logprobs
 from outrider.train.update.chunked_logprobs import score_tokens
 
 SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
 
 
@@ -139,8 +139,9 @@ def test_attention_s_gradient_in_bfloat16_against_a_float64_reference(num_before
 
 @settings(deadline=None, max_examples=40)
 @given(
-    rows=st.integers(1, 3), num_new=st.integers(1, 12), num_before=st.integers(0, 9), kv_heads=st.integers(1, 3), repeats=st.integers(1, 3),
-    seed=st.integers(0, 2**32 - 1), way=st.sampled_from(["fused", "products", "lower right"]),
+    rows=st.integers(1, 3), num_new=st.integers(1, 12), num_before=st.integers(0, 9),
+    kv_heads=st.integers(1, 3), repeats=st.integers(1, 3), seed=st.integers(0, 2**32 - 1),
+    way=st.sampled_from(["fused", "products", "lower right"]),
 )  # fmt: skip
 def test_attention_and_its_gradients_equal_a_written_out_softmax(
     rows: int, num_new: int, num_before: int, kv_heads: int, repeats: int, seed: int, way: str

@@ -12,7 +12,8 @@ from outrider.engines.chat import http_client
 
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers(); self.wfile.write(b"ok")
+        self.send_response(200); self.send_header("Content-Length", "2"); \
+self.end_headers(); self.wfile.write(b"ok")
     def log_message(self, *arguments): pass
 
 server = HTTPServer(("127.0.0.1", 0), Answer)

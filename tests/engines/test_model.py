@@ -32,9 +32,9 @@ from outrider.errors import ModelError
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
 SIZES = {
-    "vocab_size": 98, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "eos_token_id": 1, "bos_token_id": None,
-    "pad_token_id": None,
+    "vocab_size": 98, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "eos_token_id": 1, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 
 

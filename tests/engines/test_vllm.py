@@ -57,8 +57,8 @@ class StandIn:
     def add_request(self, name: str, prompt: dict[str, Any], params: SimpleNamespace) -> None:
         self.salts.append(prompt["cache_salt"])
         request = Request(
-            request_id=name, token_ids=tuple(prompt["prompt_token_ids"]), max_tokens=params.max_tokens, seed=params.seed,
-            temperature=params.temperature, stop=tuple(params.stop),
+            request_id=name, token_ids=tuple(prompt["prompt_token_ids"]), max_tokens=params.max_tokens,
+            seed=params.seed, temperature=params.temperature, stop=tuple(params.stop),
         )  # fmt: skip
         self.stop = request.stop
         self.waiting[name] = (LocalEngine(self.model).generate([request])[0], 0)
@@ -122,8 +122,8 @@ def made(
 
     chosen = {"device": "cpu", "settings": VllmSettings(top_k=TOP_K)} | options
     return VllmEngine(
-        folder=folder, export=export, tokenizer=model.tokenizer, eos_token_ids=model.eos_token_ids, eos_texts=model.eos_texts,
-        context_length=128, precision="float32", **chosen,
+        folder=folder, export=export, tokenizer=model.tokenizer, eos_token_ids=model.eos_token_ids,
+        eos_texts=model.eos_texts, context_length=128, precision="float32", **chosen,
     )  # fmt: skip
 
 
@@ -260,8 +260,9 @@ def test_the_contract_with_the_real_package_and_model(tmp_path: Path) -> None:
     lm = load_model("smollm2-135m-instruct", precision="float32")
     policy = Policy(lm, OptimizerSettings(learning_rate=1e-3))
     engine = VllmEngine(
-        folder=tmp_path / "engine", export=policy.export, tokenizer=lm.tokenizer, eos_token_ids=lm.eos_token_ids,
-        eos_texts=lm.eos_texts, context_length=512, precision="float32", device="cpu", settings=VllmSettings(),
+        folder=tmp_path / "engine", export=policy.export, tokenizer=lm.tokenizer,
+        eos_token_ids=lm.eos_token_ids, eos_texts=lm.eos_texts, context_length=512, precision="float32",
+        device="cpu", settings=VllmSettings(),
     )  # fmt: skip
     ids = tuple(lm.tokenizer.encode("The capital of France is Paris. The capital of Italy is"))
     requests = [

@@ -83,7 +83,10 @@ def test_rows_with_a_blank_answer_can_be_left_out_and_are_counted(
 ) -> None:
     config = write(
         tmp_path,
-        '{"question": "q", "answer": ""}\n{"question": "r", "answer": "b"}\n{"question": "s", "answer": ["c", " "]}\n',
+        (
+            '{"question": "q", "answer": ""}\n{"question": "r", "answer": "b"}\n'
+            '{"question": "s", "answer": ["c", " "]}\n'
+        ),
     )
     config = config.model_copy(update={"blank_answers": "drop"})
     assert load_tasks(config) == [Task(key="qa-1", question="r", answers=("b",))]

@@ -191,8 +191,10 @@ def test_what_is_told_is_true_and_what_is_not_done_is_refused() -> None:
     assert environment.result().episode_return == 1.0
 
 
-@pytest.mark.parametrize("text", ["", "go kitchen", "<action></action>", "<action>go</action>", "<action>fly home</action>",
-                                  "<action>go kitchen</action><action>go hall</action>", "<action>" + "x" * 300 + "</action>"])  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "", "go kitchen", "<action></action>", "<action>go</action>", "<action>fly home</action>",
+    "<action>go kitchen</action><action>go hall</action>", "<action>" + "x" * 300 + "</action>",
+])  # fmt: skip
 def test_text_without_a_command_changes_nothing_and_costs_no_move(text: str) -> None:
     environment = start(max_moves=1)
     outcome = environment.step(Message(role="assistant", content=text))
@@ -234,8 +236,10 @@ def test_the_family_is_made_from_its_settings_and_knows_its_own_tasks() -> None:
         family.make()(Task(key="t", question="q", metadata={"houses": "other"}))
 
 
-@pytest.mark.parametrize("changes", [{"num_train": 0, "num_valid": 0, "num_test": 0}, {"house": {"num_rooms": 3, "num_things": 4}},
-                                     {"house": {"num_rooms": 2, "num_things": 1, "num_locked": 2}}, {"max_moves": 0}])  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"num_train": 0, "num_valid": 0, "num_test": 0}, {"house": {"num_rooms": 3, "num_things": 4}},
+    {"house": {"num_rooms": 2, "num_things": 1, "num_locked": 2}}, {"max_moves": 0},
+])  # fmt: skip
 def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         HouseConfig.model_validate(changes)

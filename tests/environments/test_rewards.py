@@ -52,7 +52,8 @@ def fault_of(transcript: str) -> str | None:
         ("<think>a</think><answer>\\boxed{1}</answer><answer>\\boxed{2}</answer>", False),
         ("<think>a</think><search>q</search><answer>\\boxed{1}</answer>", False),
         (
-            "<think>a</think><python>p</python><result>r</result><search>q</search><result>r</result><answer>\\boxed{1}</answer>",
+            "<think>a</think><python>p</python><result>r</result><search>q</search><result>r</result>"
+            "<answer>\\boxed{1}</answer>",
             True,
         ),
         ("<think>a</think></answer>\\boxed{1}<answer>", False),

@@ -196,7 +196,8 @@ def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
     reports = []
     for hooks in ((KillsOnce(pid),), ()):
         runs = scheduler(
-            scripted(lambda request, text: "<action>look around</action>"), factory, hooks=hooks, stop=family.stop, max_concurrent=1,
+            scripted(lambda request, text: "<action>look around</action>"), factory, hooks=hooks,
+            stop=family.stop, max_concurrent=1,
             limits=Limits(max_turns=4, max_turn_tokens=40, max_response_tokens=3500, step_timeout_s=60),
         )  # fmt: skip
         reports.append(runs.run(tasks, modes=("plain",), training_step=0))
@@ -284,7 +285,8 @@ def test_a_thousand_episodes_leak_nothing(family: ScienceWorldFamily) -> None:
     made.pool.give_back(loan)
     made.close()
     print(
-        f"after 500 and 1,000 episodes: Python resident KiB {own}, Java's live heap {live} bytes, resident at most {resident} KiB"
+        f"after 500 and 1,000 episodes: Python resident KiB {own}, Java's live heap {live} bytes, "
+        f"resident at most {resident} KiB"
     )
     assert own[1] < 1.02 * own[0] and live[1] < 1.02 * live[0] and made.pool.num_replaced == 0
     assert resident < 640 * 1024  # 512 MiB of heap, and the rest

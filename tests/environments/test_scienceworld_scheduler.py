@@ -96,7 +96,13 @@ def run(starts: Starts) -> tuple[RolloutReport, ScienceWorldFactory]:
     factory = family.make()
     limits = Limits(max_turns=5, max_turn_tokens=40, max_response_tokens=1000, step_timeout_s=60)
     engine = scripted(lambda request, text: "<action>wait</action>")
-    runs = scheduler(engine, factory, limits=limits, stop=(family.stop[0],), max_concurrent=2)  # type: ignore[arg-type]
+    runs = scheduler(
+        engine,
+        factory,  # type: ignore[arg-type]
+        limits=limits,
+        stop=(family.stop[0],),
+        max_concurrent=2,
+    )
     return runs.run(family.tasks("train"), modes=("plain",) * NUM_ROLLOUTS, training_step=0), factory
 
 

@@ -228,7 +228,10 @@ def test_a_player_reads_neither_banner_nor_status_line_nor_the_question_after_th
     scene = "Find it. It costs $5.\n\n\n\n-= Attic =-\nDark."
     shown = clean(f"{banner}\n{scene}\n\n>      -= Attic =-0/1")
     assert shown == "Find it. It costs $5.\n\n-= Attic =-\nDark."
-    end = "\nTaken.\n\n\n      *** The End ***\n\nYou scored 1.\n\n\nWould you like to RESTART, RESTORE a saved game, QUIT?\n>  -= A =-1/3"
+    end = (
+        "\nTaken.\n\n\n      *** The End ***\n\nYou scored 1.\n\n\n"
+        "Would you like to RESTART, RESTORE a saved game, QUIT?\n>  -= A =-1/3"
+    )
     assert clean(end) == "Taken.\n\n*** The End ***\n\nYou scored 1."
 
 

@@ -78,9 +78,9 @@ def test_an_episode_with_both_tools() -> None:
     result = environment.result()
     assert result.success and result.episode_return == ended.reward == pytest.approx(1.1)
     assert result.metrics == {
-        "em": 1.0, "f1": 1.0, "answer_contained": 1.0, "format_ok": 1.0, "num_invalid": 0.0, "num_repeated_queries": 0.0,
-        "num_refused_calls": 0.0, "num_failed_calls": 1.0, "num_undecided_answers": 0.0,
-        "num_tool_calls_search": 1.0, "num_tool_calls_python": 1.0,
+        "em": 1.0, "f1": 1.0, "answer_contained": 1.0, "format_ok": 1.0, "num_invalid": 0.0,
+        "num_repeated_queries": 0.0, "num_refused_calls": 0.0, "num_failed_calls": 1.0,
+        "num_undecided_answers": 0.0, "num_tool_calls_search": 1.0, "num_tool_calls_python": 1.0,
     }  # fmt: skip
     assert (tools["search"].calls, tools["python"].calls) == (["tower"], ["oops"])
     with pytest.raises(ValueError, match="has ended"):

@@ -124,7 +124,9 @@ def test_task_score_and_training_return(
         "price_ok",
         "type_factor",
     )
-    measured = webshop_reward.PurchaseScore(**dict(zip(names, case, strict=True))).value  # type: ignore[arg-type]
+    measured = webshop_reward.PurchaseScore(
+        **dict(zip(names, case, strict=True))  # type: ignore[arg-type]
+    ).value
     assert measured == pytest.approx(score, abs=1e-6)
     assert training_return(measured, "success10") == reward
     assert training_return(measured, "score") == measured
@@ -299,9 +301,9 @@ def test_every_combination_of_options_is_a_goal_and_shares_the_price_limit() -> 
         (("color", color), ("size", size)) for color in ("red", "blue") for size in ("s", "m")
     ] + [()]
     assert len({goal.price_limit for goal in goals[:4]}) == 1
-    assert (
-        goals[0].text
-        == f"Find me kettles with color: red, and size: s, and price lower than {goals[0].price_limit:.2f} dollars"
+    assert goals[0].text == (
+        "Find me kettles with color: red, and size: s, and price lower "
+        f"than {goals[0].price_limit:.2f} dollars"
     )
     assert goals[0].request == "Find me kettles with color: red, and size: s"
     assert goals[4].request == "Find me kettles"
@@ -727,7 +729,11 @@ def test_the_released_scoring_takes_a_point_from_a_right_choice() -> None:
         environment = next(
             start_task(task, option_scoring=scoring)
             for task in all_tasks(family())
-            if task.metadata["product"] == MAT and ["size", "standard"] in list(task.metadata["options"])  # type: ignore[arg-type]
+            if task.metadata["product"] == MAT
+            and ["size", "standard"]
+            in list(
+                task.metadata["options"]  # type: ignore[arg-type]
+            )
         )
         buy(environment, MAT, ["standard"])
         assert environment.result().episode_return == score
@@ -960,6 +966,10 @@ def test_the_known_defect_on_the_published_set() -> None:
     for scoring in lost:
         for goal in goals:
             rightly = [value for _, value in goal.options]
-            lost[scoring] += num_options_hit(rightly, goal.options, scoring) < len(goal.options)  # type: ignore[arg-type]
+            lost[scoring] += num_options_hit(
+                rightly,
+                goal.options,
+                scoring,  # type: ignore[arg-type]
+            ) < len(goal.options)
     assert lost["fixed"] == 0
     assert 350 <= lost["released"] <= 550  # an audit of the released engine counted 458

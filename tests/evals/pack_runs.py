@@ -79,9 +79,10 @@ def evaluation(root: Path, scores: Sequence[float], *, label: str, step: int) ->
     low, high = interval(scores, binary=all(one in (0.0, 1.0) for one in scores))
     by_task = dict(zip([task.key for task in tasks], scores, strict=True))
     return {
-        "label": label, "split": "test", "num_tasks": 6, "step": step, "temperature": 1.0, "panel_hash": panel_hash(tasks),
-        "num_faults": 0, "mean_return": fmean(scores), "metric": {"score": {"value": fmean(scores), "ci_low": low, "ci_high": high}},
-        "task_scores": by_task, "task_returns": by_task,
+        "label": label, "split": "test", "num_tasks": 6, "step": step, "temperature": 1.0,
+        "panel_hash": panel_hash(tasks), "num_faults": 0, "mean_return": fmean(scores),
+        "metric": {"score": {"value": fmean(scores), "ci_low": low, "ci_high": high}}, "task_scores": by_task,
+        "task_returns": by_task,
     }  # fmt: skip
 
 
@@ -89,8 +90,9 @@ def write_exact(folder: Path, method: str, returns: Sequence[float], *, toy: str
     """Results as the toy suite writes them, one file a seed."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, value in enumerate(returns):
-        result = {"expected_return": value, "sampled_return": value, "num_policy_tokens": 60, "num_rollouts": 10, "num_steps": 1,
-                  "num_on_policy_rewards": 1, "num_hybrid_rewards": 0}  # fmt: skip
+        result = {"expected_return": value, "sampled_return": value, "num_policy_tokens": 60,
+                  "num_rollouts": 10, "num_steps": 1, "num_on_policy_rewards": 1,
+                  "num_hybrid_rewards": 0}  # fmt: skip
         record = {
             "toy": toy,
             "method": method,

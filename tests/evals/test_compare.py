@@ -369,7 +369,10 @@ def test_tasks_that_a_run_could_not_score_are_left_out_everywhere(tmp_path: Path
 
 
 def two(folder: Path, **changes: object) -> list[Path]:
-    return [make_run(folder / "a", seed=3), make_run(folder / "b", algorithm="rapo", **changes)]  # type: ignore[arg-type]
+    return [
+        make_run(folder / "a", seed=3),
+        make_run(folder / "b", algorithm="rapo", **changes),  # type: ignore[arg-type]
+    ]
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def resealed(pack: Path, change: Callable[[dict[str, Any]], None] = lambda manif
     manifest = json.loads((pack / MANIFEST).read_text())
     names = [path.relative_to(pack).as_posix() for path in pack.rglob("*") if path.is_file()]
     manifest["files"] = {
-        name: {"num_bytes": (pack / name).stat().st_size, "sha256": hashlib.sha256((pack / name).read_bytes()).hexdigest()}
+        name: {"num_bytes": (pack / name).stat().st_size,
+               "sha256": hashlib.sha256((pack / name).read_bytes()).hexdigest()}
         for name in names if name not in (MANIFEST, CHECKSUM)
     }  # fmt: skip
     change(manifest)
@@ -166,7 +167,8 @@ BROKEN: list[tuple[str, str, str]] = [
     ("runs/grpo-0/config.toml", "seed = " + "[" * 10_000, "runs/grpo-0/config.toml"),
     ("runs/grpo-0/evaluations.jsonl", "null\n", "evaluations.jsonl:1"),
     ("runs/grpo-0/evaluations.jsonl", '{"metric": {"score": {"value": "x"}}}\n', "evaluations.jsonl:1"),
-    ("runs/grpo-0/evaluations.jsonl", '{"metric": {"score": {"value": NaN}}, "step": 1e999}\n', "evaluations.jsonl:1"),
+    ("runs/grpo-0/evaluations.jsonl", '{"metric": {"score": {"value": NaN}}, "step": 1e999}\n',
+     "evaluations.jsonl:1"),
 ]  # fmt: skip
 
 
@@ -313,8 +315,8 @@ def test_evaluations_of_task_sets_are_packed_and_scored_again(
     run = tmp_path / "gsm8k"
     run.mkdir()
     results = [
-        SampleResult(task_key=f"t{n}", sample=0, outcome=Outcome.FINISHED, score=float(n > 1), success=n > 1, prediction=str(n),
-                     metrics={"em": 1.0}, detail="private")
+        SampleResult(task_key=f"t{n}", sample=0, outcome=Outcome.FINISHED, score=float(n > 1), success=n > 1,
+                     prediction=str(n), metrics={"em": 1.0}, detail="private")
         for n in range(4)
     ]  # fmt: skip
     write_results(run / "results.jsonl", {"metric": "math", "rules": "default", "panel_hash": "ab"}, results)

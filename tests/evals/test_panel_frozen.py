@@ -28,9 +28,10 @@ def settings(**more: Any) -> PanelSettings:
 @pytest.mark.parametrize(
     ("written", "name"),
     [
-        ("GSM8K", "gsm8k"), ("MATH-500", "math500"), ("AIME24", "aime24"), ("aime_2025", "aime25"), ("HotpotQA", "hotpotqa"),
-        ("2WikiMultihopQA", "2wiki"), ("MuSiQue", "musique"), ("Bamboogle", "bamboogle"), ("SimpleQA", "simpleqa"),
-        ("WebWalkerQA", "webwalkerqa"), ("GAIA", "gaia"), ("BrowseComp", "browsecomp"),
+        ("GSM8K", "gsm8k"), ("MATH-500", "math500"), ("AIME24", "aime24"), ("aime_2025", "aime25"),
+        ("HotpotQA", "hotpotqa"), ("2WikiMultihopQA", "2wiki"), ("MuSiQue", "musique"),
+        ("Bamboogle", "bamboogle"), ("SimpleQA", "simpleqa"), ("WebWalkerQA", "webwalkerqa"),
+        ("GAIA", "gaia"), ("BrowseComp", "browsecomp"),
     ],
 )  # fmt: skip
 def test_a_task_set_goes_by_the_name_that_papers_give_it(written: str, name: str, tmp_path: Path) -> None:
@@ -52,7 +53,10 @@ def test_an_environment_goes_by_its_own_name(written: str) -> None:
 def test_an_unknown_name_is_answered_with_all_that_there_are() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'factbok', did you mean factbook\?; give one of gsm8k, .*, factbook, scienceworld, webshop, textworld, house, or a file",
+        match=(
+            r"'factbok', did you mean factbook\?; give one of gsm8k, .*, factbook, scienceworld, "
+            r"webshop, textworld, house, or a file"
+        ),
     ):
         open_panel(settings(tasks="factbok"))
 

@@ -53,12 +53,21 @@ def test_verdicts_are_kept_when_the_judging_is_interrupted(tmp_path: Path) -> No
         )
     panel = PlayedPanel(
         panel=Panel(task_set=TASK_SETS["simpleqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)),
-        factory=Factory(lambda task, number: Fake(on_step=lambda step, text: None)),  # type: ignore[arg-type, return-value]
+        factory=Factory(
+            lambda task, number: Fake(
+                on_step=lambda step, text: None)),  # type: ignore[arg-type, return-value]
         stop=(), limits=Limits(step_timeout_s=60), scorer="judge", tools=(), identity={},
     )  # fmt: skip
     grader = Interrupted(rules=find_variant("default"), kind="qa", scorer="judge")
     with pytest.raises(KeyboardInterrupt):
-        play_panel(panel, Nobody(), grader, store, num_samples=1, display=NullProgress())  # type: ignore[arg-type]
+        play_panel(
+            panel,
+            Nobody(),  # type: ignore[arg-type]
+            grader,
+            store,
+            num_samples=1,
+            display=NullProgress(),
+        )
     store.close()
     again = PanelStore.open(tmp_path / "r.jsonl", identity={})
     kept = [result.task_key for result in again.results if result.score is not None]

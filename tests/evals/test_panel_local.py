@@ -36,8 +36,8 @@ from tests.tiny import save_tiny_model
 from tests.train.tool_run import start_outrider, write_tool_run
 
 SAMPLING = (
-    "--samples", "3", "--temperature", "1", "--seed", "5", "batch_size=4", "num_threads=1", "model.precision=float32",
-    "rollout.max_turn_tokens=12", "rollout.max_response_tokens=200",
+    "--samples", "3", "--temperature", "1", "--seed", "5", "batch_size=4", "num_threads=1",
+    "model.precision=float32", "rollout.max_turn_tokens=12", "rollout.max_response_tokens=200",
 )  # fmt: skip
 
 
@@ -258,8 +258,9 @@ def play(
         temperature=1.0,
     )
     panel = PlayedPanel(
-        panel=Panel(task_set=TASK_SETS["hotpotqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)), factory=environments,
-        stop=(), limits=Limits(step_timeout_s=60), scorer="f1", tools=(), identity={"panel": 1},
+        panel=Panel(task_set=TASK_SETS["hotpotqa"], tasks=TASKS, panel_hash=panel_hash(TASKS)),
+        factory=environments, stop=(), limits=Limits(step_timeout_s=60), scorer="f1", tools=(),
+        identity={"panel": 1},
     )  # fmt: skip
     player = LocalPlayer(engine=engine, identity={"model": "fake"}, settings=settings)
     store = PanelStore.open(path, identity={"panel": 1})

@@ -19,8 +19,9 @@ def test_two_runs_agree_exactly_and_a_cut_one_continues_to_the_same_bytes(name: 
     if not file.exists():
         pytest.skip("the evaluation files are not here")
     asked = [
-        "--model", "smollm2-135m-instruct", "--tasks", f"{name}={file}", "--limit", "6", "--samples", "1", "--seed", "3",
-        "batch_size=2", "num_threads=1", "model.precision=float32", "rollout.max_turn_tokens=48", "rollout.max_response_tokens=64",
+        "--model", "smollm2-135m-instruct", "--tasks", f"{name}={file}", "--limit", "6", "--samples", "1",
+        "--seed", "3", "batch_size=2", "num_threads=1", "model.precision=float32",
+        "rollout.max_turn_tokens=48", "rollout.max_response_tokens=64",
     ]  # fmt: skip
     for run in ("once", "again"):
         assert evaluate(tmp_path / run, *asked) == 0

@@ -23,8 +23,8 @@ IDENTITY = {"panel_hash": "ab", "model": "m", "temperature": 0.0, "ks": [1, 2]}
 
 def good(key: str, sample: int, score: float = 1.0) -> SampleResult:
     return SampleResult(
-        task_key=key, sample=sample, outcome=Outcome.FINISHED, score=score, success=score == 1.0, prediction="\ud800 \u2028 x\ny",
-        metrics={"em": score, "f1": 1 / 3}, num_tool_calls=2, num_tokens=9,
+        task_key=key, sample=sample, outcome=Outcome.FINISHED, score=score, success=score == 1.0,
+        prediction="\ud800 \u2028 x\ny", metrics={"em": score, "f1": 1 / 3}, num_tool_calls=2, num_tokens=9,
     )  # fmt: skip
 
 

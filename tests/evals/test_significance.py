@@ -227,8 +227,8 @@ def test_equal_algorithms_seldom_have_a_winner_and_different_ones_do(seed_spread
 @pytest.mark.parametrize(
     ("t", "freedom", "p"),
     [  # tables of Student's distribution
-        (0.0, 3, 1.0), (1.0, 1, 0.5), (12.706205, 1, 0.05), (4.302653, 2, 0.05), (2.776445, 4, 0.05), (8.610302, 4, 0.001),
-        (2.228139, 10, 0.05), (1.971896, 200, 0.05),
+        (0.0, 3, 1.0), (1.0, 1, 0.5), (12.706205, 1, 0.05), (4.302653, 2, 0.05), (2.776445, 4, 0.05),
+        (8.610302, 4, 0.001), (2.228139, 10, 0.05), (1.971896, 200, 0.05),
     ],
 )  # fmt: skip
 def test_tails_of_student(t: float, freedom: float, p: float) -> None:
@@ -299,7 +299,8 @@ def test_equal_groups_of_three_seeds_that_differ_much_seldom_have_a_winner(draw:
             difference = iqm_difference(first, second, seed=0, num_draws=200)
             test = PairedTest(name="sign flips", p=1e-4, num_tasks=200, mean_difference=difference.value)
             found.append([
-                verdict(first, second, difference=difference, test=test, p_corrected=1e-4, p_seeds=one).winner for one in (p, None)
+                verdict(first, second, difference=difference, test=test, p_corrected=1e-4, p_seeds=one).winner
+                for one in (p, None)
             ])  # fmt: skip
         num_won += any(with_seeds is not None for with_seeds, _ in found)
         num_intervals += any(without is not None for _, without in found)

@@ -159,13 +159,18 @@ CASES: Mapping[str, Table] = (
         "rapo, execute": {**_rapo(retrieval={"mode": "execute"}), "buffer": {"embedder": "hash"}, **HOUSE},
     }
 )
-CASES["empo2, environment"]["algorithm"]["memory"] = {**MEMORY, "writer": "environment", "scope": "world"}  # type: ignore[index]
+CASES["empo2, environment"]["algorithm"]["memory"] = {  # type: ignore[index]
+    **MEMORY,
+    "writer": "environment",
+    "scope": "world",
+}
 # its prompts exceed the tiny model
 SCRIPTED_ONLY = frozenset(name for name, table in CASES.items() if "environment" in table)
 # One preset a page, played in the fast tests; the others are slow.
 SAMPLE = (
-    "grpo", "dapo-official", "gspo", "rloo-trl", "reinforce++-baseline-official", "rejection", "gigpo", "luffy-paper",
-    "rollout-replay-official", "tree-grpo-official", "arpo", "aepo-released", "empo2", "rapo, evolve", "rapo, execute",
+    "grpo", "dapo-official", "gspo", "rloo-trl", "reinforce++-baseline-official", "rejection", "gigpo",
+    "luffy-paper", "rollout-replay-official", "tree-grpo-official", "arpo", "aepo-released", "empo2",
+    "rapo, evolve", "rapo, execute",
 )  # fmt: skip
 
 

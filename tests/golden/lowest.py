@@ -37,7 +37,10 @@ _GLIBC = (
 def missing() -> str | None:
     """Why the record says nothing about this machine; None where it does."""
     if platform.machine().lower() not in ("x86_64", "amd64") or not sys.platform.startswith("linux"):
-        return f"the golden record holds the bits of x86-64 on Linux, and this is {platform.machine()} on {sys.platform}"
+        return (
+            "the golden record holds the bits of x86-64 on Linux, and this "
+            f"is {platform.machine()} on {sys.platform}"
+        )
     return None
 
 

@@ -43,8 +43,9 @@ def _plain(value: Any) -> Any:
 
 def traced(traces: Sequence[Trace]) -> str:
     """The trees as they reach the update: tokens, who wrote them, log-probs, entropies, KL, outcomes."""
-    return digest([[trace.task.key, trace.modes, trace.without_memory, trace.is_replayed, sorted(trace.pruned),
-                    [_node(node) for node in trace.nodes], [_leaf(leaf) for leaf, _ in trace.rollouts()]]
+    return digest([[trace.task.key, trace.modes, trace.without_memory, trace.is_replayed,
+                    sorted(trace.pruned), [_node(node) for node in trace.nodes],
+                    [_leaf(leaf) for leaf, _ in trace.rollouts()]]
                    for trace in traces])  # fmt: skip
 
 

@@ -81,7 +81,8 @@ def test_doctor(installed: Installed) -> None:
 def test_the_starting_recipe_and_every_recipe_of_the_repository_are_read(installed: Installed) -> None:
     assert len(RECIPES) > 4
     printed = run_all(
-        installed, ["init", "mine.toml"], *(["train", recipe, "--dry-run"] for recipe in ["mine.toml", *RECIPES])
+        installed, ["init", "mine.toml"],
+        *(["train", recipe, "--dry-run"] for recipe in ["mine.toml", *RECIPES])
     )  # fmt: skip
     assert printed.count("\n[algorithm]\n") == 1 + len(RECIPES)
 
@@ -106,6 +107,9 @@ def test_runs_their_report_and_their_comparison(installed: Installed, tmp_path: 
 
 @pytest.mark.wheel
 def test_the_shop_s_catalogue_is_there(installed: Installed) -> None:
-    code = "from outrider.environments.webshop.catalogue import load_catalogue; print(load_catalogue(None, None))"
+    code = (
+        "from outrider.environments.webshop.catalogue import load_catalogue; "
+        "print(load_catalogue(None, None))"
+    )
     shop = installed.run("python", "-c", code)
     assert shop.returncode == 0 and shop.stdout, shop.stderr

@@ -47,8 +47,8 @@ class Installed:
         """
         program, *arguments = map(str, command)
         return subprocess.run(
-            [str(self.folder / "bin" / program), *arguments], cwd=self.empty, capture_output=True, text=True, timeout=timeout,
-            env={**_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            [str(self.folder / "bin" / program), *arguments], cwd=self.empty, capture_output=True, text=True,
+            timeout=timeout, env={**_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
 
 
@@ -65,7 +65,8 @@ def install_wheel(wheel: Path, folder: Path) -> Installed:
         [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], timeout=60, check=True
     )
     subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(folder / "venv"), "install", "--quiet", "--no-deps", "--no-index", str(wheel)],
+        [sys.executable, "-m", "pip", "--python", str(folder / "venv"), "install", "--quiet", "--no-deps",
+         "--no-index", str(wheel)],
         timeout=120, check=True, env=_environment(),
     )  # fmt: skip
     relative = Path(sysconfig.get_path("purelib", vars={"base": ""})).relative_to("/")

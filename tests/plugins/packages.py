@@ -15,8 +15,8 @@ def install(source: Path, target: Path) -> Path:
     shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(
         [
-            sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
-            "--no-build-isolation", "--no-compile", "--target", str(target), str(copied),
+            sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index",
+            "--no-deps", "--no-build-isolation", "--no-compile", "--target", str(target), str(copied),
         ],
         check=True, capture_output=True, timeout=300,
     )  # fmt: skip

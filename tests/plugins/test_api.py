@@ -59,7 +59,8 @@ class Other(Own):
 
 def tree(root: Path) -> dict[str, Any]:
     return {
-        "seed": 1, "num_threads": 1, "model": {"name": str(save_tiny_model(root / "model")), "precision": "float32"},
+        "seed": 1, "num_threads": 1, "model": {
+            "name": str(save_tiny_model(root / "model")), "precision": "float32"},
         "environment": {"type": "house"}, "algorithm": {"type": "grpo", "group_size": 2},
         "rollout": {"max_turns": 1, "max_turn_tokens": 3, "max_response_tokens": 8},
         "train": {"num_steps": 1, "tasks_per_step": 2}, "evaluation": {"num_tasks": 2, "at_start": False},

@@ -177,7 +177,10 @@ def _shuffled(self: Script, requests: Sequence[Request]) -> list[Generation]:
 
 
 def _too_long(self: Script, requests: Sequence[Request]) -> list[Generation]:
-    return [ScriptedEngine._generation(self, one, [5] * (one.max_tokens + 1), None) for one in requests]  # type: ignore[arg-type]
+    return [
+        ScriptedEngine._generation(self, one, [5] * (one.max_tokens + 1), None)  # type: ignore[arg-type]
+        for one in requests
+    ]
 
 
 @pytest.mark.parametrize(

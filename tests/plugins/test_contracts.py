@@ -59,8 +59,9 @@ def test_tools(name: str, tmp_path: Path) -> None:
 
 def context() -> AlgorithmContext:
     return AlgorithmContext(
-        seed=1, num_training_steps=4, groups_per_step=5, max_response_tokens=64, vocabulary_size=9, is_stateful=False,
-        count_tokens=len, train_tasks=(), buffer=None, load_embedder=load_embedder, read_demonstrations=lambda path, tasks: {},
+        seed=1, num_training_steps=4, groups_per_step=5, max_response_tokens=64, vocabulary_size=9,
+        is_stateful=False, count_tokens=len, train_tasks=(), buffer=None, load_embedder=load_embedder,
+        read_demonstrations=lambda path, tasks: {},
     )  # fmt: skip
 
 
@@ -76,8 +77,8 @@ def test_engines(name: str, tmp_path: Path) -> None:
         pytest.importorskip("vllm")
     model = tiny_model()
     chosen = EngineContext(
-        language_model=model, export=lambda folder: None, folder=tmp_path, context_length=None, precision="float32",
-        device="cpu", seed=0, on_tokens=lambda num: None,
+        language_model=model, export=lambda folder: None, folder=tmp_path, context_length=None,
+        precision="float32", device="cpu", seed=0, on_tokens=lambda num: None,
     )  # fmt: skip
     check_engine(build("engines", read_settings("engines", {"type": name}), chosen))
 

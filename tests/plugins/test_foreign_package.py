@@ -99,8 +99,8 @@ def whole(bench: Bench) -> Path:
         ["eval", bench.recipe, "--run", bench.root / "evaluated", "--checkpoint", last, "--progress", "none"],
         ["compare", run, bench.root / "evaluated"],
         ["list", "environments"],
-        ["eval", "--tasks", "numbers", "--model", bench.root / "model", "--run", bench.root / "panel", "--limit", "2",
-         "environment.max_moves=1", "rollout.max_turn_tokens=4", "--progress", "none"],
+        ["eval", "--tasks", "numbers", "--model", bench.root / "model", "--run", bench.root / "panel",
+         "--limit", "2", "environment.max_moves=1", "rollout.max_turn_tokens=4", "--progress", "none"],
     )  # fmt: skip
     assert told.count("== 0") == 5, told
     assert "foreign-pack 0.3.0" in told and "Digits that should be near another one." in told

@@ -74,7 +74,10 @@ def test_what_is_built_in_is_found_by_the_same_function(kind: Any, name: str) ->
 
 def test_a_class_of_a_module_beside_the_recipe(module: str, tmp_path: Path) -> None:
     settings = load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine", "size = 7"))
-    assert (settings.environment.type, settings.environment.size) == (f"{module}:Mine", 7)  # type: ignore[attr-defined]
+    assert (settings.environment.type, settings.environment.size) == (  # type: ignore[attr-defined]
+        f"{module}:Mine",
+        7,
+    )
     again = tmp_path / "resolved.toml"
     again.write_text(to_toml(settings.model_dump(mode="json")))
     assert load_settings(RunSettings, file=again) == settings
@@ -230,7 +233,8 @@ def test_a_tool_by_its_import_path_with_and_without_settings(tmp_path: Path, mod
     chosen = tools(f'[{{ type = "{module}:Loud", mark = "?" }}]')
     assert chosen.tool_names() == ("loud",) and chosen.tools[0].mark == "?"
     for text, told in (
-        (f'[{{ type = "{module}:Loud", mrk = "?" }}]', "environment.tools.0.mrk: unknown key, did you mean environment.tools.0.mark?"),
+        (f'[{{ type = "{module}:Loud", mrk = "?" }}]',
+         "environment.tools.0.mrk: unknown key, did you mean environment.tools.0.mark?"),
         (f'["{module}:Needy"]', "environment.tools.0.must: Field required"),
         (f'["{module}:Think"]', "a tool cannot have the tag name 'think'"),
         (f'["{module}:Loud", "{module}:Loud"]', "each once"),

@@ -19,7 +19,8 @@ status = pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]])
 assert status == 0, status
 assert main(["train", sys.argv[2], "--dry-run"]) == 0
 assert main(["list", sys.argv[3]]) == 0
-small = ["rollout.max_turns=2", "rollout.max_turn_tokens=24", "rollout.max_response_tokens=100", "train.num_steps=1"]
+small = ["rollout.max_turns=2", "rollout.max_turn_tokens=24", \
+"rollout.max_response_tokens=100", "train.num_steps=1"]
 small += ["evaluation.num_tasks=1", "model.precision=float32", "num_threads=1", *sys.argv[5:]]
 assert main(["train", sys.argv[2], "--run", "run", "--model", sys.argv[4], "--progress", "none", *small]) == 0
 """

@@ -246,7 +246,9 @@ def test_a_streak_is_its_lineage_s_or_its_group_s_in_the_order_of_decisions() ->
             points[state.turn, state.rollout] = state.branch_streak
             return int(state.branch_streak < 2)
 
-        play(Forking(rule, first_wave=2, streak_scope=scope), modes=("m",) * 2, max_concurrent=1)  # type: ignore[arg-type]
+        play(  # type: ignore[arg-type]
+            Forking(rule, first_wave=2, streak_scope=scope), modes=("m",) * 2, max_concurrent=1
+        )
         seen[scope] = [(*point, points[point]) for point in sorted(points)]
     assert [streak for turn, _, streak in seen["lineage"] if turn] == [1, 1, 2, 2, 0, 0]
     assert [streak for *_, streak in seen["prompt"]] == [0, 1, 2, 0, 1, 2, 0, 1]
@@ -427,7 +429,8 @@ def test_what_sharing_alone_saves(
         sum(node.metadata.get("num_tool_calls", 0) for trace in traces for node in trace.nodes) / num_groups
     )
     print(
-        f"M {leaves}, N {first_wave}, {num_calls} calls a trajectory: {mean:.2f} executed, released {released}"
+        f"M {leaves}, N {first_wave}, {num_calls} calls a trajectory: "
+        f"{mean:.2f} executed, released {released}"
     )
     rng = random.Random(1)
     wanted = sum(simulated_calls(leaves, first_wave, num_calls, rng) for _ in range(4000)) / 4000

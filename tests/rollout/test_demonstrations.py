@@ -47,7 +47,8 @@ def parts_of(family: ToyFamily, algorithm: Any) -> Components:
     settings = SimpleNamespace(limits=Limits(step_timeout_s=60), seed=SEED, num_concurrent=4, train=train)
     parts = SimpleNamespace(
         family=family, factory=family.make(), settings=settings, algorithm=algorithm,
-        renderer=SimpleNamespace(tokenizer=TOKENIZER), engine=SimpleNamespace(context_length=4096), whereabouts=Whereabouts(),
+        renderer=SimpleNamespace(tokenizer=TOKENIZER), engine=SimpleNamespace(context_length=4096),
+        whereabouts=Whereabouts(),
     )  # fmt: skip
     return cast(Components, parts)
 
@@ -142,8 +143,9 @@ def test_none_are_played_when_none_are_wanted_and_one_at_a_time_joins() -> None:
     assert mix_in(parts_of(family, luffy(num_demonstrations=0)), traces, step=STEP, note=print) == ([], {})
     assert family.num_asked == 0
     [played] = play_experts(
-        tasks=family.tasks("train"), expert=lambda task: family.expert(task, 0), factory=family.make(), tokenizer=TOKENIZER,
-        limits=Limits(step_timeout_s=60), stop=family.stop, run_seed=SEED, context_length=4096, training_step=STEP,
+        tasks=family.tasks("train"), expert=lambda task: family.expert(task, 0), factory=family.make(),
+        tokenizer=TOKENIZER, limits=Limits(step_timeout_s=60), stop=family.stop, run_seed=SEED,
+        context_length=4096, training_step=STEP,
     )  # fmt: skip
     played.finish(Leaf(node_id=0, rollout=1, outcome=Outcome.FINISHED, episode_return=0.0))
     with pytest.raises(ValueError, match="unpack"):

@@ -25,8 +25,8 @@ END = StepResult(message=None, done=True)
 
 
 def play(
-    on_step: OnStep, *, script: str = "act.", limits: Limits | None = None, question: str = "q", engine: RawEngine | None = None,
-    hooks: Sequence["Inserter"] = (), context_length: int = 4096,
+    on_step: OnStep, *, script: str = "act.", limits: Limits | None = None, question: str = "q",
+    engine: RawEngine | None = None, hooks: Sequence["Inserter"] = (), context_length: int = 4096,
 ) -> tuple[Leaf, list[Node], Fake, Trace]:  # fmt: skip
     environment = Fake(on_step=on_step, question=question)
     runs = scheduler(

@@ -21,8 +21,10 @@ FAMILY = WebShopFamily(WebShopConfig(num_train=12))
 def shop(retrieve_share: float) -> list[Trace]:
     steps = {task.key: FAMILY.expert(task, 0) for task in FAMILY.tasks("train")}
     return play_experts(
-        tasks=FAMILY.tasks("train"), expert=lambda task: steps[task.key], factory=FAMILY.make(), tokenizer=TOKENIZER,
-        limits=Limits(max_turns=15, max_response_tokens=40000, max_observation_tokens=6000, max_splice_tokens=6000),
+        tasks=FAMILY.tasks("train"), expert=lambda task: steps[task.key], factory=FAMILY.make(),
+        tokenizer=TOKENIZER,
+        limits=Limits(max_turns=15, max_response_tokens=40000, max_observation_tokens=6000,
+                      max_splice_tokens=6000),
         stop=FAMILY.stop, run_seed=0, context_length=60000, retrieve_share=retrieve_share,
     )  # fmt: skip
 
@@ -56,8 +58,8 @@ def test_a_shown_question_to_a_tool_is_asked_and_the_answer_stays_right() -> Non
         return (ask, ask, Step(text=f"<answer>{right}</answer>", observation="", is_terminal=True))
 
     [trace] = play_experts(
-        tasks=family.tasks("train"), expert=expert, factory=family.make(), tokenizer=TOKENIZER, limits=Limits(),
-        stop=family.stop, run_seed=0, context_length=4096, retrieve_share=1.0,
+        tasks=family.tasks("train"), expert=expert, factory=family.make(), tokenizer=TOKENIZER,
+        limits=Limits(), stop=family.stop, run_seed=0, context_length=4096, retrieve_share=1.0,
     )  # fmt: skip
     [shown] = [node for node in trace.nodes if node.origin is Origin.BUFFER]
     assert (
@@ -81,8 +83,8 @@ def test_the_expert_says_a_step_that_could_not_be_shown(no: dict[str, bool]) -> 
 
     [trace] = play_experts(
         tasks=tasks(1), expert=lambda task: [Step(text=text, observation="") for text in ("a.", "b.", "c.")],
-        factory=Factory(lambda task, number: Fake(on_step=answer)), tokenizer=TOKENIZER, limits=Limits(), stop=(".",),
-        run_seed=0, context_length=4096, retrieve_share=1.0,
+        factory=Factory(lambda task, number: Fake(on_step=answer)), tokenizer=TOKENIZER, limits=Limits(),
+        stop=(".",), run_seed=0, context_length=4096, retrieve_share=1.0,
     )  # fmt: skip
     assert heard == ["a.", "b.", "b.", "c."] and all(node.origin is not Origin.BUFFER for node in trace.nodes)
 
@@ -107,10 +109,12 @@ class Takes:
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_rollout_whose_last_action_has_no_text_is_no_trajectory(ends: bool) -> None:
     """B6: its steps would not lead to its return. The record names the action."""
-    answer = lambda n, text: StepResult(message=None, done=True) if text == "take" and ends else say(" ok")  # noqa: E731
+    answer = lambda n, text: (  # noqa: E731
+        StepResult(message=None, done=True) if text == "take" and ends else say(" ok")
+    )
     runs = scheduler(
-        scripted(lambda request, text: "look."), Factory(lambda task, number: Fake(on_step=answer)), hooks=(Takes(),),
-        limits=Limits(max_response_tokens=20, max_turn_tokens=10, max_splice_tokens=400),
+        scripted(lambda request, text: "look."), Factory(lambda task, number: Fake(on_step=answer)),
+        hooks=(Takes(),), limits=Limits(max_response_tokens=20, max_turn_tokens=10, max_splice_tokens=400),
     )  # fmt: skip
     [trace] = runs.run(tasks(1), modes=("hybrid",), training_step=0).traces
     assert trace.leaves[0].outcome is (Outcome.FINISHED if ends else Outcome.TRUNCATED_TOKENS)

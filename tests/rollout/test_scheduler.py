@@ -68,7 +68,10 @@ def test_every_group_is_whole_and_in_the_order_asked() -> None:
     )
     assert [trace.task for trace in report.traces] == wanted
     assert all(sorted(trace.leaves) == [0, 1, 2, 3] for trace in report.traces)
-    assert len(factory.made) == 20 and all(environment.num_closed == 1 for environment in factory.made)  # type: ignore[attr-defined]
+    assert len(factory.made) == 20 and all(
+        environment.num_closed == 1  # type: ignore[attr-defined]
+        for environment in factory.made
+    )
     assert report.num_retries == 0 and report.faults == Counter()
 
 

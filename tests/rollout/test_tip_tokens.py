@@ -91,8 +91,10 @@ def episode(hooks: Sequence[Any]) -> list[Node]:
         return say(f"seen {number}", "user") if number < 2 else StepResult(message=None, done=True)
 
     runs = Scheduler(
-        engine=engine, renderer=ChatRenderer(TOKENIZER), factory=Factory(lambda task, number: Fake(on_step=step)),
-        limits=Limits(max_turns=4, max_turn_tokens=2, step_timeout_s=60), sampling=Sampling(), run_seed=0, hooks=hooks,
+        engine=engine, renderer=ChatRenderer(TOKENIZER),
+        factory=Factory(lambda task, number: Fake(on_step=step)),
+        limits=Limits(max_turns=4, max_turn_tokens=2, step_timeout_s=60), sampling=Sampling(), run_seed=0,
+        hooks=hooks,
     )  # fmt: skip
     ((_, path),) = runs.run(tasks(1), modes=("tips_on",), training_step=0).traces[0].rollouts()
     return path

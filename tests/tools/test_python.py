@@ -143,7 +143,8 @@ def test_an_error_shows_the_program_and_nothing_of_the_tool(tool: PythonTool) ->
     ]
     assert "    return x / 0" in lines
     found = tool.run(
-        "import json\ntry:\n    json.loads('{')\nexcept ValueError as error:\n    raise KeyError('k') from error"
+        "import json\ntry:\n    json.loads('{')\nexcept ValueError as error:\n"
+        "    raise KeyError('k') from error"
     )
     assert found.output.count("Traceback") == 2
     assert found.output.count('File "') == found.output.count('File "<python>"') == 2
@@ -161,7 +162,10 @@ def test_a_long_output_is_cut_with_a_mark(tool: PythonTool) -> None:
 @needs_locks
 def test_calls_share_nothing_and_repeat_exactly(tool: PythonTool) -> None:
     assert tool.run("import math\nmath.pi = 3\nkept = 1\nopen('kept', 'w').close()").status == "ok"
-    code = "import math, os, random\nprint(math.pi, 'kept' in globals(), os.listdir(), random.random(), hash('a'), list({'b', 'c'}))"
+    code = (
+        "import math, os, random\nprint(math.pi, 'kept' in globals(), os.listdir(), "
+        "random.random(), hash('a'), list({'b', 'c'}))"
+    )
     first, second = tool.run(code), tool.run(code)
     assert first.output.startswith("3.14159")
     assert "False []" in first.output
@@ -352,7 +356,8 @@ tool = PythonTool(PythonToolConfig(scratch_folder=sys.argv[1], wall_seconds=60))
 if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(8)  # a worker of a data loader: it holds a copy of the socket
     os._exit(0)
-threading.Thread(target=tool.run, args=("import time; time.sleep(50)" if sys.argv[2] == "busy" else "1",)).start()
+threading.Thread(target=tool.run, args=("import time; time.sleep(50)" if sys.argv[2] == "busy" else "1",)\
+).start()
 time.sleep(0.5)
 print("up", flush=True)
 time.sleep(60)

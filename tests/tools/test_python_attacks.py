@@ -182,7 +182,10 @@ print('PWNED' if code == 7 << 8 else 1 / 0)""",
         "ZeroDivisionError",
     ),
     "threads bomb": (
-        "import threading, time\nfor _ in range(10000):\n    threading.Thread(target=time.sleep, args=(9,)).start()\nprint('PWNED')",
+        (
+            "import threading, time\nfor _ in range(10000):\n"
+            "    threading.Thread(target=time.sleep, args=(9,)).start()\nprint('PWNED')"
+        ),
         "RuntimeError",
     ),
     "closed package": ("import pytest\nprint('PWNED')", "ModuleNotFoundError"),
@@ -203,12 +206,14 @@ def test_refused(cage: Cage, name: str) -> None:
 
 # Raw system calls of x86_64 through ctypes: number and arguments; each must come back as -1 with EPERM.
 RAW = {
-    "fork": (57,), "vfork": (58,), "clone": (56, 17), "clone3": (435, 0, 0), "execve": (59, 0, 0, 0), "socket": (41, 2, 1, 0),
-    "ptrace": (101, 16, 1), "process_vm_readv": (310, 1, 0, 0, 0, 0), "tgkill": (234, 1, 1, 9), "pidfd_open": (434, 1, 0),
-    "prctl no death signal": (157, 1, 0), "memfd_create": (319, 0, 0), "shmget": (29, 0, 1 << 30, 512), "pipe2": (293, 0, 0),
-    "io_uring_setup": (425, 1, 0), "unshare": (272, 1 << 28), "mount": (165, 0, 0, 0, 0, 0), "bpf": (321, 0, 0, 0),
-    "keyctl": (250, 0), "prlimit64": (302, 0, 0, 0, 0), "setsid": (112,), "inotify_init": (253,), "mknod": (133, 0, 0, 0),
-    "fallocate": (285, 0, 0, 0, 1), "setpriority": (141, 0, 0, -20), "chroot": (161, 0), "openat2": (437, 0, 0, 0, 0),
+    "fork": (57,), "vfork": (58,), "clone": (56, 17), "clone3": (435, 0, 0), "execve": (59, 0, 0, 0),
+    "socket": (41, 2, 1, 0), "ptrace": (101, 16, 1), "process_vm_readv": (310, 1, 0, 0, 0, 0),
+    "tgkill": (234, 1, 1, 9), "pidfd_open": (434, 1, 0), "prctl no death signal": (157, 1, 0),
+    "memfd_create": (319, 0, 0), "shmget": (29, 0, 1 << 30, 512), "pipe2": (293, 0, 0),
+    "io_uring_setup": (425, 1, 0), "unshare": (272, 1 << 28), "mount": (165, 0, 0, 0, 0, 0),
+    "bpf": (321, 0, 0, 0), "keyctl": (250, 0), "prlimit64": (302, 0, 0, 0, 0), "setsid": (112,),
+    "inotify_init": (253,), "mknod": (133, 0, 0, 0), "fallocate": (285, 0, 0, 0, 1),
+    "setpriority": (141, 0, 0, -20), "chroot": (161, 0), "openat2": (437, 0, 0, 0, 0),
     "unknown to every kernel": (9999,), "fork of the x32 table": (0x40000000 + 57,),
 }  # fmt: skip
 
@@ -279,7 +284,10 @@ def test_c_recursion_ends_only_its_own_process(cage: Cage) -> None:
     "code",
     [
         "f = open('big', 'wb')\nfor _ in range(200): f.write(bytes(2**20))\nprint('PWNED')",
-        "import os, time\nfor i in range(20):\n    open(str(i), 'wb').write(bytes(2**20))\n    time.sleep(.02)\nprint('PWNED')",
+        (
+            "import os, time\nfor i in range(20):\n    open(str(i), 'wb').write(bytes(2**20))\n"
+            "    time.sleep(.02)\nprint('PWNED')"
+        ),
         """import os, time
 kept = []
 for i in range(20):

@@ -136,7 +136,10 @@ def test_d3_without_a_file_system_of_its_own_bytes_are_charged_as_they_are_writt
 
 @needs_locks
 def test_d3_a_call_finds_the_files_of_no_other_call_and_the_whole_size(tool: PythonTool) -> None:
-    fill = "with open('full', 'wb') as f:\n    for _ in range(4 * 1024): f.write(bytes(1000))\nimport os\nprint(os.listdir())"
+    fill = (
+        "with open('full', 'wb') as f:\n    for _ in range(4 * 1024): f.write(bytes(1000))\nimport os\n"
+        "print(os.listdir())"
+    )
     for _ in range(3):
         assert tool.run(fill).output == "['full']"
 

@@ -93,9 +93,10 @@ def test_f5_at_every_moment_the_rest_is_what_is_then_done(
     (_, done), *others = looks
     assert len(others) >= 6
     for rest, before in others:
-        assert {kind: rest.of(kind) for kind in ("step", "evaluation", "checkpoint")} == {  # type: ignore[arg-type]
-            kind: done[kind] - before[kind] for kind in ("step", "evaluation", "checkpoint")
-        }
+        assert {
+            kind: rest.of(kind)  # type: ignore[arg-type]
+            for kind in ("step", "evaluation", "checkpoint")
+        } == {kind: done[kind] - before[kind] for kind in ("step", "evaluation", "checkpoint")}
 
 
 def test_f5_after_a_resume_too_and_with_the_pace_of_its_records(

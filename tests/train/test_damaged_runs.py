@@ -18,7 +18,8 @@ from tests.train.tool_run import write_tool_run
 
 EMPO2 = (
     "algorithm.type=empo2", "algorithm.memory_probability=0.6", "algorithm.memory.embedder=hash",
-    "algorithm.memory.min_similarity=0.1", "algorithm.memory.max_shown_tokens=120", "algorithm.memory.max_tip_tokens=24",
+    "algorithm.memory.min_similarity=0.1", "algorithm.memory.max_shown_tokens=120",
+    "algorithm.memory.max_tip_tokens=24",
 )  # fmt: skip
 
 

@@ -27,8 +27,8 @@ from tests.tiny import tiny_model
 from tests.train.tool_run import write_tool_run
 
 TIPS = (
-    "algorithm.memory.embedder=hash", "algorithm.memory.min_similarity=0.1", "algorithm.memory.max_shown_tokens=120",
-    "algorithm.memory.max_tip_tokens=24",
+    "algorithm.memory.embedder=hash", "algorithm.memory.min_similarity=0.1",
+    "algorithm.memory.max_shown_tokens=120", "algorithm.memory.max_tip_tokens=24",
 )  # fmt: skip
 
 

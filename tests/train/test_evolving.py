@@ -39,8 +39,9 @@ def solved(num_thoughts: int) -> Trace:
         )
 
     [trace] = play_experts(
-        tasks=FAMILY.tasks("train"), expert=lambda task: path(reset_seed(0, 0, task.key) % 1000), factory=FAMILY.make(),
-        tokenizer=TOKENIZER, limits=Limits(), stop=FAMILY.stop, run_seed=0, context_length=4096,
+        tasks=FAMILY.tasks("train"), expert=lambda task: path(reset_seed(0, 0, task.key) % 1000),
+        factory=FAMILY.make(), tokenizer=TOKENIZER, limits=Limits(), stop=FAMILY.stop, run_seed=0,
+        context_length=4096,
     )  # fmt: skip
     assert trace.leaves[0].success
     return trace

@@ -95,8 +95,8 @@ def test_experts_are_asked_about_the_episode_that_is_played(step: int) -> None:
     [task] = family.tasks("train")
     paths, _ = ask_experts(family, [task], chosen, training_step=step)
     [trace] = play_experts(
-        tasks=[task], expert=lambda task: paths[task.key], factory=family.make(), tokenizer=TOKENIZER, limits=Limits(),
-        stop=family.stop, run_seed=chosen.seed, context_length=4096, training_step=step,
+        tasks=[task], expert=lambda task: paths[task.key], factory=family.make(), tokenizer=TOKENIZER,
+        limits=Limits(), stop=family.stop, run_seed=chosen.seed, context_length=4096, training_step=step,
     )  # fmt: skip
     assert trace.leaves[0].success and trace.leaves[0].episode_return == 2.0
     played = play_expert(family, family.make(), task, chosen)

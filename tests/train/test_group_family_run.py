@@ -64,8 +64,10 @@ PLUS = "algorithm.type=reinforce++"
 GRPO = "algorithm.type=grpo"
 RUNS: dict[str, list[str]] = {
     "reinforce++, groups of one": [PLUS, "algorithm.group_size=1", "train.tasks_per_step=6"],
-    "reinforce++ with a KL in the reward": [PLUS, "algorithm.preset=reinforce++-verl", "algorithm.group_size=2"],
-    "reinforce++-baseline": [PLUS, "algorithm.preset=reinforce++-baseline-official", "algorithm.group_size=4"],
+    "reinforce++ with a KL in the reward": [
+        PLUS, "algorithm.preset=reinforce++-verl", "algorithm.group_size=2"],
+    "reinforce++-baseline": [PLUS, "algorithm.preset=reinforce++-baseline-official",
+                             "algorithm.group_size=4"],
     "batch std": [GRPO, "algorithm.advantage_std=batch", "algorithm.group_size=4"],
     "dapo": [
         GRPO, "algorithm.preset=dapo-official", "algorithm.group_size=3", "algorithm.overlong.max_tokens=40",

@@ -108,7 +108,8 @@ WAITS = """
 COMMAND = """
 import concurrent.futures, hashlib, signal, time
 from outrider import cli
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit \
+that it is ignored
 
 def stuck(install):
     install(lambda: None)

@@ -32,12 +32,13 @@ LOSSES: list[dict[str, Any]] = [
     {"loss": "reinforce"},
     {"sampler_level": "geometric", "sampler_outside": "zero", "sampler_floor": 0.12},
     *(
-        {"loss": "gspo", "clip_low": clip, "clip_high": clip, "sequence_ratio": form, "sampler_correction": "none",
-         "aggregation": "sequence_mean_token_mean"}
+        {"loss": "gspo", "clip_low": clip, "clip_high": clip, "sequence_ratio": form,
+         "sampler_correction": "none", "aggregation": "sequence_mean_token_mean"}
         for form, clip in (("sequence", 0.003), ("product", 0.01))
     ),
     {"sampler_rejection": {"upper": 12.0, "lower": 0.12}},
-    {"sampler_rejection": {"statistic": "k3", "scope": "mean", "upper": 1.3}, "loss": "cispo", "ratio_cap": 1.01},
+    {"sampler_rejection": {"statistic": "k3", "scope": "mean", "upper": 1.3}, "loss": "cispo",
+     "ratio_cap": 1.01},
     {"positive_nll": 0.1, "loss": "gppo", "clip_low": 0.02, "clip_high": 0.01},
 ]  # fmt: skip
 
@@ -124,11 +125,14 @@ def test_gradients_of_every_step_are_those_of_the_written_loss(
 
 
 WRONG: list[dict[str, Any]] = [
-    {"loss": "cispo"}, {"ratio_cap": 2.0}, {"loss": "gspo", "dual_clip": 3.0}, {"ratio_floor": 0.5}, {"sampler_floor": 2.0},
+    {"loss": "cispo"}, {"ratio_cap": 2.0}, {"loss": "gspo", "dual_clip": 3.0}, {"ratio_floor": 0.5},
+    {"sampler_floor": 2.0},
     {"loss": "cispo", "ratio_cap": 1.0, "ratio_floor": 1.0}, {"loss": "gppo", "keep_clipped_gradient": True},
     {"sequence_ratio": "product"}, {"sampler_rejection": {"statistic": "k2", "lower": 0.1}},
-    {"sampler_rejection": {"scope": "max"}}, {"sampler_rejection": {"upper": 0.9}}, {"sampler_rejection": {"lower": 2.0}},
-    {"sampler_correction": {"upper": "none"}}, {"sampler_correction": {"lower": 2.0}}, {"sampler_correction": 2.0},
+    {"sampler_rejection": {"scope": "max"}}, {"sampler_rejection": {"upper": 0.9}},
+    {"sampler_rejection": {"lower": 2.0}},
+    {"sampler_correction": {"upper": "none"}}, {"sampler_correction": {"lower": 2.0}},
+    {"sampler_correction": 2.0},
     {"group_size": 1},
 ]  # fmt: skip
 

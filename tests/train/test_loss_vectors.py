@@ -93,7 +93,8 @@ def run(
                 node.logprobs = tuple(engine_rows[row, own].tolist())
     policy = VectorPolicy(old_rows, new_rows, places)
     report = update(
-        cast(Policy, policy), [trace], objective=validate(ObjectiveSettings, nested(options)), reference=None, first=False,
+        cast(Policy, policy), [trace], objective=validate(ObjectiveSettings, nested(options)),
+        reference=None, first=False,
         settings=UpdateSettings(num_epochs=2, max_tokens=1),
     )  # fmt: skip
     assert torch.equal(policy.gradients[0], policy.gradients[1]) and len(policy.gradients) == 2

@@ -173,9 +173,9 @@ def test_with_fresh_groups_alone_replay_is_grpo_bit_for_bit(recipe: Path) -> Non
 @pytest.mark.parametrize("selection", ["order", "difficulty"])
 def test_replay_trains_on_stored_groups_and_plays_fewer(recipe: Path, selection: str) -> None:
     run = train(
-        recipe, selection, "algorithm.type=rollout_replay", f"algorithm.selection={selection}", "train.tasks_per_step=4",
-        "algorithm.num_fresh_steps=2", "algorithm.group_size=8", "update.num_mini_batches=2", "optimizer.learning_rate=3e-3",
-        num_steps=6,
+        recipe, selection, "algorithm.type=rollout_replay", f"algorithm.selection={selection}",
+        "train.tasks_per_step=4", "algorithm.num_fresh_steps=2", "algorithm.group_size=8",
+        "update.num_mini_batches=2", "optimizer.learning_rate=3e-3", num_steps=6,
     )  # fmt: skip
     records = steps(run)
     assert [record["rollout/num"] for record in records] == [32, 32, 16, 16, 16, 16]

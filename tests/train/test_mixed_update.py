@@ -62,9 +62,10 @@ def batch_of(
     )
     numbers = torch.arange(len(rows))
     batch = PackedBatch(
-        ids_N=numbers, positions_N=numbers, plan=TreePlan(segments=()), predictors_U=numbers, targets_U=numbers, token_T=numbers,
-        credit_T=advantages, ratio_scale_T=torch.ones_like(advantages), engine_logprobs_T=engine[mask], rollout_index_T=rows,
-        ordinal_T=numbers, turn_T=numbers, is_foreign_T=foreign[mask],
+        ids_N=numbers, positions_N=numbers, plan=TreePlan(segments=()), predictors_U=numbers,
+        targets_U=numbers, token_T=numbers, credit_T=advantages, ratio_scale_T=torch.ones_like(advantages),
+        engine_logprobs_T=engine[mask], rollout_index_T=rows, ordinal_T=numbers, turn_T=numbers,
+        is_foreign_T=foreign[mask],
     )  # fmt: skip
     return batch, mask, rows
 
@@ -200,8 +201,8 @@ def written(
 
 
 LUFFY = [
-    {"clip_low": 0.02, "clip_high": 0.01, "sampler_correction": 1.1}, {"preset": "luffy-official", "max_length": 19},
-    {"shaping": 0.5, "clip_low": 0.02},
+    {"clip_low": 0.02, "clip_high": 0.01, "sampler_correction": 1.1},
+    {"preset": "luffy-official", "max_length": 19}, {"shaping": 0.5, "clip_low": 0.02},
 ]  # fmt: skip
 REPLAY: list[dict[str, Any]] = [
     {"clip_low": 0.02, "clip_high": 0.01, "weight_cap": 1.0},
@@ -303,8 +304,8 @@ def test_the_kl_term_and_the_imitation_of_successes_hold_own_tokens_alone(kind: 
     plain, policy, paths = eager(model), Recorder(model), rollout_paths(traces)
     objective = validate(kind, {"kl_weight": 0.3, "positive_nll": 0.2})
     update(
-        policy, traces, objective=objective, settings=UpdateSettings(max_tokens=40), reference=Recorder(frozen).frozen_copy(),
-        first=False,
+        policy, traces, objective=objective, settings=UpdateSettings(max_tokens=40),
+        reference=Recorder(frozen).frozen_copy(), first=False,
     )  # fmt: skip
     is_own = [
         not path.is_replayed and all(node.origin is not Origin.DEMONSTRATION for node in path.nodes)
@@ -380,10 +381,14 @@ def test_a_mini_batch_gets_its_share_of_replayed_groups() -> None:
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (LuffySettings, {"dual_clip": 3.0}, "of its own"), (LuffySettings, {"loss": "gspo"}, "of its own"),
-    (LuffySettings, {"advantage": "leave_one_out"}, "leave_one_out"), (LuffySettings, {"group_size": 1}, "than or equal to 2"),
-    (LuffySettings, {"shaping": 0.0}, "greater than 0"), (LuffySettings, {"num_demonstrations": 2}, "less than or equal"),
-    (RolloutReplaySettings, {"dual_clip": 3.0}, "of its own"), (RolloutReplaySettings, {"weight_cap": 0.9}, "than or equal"),
-    (RolloutReplaySettings, {"fresh_share": 0.0}, "greater than 0"), (RolloutReplaySettings, {"group_size": 1}, "than or equal to 2"),
+    (LuffySettings, {"advantage": "leave_one_out"}, "leave_one_out"),
+    (LuffySettings, {"group_size": 1}, "than or equal to 2"),
+    (LuffySettings, {"shaping": 0.0}, "greater than 0"),
+    (LuffySettings, {"num_demonstrations": 2}, "less than or equal"),
+    (RolloutReplaySettings, {"dual_clip": 3.0}, "of its own"),
+    (RolloutReplaySettings, {"weight_cap": 0.9}, "than or equal"),
+    (RolloutReplaySettings, {"fresh_share": 0.0}, "greater than 0"),
+    (RolloutReplaySettings, {"group_size": 1}, "than or equal to 2"),
     (LuffySettings, {"num_demonstrations": 0, "demonstrations": "shown.jsonl"}, "leaves it out"),
 ]  # fmt: skip
 

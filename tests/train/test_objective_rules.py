@@ -72,8 +72,10 @@ EVERY: list[dict[str, Any]] = [
     {"loss": "gppo", "clip_low": 0.02, "clip_high": 0.01, "positive_nll": 0.1},
     {"loss": "cispo", "ratio_cap": 1.01, "aggregation": "constant_length", "max_length": 30},
     {"loss": "gspo", "clip_low": 0.003, "clip_high": 0.003, "aggregation": "sequence_mean_token_mean"},
-    {"loss": "gspo", "sequence_ratio": "product", "aggregation": "sequence_mean_token_mean", "sampler_outside": "zero"},
-    {"loss": "reinforce", "aggregation": "sequence_mean_token_sum", "sampler_correction": 0.1, "sampler_level": "sequence"},
+    {"loss": "gspo", "sequence_ratio": "product", "aggregation": "sequence_mean_token_mean",
+     "sampler_outside": "zero"},
+    {"loss": "reinforce", "aggregation": "sequence_mean_token_sum", "sampler_correction": 0.1,
+     "sampler_level": "sequence"},
     {"sampler_level": "geometric", "sampler_outside": "zero", "sampler_floor": 0.12},
     {"sampler_rejection": {"upper": 10.0, "lower": 0.1}, "kl_weight": 0.1},
     {"sampler_rejection": {"statistic": "k3", "scope": "mean", "upper": 1.2}},
@@ -81,8 +83,9 @@ EVERY: list[dict[str, Any]] = [
 
 
 LOSSES: list[dict[str, Any]] = [
-    {}, {"dual_clip": 1.05}, {"keep_clipped_gradient": True}, {"loss": "gppo", "dual_clip": 1.05}, {"loss": "cispo", "ratio_cap": 1.01},
-    {"loss": "reinforce"}, *({"loss": "gspo", "sequence_ratio": form} for form in ("token", "sequence", "product")),
+    {}, {"dual_clip": 1.05}, {"keep_clipped_gradient": True}, {"loss": "gppo", "dual_clip": 1.05},
+    {"loss": "cispo", "ratio_cap": 1.01}, {"loss": "reinforce"},
+    *({"loss": "gspo", "sequence_ratio": form} for form in ("token", "sequence", "product")),
 ]  # fmt: skip
 AGGREGATIONS: list[dict[str, Any]] = [
     *(
@@ -92,17 +95,20 @@ AGGREGATIONS: list[dict[str, Any]] = [
     *({"aggregation": kind, "max_length": 30} for kind in ("constant_length", "sum_over_length")),
 ]
 CORRECTIONS: list[dict[str, Any]] = [
-    {"sampler_correction": "none"}, {"sampler_correction": 0.2}, {"sampler_correction": 0.2, "sampler_outside": "zero"},
-    *({"sampler_level": level, "sampler_correction": 0.2, "sampler_floor": 0.05} for level in ("sequence", "geometric")),
+    {"sampler_correction": "none"}, {"sampler_correction": 0.2},
+    {"sampler_correction": 0.2, "sampler_outside": "zero"},
+    *({"sampler_level": level, "sampler_correction": 0.2, "sampler_floor": 0.05}
+      for level in ("sequence", "geometric")),
 ]  # fmt: skip
 REJECTIONS: list[dict[str, Any]] = [
     {}, *({"sampler_rejection": one} for one in (
-        {"upper": 8.0, "lower": 0.125}, {"upper": 8.0, "scope": "mean"}, {"statistic": "k3", "upper": 1.3, "scope": "max"},
-        {"statistic": "k2", "upper": 20.0, "scope": "sum"},
+        {"upper": 8.0, "lower": 0.125}, {"upper": 8.0, "scope": "mean"},
+        {"statistic": "k3", "upper": 1.3, "scope": "max"}, {"statistic": "k2", "upper": 20.0, "scope": "sum"},
     )),
 ]  # fmt: skip
 TERMS: list[dict[str, Any]] = [
-    {}, {"positive_nll": 0.1}, *({"kl_weight": 0.1, "kl_estimator": kind} for kind in ("k2", "k3", "k3_ratio")),
+    {}, {"positive_nll": 0.1},
+    *({"kl_weight": 0.1, "kl_estimator": kind} for kind in ("k2", "k3", "k3_ratio")),
     {"positive_nll": 0.1, "kl_weight": 0.1},
 ]  # fmt: skip
 
@@ -185,8 +191,8 @@ def test_on_policy_the_losses_have_one_gradient(aggregation: str) -> None:
     common = {"aggregation": aggregation, "sampler_correction": "none"}
     expected = run(traces, {"loss": "reinforce"} | common)[0].gradients
     kinds: list[dict[str, Any]] = [
-        {}, {"loss": "gppo"}, {"loss": "gppo", "dual_clip": 10.0}, {"loss": "cispo", "ratio_cap": 1.2}, {"loss": "gspo"},
-        {"clip_high": 0.28, "dual_clip": 3.0},
+        {}, {"loss": "gppo"}, {"loss": "gppo", "dual_clip": 10.0}, {"loss": "cispo", "ratio_cap": 1.2},
+        {"loss": "gspo"}, {"clip_high": 0.28, "dual_clip": 3.0},
     ]  # fmt: skip
     if aggregation == "sequence_mean_token_mean":
         kinds.append({"loss": "gspo", "sequence_ratio": "sequence"})

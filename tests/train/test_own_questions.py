@@ -91,8 +91,8 @@ def test_f6_a_cold_start_imitates_a_file_of_trajectories(
     records[0]["messages"][-1]["content"] = "<answer>nowhere</answer>"
     shown.write_text("".join(json.dumps(record) + "\n" for record in records))
     overrides = [
-        "cold_start.num_examples=4", "cold_start.batch_size=2", f"cold_start.demonstrations={shown}", "train.num_steps=1",
-        "evaluation.at_start=false", "evaluation.num_tasks=1", "evaluation.every=0",
+        "cold_start.num_examples=4", "cold_start.batch_size=2", f"cold_start.demonstrations={shown}",
+        "train.num_steps=1", "evaluation.at_start=false", "evaluation.num_tasks=1", "evaluation.every=0",
     ]  # fmt: skip
     run = tmp_path / "run"
     assert main(["train", str(recipe), "--run", str(run), "--progress", "plain", *overrides]) == 0

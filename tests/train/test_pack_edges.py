@@ -41,8 +41,8 @@ def forked(*, prompt: tuple[int, ...] = (1, 2), last: tuple[int, ...] = (6, 7)) 
 
 def rows(batch: PackedBatch) -> list[tuple[float, ...]]:
     columns = (
-        batch.token_T, batch.rollout_index_T, batch.ordinal_T, batch.turn_T, batch.credit_T, batch.ratio_scale_T,
-        batch.engine_logprobs_T,
+        batch.token_T, batch.rollout_index_T, batch.ordinal_T, batch.turn_T, batch.credit_T,
+        batch.ratio_scale_T, batch.engine_logprobs_T,
     )  # fmt: skip
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -104,8 +104,8 @@ def test_demonstrations_and_replayed_rollouts_are_foreign(is_replayed: bool) -> 
 def test_a_first_token_has_nothing_that_predicts_it() -> None:
     trace = Trace(task=Task(key="t", question=""))
     node = trace.append(
-        parent=None, origin=Origin.POLICY, token_ids=(1, 2), message=TEXT, logprobs=(-1.0, -2.0), entropies=(0.0, 0.0),
-        credit=(5.0, 6.0),
+        parent=None, origin=Origin.POLICY, token_ids=(1, 2), message=TEXT, logprobs=(-1.0, -2.0),
+        entropies=(0.0, 0.0), credit=(5.0, 6.0),
     )  # fmt: skip
     (batch,) = pack([RolloutPath(nodes=[node], rollout_index=3)], max_tokens=1)
     assert rows(batch) == [(0, 3, 0, 0, 6.0, 1.0, -2.0)] and batch.predictors_U.tolist() == [0]

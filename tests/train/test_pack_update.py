@@ -179,7 +179,8 @@ def written_loss(
         engine = [value for one in path.nodes for value in one.logprobs]
         weight = {
             "token_mean": 1 / sum(lengths), "sequence_mean_token_mean": 1 / (len(paths) * lengths[i]),
-            "sequence_mean_token_sum": 1 / len(paths), "constant_length": 1 / (len(paths) * (o.max_length or 1)),
+            "sequence_mean_token_sum": 1 / len(paths),
+            "constant_length": 1 / (len(paths) * (o.max_length or 1)),
         }[o.aggregation]  # fmt: skip
         for t, one in enumerate(nodes):
             assert one.credit is not None
@@ -392,8 +393,8 @@ def unshared(trace: Trace, attribution: str) -> list[RolloutPath]:
 # opposite advantages meet in a shared node
 @example(seed=128, options=OBJECTIVES[0], max_tokens=10_000, attribution="hard")
 @given(
-    seed=st.integers(0, 10**6), options=st.sampled_from(OBJECTIVES), max_tokens=st.sampled_from([1, 25, 10_000]),
-    attribution=st.sampled_from(["soft", "hard"]),
+    seed=st.integers(0, 10**6), options=st.sampled_from(OBJECTIVES),
+    max_tokens=st.sampled_from([1, 25, 10_000]), attribution=st.sampled_from(["soft", "hard"]),
 )  # fmt: skip
 def test_shared_tokens_give_the_gradient_of_the_unshared_computation(
     seed: int, options: dict[str, Any], max_tokens: int, attribution: str
@@ -526,7 +527,8 @@ def test_siblings_that_wrote_the_same_are_computed_once_and_keep_their_credit() 
         batch.token_T.tolist(), batch.rollout_index_T.tolist(), batch.credit_T.tolist(), strict=True
     )
     assert sorted(entries) == [
-        (0, 0, 1.0), (0, 1, 2.0), (0, 2, 3.0), (1, 0, 1.0), (1, 1, 2.0), (1, 2, 3.0), (2, 0, 1.0), (2, 1, 2.0), (3, 2, 3.0)
+        (0, 0, 1.0), (0, 1, 2.0), (0, 2, 3.0), (1, 0, 1.0), (1, 1, 2.0), (1, 2, 3.0), (2, 0, 1.0),
+        (2, 1, 2.0), (3, 2, 3.0)
     ]  # fmt: skip
     of_first = batch.engine_logprobs_T[batch.token_T == 0]
     assert len(set(of_first.tolist())) == 3  # each rollout keeps what its own sampler said
@@ -820,8 +822,8 @@ def test_the_gate_waits_for_the_first_mini_batch_with_signal() -> None:
             node.logprobs = tuple(value + 5.0 for value in node.logprobs)
     with pytest.raises(EngineFault, match="disagree"):
         update(
-            policy, traces, objective=ObjectiveSettings(sampler_correction=None), settings=UpdateSettings(num_mini_batches=2),
-            reference=None, first=True,
+            policy, traces, objective=ObjectiveSettings(sampler_correction=None),
+            settings=UpdateSettings(num_mini_batches=2), reference=None, first=True,
         )  # fmt: skip
 
 
@@ -830,8 +832,8 @@ def test_the_gap_is_measured_under_the_weights_that_the_update_starts_from() -> 
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32, 33, 34)]
     honest(policy, traces)
     report = update(
-        policy, traces, objective=ObjectiveSettings(), settings=UpdateSettings(num_mini_batches=4, num_epochs=2), reference=None,
-        first=False,
+        policy, traces, objective=ObjectiveSettings(),
+        settings=UpdateSettings(num_mini_batches=4, num_epochs=2), reference=None, first=False,
     )  # fmt: skip
     assert report.metrics["gap/logprob_max"] < 1e-3 < abs(report.metrics["ratio/max"] - 1)
 
@@ -868,8 +870,9 @@ def test_as_many_optimiser_steps_as_mini_batches(num: int) -> None:
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in range(31, 38)]
     honest(policy, traces)
     update(
-        policy, traces, objective=ObjectiveSettings(kl_weight=0.1), settings=UpdateSettings(num_mini_batches=num, max_logprob_gap=99),
-        reference=policy.frozen_copy(), first=False,
+        policy, traces, objective=ObjectiveSettings(kl_weight=0.1),
+        settings=UpdateSettings(num_mini_batches=num, max_logprob_gap=99), reference=policy.frozen_copy(),
+        first=False,
     )  # fmt: skip
     assert policy.num_steps == num
 

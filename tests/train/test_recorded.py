@@ -61,8 +61,10 @@ def test_a_checkpoint_of_before_knows_the_settings_of_today(old: Path) -> None:
         for key, value in flat_settings(now).items()
         if not key.startswith(("algorithm.loss.", "algorithm.sampler_correction."))
     } | {
-        "algorithm.loss": "clip", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3, "algorithm.dual_clip": None,
-        "algorithm.keep_clipped_gradient": False, "algorithm.sampler_correction": 2.0, "algorithm.sampler_level": "token",
+        "algorithm.loss": "clip", "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3,
+        "algorithm.dual_clip": None,
+        "algorithm.keep_clipped_gradient": False, "algorithm.sampler_correction": 2.0,
+        "algorithm.sampler_level": "token",
         "algorithm.sampler_floor": None, "algorithm.sampler_outside": "truncate", "algorithm.ratio_cap": None,
     }  # fmt: skip
     assert flat_in_todays_keys(began) == flat_settings(now)

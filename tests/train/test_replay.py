@@ -66,7 +66,8 @@ class Shows:
                 action="<ask>a</ask>",
                 then=lambda result: Splice(
                     origin=Origin.BUFFER,
-                    text=f"<retrieve><ask>a</ask>{result.message.content if result.message else ''}</retrieve>\n",
+                    text="<retrieve><ask>a</ask>"
+                    f"{result.message.content if result.message else ''}</retrieve>\n",
                     metadata=facts,
                 ),
             )

@@ -296,8 +296,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_readable(root: Path, whole: Call
     before, limit = weights.read_bytes(), weights.stat().st_size - 1
     assert max(path.stat().st_size for path in [run / "metrics.jsonl", *(run / "traces").iterdir()]) < limit
     failed = subprocess.run(
-        [sys.executable, "-m", "outrider", "train", "--resume", str(run), "--progress", "none"], capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        [sys.executable, "-m", "outrider", "train", "--resume", str(run), "--progress", "none"],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )  # fmt: skip
     assert failed.returncode == 1
     assert len(failed.stderr.splitlines()) == 1 and "cannot write checkpoint" in failed.stderr

@@ -106,9 +106,9 @@ def test_e4_settings_that_may_change_are_told(
     )
     assert "checkpoint_every" not in told  # no number depends on it
     assert (
-        "num_threads is 2, was 1, train.max_concurrent is 3, was 8; the run goes on, but not to the same bits for sure"
-        in told
-    )
+        "num_threads is 2, was 1, train.max_concurrent is 3, was 8; the run goes on, "
+        "but not to the same bits for sure"
+    ) in told
 
 
 def test_e4_a_schedule_that_ends_with_the_run_has_its_length(whole: Path) -> None:

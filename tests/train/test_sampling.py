@@ -46,8 +46,8 @@ def test_without_dynamic_sampling_a_step_s_tasks_follow_from_its_number(
 
 @settings(deadline=None, max_examples=50)
 @given(
-    num_tasks=st.integers(2, 9), size=st.integers(1, 4), takes=st.lists(st.integers(0, 6), min_size=1, max_size=6),
-    seen=st.sets(st.integers(0, 8)),
+    num_tasks=st.integers(2, 9), size=st.integers(1, 4),
+    takes=st.lists(st.integers(0, 6), min_size=1, max_size=6), seen=st.sets(st.integers(0, 8)),
 )  # fmt: skip
 def test_the_cursor_continues_and_no_task_comes_twice_in_a_step(
     num_tasks: int, size: int, takes: list[int], seen: set[int]
@@ -135,7 +135,8 @@ def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
     )
     assert step.num_extra_batches == len(scheduler.calls) - 1
     assert step.metrics(4) == {
-        "group/num_dropped": len(flat) - 4, "group/num_missing": 0.0, "group/num_extra_batches": step.num_extra_batches,
+        "group/num_dropped": len(flat) - 4, "group/num_missing": 0.0,
+        "group/num_extra_batches": step.num_extra_batches,
     }  # fmt: skip
     assert step.cursor == len(flat)
     again = play(FakeScheduler(scheduler.returns), rule=DynamicSamplingSettings())
@@ -226,7 +227,12 @@ def test_a_step_is_played_by_the_run_s_settings() -> None:
     )
     rule = DynamicSamplingSettings(max_extra_batches=1)
     scheduler = Chosen(lambda task, call: [0.5, 0.5])
-    dapo = play_step(parts_of(Page(GrpoSettings(dynamic_sampling=rule))), scheduler, step=0, cursor=0)  # type: ignore[arg-type]
+    dapo = play_step(
+        parts_of(Page(GrpoSettings(dynamic_sampling=rule))),
+        scheduler,  # type: ignore[arg-type]
+        step=0,
+        cursor=0,
+    )
     assert dapo.choice.groups is not None and (len(dapo.traces), dapo.trained) == (8, [])
 
 

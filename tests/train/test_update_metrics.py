@@ -74,8 +74,8 @@ def two_rollouts(*, engine: Table, credit: Sequence[float], scale: Sequence[floa
 
 
 def run(
-    policy: TablePolicy, traces: Sequence[Trace], objective: ObjectiveSettings, chosen: UpdateSettings = APART,
-    reference: TablePolicy | None = None, first: bool = False,
+    policy: TablePolicy, traces: Sequence[Trace], objective: ObjectiveSettings,
+    chosen: UpdateSettings = APART, reference: TablePolicy | None = None, first: bool = False,
 ) -> UpdateReport:  # fmt: skip
     return update(
         cast(Policy, policy),
@@ -104,8 +104,9 @@ def test_every_metric_of_two_optimiser_steps_is_the_one_by_hand(max_tokens: int)
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0), scale=(1.5, 0.5))
     told: list[int] = []
     report = update(
-        cast(Policy, policy), [trace], objective=objective, settings=UpdateSettings(num_epochs=2, max_tokens=max_tokens),
-        reference=cast(Scorer, reference), first=False, on_batch=told.append,
+        cast(Policy, policy), [trace], objective=objective,
+        settings=UpdateSettings(num_epochs=2, max_tokens=max_tokens), reference=cast(Scorer, reference),
+        first=False, on_batch=told.append,
     )  # fmt: skip
     # Step 1: 3 x 1.2 (clipped) - 3 x 0.8 (clipped). Step 2: 3 x 0.75 - 0.8 (clipped) - 1 - 1.5 (the dual clip
     # of 2).

@@ -17,7 +17,15 @@ from outrider.train.update.reward_kl import measure_kl
 from outrider.train.update.update import UpdateReport, UpdateSettings, rollout_paths, update
 from outrider.types import Origin, Outcome, Task
 from tests.tiny import tiny_model
-from tests.train.test_pack_update import Recorder, double_precision, honest, ids, node, random_trace, shift  # noqa: F401
+from tests.train.test_pack_update import (  # noqa: F401
+    Recorder,
+    double_precision,
+    honest,
+    ids,
+    node,
+    random_trace,
+    shift,
+)
 
 
 def trained(
@@ -68,8 +76,8 @@ def test_a_kl_term_without_a_reference_is_refused() -> None:
     policy = Recorder(tiny_model(dtype=torch.float64))
     with pytest.raises(ValueError, match="reference"):
         update(
-            policy, [random_trace(1)], objective=ObjectiveSettings(kl_weight=0.1), settings=UpdateSettings(), reference=None,
-            first=False,
+            policy, [random_trace(1)], objective=ObjectiveSettings(kl_weight=0.1), settings=UpdateSettings(),
+            reference=None, first=False,
         )  # fmt: skip
 
 

@@ -136,8 +136,8 @@ def start_outrider(
 ) -> "subprocess.Popen[str]":
     """The command line in a process of its own, running."""
     return subprocess.Popen(
-        [sys.executable, "-m", "outrider", *map(str, arguments)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, **ENVIRONMENT, **(environment or {})},
+        [sys.executable, "-m", "outrider", *map(str, arguments)], text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, **ENVIRONMENT, **(environment or {})},
     )  # fmt: skip
 
 

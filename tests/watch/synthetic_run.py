@@ -15,7 +15,8 @@ HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 
 def write_config(run_dir: Path) -> None:
     (run_dir / "config.toml").write_text(
-        'seed = 7\n[algorithm]\ntype = "rapo"\nnum_hybrid = 8\n[model]\nname = "/home/someone/models/tiny-agent"\n'
+        'seed = 7\n[algorithm]\ntype = "rapo"\nnum_hybrid = 8\n[model]\n'
+        'name = "/home/someone/models/tiny-agent"\n'
         '[environment]\ntype = "arithmetic <b>tools</b>"\n'
     )
 
@@ -30,13 +31,16 @@ def write_metrics(run_dir: Path, num_steps: int) -> None:
         noise = draw.gauss(0, 0.04)
         rate = None if step == num_steps // 2 else 0.5 + noise
         values = {
-            "reward/mean": 0.2 + 0.5 * progress + noise, "retrieval/reward_on_policy": 0.15 + 0.5 * progress + noise,
-            "retrieval/reward_hybrid": 0.25 + 0.5 * progress - noise, "entropy/token_mean": 1.1 - 0.7 * progress + noise,
+            "reward/mean": 0.2 + 0.5 * progress + noise,
+            "retrieval/reward_on_policy": 0.15 + 0.5 * progress + noise,
+            "retrieval/reward_hybrid": 0.25 + 0.5 * progress - noise,
+            "entropy/token_mean": 1.1 - 0.7 * progress + noise,
             "rollout/length_tokens_mean": 310 - 60 * progress + 200 * noise, "retrieval/rate": rate,
-            "retrieval/z_mean": 0.05 + noise, "retrieval/g_mean": 0.3 + noise, "retrieval/similarity_mean": 0.7 + noise / 4,
-            "retrieval/entropy_before_mean": 1.2 - 0.6 * progress, "retrieval/entropy_after_mean": 1.0 - 0.6 * progress,
-            "rollout/num_tool_calls": 40 + 100 * noise, "rollout/num_tool_calls_saved": 12 + 50 * noise,
-            "rollout/num_tool_fault": step % 2,
+            "retrieval/z_mean": 0.05 + noise, "retrieval/g_mean": 0.3 + noise,
+            "retrieval/similarity_mean": 0.7 + noise / 4,
+            "retrieval/entropy_before_mean": 1.2 - 0.6 * progress,
+            "retrieval/entropy_after_mean": 1.0 - 0.6 * progress, "rollout/num_tool_calls": 40 + 100 * noise,
+            "rollout/num_tool_calls_saved": 12 + 50 * noise, "rollout/num_tool_fault": step % 2,
             "gap/logprob_mean": 1e-4 + abs(noise) * 1e-4, "gap/logprob_max": 4e-3 + abs(noise) * 1e-3,
             "grad/norm": math.nan if step == 3 else 0.8 + noise, "speed/rollout_tokens": 900 + 1000 * noise,
             "speed/update_tokens": 14000 + 9000 * noise, "time/step": 12.0, "tokens/policy": 4000,
@@ -86,9 +90,9 @@ def trace(step: int, index: int, *, num_tokens: int = 60) -> list[TraceRow]:
         tokens = tuple(draw.choice(words) for _ in range(num_tokens)) if origin is Origin.POLICY else ()
         entropies = tuple(draw.expovariate(1.5) for _ in tokens)
         return TraceRow(
-            step=step, task_key=f"task-{index:03d}", trace_id=f"t{index}", node_id=node_id, parent_id=parent_id,
-            rollout=rollout, origin=origin, text="".join(tokens) or text, tokens=tokens, logprobs=tuple(-h for h in entropies),
-            entropies=entropies, **fields,
+            step=step, task_key=f"task-{index:03d}", trace_id=f"t{index}", node_id=node_id,
+            parent_id=parent_id, rollout=rollout, origin=origin, text="".join(tokens) or text, tokens=tokens,
+            logprobs=tuple(-h for h in entropies), entropies=entropies, **fields,
         )  # fmt: skip
 
     end: dict[str, Any] = {

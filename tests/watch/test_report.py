@@ -112,10 +112,12 @@ def test_different_panels_get_a_warning(tmp_path: Path) -> None:
 def test_curves_carry_units_legends_and_what_was_not_recorded(page: Page) -> None:
     labels = [a["aria-label"] or "" for tag, a in page.elements if tag == "svg"]
     for title, unit in (
-        ("Reward", "reward"), ("Policy entropy", "nats"), ("Response length", "tokens"), ("Retrieval rate", "share, 0 to 1"),
-        ("Retrieval reward Z", "nats"), ("Retrieval quality g", "no unit"), ("Similarity of the retrieved key", "no unit"),
+        ("Reward", "reward"), ("Policy entropy", "nats"), ("Response length", "tokens"),
+        ("Retrieval rate", "share, 0 to 1"), ("Retrieval reward Z", "nats"),
+        ("Retrieval quality g", "no unit"), ("Similarity of the retrieved key", "no unit"),
         ("Mean trainer-engine log-prob gap", "nats"), ("Gradient norm", "no unit"),
-        ("Rollout speed", "tokens/s"), ("Tool calls", "calls"), ("Cold start loss", "nats"), ("Evaluation on test", "solved, %"),
+        ("Rollout speed", "tokens/s"), ("Tool calls", "calls"), ("Cold start loss", "nats"),
+        ("Evaluation on test", "solved, %"),
     ):  # fmt: skip
         assert any(label.startswith(f"{title} ({unit}) over step.") for label in labels), title
     assert "Not recorded in this run: Groups without signal." in page.text
@@ -209,7 +211,8 @@ def circular_nodes(run: Path) -> None:
         (odd_metrics, "metrics.jsonl: 4 damaged or torn line(s)"),
         (lambda run: (run / "evaluations.jsonl").unlink(), "evaluations.jsonl is missing"),
         (odd_evaluations, "evaluations.jsonl: an evaluation was left out"),
-        (lambda run: (run / "traces" / "step-000004.parquet").write_bytes(b"PAR1"), "step-000004.parquet cannot be read"),
+        (lambda run: (run / "traces" / "step-000004.parquet").write_bytes(b"PAR1"),
+         "step-000004.parquet cannot be read"),
     ],
 )  # fmt: skip
 def test_damage_is_a_note_and_the_rest_of_the_page_is_there(

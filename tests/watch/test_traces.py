@@ -36,10 +36,12 @@ def rows(draw: st.DrawFn) -> TraceRow:
     tokens = draw(st.lists(text, max_size=4))
     values = st.lists(finite, min_size=len(tokens), max_size=len(tokens)).map(tuple)
     return TraceRow(
-        step=1, task_key=draw(text), trace_id=draw(text), node_id=draw(st.integers(0, 99)), parent_id=draw(st.integers(-1, 99)),
-        rollout=draw(st.integers(0, 9)), origin=Origin.POLICY if tokens else draw(st.sampled_from(Origin)), text=draw(text),
-        tokens=tuple(tokens), logprobs=draw(values), entropies=draw(values), outcome=draw(st.none() | st.sampled_from(Outcome)),
-        episode_return=draw(st.none() | finite), advantage=draw(st.none() | finite), hybrid=draw(st.none() | st.booleans()),
+        step=1, task_key=draw(text), trace_id=draw(text), node_id=draw(st.integers(0, 99)),
+        parent_id=draw(st.integers(-1, 99)), rollout=draw(st.integers(0, 9)),
+        origin=Origin.POLICY if tokens else draw(st.sampled_from(Origin)), text=draw(text),
+        tokens=tuple(tokens), logprobs=draw(values), entropies=draw(values),
+        outcome=draw(st.none() | st.sampled_from(Outcome)), episode_return=draw(st.none() | finite),
+        advantage=draw(st.none() | finite), hybrid=draw(st.none() | st.booleans()),
     )  # fmt: skip
 
 

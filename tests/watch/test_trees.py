@@ -15,9 +15,10 @@ def row(
 ) -> TraceRow:
     policy = origin is Origin.POLICY
     return TraceRow(
-        step=1, task_key="t", trace_id="1/0", node_id=node, parent_id=parent, rollout=rollout, origin=origin, text=f"text {node}",
-        tokens=("a", "b") if policy else (), logprobs=(-1.0, -1.0) if policy else (), entropies=(0.2, 0.4) if policy else (),
-        outcome=None if leaf is None else Outcome.FINISHED, episode_return=leaf, advantage=leaf, hybrid=None if leaf is None else False,
+        step=1, task_key="t", trace_id="1/0", node_id=node, parent_id=parent, rollout=rollout, origin=origin,
+        text=f"text {node}", tokens=("a", "b") if policy else (), logprobs=(-1.0, -1.0) if policy else (),
+        entropies=(0.2, 0.4) if policy else (), outcome=None if leaf is None else Outcome.FINISHED,
+        episode_return=leaf, advantage=leaf, hybrid=None if leaf is None else False,
         metadata=json.dumps(metadata),
     )  # fmt: skip
 

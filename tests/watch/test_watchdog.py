@@ -62,7 +62,8 @@ def test_the_line_names_stage_calls_rollouts_and_times(clock: Clock) -> None:
     [line] = display.notes
     assert line.startswith(
         "NO PROGRESS for 60 s in train 3/40; rollouts: 1 in an environment's step (longest: task 7/1, 62 s), "
-        "3 in the wait for a batch (longest: task 8/0, 60 s); the main thread is in outrider.watch.watchdog._program, line "
+        "3 in the wait for a batch (longest: task 8/0, 60 s); the main thread is "
+        "in outrider.watch.watchdog._program, line "
     )
 
 

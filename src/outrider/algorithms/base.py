@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # settings are read without torch, and losses are imported wh
 
     from outrider.algorithms.common.token_loss import Denominators, TokenLoss, TokenLossInputs
     from outrider.algorithms.empo2.hook import MemorySettings
+    from outrider.train.settings import RunSettings
 
 Attribution = Literal["soft", "hard"]
 AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
@@ -130,6 +131,9 @@ class ObjectiveSettings(Settings):
         """What a run of ``num_groups`` groups on ``num_tasks`` training tasks could never do, a line each."""
         return []
 
+    def require_possible(self, run: "RunSettings") -> None:
+        """Raises ValueError, with dotted keys, where the rest of the run does not go with these settings."""
+
     @property
     def rewards_kl(self) -> bool:
         """Whether advantages count a KL to the reference, which is then measured before them."""
@@ -176,7 +180,8 @@ class OffPolicyObjective(ObjectiveSettings):
             )
         if self.loss.type == "reinforce":
             raise ValueError(
-                "loss.type = reinforce has no ratio, and rollouts without their tips are trained in another context"
+                "loss.type = reinforce has no ratio, and rollouts without their tips are trained in "
+                "another context"
             )
         return self
 

@@ -16,8 +16,8 @@ from outrider.types import Message, Origin
 NUM_SHOWN = 3
 HEADING = "Your plans from earlier attempts at this task, which failed:"
 REQUEST = (
-    "The attempt is over, with a score of {score:.3g}, and the task was not completed. In one or two sentences: what went wrong, and "
-    "what is your new plan? Write only the plan."
+    "The attempt is over, with a score of {score:.3g}, and the task was not completed. "
+    "In one or two sentences: what went wrong, and what is your new plan? Write only the plan."
 )
 
 

@@ -54,13 +54,15 @@ class ReinforcePlusPlusSettings(GroupSettings):
     def _possible(self) -> "ReinforcePlusPlusSettings":
         if self.advantage != "group_centered":
             raise ValueError(
-                "REINFORCE++ whitens over the batch: leave advantage out (group_baseline = true centres in the group)"
+                "REINFORCE++ whitens over the batch: leave advantage out "
+                "(group_baseline = true centres in the group)"
             )
         if self.group_baseline and self.group_size < 2:
             raise ValueError("group_baseline = true needs group_size >= 2: a group of one has no baseline")
         if self.group_baseline and (self.gamma != 1.0 or self.reward_kl_weight > 0):
             raise ValueError(
-                "group_baseline = true has one value a rollout: no gamma, and a KL in the loss (kl_weight) instead"
+                "group_baseline = true has one value a rollout: no gamma, "
+                "and a KL in the loss (kl_weight) instead"
             )
         return self
 

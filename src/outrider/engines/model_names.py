@@ -37,6 +37,6 @@ def require_known_model(name: str) -> None:
     if "/" in name or name.startswith((".", "~")):
         raise ModelError(f"model {name!r}: no such folder")
     raise ModelError(
-        f"there is no model {name!r}{did_you_mean(name, PACKAGED)} (packaged: {', '.join(PACKAGED)}; else a folder, or a "
-        "Hugging Face id of the form owner/name)"
+        f"there is no model {name!r}{did_you_mean(name, PACKAGED)} (packaged: {', '.join(PACKAGED)}; "
+        "else a folder, or a Hugging Face id of the form owner/name)"
     )

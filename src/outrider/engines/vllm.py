@@ -80,7 +80,8 @@ class VllmEngine:
         for request in requests:
             if not 0 < len(request.token_ids) < self.context_length:
                 raise EngineFault(
-                    f"request {request.request_id}: {len(request.token_ids)} tokens do not fit a context of {self.context_length}"
+                    f"request {request.request_id}: {len(request.token_ids)} tokens do "
+                    f"not fit a context of {self.context_length}"
                 )
         self._cancellations.begin(request.request_id for request in requests)
         try:
@@ -223,7 +224,8 @@ def _load(folder: Path, context_length: int, precision: str, device: str, settin
     else:
         if device not in ("cuda", "cuda:0"):
             raise ModelError(
-                f"engine.type = vllm takes the first GPU; choose it with CUDA_VISIBLE_DEVICES, not with {device!r}"
+                "engine.type = vllm takes the first GPU; choose it with "
+                f"CUDA_VISIBLE_DEVICES, not with {device!r}"
             )
         if (share := settings.memory or 0.3) > 1:
             raise ModelError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")

@@ -20,7 +20,8 @@ def metrics_page() -> str:
     parts = [_HEAD]
     for group, metrics in groupby(DECLARED, key=lambda metric: metric.group):
         parts.append(
-            f"\n## {group}\n\n| name | unit | meaning | healthy | look at |\n| --- | --- | --- | --- | --- |\n"
+            f"\n## {group}\n\n| name | unit | meaning | healthy | look at |\n"
+            "| --- | --- | --- | --- | --- |\n"
         )
         parts.extend(_row(metric) for metric in metrics)
     return "".join(parts)

@@ -92,13 +92,15 @@ def target_of(kind: Kind, name: str) -> str:
     if len(points := registered(kind).get(name, ())) > 1:
         packages = " and ".join(sorted({package_of(point) for point in points}))
         raise ConfigError(
-            f"{name!r} is registered by {packages}: give the import path (package.module:Class) of the one you mean",
+            f"{name!r} is registered by {packages}: give the import path "
+            "(package.module:Class) of the one you mean",
         )
     if points:
         return points[0].value
     known = known_names(kind)
     raise ConfigError(
-        f"there is no {name!r}{did_you_mean(name, known)} (one of {', '.join(known)}, or package.module:Class)",
+        f"there is no {name!r}{did_you_mean(name, known)} (one of "
+        f"{', '.join(known)}, or package.module:Class)",
     )
 
 

@@ -39,7 +39,8 @@ def resolve(kind: Kind, name: str) -> type:
     kind."""
     if (kind, name) in _given:
         return type(_given[kind, name])
-    # Which file an import path stands for depends on the recipe's folder: what it names is looked at each time.
+    # Which file an import path stands for depends on the recipe's folder: what it names is looked at each
+    # time.
     return _found(kind, name) if is_import_path(name) else _resolve(kind, name)
 
 
@@ -62,7 +63,8 @@ def _require_settings(kind: Kind, label: str, cls: type) -> None:
     base, settings = _base(kind), getattr(cls, "Settings", None)
     if settings is None and kind in _ARTICLE:
         raise ConfigError(
-            f"{label} ({origin_of(cls)}) is not {_ARTICLE[kind]}: it has no class Settings (a subclass of {base.__name__})",
+            f"{label} ({origin_of(cls)}) is not {_ARTICLE[kind]}: it has no class Settings "
+            f"(a subclass of {base.__name__})",
         )
     if settings is not None and not (isinstance(settings, type) and issubclass(settings, base)):
         raise ConfigError(

@@ -54,7 +54,8 @@ class Fork:
             )
             if other := _differences(result, expected):
                 raise EnvironmentFault(
-                    f"a replayed prefix was answered differently ({other}): this environment cannot fork by replay"
+                    f"a replayed prefix was answered differently ({other}): "
+                    "this environment cannot fork by replay"
                 )
 
     def continue_in(self, state: EpisodeState) -> None:

@@ -209,12 +209,12 @@ class Collector:
             raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")
         name = self.trajectory_id(task, rollout)
         trajectory = Trajectory(
-            trajectory_id=name, task_key=task.key, agent=self.endpoint.settings.model, prompt=prompt, steps=tuple(steps),
-            reward=record.episode_return, num_tokens=num_tokens,
+            trajectory_id=name, task_key=task.key, agent=self.endpoint.settings.model, prompt=prompt,
+            steps=tuple(steps), reward=record.episode_return, num_tokens=num_tokens,
         )  # fmt: skip
         return Collected(
-            trajectory_id=name, outcome=outcome, trajectory=trajectory, success=record.success, metrics=dict(record.metrics),
-            num_tool_calls=num_tool_calls, num_retries=num_retries,
+            trajectory_id=name, outcome=outcome, trajectory=trajectory, success=record.success,
+            metrics=dict(record.metrics), num_tool_calls=num_tool_calls, num_retries=num_retries,
         )  # fmt: skip
 
 

@@ -64,7 +64,8 @@ def replay_step(run: Path, step: int) -> int:
     settings = recorded_settings(run / "config.toml")
     if getattr(settings.environment, "max_batch_calls", None) is not None:
         raise DataError(
-            "environment.max_batch_calls: whose calls were refused follows from the whole batch, not from one rollout"
+            "environment.max_batch_calls: whose calls were refused follows "
+            "from the whole batch, not from one rollout"
         )
     rollouts = list(recorded_rollouts(TraceReader(run / "traces").read(step)))
     if not rollouts:

@@ -5,12 +5,9 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.algorithms.common.group_settings import GroupSettings
-from outrider.algorithms.empo2.algorithm import Empo2Settings
-from outrider.algorithms.rapo.algorithm import RapoSettings
 from outrider.config import Settings
 from outrider.engines.base import EngineSettings, LocalSettings
-from outrider.environments.families import EnvironmentConfig, is_inline, is_stateful
+from outrider.environments.families import EnvironmentConfig
 from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.episode import Limits
 from outrider.rollout.evaluate import EvaluationSettings
@@ -133,53 +130,50 @@ class RunSettings(Settings):
     def _possible(self) -> "RunSettings":
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
-        if isinstance(self.algorithm, GroupSettings) and self.algorithm.overlong is not None:
-            self.algorithm.overlong.bounds(self.rollout.max_response_tokens)
         if not (self.train.num_steps or self.cold_start.num_examples or self.evaluation.at_start):
             raise ValueError(
                 "nothing to do: no training step, no cold start, and evaluation.at_start = false"
             )
-        if self.buffer.evolve and not isinstance(self.algorithm, RapoSettings):
-            raise ValueError("buffer.evolve needs algorithm.type = rapo")
-        if self.buffer.evolve and isinstance(self.algorithm, RapoSettings) and not self.algorithm.num_hybrid:
+        if self.update.num_mini_batches > self.train.tasks_per_step:
+            raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
+        self._possible_buffer()
+        self._possible_adapters()
+        self._possible_experts()
+        self.algorithm.require_possible(self)
+        return self
+
+    def _possible_buffer(self) -> None:
+        if self.buffer.evolve and not self.algorithm.retrieves:
             raise ValueError(
-                "buffer.evolve needs algorithm.num_hybrid of at least 1: nothing else opens the buffer"
+                "buffer.evolve needs algorithm.type = rapo with num_hybrid of at least 1: "
+                "nothing else opens the buffer"
             )
-        if (
-            isinstance(self.algorithm, RapoSettings)
-            and self.algorithm.retrieval.mode == "execute"
-            and not is_stateful(self.environment)
-        ):
-            raise ValueError(
-                "retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld, house)"
-            )
-        if (
-            isinstance(self.algorithm, RapoSettings)
-            and self.algorithm.retrieval.form == "turn"
-            and not is_inline(self.environment)
-        ):
-            raise ValueError(
-                "retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are messages"
-            )
-        writer = self.algorithm.memory.writer if isinstance(self.algorithm, Empo2Settings) else None
-        if self.cold_start.num_examples and self.cold_start.tip_share and writer != "environment":
-            raise ValueError(
-                'cold_start.tip_share needs algorithm.type = empo2 with memory.writer = "environment": experts write no tips'
-            )
-        if self.model.lora is not None and self.model.trained_layers is not None:
+
+    def _possible_adapters(self) -> None:
+        if self.model.lora is None:
+            return
+        if self.model.trained_layers is not None:
             raise ValueError(
                 "model.lora and model.trained_layers exclude each other: adapters have target_modules"
             )
-        if self.model.lora is not None and not self.engine.takes_adapters:
+        if not self.engine.takes_adapters:
             raise ValueError(
-                f"engine.type = {self.engine.type} needs full fine-tuning: adapters are not merged for it (model.lora)"
+                f"engine.type = {self.engine.type} needs full fine-tuning: "
+                "adapters are not merged for it (model.lora)"
+            )
+
+    def _possible_experts(self) -> None:
+        memory = self.algorithm.tip_memory
+        writes_tips = memory is not None and memory.writer == "environment"
+        if self.cold_start.num_examples and self.cold_start.tip_share and not writes_tips:
+            raise ValueError(
+                'cold_start.tip_share needs algorithm.type = empo2 with memory.writer = "environment": '
+                "experts write no tips"
             )
         if self.algorithm.forks_by_replay and (refused := self.environment.replayed_differently()):
             raise ValueError(
-                f"algorithm.type = {self.algorithm.type} forks by replay, and these tasks replay differently: {', '.join(refused)}"
+                f"algorithm.type = {self.algorithm.type} forks by replay, "
+                f"and these tasks replay differently: {', '.join(refused)}"
             )
         if self.algorithm.asks_experts and not self.environment.has_experts:
             raise ValueError("data sets come without experts: name a file with algorithm.demonstrations")
-        if self.update.num_mini_batches > self.train.tasks_per_step:
-            raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
-        return self

@@ -173,7 +173,11 @@ class TrackerSet:
             if value is not None and abs(value) < float("inf")
         }
         for name, tracker in list(self._trackers.items()):
-            self._attempt(name, tracker, lambda tracker=tracker: tracker.log(step, values))  # type: ignore[misc]
+            self._attempt(
+                name,
+                tracker,
+                lambda tracker=tracker: tracker.log(step, values),  # type: ignore[misc]
+            )
 
     def close(self) -> None:
         """Close every tracker; may be called twice."""

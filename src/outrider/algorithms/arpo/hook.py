@@ -68,11 +68,13 @@ def require_countable(
         )
     if attribution == "hard" and positive_nll > 0:
         raise ValueError(
-            "attribution = hard gives a shared token to one rollout, whose success positive_nll would take for all"
+            "attribution = hard gives a shared token to one rollout, "
+            "whose success positive_nll would take for all"
         )
     if attribution == "hard" and aggregation == "sequence_mean_token_mean":
         raise ValueError(
-            "attribution = hard counts a shared token once, which sequence_mean_token_mean cannot; use token_mean"
+            "attribution = hard counts a shared token once, which "
+            "sequence_mean_token_mean cannot; use token_mean"
         )
 
 

@@ -7,7 +7,7 @@ environment's.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,9 @@ from outrider.algorithms.common.batch_advantages import groups_with_spread, over
 from outrider.config import Settings
 from outrider.trace import Node, Trace
 from outrider.types import Origin
+
+if TYPE_CHECKING:
+    from outrider.train.settings import RunSettings
 
 _BUFFER_SHARE = 5  # of the released script: 4096 of 20480 tokens
 
@@ -47,7 +50,8 @@ class OverlongSettings(Settings):
         buffer = self.buffer or max(1, longest // _BUFFER_SHARE)
         if buffer > longest or longest - buffer >= max_response_tokens:
             raise ValueError(
-                f"the overlong punishment begins after {longest - buffer} tokens, and a response has at most {max_response_tokens}: "
+                f"the overlong punishment begins after {longest - buffer} tokens, "
+                f"and a response has at most {max_response_tokens}: "
                 "set overlong.max_tokens and overlong.buffer"
             )
         return longest, buffer
@@ -80,6 +84,11 @@ class GroupSettings(ObjectiveSettings):
     def needs_reference(self) -> bool:
         """The KL of the reward needs one as well."""
         return self.kl_weight > 0 or self.reward_kl_weight > 0
+
+    def require_possible(self, run: "RunSettings") -> None:
+        """A punishment of length that some response could reach."""
+        if self.overlong is not None:
+            self.overlong.bounds(run.rollout.max_response_tokens)
 
     @property
     def rewards_kl(self) -> bool:

@@ -182,10 +182,13 @@ def in_new_spelling(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_clip(loss: LossSettings, *, method: str) -> ClipLoss:
-    """The bounds of a method that has a token loss of its own. Raises ValueError for what that does not know."""
+    """The bounds of a method that has a token loss of its own. Raises ValueError for what that does not
+    know.
+    """
     if loss.type != "clip" or loss.dual_clip is not None or loss.keep_clipped_gradient:
         raise ValueError(
-            f"{method} has a token loss of its own: loss.type = clip, without dual_clip and keep_clipped_gradient"
+            f"{method} has a token loss of its own: loss.type = clip, without dual_clip and "
+            "keep_clipped_gradient"
         )
     return loss
 

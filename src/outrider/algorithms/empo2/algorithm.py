@@ -84,8 +84,8 @@ class Empo2Settings(OffPolicyObjective):
         if not never_shows_a_tip(self, num_groups=num_groups, num_tasks=num_tasks):
             return []
         return [
-            f"NO TIPS: {num_groups} groups play none of the {num_tasks} tasks twice, and a task is shown its own tips only; "
-            "algorithm.memory.scope=all shares them"
+            f"NO TIPS: {num_groups} groups play none of the {num_tasks} tasks twice, "
+            "and a task is shown its own tips only; algorithm.memory.scope=all shares them"
         ]
 
     @model_validator(mode="before")

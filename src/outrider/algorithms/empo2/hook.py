@@ -21,8 +21,9 @@ from outrider.trace import Leaf, Node, Trace, played_turns
 from outrider.types import Message, Origin, Task
 
 REQUEST = (
-    "The episode is over, with a score of {score:.3g}. Write a tip for the next attempt at this task: one sentence of fewer than "
-    "{words} words that says what was learned and how far the task was from complete. Write only the tip."
+    "The episode is over, with a score of {score:.3g}. Write a tip for the next attempt at this task: one "
+    "sentence of fewer than {words} words that says what was learned and how far the task was "
+    "from complete. Write only the tip."
 )
 HEADING = "Notes from earlier attempts:"
 _TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)

@@ -7,7 +7,7 @@ Equation -> function: Eq. 2, 5-10 in :mod:`outrider.algorithms.rapo.formulas`; E
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,10 +27,14 @@ from outrider.algorithms.rapo.formulas import (
     step_entropy_per_step,
 )
 from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings
+from outrider.environments.families import is_inline, is_stateful
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.hooks import Hook
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Origin
+
+if TYPE_CHECKING:
+    from outrider.train.settings import RunSettings
 
 
 class RapoSettings(ObjectiveSettings):
@@ -79,17 +83,32 @@ class RapoSettings(ObjectiveSettings):
             raise ValueError(f"num_hybrid {self.num_hybrid} exceeds group_size {self.group_size}")
         if self.loss.type != "clip" and self.ratio_weight > 0:
             raise ValueError(
-                f"loss.type = {self.loss.type} does not know RAPO's ratio: set ratio_weight = 0 or loss.type = clip"
+                f"loss.type = {self.loss.type} does not know RAPO's ratio: "
+                "set ratio_weight = 0 or loss.type = clip"
             )
         if not self.quality and self.timing == "none":
             raise ValueError(
-                "quality = false with timing = none leaves no retrieval reward: set advantage_weight = 0 instead"
+                "quality = false with timing = none leaves no retrieval reward: "
+                "set advantage_weight = 0 instead"
             )
         if not self.quality and self.sign == "increase":
             raise ValueError("sign acts on the quality term, which is off")
         if self.branch is not None:
             self._can_branch(self.branch)
         return self
+
+    def require_possible(self, run: "RunSettings") -> None:
+        """Retrieved steps that the environment can take, or show."""
+        if self.retrieval.mode == "execute" and not is_stateful(run.environment):
+            raise ValueError(
+                "retrieval.mode = execute needs a stateful environment "
+                "(scienceworld, webshop, textworld, house)"
+            )
+        if self.retrieval.form == "turn" and not is_inline(run.environment):
+            raise ValueError(
+                "retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are "
+                "messages"
+            )
 
     @property
     def retrieves(self) -> bool:
@@ -104,11 +123,13 @@ class RapoSettings(ObjectiveSettings):
     def _can_branch(self, branch: BranchSettings) -> None:
         if branch.first_wave >= self.group_size and not branch.pre_monitor:
             raise ValueError(
-                f"branch.first_wave {branch.first_wave} leaves no place for forks in group_size {self.group_size}"
+                f"branch.first_wave {branch.first_wave} leaves no place for forks "
+                f"in group_size {self.group_size}"
             )
         if branch.attribution == "hard" and self.ratio_weight > 0:
             raise ValueError(
-                "branch.attribution = hard needs ratio_weight = 0: leaves of one token would scale its ratio differently"
+                "branch.attribution = hard needs ratio_weight = 0: leaves "
+                "of one token would scale its ratio differently"
             )
         require_countable(
             branch.attribution,

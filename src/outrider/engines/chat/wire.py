@@ -23,7 +23,10 @@ class Transient(Exception):
 
 
 _TOO_LONG = re.compile(
-    r"context[ _](?:length|window|size)|maximum context|too many tokens|(?:prompt|input)\w* (?:is|are) too long",
+    (
+        r"context[ _](?:length|window|size)|maximum context|too many tokens"
+        r"|(?:prompt|input)\w* (?:is|are) too long"
+    ),
     re.IGNORECASE,
 )
 

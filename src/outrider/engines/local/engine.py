@@ -116,7 +116,8 @@ class LocalEngine:
         for request in requests:
             if not 0 < len(request.token_ids) < self.context_length:
                 raise EngineFault(
-                    f"request {request.request_id}: {len(request.token_ids)} tokens do not fit a context of {self.context_length}"
+                    f"request {request.request_id}: {len(request.token_ids)} tokens do "
+                    f"not fit a context of {self.context_length}"
                 )
         was_training = self._model.training
         self._model.eval()

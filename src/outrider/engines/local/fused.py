@@ -36,12 +36,16 @@ def fuse(model: nn.Module) -> None:
 
 
 def _norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = _RmsNorm.apply(  # type: ignore[no-untyped-call]
+        hidden_states, self.weight, self.variance_epsilon
+    )
     return output
 
 
 def _gated_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = self.down_proj(_SwiGlu.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-untyped-call]
+    output: torch.Tensor = self.down_proj(
+        _SwiGlu.apply(self.gate_proj(x), self.up_proj(x))  # type: ignore[no-untyped-call]
+    )
     return output
 
 

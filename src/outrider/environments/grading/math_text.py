@@ -26,22 +26,26 @@ _REWRITES: Final = (
 )
 _NUMBER: Final = r"[-+]?\s*(?:\\?\$\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:E[+-]?\d+)?"
 _QUANTITY: Final = re.compile(
-    rf"((?:{_NUMBER}(?:\s*/\s*\d+)?|-?\\d?frac\s*\{{[^{{}}]*\}}\s*\{{[^{{}}]*\}}|{_NUMBER}\\d?frac\{{\d+\}}\{{\d+\}}))"
+    rf"((?:{_NUMBER}(?:\s*/\s*\d+)?"
+    r"|-?\\d?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
+    rf"|{_NUMBER}\\d?frac\{{\d+\}}\{{\d+\}}))"
     r"\s*(?:\\text\s*\{([^{}]*)\}|\s([A-Za-z]+(?:\s[A-Za-z]+)*)|([A-Za-z]{3,}))\s*(\^\s*(?:\d|\{\d\}))?\s*\.?"
 )
 _UNITS: Final = {
     name: names.split()[0]
     for names in (
-        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre", "in inch inche",
-        "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram", "lb pound", "oz ounce",
-        "sec s second", "min minute", "hour h hr", "L l liter litre", "mL ml milliliter millilitre", "dollar usd", "degree deg",
-        "day", "week", "month", "year", "cent", "cup", "unit", "percent",
+        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
+        "in inch inche", "ft foot feet", "yd yard", "mi mile",
+        "mg milligram", "g gram", "kg kilogram", "lb pound", "oz ounce",
+        "sec s second", "min minute", "hour h hr", "L l liter litre", "mL ml milliliter millilitre",
+        "dollar usd", "degree deg", "day", "week", "month", "year", "cent", "cup", "unit", "percent",
     )
     for name in names.split()
 }  # fmt: skip
 _AROUND: Final = frozenset({"per", "square", "sq", "cubic"})
 _NO_UNITS: Final = frozenset({
-    "times", "plus", "minus", "hundreds", "thousands", "millions", "billions", "trillions", "dozens", "halves", "thirds", "tenths",
+    "times", "plus", "minus", "hundreds", "thousands", "millions", "billions", "trillions", "dozens",
+    "halves", "thirds", "tenths",
 })  # fmt: skip
 
 

@@ -34,8 +34,8 @@ def main(parent: int, cpu_seconds: int) -> None:
     from outrider.environments.grading.math_values import is_same_value
 
     logging.disable(logging.CRITICAL)
-    # Before the first fork, outside the limit of a pair: what is imported now, and at the first use, may have to
-    # be compiled, and that costs seconds. A verdict must not depend on it.
+    # Before the first fork, outside the limit of a pair: what is imported now, and at the first use, may
+    # have to be compiled, and that costs seconds. A verdict must not depend on it.
     is_same_value(r"\frac{1}{2}", "0.5")
     is_same_value(r"(1, \sqrt{2})", r"[1, \ln{2}]")
     _say([])
@@ -101,7 +101,8 @@ def _evaluate(pairs: socket.socket, cpu_seconds: int, is_same_value: _Comparison
         _limit(resource.RLIMIT_CORE, 0)
         while request := pairs.recv(1 << 17):
             left, right = json.loads(request)
-            # Kills by SIGPROF. RLIMIT_CPU counts whole seconds of the process's life: a pair would lose up to one.
+            # Kills by SIGPROF. RLIMIT_CPU counts whole seconds of the process's life: a pair would lose up
+            # to one.
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             verdict = _verdict(left, right, is_same_value)
             signal.setitimer(signal.ITIMER_PROF, 0)

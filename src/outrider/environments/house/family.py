@@ -20,8 +20,8 @@ from outrider.types import Message, Step, Task
 
 SPLITS: Final = ("train", "valid", "test")
 PROMPT: Final = (
-    "You search a house. Write one command a turn: <action>go ROOM</action>, <action>open FURNITURE</action> or "
-    "<action>take THING</action>.\n\n{state}"
+    "You search a house. Write one command a turn: <action>go ROOM</action>, "
+    "<action>open FURNITURE</action> or <action>take THING</action>.\n\n{state}"
 )
 
 
@@ -161,7 +161,10 @@ class HouseEnvironment:
         here = self._episode.room
         furniture = self._plan.furniture.get(here)
         seen = f" You see: {furniture}." if furniture else ""
-        return f"You are in the {here}. Doors: {', '.join(self._plan.doors(here))}.{seen} You look for the {self._goal}."
+        return (
+            f"You are in the {here}. Doors: {', '.join(self._plan.doors(here))}.{seen} "
+            f"You look for the {self._goal}."
+        )
 
 
 class HouseFactory:

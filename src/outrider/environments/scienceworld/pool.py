@@ -47,8 +47,9 @@ class SimulatorPool:
             slot = self._free.get(timeout=self._borrow_limit_s)
         except queue.Empty:
             raise EnvironmentFault(
-                f"no free ScienceWorld simulator within {self._borrow_limit_s:g} s: all {self._num_workers} are on loan "
-                "(raise num_workers, lower the rollout concurrency, or close finished environments)"
+                f"no free ScienceWorld simulator within {self._borrow_limit_s:g} s: all {self._num_workers} "
+                "are on loan (raise num_workers, lower the rollout concurrency, "
+                "or close finished environments)"
             ) from None
         try:
             return Loan(slot=slot, simulator=self._living(slot))

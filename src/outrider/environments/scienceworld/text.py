@@ -14,10 +14,13 @@ _AMBIGUOUS: Final = "Ambiguous request"
 _REFUSED: Final = re.compile(
     r"It'?s not clear how to .+|I'm not sure .+|You can't .+"
     r"|That can't be moved there.*|That object (?:already appears|does not appear) to be in the inventory\."
-    r"|That is already flushing\.|Something can't be connected to itself\.|The door doesn't appear to go anywhere\."
-    r"|You must disconnect entire objects .+|Connections must specify .+|.+ is already connected, and must be disconnected .+"
+    r"|That is already flushing\.|Something can't be connected to itself\."
+    r"|The door doesn't appear to go anywhere\."
+    r"|You must disconnect entire objects .+|Connections must specify .+"
+    r"|.+ is already connected, and must be disconnected .+"
     r"|.+ is already (?:activated|deactivated|open|closed)\."
-    r"|.+ is not (?:something that can be activated|closeable|openable|edible|moveable|movable|open|a container)\."
+    r"|.+ is not (?:something that can be "
+    r"activated|closeable|openable|edible|moveable|movable|open|a container)\."
     r"|.+ appears broken, and can't be activated or deactivated\.|.+ isn't open, so you can't see inside\."
     r"|.+ can't be poured out,? because .+|.+ is empty, so there's nothing to pour\."
     r"|.+ does not contain any liquids to dunk into\.|The liquids in .+ aren't able to move\."
@@ -28,9 +31,11 @@ INSTRUCTIONS: Final = (
     "You are in a simulated science laboratory and solve a task by typing commands, one a turn.\n"
     "You may think first. Then write exactly one command between <action> and </action>, for example "
     "<action>look around</action>. The next message tells what happened.\n"
-    "Commands, where OBJ stands for an object that you can see (for example: open door to kitchen):\n{templates}\n"
+    "Commands, where OBJ stands for an object that you can see (for example: open door to kitchen):\n"
+    "{templates}\n"
     "When a command is ambiguous, answer with the number of the meaning that you want.\n"
-    "Use 'focus on' only for the object that the task asks for: focusing on a wrong object ends the episode with a failure."
+    "Use 'focus on' only for the object that the task asks for: "
+    "focusing on a wrong object ends the episode with a failure."
 )
 
 
@@ -56,7 +61,9 @@ def parse_action(text: str) -> ParsedAction:
         )
     if len(found) > 1:
         return ParsedAction(
-            problem=f"Found {len(found)} commands; nothing was done. Write exactly one <action>command</action>."
+            problem=(
+                f"Found {len(found)} commands; nothing was done. Write exactly one <action>command</action>."
+            )
         )
     action = " ".join(found[0].split()).lower()
     if not action:

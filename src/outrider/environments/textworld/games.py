@@ -132,8 +132,8 @@ def _run_child(order: _Order, *, limit_s: float) -> "subprocess.CompletedProcess
     command = [sys.executable, "-P", "-m", "outrider.environments.textworld.games"]
     try:
         return subprocess.run(
-            command, input=order.model_dump_json(), env=environment, capture_output=True, encoding="utf-8", timeout=limit_s,
-            start_new_session=True,  # Ctrl-C is for the trainer
+            command, input=order.model_dump_json(), env=environment, capture_output=True, encoding="utf-8",
+            timeout=limit_s, start_new_session=True,  # Ctrl-C is for the trainer
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFault(f"TextWorld made no game within {limit_s:g} s") from error

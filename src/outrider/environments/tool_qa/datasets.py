@@ -25,6 +25,7 @@ class DatasetConfig(Settings):
     (``reward_model.ground_truth``).
     """
 
+    makes_tasks: ClassVar[bool] = True  # which are compared themselves, not the files that they are made of
     details: ClassVar[frozenset[str]] = frozenset({"hub_split", "question", "answer", "blank_answers"})
 
     path: Path | None = None
@@ -78,7 +79,8 @@ def load_tasks(config: DatasetConfig) -> list[Task]:
         tasks[task.key] = task
     if blank and config.blank_answers == "error":
         raise DataError(
-            f'{blank[0]}: column {config.answer!r} holds a blank answer; blank_answers = "drop" leaves such rows out'
+            f"{blank[0]}: column {config.answer!r} holds a blank answer; "
+            'blank_answers = "drop" leaves such rows out'
         )
     if blank:
         logging.getLogger(__name__).warning(

@@ -28,6 +28,7 @@ REPEATED = "This was asked before. Ask something else or answer."
 class EpisodeConfig(EnvironmentSettings):
     """Limits and reward of a tool-reasoning episode."""
 
+    calls_tools: ClassVar[bool] = True
     details: ClassVar[frozenset[str]] = frozenset({"max_invalid", "repeated"})
 
     max_calls: int = Field(default=3, ge=0)

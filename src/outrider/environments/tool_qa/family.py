@@ -55,7 +55,8 @@ class ToolsConfig(EpisodeConfig):
             raise ValueError("tools must name at least one tool, each once")
         if wrong := [name for name in names if not _TAG.fullmatch(name) or name in _TAKEN]:
             raise ValueError(
-                f"a tool cannot have the tag name {wrong[0]!r}: lower-case letters, and none of {', '.join(_TAKEN)}"
+                f"a tool cannot have the tag name {wrong[0]!r}: lower-case letters, "
+                f"and none of {', '.join(_TAKEN)}"
             )
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
@@ -138,7 +139,10 @@ def system_prompt(config: ToolsConfig) -> str:
     lines = [
         "Solve the question step by step. Put your thoughts in <think> and </think> before each action.",
         *(usage(resolve("tools", plugin_name(one))) for one in config.tools),
-        f"What a tool returns appears between <result> and </result>; never write that yourself. You have {config.max_calls} calls.",
+        (
+            "What a tool returns appears between <result> and </result>; never write that yourself. "
+            f"You have {config.max_calls} calls."
+        ),
         f"End with <answer>{box}</answer>, which holds the final answer and nothing else.",
     ]
     return "\n".join(lines)

@@ -25,18 +25,20 @@ _WORD: Final = re.compile(r"[^\W_]+")
 _TITLE_WORD: Final = re.compile(r"[^\W\d_]{2,}")
 _FUNCTION_WORDS: Final = frozenset(
     _WORD.findall(
-        "an and any are as at be by for from has have in into is it its no non not of off on one or our out over per so than "
-        "that the these this to too under up us very via was we when which will with without you your"
+        "an and any are as at be by for from has have in into is it its no non not of off on one or our out "
+        "over per so than that the these this to too under up us very via was we when "
+        "which will with without you your"
     )
 )
 # Option values are compared by the first of these that they contain, as the engine does with a list of its
 # own.
 COLOURS: Final = tuple(
     _WORD.findall(
-        "amber apricot aqua ash azure beige black blue bronze brown burgundy camel charcoal chocolate copper coral cream crimson "
-        "cyan ebony emerald fuchsia gold gray green grey indigo ivory jade khaki lavender lilac lime magenta maroon mauve mint "
-        "mustard navy olive orange peach pearl pink plum purple red rose ruby rust salmon sand sapphire scarlet silver sky slate "
-        "tan taupe teal turquoise violet white wine yellow"
+        "amber apricot aqua ash azure beige black blue bronze brown burgundy camel charcoal chocolate copper "
+        "coral cream crimson cyan ebony emerald fuchsia gold gray green grey indigo ivory jade khaki "
+        "lavender lilac lime magenta maroon mauve mint mustard navy olive orange peach pearl pink plum "
+        "purple red rose ruby rust salmon sand sapphire scarlet silver sky slate tan taupe teal "
+        "turquoise violet white wine yellow"
     )
 )
 

@@ -17,12 +17,12 @@ _TAGGED: Final = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL
 _ACTION: Final = re.compile(r"(search|click) ?\[(.*)\]", re.IGNORECASE)
 
 INSTRUCTIONS: Final = (
-    "You are shopping on a web site, one action a turn. Find the product that fits the request, choose the options that it asks "
-    "for, and buy it; buying ends the task.\n"
+    "You are shopping on a web site, one action a turn. Find the product that fits the request, "
+    "choose the options that it asks for, and buy it; buying ends the task.\n"
     "You may think first. Then write exactly one action between <action> and </action>:\n"
     "<action>search[words]</action> searches, on the page with the search bar only;\n"
-    "<action>click[name]</action> clicks a button, a product number or an option value of the page, for example "
-    "<action>click[buy now]</action>.\n"
+    "<action>click[name]</action> clicks a button, a product number or an option value of the page, "
+    "for example <action>click[buy now]</action>.\n"
     "The next message shows the page that follows, its parts separated by [SEP]."
 )
 NO_SEARCH_BAR: Final = "This page has no search bar, so nothing was done. Go back to search first."

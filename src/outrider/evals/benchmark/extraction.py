@@ -270,10 +270,19 @@ VARIANTS: Final[Mapping[str, Variant]] = {
             name="arpo-train",
             deviations=(
                 "the first answer pair counts, not the last, and an answer without a box is none",
-                r"`\boxed x` counts up to the next `$` even where `\boxed{y}` follows; an unclosed last box is no answer",
+                (
+                    r"`\boxed x` counts up to the next `$` even where `\boxed{y}` follows; "
+                    r"an unclosed last box is no answer"
+                ),
                 r"`\text{Paris}` keeps its command; every brace counts, `\{` too",
-                "punctuation goes before all else: -6 equals 6, 0.5 is 05, 12.0 differs from 12, a lone A or % is never right",
-                "an answer is contained as a part of words too; exact match is not part of the released reward",
+                (
+                    "punctuation goes before all else: -6 equals 6, 0.5 is 05, "
+                    "12.0 differs from 12, a lone A or % is never right"
+                ),
+                (
+                    "an answer is contained as a part of words too; exact match is "
+                    "not part of the released reward"
+                ),
                 "mathematical equality: the release has none, so it is ours",
             ),
             extract=_extract_arpo_train,
@@ -283,11 +292,23 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         Variant(
             name="arpo-eval",
             deviations=(
-                r"an unclosed box or `\fbox` is taken with its command; without tag and box the last five lines are the answer",
-                "punctuation stays: `Paris.` differs from Paris; articles go in questions, not in mathematics",
-                "yes, no and noanswer have no rule of their own; an answer is contained as a part of words too",
+                (
+                    r"an unclosed box or `\fbox` is taken with its command; "
+                    r"without tag and box the last five lines are the answer"
+                ),
+                (
+                    "punctuation stays: `Paris.` differs from Paris; articles go "
+                    "in questions, not in mathematics"
+                ),
+                (
+                    "yes, no and noanswer have no rule of their own; an answer "
+                    "is contained as a part of words too"
+                ),
                 "a single answer that begins with [ is split at its commas",
-                "mathematical equality is of rewritten lower-case strings: 12 differs from 12.0, `2 3` equals 23",
+                (
+                    "mathematical equality is of rewritten lower-case strings: "
+                    "12 differs from 12.0, `2 3` equals 23"
+                ),
             ),
             extract=_extract_arpo_eval,
             normalize=_normalize_arpo_eval,
@@ -296,9 +317,15 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         Variant(
             name="squad",
             deviations=(
-                "an output with neither answer tag nor box is the answer as a whole: SQuAD has no rule for extraction",
+                (
+                    "an output with neither answer tag nor box is the answer as a whole: "
+                    "SQuAD has no rule for extraction"
+                ),
                 "punctuation goes before all else, as in arpo-train",
-                "yes, no and noanswer have no rule of their own; two texts that both normalise to nothing match exactly",
+                (
+                    "yes, no and noanswer have no rule of their own; two texts "
+                    "that both normalise to nothing match exactly"
+                ),
                 "an answer is contained as a part of words too; mathematical equality is ours",
             ),
             extract=_extract_squad,

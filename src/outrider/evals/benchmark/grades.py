@@ -71,7 +71,8 @@ def from_collected(task: Task, sample: int, collected: Collected) -> Played:
     return Played(
         task=task, sample=sample, outcome=collected.outcome, turns=turns,
         episode_return=trajectory.reward, success=collected.success, metrics=collected.metrics,
-        num_tool_calls=collected.num_tool_calls, num_tokens=trajectory.num_tokens or (None if any(turns) else 0),
+        num_tool_calls=collected.num_tool_calls,
+        num_tokens=trajectory.num_tokens or (None if any(turns) else 0),
     )  # fmt: skip
 
 
@@ -108,9 +109,10 @@ class Grader:
             )
         if self._scorer is None:
             return SampleResult(
-                task_key=task.key, sample=sample, outcome=played.outcome, score=float(played.success), success=played.success,
-                metrics={RETURN: played.episode_return, **played.metrics}, num_tool_calls=played.num_tool_calls,
-                num_tokens=played.num_tokens, turns=played.turns, token_ids=played.token_ids,
+                task_key=task.key, sample=sample, outcome=played.outcome, score=float(played.success),
+                success=played.success, metrics={RETURN: played.episode_return, **played.metrics},
+                num_tool_calls=played.num_tool_calls, num_tokens=played.num_tokens, turns=played.turns,
+                token_ids=played.token_ids,
             )  # fmt: skip
         prediction = self._rules.extract(played.output)
         grades = self._rules.grade(prediction, task.answers, self._kind)
@@ -120,9 +122,9 @@ class Grader:
                 sum(count_tag_pairs(played.output, name) for name in self._tools)
             )
         answer = SampleResult(
-            task_key=task.key, sample=sample, outcome=Outcome.ENGINE_FAULT, answered=played.outcome, prediction=prediction,
-            metrics=metrics, num_tool_calls=played.num_tool_calls, num_tokens=played.num_tokens, turns=played.turns,
-            token_ids=played.token_ids,
+            task_key=task.key, sample=sample, outcome=Outcome.ENGINE_FAULT, answered=played.outcome,
+            prediction=prediction, metrics=metrics, num_tool_calls=played.num_tool_calls,
+            num_tokens=played.num_tokens, turns=played.turns, token_ids=played.token_ids,
         )  # fmt: skip
         if self._scorer == "judge":
             return self.judge_answer(task, answer)
@@ -153,8 +155,8 @@ class Grader:
         if found.is_correct is None:
             return replace(answer, detail=f"judge: {found.fault}")
         return replace(
-            answer, outcome=answer.answered, answered=None, score=float(found.is_correct), success=found.is_correct,
-            metrics={**answer.metrics, **spent}, detail=found.reply,
+            answer, outcome=answer.answered, answered=None, score=float(found.is_correct),
+            success=found.is_correct, metrics={**answer.metrics, **spent}, detail=found.reply,
         )  # fmt: skip
 
     def check(self) -> None:

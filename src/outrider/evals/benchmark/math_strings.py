@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 _DROPPED: Final = (
-    ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", ""),
-    ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""),
+    ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""),
+    ("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""),
 )  # fmt: skip
 
 

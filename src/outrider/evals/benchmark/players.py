@@ -99,8 +99,9 @@ class LocalPlayer:
             loaded, context_length=resolved.context_length, max_rows=settings.batch_size, on_tokens=on_tokens
         )
         identity: dict[str, Json] = {
-            "weights": weights_hash(loaded), "chat_template": template_hash(loaded), "precision": precision, "device": resolved.device,
-            "context_length": engine.context_length, "batch_size": settings.batch_size, "num_threads": settings.num_threads,
+            "weights": weights_hash(loaded), "chat_template": template_hash(loaded), "precision": precision,
+            "device": resolved.device, "context_length": engine.context_length,
+            "batch_size": settings.batch_size, "num_threads": settings.num_threads,
         }  # fmt: skip
         return cls(engine=engine, identity=identity, settings=settings)
 

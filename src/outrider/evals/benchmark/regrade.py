@@ -86,8 +86,8 @@ def _settings(folder: Path, kept: Sequence[SampleResult], overrides: Sequence[st
     answered = [one for one in kept if not one.outcome.is_fault or one.answered is not None]
     if without := sum(one.turns is None for one in answered):
         raise ConfigError(
-            f"{folder} cannot be graded again: {without} of its {len(answered)} answers were kept without the reply, "
-            "by an earlier version or in a pack"
+            f"{folder} cannot be graded again: {without} of its {len(answered)} answers were kept without "
+            "the reply, by an earlier version or in a pack"
         )
     if not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} cannot be graded again: its {SETTINGS} is missing")
@@ -140,8 +140,9 @@ def _graded(
         metrics = {name: value for name, value in one.metrics.items() if name not in FROM_JUDGE}
         return grader.grade(
             Played(
-                task=tasks[one.task_key], sample=one.sample, outcome=one.answered or one.outcome, turns=one.turns,
-                token_ids=one.token_ids, metrics=metrics, num_tool_calls=one.num_tool_calls, num_tokens=one.num_tokens,
+                task=tasks[one.task_key], sample=one.sample, outcome=one.answered or one.outcome,
+                turns=one.turns, token_ids=one.token_ids, metrics=metrics, num_tool_calls=one.num_tool_calls,
+                num_tokens=one.num_tokens,
             )
         )  # fmt: skip
 

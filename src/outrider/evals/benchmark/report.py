@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from outrider.environments.tool_qa.episode import EpisodeConfig
 from outrider.evals.benchmark.extraction import Scorer, find_variant
 from outrider.evals.benchmark.scores import SampleResult, summarise
 from outrider.evals.benchmark.settings import PanelSettings
@@ -38,7 +37,9 @@ def report_of(
         num_owed=len(panel.tasks) * settings.num_samples,
         num_unjudged=sum(result.answered is not None for result in faults),
         scorer=scorer,
-        has_tools=settings.tools != "off" and isinstance(settings.environment, EpisodeConfig),
+        has_tools=settings.tools != "off"
+        and settings.environment is not None
+        and settings.environment.calls_tools,
         identity=identity,
         deviations=() if scorer is None else rules.deviations,
         summary=summarise(counted, ks=sorted({*powers, settings.num_samples}), normalize=rules.normalize),

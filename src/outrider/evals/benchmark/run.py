@@ -90,8 +90,8 @@ def run_panel(
         player = make_player(settings, on_tokens=meter, note=display.note)
         player.whereabouts = whereabouts or player.whereabouts
         grader = Grader(
-            rules=find_variant(settings.rules), kind=panel.kind, scorer=panel.scorer, tools=panel.tools, judge=judge,
-            max_faults_in_a_row=settings.max_faults_in_a_row,
+            rules=find_variant(settings.rules), kind=panel.kind, scorer=panel.scorer, tools=panel.tools,
+            judge=judge, max_faults_in_a_row=settings.max_faults_in_a_row,
         )  # fmt: skip
         store = PanelStore.open(folder / RESULTS, identity={**panel.identity, **player.identity})
         try:

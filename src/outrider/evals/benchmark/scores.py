@@ -50,7 +50,8 @@ class SampleResult:
         is_scored = self.score is not None
         if is_scored is self.outcome.is_fault or is_scored is not (self.success is not None):
             raise ValueError(
-                f"{self.task_key}: outcome {self.outcome}, score {self.score} and success {self.success} contradict"
+                f"{self.task_key}: outcome {self.outcome}, score {self.score} "
+                f"and success {self.success} contradict"
             )
         if self.answered is not None and (is_scored or self.answered.is_fault):
             raise ValueError(

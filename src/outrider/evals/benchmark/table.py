@@ -17,7 +17,8 @@ from outrider.rollout.evaluate import interval
 from outrider.types import Json
 
 _NAMES: Final[Mapping[Scorer | None, str]] = {
-    "em": "exact match", "f1": "token F1", "math": "mathematically equal", "judge": "correct by the judge", None: "success",
+    "em": "exact match", "f1": "token F1", "math": "mathematically equal", "judge": "correct by the judge",
+    None: "success",
 }  # fmt: skip
 # 0 is a failure, 1 a success
 _SHARES: Final = frozenset({"em", "f1", "math_equal", "answer_contained", "format_ok"})
@@ -105,14 +106,15 @@ class PanelReport:
             "tool_usage_rate": summary.tool_usage_rate, "tool_productivity": summary.tool_productivity,
         }  # fmt: skip
         return {
-            "tasks": self.name, "panel_hash": self.panel_hash, "num_tasks": self.num_tasks, "num_left_out": self.num_left_out,
-            "num_samples": self.num_samples, "num_owed": self.num_owed, "num_scored": summary.num_scored,
-            "num_unjudged": self.num_unjudged, "num_uncounted": summary.num_uncounted,
-            "outcomes": dict(summary.outcomes), "faults": dict(summary.faults),
-            "scores": {one.name: _plain(one) for one in self.scores},
+            "tasks": self.name, "panel_hash": self.panel_hash, "num_tasks": self.num_tasks,
+            "num_left_out": self.num_left_out, "num_samples": self.num_samples, "num_owed": self.num_owed,
+            "num_scored": summary.num_scored, "num_unjudged": self.num_unjudged,
+            "num_uncounted": summary.num_uncounted, "outcomes": dict(summary.outcomes),
+            "faults": dict(summary.faults), "scores": {one.name: _plain(one) for one in self.scores},
             "counts": {name: _finite(value) for name, value in self.counts.items()},
             **{name: _finite(value) for name, value in numbers.items()},
-            "identity": dict(self.identity), "deviations": list(self.deviations), "task_scores": dict(summary.task_scores),
+            "identity": dict(self.identity), "deviations": list(self.deviations),
+            "task_scores": dict(summary.task_scores),
         }  # fmt: skip
 
     def table(self) -> Table:
@@ -138,7 +140,8 @@ class PanelReport:
         if self.num_faults:
             kinds = ", ".join(f"{count} {name}" for name, count in summary.faults.items())
             lines.append(
-                f"FAULTS, in no score: {kinds} ({self.num_unjudged} of the judge). The same command tries them again"
+                f"FAULTS, in no score: {kinds} ({self.num_unjudged} of the judge). "
+                "The same command tries them again"
             )
             lines += [
                 one_line(f"  {one.task_key}, sample {one.sample}: {one.detail}") for one in self.first_faults

@@ -25,7 +25,10 @@ from outrider.types import Json, Message, Task
 
 PROMPTS: Final[Mapping[Kind, str]] = {
     "math": r"Solve the problem step by step. End with the final answer alone in \boxed{...}.",
-    "qa": r"Answer the question. Think it through first, then end with the shortest exact answer alone in \boxed{...}.",
+    "qa": (
+        r"Answer the question. Think it through first, then end with the shortest "
+        r"exact answer alone in \boxed{...}."
+    ),
 }
 
 
@@ -96,45 +99,50 @@ def _wiki(name: str, config: str, split: str, *, aliases: str | None = None) -> 
 
 _PROBLEM: Final = Columns(question="problem")
 _GAIA_ACCESS: Final = (
-    "GAIA is gated: accept its terms at huggingface.co/datasets/gaia-benchmark/GAIA and log in (hf auth login, or HF_TOKEN), or give "
-    "your copy as gaia=FILE. Only its validation split has answers"
+    "GAIA is gated: accept its terms at huggingface.co/datasets/gaia-benchmark/GAIA and log in "
+    "(hf auth login, or HF_TOKEN), or give your copy as gaia=FILE. Only its validation split has answers"
 )
 _BROWSECOMP_ACCESS: Final = (
-    "BrowseComp must not be published as plain text: keep traces of it to yourself. Without the hub give your copy as browsecomp=FILE "
-    "(.jsonl or .parquet with the columns problem, answer and canary)"
+    "BrowseComp must not be published as plain text: keep traces of it to yourself. Without the hub give "
+    "your copy as browsecomp=FILE (.jsonl or .parquet with the columns problem, answer and canary)"
 )
 
 TASK_SETS: Final[Mapping[str, TaskSet]] = {
     task_set.name: task_set
     for task_set in (
         TaskSet(
-            name="gsm8k", kind="math", scorer="math", hub=Hub(name="openai/gsm8k", config="main"), columns=(Columns(),),
-            gold_behind_mark=True,
+            name="gsm8k", kind="math", scorer="math", hub=Hub(name="openai/gsm8k", config="main"),
+            columns=(Columns(),), gold_behind_mark=True,
         ),
         TaskSet(
-            name="math500", kind="math", scorer="math", hub=Hub(name="HuggingFaceH4/MATH-500"), columns=(_PROBLEM, Columns()),
+            name="math500", kind="math", scorer="math", hub=Hub(name="HuggingFaceH4/MATH-500"),
+            columns=(_PROBLEM, Columns()),
         ),
         TaskSet(
             name="aime24", kind="math", scorer="math", hub=Hub(name="HuggingFaceH4/aime_2024", split="train"),
             columns=(_PROBLEM, Columns()),
         ),
-        TaskSet(name="aime25", kind="math", scorer="math", hub=Hub(name="math-ai/aime25"), columns=(_PROBLEM, Columns())),
+        TaskSet(name="aime25", kind="math", scorer="math", hub=Hub(name="math-ai/aime25"),
+                columns=(_PROBLEM, Columns())),
         _wiki("hotpotqa", "hotpotqa", "dev"),
         _wiki("2wiki", "2wikimultihopqa", "dev"),
         _wiki("musique", "musique", "dev", aliases="answer_aliases"),
         _wiki("bamboogle", "bamboogle", "test"),
-        TaskSet(name="simpleqa", kind="qa", scorer="judge", hub=Hub(name="basicv8vc/SimpleQA"), columns=(_PROBLEM, Columns())),
+        TaskSet(name="simpleqa", kind="qa", scorer="judge", hub=Hub(name="basicv8vc/SimpleQA"),
+                columns=(_PROBLEM, Columns())),
         TaskSet(
-            name="webwalkerqa", kind="qa", scorer="judge", hub=Hub(name="callanwu/WebWalkerQA", split="main"), columns=(Columns(),),
+            name="webwalkerqa", kind="qa", scorer="judge", hub=Hub(name="callanwu/WebWalkerQA", split="main"),
+            columns=(Columns(),),
         ),
         TaskSet(
-            name="gaia", kind="qa", scorer="judge", hub=Hub(name="gaia-benchmark/GAIA", config="2023_all", split="validation"),
+            name="gaia", kind="qa", scorer="judge",
+            hub=Hub(name="gaia-benchmark/GAIA", config="2023_all", split="validation"),
             columns=(Columns(question="Question", answer="Final answer"), Columns()),
             attachment="file_name", level="Level", access=_GAIA_ACCESS,
         ),
         TaskSet(
-            name="browsecomp", kind="qa", scorer="judge", hub=Hub(name="smolagents/browse_comp"), columns=(_PROBLEM, Columns()),
-            canary="canary", access=_BROWSECOMP_ACCESS,
+            name="browsecomp", kind="qa", scorer="judge", hub=Hub(name="smolagents/browse_comp"),
+            columns=(_PROBLEM, Columns()), canary="canary", access=_BROWSECOMP_ACCESS,
         ),
     )
 }  # fmt: skip
@@ -194,13 +202,13 @@ def find_task_set(name_or_path: str, *, others: Sequence[str] = ()) -> tuple[Tas
     if equals and file and not path.exists():
         near = did_you_mean(written, TASK_SETS)
         raise ConfigError(
-            f"unknown task set {written!r} in {name_or_path!r}{near}; NAME=FILE takes the rules of one of {', '.join(TASK_SETS)}, "
-            "and questions of your own go as FILE alone"
+            f"unknown task set {written!r} in {name_or_path!r}{near}; NAME=FILE takes the rules of one "
+            f"of {', '.join(TASK_SETS)}, and questions of your own go as FILE alone"
         )
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"unknown task set {name_or_path!r}{did_you_mean(written, known)}; give one of {', '.join(known)}, or a file "
-            f"({', '.join(SUFFIXES)})"
+            f"unknown task set {name_or_path!r}{did_you_mean(written, known)}; "
+            f"give one of {', '.join(known)}, or a file ({', '.join(SUFFIXES)})"
         )
     return TaskSet(name=path.stem, kind="qa", scorer="f1", columns=_ANY_FILE), path
 

@@ -63,10 +63,10 @@ def open_panel(settings: PanelSettings) -> PlayedPanel:
     panel = load_tasks(settings, family)
     scorer = scorer_of(panel.task_set, settings)
     identity: dict[str, Json] = {
-        "tasks": panel.task_set.name, "panel_hash": panel.panel_hash, "rules": settings.rules, "metric": scorer,
-        "judge": None if settings.judge is None else judge_identity(settings.judge),
-        "temperature": settings.temperature, "rollout": settings.rollout.model_dump(mode="json"), "seed": settings.seed,
-        "environment": None, "instruction": None,
+        "tasks": panel.task_set.name, "panel_hash": panel.panel_hash, "rules": settings.rules,
+        "metric": scorer, "judge": None if settings.judge is None else judge_identity(settings.judge),
+        "temperature": settings.temperature, "rollout": settings.rollout.model_dump(mode="json"),
+        "seed": settings.seed, "environment": None, "instruction": None,
     }  # fmt: skip
     if family is None or settings.environment is None or settings.tools == "off":
         prompt = partial(_prompt, panel.task_set, settings)
@@ -121,7 +121,8 @@ def scorer_of(task_set: TaskSet, settings: PanelSettings) -> Scorer | None:
     wanted = settings.metric or ("judge" if settings.judge is not None else task_set.scorer)
     if wanted == "judge" and settings.judge is None:
         raise ConfigError(
-            f"{task_set.name} is graded by a judge: give its endpoint (--judge URL), or another metric (metric=em)"
+            f"{task_set.name} is graded by a judge: give its endpoint "
+            "(--judge URL), or another metric (metric=em)"
         )
     if wanted == "math" and task_set.kind != "math":
         raise ConfigError(

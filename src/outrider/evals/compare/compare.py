@@ -170,7 +170,8 @@ def _pairs(
         obstacles = [why for run in (*groups[first.name], *groups[second.name]) for why in _unfinished(run)]
         difference = iqm_difference(first, second, seed=seed, within=(-1.0, 1.0))
         decided = verdict(
-            first, second, difference=difference, test=test, p_corrected=p, p_seeds=over_seeds, obstacles=obstacles
+            first, second, difference=difference, test=test, p_corrected=p, p_seeds=over_seeds,
+            obstacles=obstacles
         )  # fmt: skip
         results.append(
             Pair(

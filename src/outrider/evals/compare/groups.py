@@ -8,8 +8,8 @@ from typing import Final
 from outrider.evals.compare.runs import Incomparable, Run, short_ends
 
 _SAME_TRAINING: Final = frozenset((
-    "seed", "num_threads", "trackers", "train.checkpoint_every", "train.keep_checkpoints", "train.max_concurrent", "train.max_retries",
-    "train.expert_timeout_s", "train.watchdog_s",
+    "seed", "num_threads", "trackers", "train.checkpoint_every", "train.keep_checkpoints",
+    "train.max_concurrent", "train.max_retries", "train.expert_timeout_s", "train.watchdog_s",
 ))  # fmt: skip
 # each seed has its own: whether there is one counts
 _STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))

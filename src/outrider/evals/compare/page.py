@@ -67,7 +67,10 @@ def _figure(curves: Curves, names: dict[str, str]) -> Markup | None:
 
 def _caption(curves: Curves) -> str:
     if curves.quantity == SCORE:
-        return "Straight lines between evaluations, from the policy that training began with; played without retrieval."
+        return (
+            "Straight lines between evaluations, from the policy that training began "
+            "with; played without retrieval."
+        )
     counted = "Means over bins of equal cost, every rollout counted, those with retrieved steps too, "
     return (
         f"{counted}as the environment pays: no share of solved tasks, and no fair measure between algorithms."

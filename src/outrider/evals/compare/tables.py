@@ -48,15 +48,18 @@ def notes(comparison: Comparison) -> list[str]:
     if few := sorted({len(group.runs) for group in comparison.groups if group.score} & COVERAGE.keys()):
         shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
         said.append(
-            f"a bootstrap interval over so few seeds is too narrow: {shares} of such intervals hold the true value, not 95 %"
+            "a bootstrap interval over so few seeds is too narrow: "
+            f"{shares} of such intervals hold the true value, not 95 %"
         )
     if conditions := [key for key, _ in comparison.settings if key.startswith(_CONDITIONS)]:
         said.append(
-            f"the groups were tested under different conditions ({', '.join(conditions)}): their scores are not of one test"
+            f"the groups were tested under different conditions ({', '.join(conditions)}): "
+            "their scores are not of one test"
         )
     if len(nums := {run.config.get("evaluation.num_samples", "1") for run in runs if run.evaluations}) > 1:
         said.append(
-            f"the evaluations drew different numbers of samples a task ({', '.join(sorted(nums))}): their noise differs"
+            "the evaluations drew different numbers of samples a task "
+            f"({', '.join(sorted(nums))}): their noise differs"
         )
     if len({run.config.get("num_threads") for run in runs}) > 1:
         said.append("the runs used different numbers of threads: their seconds do not compare")
@@ -95,7 +98,10 @@ def _about_costs(comparison: Comparison, axis: str) -> list[str]:
     if spent[most] < _MUCH * spent[least]:
         return []
     return [
-        f"final scores are not at equal {axis}: {most} took {spent[most] / spent[least]:.2f} times those of {least}"
+        (
+            f"final scores are not at equal {axis}: {most} took "
+            f"{spent[most] / spent[least]:.2f} times those of {least}"
+        )
     ]
 
 
@@ -103,8 +109,10 @@ def tables(comparison: Comparison) -> list[TextTable]:
     """Groups, pairs, scores at equal cost, runs, and the settings that differ; empty ones are left out."""
     labels = tuple(group.label for group in comparison.groups)
     settings = TextTable(
-        title="Settings that differ", columns=("setting", *labels), rows=tuple((key, *values) for key, values in comparison.settings),
-        caption="Seeds, starting weights, the size of a token budget and what only changes speed, checkpoints or evaluation do not count.",
+        title="Settings that differ", columns=("setting", *labels),
+        rows=tuple((key, *values) for key, values in comparison.settings),
+        caption=("Seeds, starting weights, the size of a token budget and what only changes speed, "
+                 "checkpoints or evaluation do not count."),
     )  # fmt: skip
     every = [
         _group_table(comparison),
@@ -133,8 +141,9 @@ def _group_table(comparison: Comparison) -> TextTable:
         title="Groups",
         columns=("group", "seeds", "score", *AXES),
         rows=rows,
-        caption=f"{where}Score: interquartile mean over seeds of the last evaluation [95 % bootstrap interval over {over}]. Costs: means "
-        "over runs, of training steps only: no cold start, no evaluation, and a step that was taken again after a stop counts once.",
+        caption=f"{where}Score: interquartile mean over seeds of the last evaluation [95 % bootstrap "
+        f"interval over {over}]. Costs: means over runs, of training steps only: no cold start, "
+        "no evaluation, and a step that was taken again after a stop counts once.",
     )
 
 
@@ -157,9 +166,10 @@ def _pair_table(comparison: Comparison) -> TextTable:
             "winner",
         ),
         rows=rows,
-        caption=f"A winner needs {MIN_SEEDS} seeds a side, both corrected p below {ALPHA:g} and an interval of the difference without 0. "
-        "The test over tasks takes the trained policies as given; the one over seeds (Welch's) and the interval ask for other seeds. "
-        "A chance of 1.00 [1.00, 1.00] says that every run of one side is higher, not that every other run would be.",
+        caption=f"A winner needs {MIN_SEEDS} seeds a side, both corrected p below {ALPHA:g} and an interval "
+        "of the difference without 0. The test over tasks takes the trained policies as given; the "
+        "one over seeds (Welch's) and the interval ask for other seeds. A chance of 1.00 [1.00, "
+        "1.00] says that every run of one side is higher, not that every other run would be.",
     )
 
 
@@ -176,16 +186,19 @@ def _cost_table(comparison: Comparison) -> TextTable:
         title="At equal cost",
         columns=("quantity", "at", *(group.label for group in comparison.groups)),
         rows=rows,
-        caption="The end of each curve: the largest cost that every run reached, with 95 % intervals over seeds. A held-out score "
-        "between two evaluations lies on the straight line between them; a training reward is the mean of the curve's last bin.",
+        caption="The end of each curve: the largest cost that every run reached, with 95 % intervals over "
+        "seeds. A held-out score between two evaluations lies on the straight line between them; "
+        "a training reward is the mean of the curve's last bin.",
     )
 
 
 def _run_table(comparison: Comparison) -> TextTable:
     rows = tuple(
         (run.name, group.label, run.config["seed"],
-         *((score(run.evaluations[-1].score), str(run.evaluations[-1].step)) if run.evaluations else ("not measured", "")),
-         *(number(run.cost_at(axis, run.num_steps)) if axis in run.costs else "not measured" for axis in AXES))
+         *((score(run.evaluations[-1].score), str(run.evaluations[-1].step)) if run.evaluations
+           else ("not measured", "")),
+         *(number(run.cost_at(axis, run.num_steps)) if axis in run.costs else "not measured"
+           for axis in AXES))
         for group in comparison.groups
         for run in group.runs
     )  # fmt: skip
@@ -203,7 +216,10 @@ def _sentence(pair: Pair) -> str:
     if pair.verdict.winner is None:
         return f"No winner between {pair.first} and {pair.second}: {'; '.join(pair.verdict.reasons)}."
     loser = pair.second if pair.verdict.winner == pair.first else pair.first
-    return f"{pair.verdict.winner} scores higher than {loser}: {_gain(pair.difference)} ({pair.first} - {pair.second})."
+    return (
+        f"{pair.verdict.winner} scores higher than {loser}: {_gain(pair.difference)} "
+        f"({pair.first} - {pair.second})."
+    )
 
 
 def _percent(estimate: Estimate) -> str:

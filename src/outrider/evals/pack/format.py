@@ -1,9 +1,11 @@
 """The reproducibility pack on disk: its manifest, the names in it, and the check that every file is what was
 packed.
 
-    manifest.json       format, runs with versions and inputs, panels, commands, and every other file with its SHA-256
+    manifest.json       format, runs with versions and inputs, panels, commands, and every other file with
+                        its SHA-256
     manifest.sha256     the manifest's own
-    runs/NAME/          what a run folder has, without paths of the machine: config.toml, evaluations.jsonl, metrics.jsonl
+    runs/NAME/          what a run folder has, without paths of the machine: config.toml, evaluations.jsonl,
+                        metrics.jsonl
     panels/HASH.json    task keys of a panel
     exact.jsonl         exact returns of trainings that have no held-out panel, one line a seed
     tables.json         what follows from the results: scores, intervals, costs, comparisons

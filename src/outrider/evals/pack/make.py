@@ -107,7 +107,8 @@ def _sorted_out(paths: Sequence[Path]) -> tuple[list[ExactResult], list[Path]]:
         files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
         if not files or not path.exists():
             raise DataError(
-                f"{path} is no run: it has no config.toml, no finished evaluation of tasks, and no exact results"
+                f"{path} is no run: it has no config.toml, no finished evaluation "
+                "of tasks, and no exact results"
             )
         for file in files:
             found = exact_result(file.read_bytes(), str(file))
@@ -146,7 +147,8 @@ def _panel_keys(recipe: Mapping[str, Any], panel: PackedPanel, run: PackedRun, w
         return []
     if found != wanted:
         raise PackError(
-            f"the tasks of the environment here are not the panel {wanted} of {panel.run}: its data have changed"
+            f"the tasks of the environment here are not the panel {wanted} "
+            f"of {panel.run}: its data have changed"
         )
     return keys
 

@@ -75,8 +75,8 @@ def read_recipe(pack: Path, name: str) -> dict[str, Any]:
         raise PackError(f"{place} is malformed: {error}") from error
     if named := next(_import_paths(recipe), None):
         raise PackError(
-            f"{place} names {named!r}: code is never imported from a pack by its path; install it as a package"
-            " that registers a name (docs/plugins.md)"
+            f"{place} names {named!r}: code is never imported from a pack by its path; "
+            "install it as a package that registers a name (docs/plugins.md)"
         )
     return in_todays_keys(recipe)
 

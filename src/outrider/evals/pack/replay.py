@@ -88,7 +88,8 @@ class Replay:
         played = self._last_evaluation(self.run(name, depth=0), name)
         if (played["label"], played["panel_hash"]) != (recorded["label"], recorded["panel_hash"]):
             raise PackError(
-                f"{name}: the last evaluation is another one here: {played['label']!r} on {played['panel_hash'][:12]}"
+                f"{name}: the last evaluation is another one here: {played['label']!r} "
+                f"on {played['panel_hash'][:12]}"
             )
         scores, again = recorded.get("task_scores") or {}, played["task_scores"]
         packed = recorded["metric"]["score"]
@@ -143,7 +144,8 @@ class Replay:
     def _last_evaluation(self, folder: Path, name: str) -> dict[str, Any]:
         if self.verified.manifest.runs[name].kind == "panel":
             raise PackError(
-                f"{name} was played by `outrider eval --tasks`, which a pack cannot repeat: its model is not in a recipe"
+                f"{name} was played by `outrider eval --tasks`, which a pack cannot "
+                "repeat: its model is not in a recipe"
             )
         found = RunDirectory(folder).finished_evaluations()
         if not found:
@@ -191,8 +193,8 @@ class Replay:
         ]
         low, high = min(seeds), max(seeds)  # one seed may lie beside the interval of their interquartile mean
         return Replayed(
-            row=row.name, recorded=row.expected_return, low=low, high=high, found=played.expected_return, num_different=None,
-            is_share=False,
+            row=row.name, recorded=row.expected_return, low=low, high=high, found=played.expected_return,
+            num_different=None, is_share=False,
         )  # fmt: skip
 
 
@@ -226,7 +228,8 @@ def replay_row(
             raise PackError(found.sentence)
         return found.sentence
     raise PackError(
-        f"no row can be played here: {unplayable[0] if unplayable else 'the pack has none'} (--no-replay leaves it out)"
+        "no row can be played here: "
+        f"{unplayable[0] if unplayable else 'the pack has none'} (--no-replay leaves it out)"
     )
 
 

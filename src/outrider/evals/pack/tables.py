@@ -74,10 +74,11 @@ def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
             line = json.loads(content)
             score = line["metric"]["score"]
             row = {
-                "run": name, "label": str(line["label"]), "step": int(line["step"]), "split": str(line["split"]),
-                "panel_hash": str(line["panel_hash"]), "temperature": float(line["temperature"]),
-                "num_tasks": int(line["num_tasks"]), "num_faults": int(line.get("num_faults", 0)),
-                "score": finite(score["value"]), "ci_low": finite(score["ci_low"]), "ci_high": finite(score["ci_high"]),
+                "run": name, "label": str(line["label"]), "step": int(line["step"]),
+                "split": str(line["split"]), "panel_hash": str(line["panel_hash"]),
+                "temperature": float(line["temperature"]), "num_tasks": int(line["num_tasks"]),
+                "num_faults": int(line.get("num_faults", 0)), "score": finite(score["value"]),
+                "ci_low": finite(score["ci_low"]), "ci_high": finite(score["ci_high"]),
                 "mean_return": finite(line.get("mean_return")), "has_tasks": bool(line.get("task_scores")),
             }  # fmt: skip
             tasks, returns = (

@@ -56,8 +56,8 @@ def mark_removed(db: sqlite3.Connection, file_format: int, rows: Iterable[int], 
             query, (wanted,)
         ).fetchone()
         crc = trajectory_checksum(
-            file_format, reward=reward, texts=texts, num_tokens=num_tokens, first_step_id=first, num_steps=num_steps,
-            added=added, removed=revision,
+            file_format, reward=reward, texts=texts, num_tokens=num_tokens, first_step_id=first,
+            num_steps=num_steps, added=added, removed=revision,
         )  # fmt: skip
         db.execute(
             "UPDATE trajectories SET removed = ?, checksum = ? WHERE trajectory_row = ?", (revision, crc, row)

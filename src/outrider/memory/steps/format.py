@@ -13,16 +13,19 @@ FORMAT_VERSION = 2
 _READ = (1, 2)
 
 _APPLICATION_ID = 0x4F535442
+# A file keeps this text letter by letter: a long line is continued, not broken.
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE trajectories (
-    trajectory_row INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_key TEXT NOT NULL, agent TEXT NOT NULL,
+    trajectory_row INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, task_key TEXT NOT NULL, \
+agent TEXT NOT NULL,
     question TEXT NOT NULL, reward REAL NOT NULL, num_tokens INTEGER NOT NULL, first_step_id INTEGER NOT NULL,
     num_steps INTEGER NOT NULL, added INTEGER NOT NULL, removed INTEGER NOT NULL, checksum INTEGER NOT NULL);
 CREATE INDEX trajectories_by_task ON trajectories (task_key);
 CREATE INDEX trajectories_by_id ON trajectories (trajectory_id);
 CREATE TABLE steps (
-    step_id INTEGER PRIMARY KEY, trajectory_row INTEGER NOT NULL, num_tokens INTEGER NOT NULL, is_terminal INTEGER NOT NULL,
+    step_id INTEGER PRIMARY KEY, trajectory_row INTEGER NOT NULL, num_tokens INTEGER NOT NULL, \
+is_terminal INTEGER NOT NULL,
     checksum INTEGER NOT NULL, text TEXT NOT NULL, observation TEXT NOT NULL);
 CREATE TABLE vectors (step_id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, vector BLOB NOT NULL);
 """
@@ -65,12 +68,14 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
             for key, readable in (("format_version", _READ), ("history_format", (HISTORY_FORMAT,))):
                 if meta(database, key) not in readable:
                     raise DataError(
-                        f"{path}: {key} is {meta(database, key)}, this version of Outrider reads {readable[-1]}"
+                        f"{path}: {key} is {meta(database, key)}, this version "
+                        f"of Outrider reads {readable[-1]}"
                     )
             built = (meta(database, "embedder"), meta(database, "dim"))
             if built != (embedder, dim):
                 raise ConfigError(
-                    f"{path}: built with embedder {built[0]!r} ({built[1]} dimensions), opened with {embedder!r} ({dim})"
+                    f"{path}: built with embedder {built[0]!r} ({built[1]} dimensions), "
+                    f"opened with {embedder!r} ({dim})"
                 )
             return db.execute("SELECT 1 FROM meta WHERE key = 'open_batch'").fetchone() is not None
     finally:

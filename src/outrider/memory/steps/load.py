@@ -58,8 +58,8 @@ def load_all(database: Database, *, dim: int) -> Loaded:
         query = f"SELECT {TRAJECTORY_COLUMNS} FROM trajectories ORDER BY trajectory_row"
         for row, added, removed, reward, crc, num_tokens, first, num_steps, *texts in db.execute(query):
             written = trajectory_checksum(
-                file_format, reward=reward, texts=texts, num_tokens=num_tokens, first_step_id=first, num_steps=num_steps,
-                added=added, removed=removed,
+                file_format, reward=reward, texts=texts, num_tokens=num_tokens, first_step_id=first,
+                num_steps=num_steps, added=added, removed=removed,
             )  # fmt: skip
             if crc != written:
                 raise BufferCorrupt(f"{path}: trajectory {row} fails its checksum")

@@ -204,7 +204,8 @@ class StepStore:
         with self._database.guard():
             if self.generation != generation:
                 raise DataError(
-                    f"{self.path}: rolled back or compacted since it was loaded here; call refresh or open it again"
+                    f"{self.path}: rolled back or compacted since it was loaded "
+                    "here; call refresh or open it again"
                 )
             with damage(self.path):
                 return [self._record(int(step_id)) for step_id in step_ids]
@@ -233,9 +234,10 @@ class StepStore:
         """SHA-256 (hex) over the trajectories in the buffer at a revision, in order, through the checksums of
         their steps.
         """
-        query = """SELECT t.task_key, t.trajectory_id, t.agent, t.question, t.reward, s.step_id, s.num_tokens, s.is_terminal,
-                   s.checksum, v.checksum
-                   FROM steps s JOIN vectors v ON v.step_id = s.step_id JOIN trajectories t ON t.trajectory_row = s.trajectory_row
+        query = """SELECT t.task_key, t.trajectory_id, t.agent, t.question, t.reward,
+                   s.step_id, s.num_tokens, s.is_terminal, s.checksum, v.checksum
+                   FROM steps s JOIN vectors v ON v.step_id = s.step_id
+                   JOIN trajectories t ON t.trajectory_row = s.trajectory_row
                    WHERE t.added <= ? AND t.removed > ? ORDER BY s.step_id"""
         found = hashlib.sha256()
         with self._database.guard() as db:
@@ -252,8 +254,9 @@ class StepStore:
         vectors_TD: NDArray[np.float32],
     ) -> None:
         crc = trajectory_checksum(
-            self._format, reward=item.reward, texts=(item.task_key, item.trajectory_id, item.agent, item.question),
-            num_tokens=item.num_tokens, first_step_id=first_step_id, num_steps=len(item.steps), added=revision, removed=NEVER,
+            self._format, reward=item.reward,
+            texts=(item.task_key, item.trajectory_id, item.agent, item.question), num_tokens=item.num_tokens,
+            first_step_id=first_step_id, num_steps=len(item.steps), added=revision, removed=NEVER,
         )  # fmt: skip
         values = (item.trajectory_id, item.task_key, item.agent, item.question, item.reward, item.num_tokens)
         where = (first_step_id, len(item.steps), revision, NEVER, crc)
@@ -292,8 +295,9 @@ class StepStore:
         seal_counters(self._database.db, self._format)
 
     def _record(self, step_id: int) -> StepRecord:
-        query = """SELECT t.trajectory_id, t.task_key, t.agent, t.question, t.reward, t.first_step_id FROM steps s
-                   JOIN trajectories t ON t.trajectory_row = s.trajectory_row WHERE s.step_id = ?"""
+        query = """SELECT t.trajectory_id, t.task_key, t.agent, t.question, t.reward, t.first_step_id
+                   FROM steps s JOIN trajectories t ON t.trajectory_row = s.trajectory_row
+                   WHERE s.step_id = ?"""
         found = self._database.db.execute(query, (step_id,)).fetchone()
         if found is None:
             raise DataError(f"{self.path}: step {step_id} is not in the buffer")

@@ -97,7 +97,8 @@ def import_trajectories(
             done += len(portion)
             left = (time.monotonic() - began) / done * (len(imported.trajectories) - done)
             print(
-                f"import: {done} of {len(imported.trajectories)} trajectories, {len(buffer)} steps, about {left:.0f} s left"
+                f"import: {done} of {len(imported.trajectories)} trajectories, "
+                f"{len(buffer)} steps, about {left:.0f} s left"
             )
         _print_counts(f"import of {file.name}", {"num_malformed": len(imported.problems), **_totals(reports)})
         _print_some("malformed", imported.problems)

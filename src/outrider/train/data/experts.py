@@ -173,7 +173,8 @@ def demonstrations_of(file: str, tasks: Sequence[Task]) -> dict[str, Sequence[St
                 best[key] = one
     if not keys & best.keys():
         raise DataError(
-            f"{file} holds no demonstration of a training task: the task keys and questions of its records are others"
+            f"{file} holds no demonstration of a training task: the task keys "
+            "and questions of its records are others"
         )
     return {key: one.steps for key, one in best.items()}
 

@@ -11,7 +11,10 @@ def require_experts(settings: RunSettings) -> None:
     if settings.environment.has_experts:
         return
     kind = settings.environment.type
-    why = f"{'questions of your own' if kind == 'tools' else 'its tasks'} (environment.type = {kind}) have no expert"
+    why = (
+        f"{'questions of your own' if kind == 'tools' else 'its tasks'} "
+        f"(environment.type = {kind}) have no expert"
+    )
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is None:
         raise ConfigError(
             f"cold_start.num_examples = {settings.cold_start.num_examples}, and {why}: name {_FILE} with "
@@ -21,6 +24,7 @@ def require_experts(settings: RunSettings) -> None:
         raise ConfigError(
             f"algorithm.type = {settings.algorithm.type} retrieves from a buffer, and {why} to fill one: "
             f"make it from {_FILE} with `outrider buffer "
-            "import FILE --out steps.sqlite`, or from an agent with `outrider buffer build RECIPE --endpoint URL --out "
-            "steps.sqlite`, and set buffer.path=steps.sqlite; or train without retrieval (algorithm.num_hybrid=0)"
+            "import FILE --out steps.sqlite`, or from an agent with `outrider buffer build RECIPE --endpoint "
+            "URL --out steps.sqlite`, and set buffer.path=steps.sqlite; "
+            "or train without retrieval (algorithm.num_hybrid=0)"
         )

@@ -16,11 +16,13 @@ precision = "auto"              # bfloat16 where the matrix unit has it; master 
 device = "cpu"                  # or "cuda"
 
 [environment]
-type = "factbook"               # | "tools" (your own data) | "scienceworld" (needs Java) | "webshop" | "textworld" | "house"
+type = "factbook"               # | "tools" (your own data) | "scienceworld" (needs Java) \
+| "webshop" | "textworld" | "house"
 hops = [2]                      # searches that a question needs
 num_test = 200
 
-# Your own questions instead, with search and Python. They have no expert: below, rapo then needs buffer.path, and
+# Your own questions instead, with search and Python. They have no expert: below, rapo then needs \
+buffer.path, and
 # the cold start demonstrations or num_examples = 0; docs/formats.md shows all these files.
 # [environment]
 # type = "tools"

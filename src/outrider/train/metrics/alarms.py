@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from outrider.environments.tool_qa.episode import EpisodeConfig
 from outrider.rollout.faults import fault_line
 from outrider.train.settings import RunSettings
 
@@ -17,14 +16,15 @@ def step_alarms(
     num, num_masked = values.get("rollout/num", 0.0), values.get("rollout/num_masked", 0.0)
     if num and num_masked == num:
         lines.append(
-            f"ALARM: every rollout of step {step} was lost to a fault; nothing was learned: {fault_line(fault_reasons)}"
+            f"ALARM: every rollout of step {step} was lost to a fault; "
+            f"nothing was learned: {fault_line(fault_reasons)}"
         )
     elif fault_reasons:
         lines.append(
             f"step {step}: {num_masked:.0f} of {num:.0f} rollouts were lost to faults, "
             f"{values.get('rollout/num_retries', 0.0):.0f} tries were repeated: {fault_line(fault_reasons)}"
         )
-    if isinstance(settings.environment, EpisodeConfig) and values.get("rollout/num_tool_calls") == 0.0:
+    if settings.environment.calls_tools and values.get("rollout/num_tool_calls") == 0.0:
         lines.append(f"ALARM: no rollout of step {step} executed a tool call; look at the sample rollouts")
     if missing := values.get("group/num_missing"):
         lines.append(
@@ -38,6 +38,9 @@ def skipped_alarms(step: int, values: Mapping[str, float]) -> list[str]:
     """After optimiser steps, also those of a cold start."""
     if skipped := values.get("grad/num_skipped"):
         return [
-            f"ALARM: {skipped:.0f} optimiser step(s) of step {step} were skipped: a log-prob or gradient was not finite"
+            (
+                f"ALARM: {skipped:.0f} optimiser step(s) of step {step} were skipped: "
+                "a log-prob or gradient was not finite"
+            )
         ]
     return []

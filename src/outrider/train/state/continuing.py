@@ -22,8 +22,8 @@ def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
     checkpoints = checkpoints_newest_first(run.checkpoints)
     if not checkpoints and (done := _done_without_checkpoint(run, settings)):
         raise CheckpointError(
-            f"{run.path} has {done} and no checkpoint: put its folder checkpoints back, or begin a new run elsewhere; "
-            "nothing was changed"
+            f"{run.path} has {done} and no checkpoint: put its folder checkpoints back, "
+            "or begin a new run elsewhere; nothing was changed"
         )
     for checkpoint in checkpoints:
         try:

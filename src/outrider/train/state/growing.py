@@ -34,7 +34,8 @@ def grown_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
     changed = [key for key in sorted(before.keys() | after) if before.get(key) != after.get(key)]
     if refused := [key for key in changed if key not in MAY_CHANGE]:
         raise ConfigError(
-            f"{refused[0]} cannot change in a run that goes on: {_why(refused[0])}. These may: {', '.join(MAY_CHANGE)}"
+            f"{refused[0]} cannot change in a run that goes on: {_why(refused[0])}. "
+            f"These may: {', '.join(MAY_CHANGE)}"
         )
     for key in {"train.num_steps", "train.max_policy_tokens"} & set(changed):
         _require_growth(key, before[key], after[key])
@@ -70,8 +71,9 @@ def _require_steps_apart(began: RunSettings) -> None:
         )
     if depends_on_num_steps(began):
         raise ConfigError(
-            "train.num_steps cannot grow here: the probability of a retrieval runs to algorithm.retrieval.final_probability "
-            "at the last step, so a longer run has other steps from the first on. Begin a new run"
+            "train.num_steps cannot grow here: the probability of a retrieval runs to "
+            "algorithm.retrieval.final_probability at the last step, "
+            "so a longer run has other steps from the first on. Begin a new run"
         )
 
 

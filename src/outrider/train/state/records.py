@@ -63,7 +63,10 @@ class Records:
             return []  # of an earlier Outrider
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return [
-                f"{RECORDS} of {checkpoint.name} cannot be read ({error}), so nobody knows whether records are gone"
+                (
+                    f"{RECORDS} of {checkpoint.name} cannot be read ({error}), "
+                    "so nobody knows whether records are gone"
+                )
             ]
 
     def require_lines(self, state: Mapping[str, Any]) -> None:
@@ -74,8 +77,8 @@ class Records:
             found, num = len(self._lines(name)), int(state[key])
             if found < num:
                 raise CheckpointError(
-                    f"{name} has {found} lines, its checkpoint was saved at {num}: put the file back, or begin a new run "
-                    "with model.initial_checkpoint"
+                    f"{name} has {found} lines, its checkpoint was saved at {num}: put the file back, "
+                    "or begin a new run with model.initial_checkpoint"
                 )
 
     def _lines(self, name: str) -> list[bytes]:

@@ -177,7 +177,8 @@ class RunState:
             raise damaged(checkpoint, error) from error
         if not sealed:
             self.note(
-                f"NO CHECKSUM in {STATE} of {checkpoint.name} (an earlier Outrider wrote none): damage to it goes unnoticed"
+                f"NO CHECKSUM in {STATE} of {checkpoint.name} (an earlier Outrider wrote "
+                "none): damage to it goes unnoticed"
             )
         return state
 
@@ -193,8 +194,8 @@ class RunState:
         for name, panel in state.get("tasks", {}).items():
             if panel != self._tasks[name]:
                 raise CheckpointError(
-                    f"the {name} tasks are not those that this run began with: put the data back, or begin a new run "
-                    f"with model.initial_checkpoint"
+                    f"the {name} tasks are not those that this run began with: put the data back, "
+                    "or begin a new run with model.initial_checkpoint"
                 )
         other_versions = differences(state.get("versions", {}))
         inputs = other_inputs(

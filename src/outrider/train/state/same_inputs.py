@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 
 from outrider.config import Settings
-from outrider.environments.tool_qa.datasets import DatasetConfig
 from outrider.errors import CheckpointError
 from outrider.plugins.record import PREFIX, plugin_digests
 from outrider.train.components import Components
@@ -67,7 +66,8 @@ def other_inputs(
             else "put its code back, go on with --changed-plugins"
         )
         raise CheckpointError(
-            f"not what this run began with: {', '.join(refused)}; {way_out}, or begin a new run with model.initial_checkpoint"
+            f"not what this run began with: {', '.join(refused)}; {way_out}, "
+            "or begin a new run with model.initial_checkpoint"
         )
     lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in of_version]
     return lines + [
@@ -118,5 +118,5 @@ def _files(settings: Settings) -> Iterator[tuple[str, Path]]:
     for name, value in settings:
         if isinstance(value, Path):
             yield name, value
-        elif isinstance(value, Settings) and not isinstance(value, DatasetConfig):
+        elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
             yield from ((f"{name}.{key}", path) for key, path in _files(value))

@@ -22,15 +22,16 @@ _PATHS: Final = {
 }
 # No number depends on them while nothing breaks: nobody writes them down.
 FREE: Final = {
-    "train.checkpoint_every", "train.keep_checkpoints", "train.watchdog_s", "train.expert_timeout_s", "train.max_retries",
-    "rollout.step_timeout_s", "environment.heap", "environment.start_limit_s", "environment.load_limit_s",
-    "environment.step_limit_s", "environment.borrow_limit_s", "environment.make_ahead", "environment.num_makers",
-    "environment.make_limit_s", "environment.python.num_servers", "engine.memory", "trackers",
+    "train.checkpoint_every", "train.keep_checkpoints", "train.watchdog_s", "train.expert_timeout_s",
+    "train.max_retries", "rollout.step_timeout_s", "environment.heap", "environment.start_limit_s",
+    "environment.load_limit_s", "environment.step_limit_s", "environment.borrow_limit_s",
+    "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
+    "environment.python.num_servers", "engine.memory", "trackers",
 }  # fmt: skip
 # The same numbers in exact arithmetic: what is added in which order, and on what.
 ROUNDING: Final = {
-    "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent", "environment.num_workers",
-    "update.max_tokens", "update.checkpoint_activations",
+    "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent",
+    "environment.num_workers", "update.max_tokens", "update.checkpoint_activations",
 }  # fmt: skip
 UNSEEN: Final = {
     **dict.fromkeys(FREE, "moves no number"),

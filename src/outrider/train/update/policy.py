@@ -212,4 +212,5 @@ def set_threads(num_threads: int, *, device: str = "cpu") -> None:
     """
     torch.set_num_threads(num_threads)
     torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that writes every new tensor twice
+    # a debugging aid that writes every new tensor twice
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
