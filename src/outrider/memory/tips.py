@@ -50,7 +50,7 @@ class _Buffer:
 
 
 class TipMemory:
-    """Tips by task key. ``capacity`` bounds every buffer; a full one evicts by ``eviction``:
+    """Tips by task key. ``capacity`` bounds every buffer; a full one evicts by ``eviction``.
 
     ``fifo`` the oldest (the paper), ``lowest_score`` the worst, of equals the oldest (a new one that is worse
     than all is not kept), ``reservoir`` keeps a uniform sample of all that were ever added (seeded). A text

@@ -27,6 +27,7 @@ class TokenMeter:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
 
     def __call__(self, num_tokens: int) -> None:
+        """Count what one decoding step wrote."""
         self.num_tokens += num_tokens
         if self.num_done is None:
             return

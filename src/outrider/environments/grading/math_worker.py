@@ -30,7 +30,6 @@ def main(parent: int, cpu_seconds: int) -> None:
     """Serve until standard input ends, or ``parent``, whose process id this is, has ended. ``cpu_seconds``
     limits a pair.
     """
-
     from outrider.environments.grading.math_values import is_same_value
 
     logging.disable(logging.CRITICAL)

@@ -103,6 +103,7 @@ class StoryGame:
                 return cls(environment, state, with_commands=with_commands)
 
     def act(self, command: str) -> Reply:
+        """Play one command. Raises EnvironmentFault when the interpreter breaks."""
         with _faults("the game broke"), _RULES if self._with_commands else nullcontext():
             self._state, _, _ = self._environment.step(command)
             state = self._state
@@ -116,9 +117,11 @@ class StoryGame:
             )
 
     def commands(self) -> tuple[str, ...]:
+        """Those that the game admits now."""
         return tuple(self._state["admissible_commands"])
 
     def copy(self) -> "StoryGame":
+        """An independent game in the same state."""
         with _faults("the game cannot be copied"), _RULES:
             twin = StoryGame.__new__(StoryGame)
             twin._environment, twin._state, twin.opening = self._environment.copy(), self._state, self.opening
@@ -126,6 +129,7 @@ class StoryGame:
             return twin
 
     def close(self) -> None:
+        """Release the interpreter."""
         self._environment.close()
 
 
