@@ -243,9 +243,6 @@ class TabularEngine:
             finish_reason=FinishReason.LENGTH, weight_version=self.weight_version,
         )  # fmt: skip
 
-    def cancel(self, request_id: str) -> None:
-        """A generation is one token: there is nothing to stop."""
-
     def release(self, cache_keys: Sequence[str]) -> None:
         """Nothing is kept."""
 

@@ -66,7 +66,6 @@ class FinishReason(StrEnum):
     # the turn was closed, by an EOS id or as the chat template closes one; the closing is part of the ids
     EOS = "eos"
     LENGTH = "length"
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +119,6 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Sample all requests. Every context must leave room for at least one token."""
-        ...
-
-    def cancel(self, request_id: str) -> None:
-        """Stop a running request at its next token; safe to call from another thread; unknown ids are
-        ignored.
-        """
         ...
 
     def release(self, cache_keys: Sequence[str]) -> None:

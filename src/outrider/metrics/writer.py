@@ -64,19 +64,6 @@ class MetricsWriter:
         self._append((json.dumps(record, allow_nan=False) + "\n").encode())
         self._records.append((step, kind))
 
-    def resume(self, step: int, kind: Literal["sft", "train"] = "train") -> CutReport:
-        """Cut every line written after the checkpoint of ``step`` of stage ``kind``, in one atomic
-        replacement.
-
-        The file is in the order of time, so the cut is one position: before the first line of a later stage,
-        or of a later step of this stage. An evaluation of the step itself stays: write it before the
-        checkpoint, or use :meth:`cut`.
-        """
-        num_kept = next(
-            (i for i in range(len(self._records)) if self._is_after(i, step, kind)), len(self._records)
-        )
-        return self.cut(num_kept)
-
     @property
     def num_records(self) -> int:
         """Whole lines in the file; a checkpoint that stores this number can be resumed with :meth:`cut`."""
@@ -111,14 +98,6 @@ class MetricsWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def _is_after(self, index: int, step: int, kind: str) -> bool:
-        line_step, line_kind = self._records[index]
-        if line_kind == "eval":  # counts on the stage's own axis only while that stage runs
-            line_kind = next((k for _, k in reversed(self._records[:index]) if k != "eval"), "sft")
-            return line_kind == kind == "train" and line_step > step
-        order = _STAGE_ORDER[line_kind] - _STAGE_ORDER[kind]
-        return order > 0 or (order == 0 and line_step > step)
 
     def _recover(self) -> list[tuple[int, str]]:
         """The (step, kind) of every whole line; a torn tail is removed from the file first."""

@@ -151,8 +151,6 @@ class EpisodeRunner:
             return outcome
         before = state.tip
         finish, text = await self._generate(state, min(self.limits.max_turn_tokens, self._left(state)))
-        if finish is FinishReason.CANCELLED:
-            return Outcome.CANCELLED
         await self._pass(state, before, is_known=here)
         result = await self._act(state, text)
         state.last_result = result

@@ -21,7 +21,7 @@ from outrider.rollout.tree_growth import Expansion, ExpansionBook
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
-from outrider.types import Origin, Outcome, Task
+from outrider.types import Origin, Task
 
 Modes = Sequence[str] | Callable[[int], Sequence[str]]
 
@@ -208,18 +208,13 @@ class Scheduler:
                 environment = await fork_environment(
                     fork, self.factory, trace, timeout_s=self.limits.step_timeout_s
                 )
-                leaf = await runner.run(
+                return await runner.run(
                     task=trace.task,
                     trace=trace,
                     environment=environment,
                     rollout=rollout,
                     mode=mode,
                     fork=fork,
-                )
-                return (
-                    leaf
-                    if leaf.outcome is not Outcome.CANCELLED
-                    else lost(rollout, Outcome.CANCELLED, "cancelled")
                 )
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
                 outcome = faults.add(
