@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import BufferCorrupt, CheckpointError, DataError
-from outrider.memory.lock import WriterLock, writer_is_alive
+from outrider.memory.lock import writer_is_alive, writer_lock
 from outrider.memory.steps.checksums import mark_removed, seal_counters, trajectory_checksum, vector_checksum
 from outrider.memory.steps.database import Database, checksum
 from outrider.memory.steps.format import check_file, create_tables, is_blank, meta
@@ -63,7 +63,7 @@ class StepStore:
         self.path = path
         self.lost_batch = False
         self._dim = dim
-        self._writer_lock = WriterLock(path) if writable else None
+        self._writer_lock = writer_lock(path) if writable else None
         try:
             is_new = not path.exists() or is_blank(path)
             if is_new and not writable:
