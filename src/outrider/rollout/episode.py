@@ -81,13 +81,6 @@ class EpisodeRunner:
         records it.
         """
         self.whereabouts.at(f"{task.key}/{rollout}", "the start of its environment")
-        seed = reset_seed(self.run_seed, self.training_step, task.key)
-        if fork is None:
-            messages = await self._guarded(environment.reset, seed)
-            tip = _root(trace, self.renderer.prompt(messages), messages)
-        else:
-            await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
-            tip = fork.tip
         state = EpisodeState(
             task=task,
             trace=trace,
@@ -96,7 +89,7 @@ class EpisodeRunner:
             training_step=self.training_step,
             rollout=rollout,
             mode=mode,
-            tip=tip,
+            tip=await self._begin(task, trace, environment, fork),
         )
         if fork is not None:
             fork.continue_in(state)
@@ -118,6 +111,15 @@ class EpisodeRunner:
             remark=remark,
             num_remark_tokens=num_remark_tokens,
         )
+
+    async def _begin(self, task: Task, trace: Trace, environment: Environment, fork: Fork | None) -> Node:
+        """The environment where the rollout begins, and the node that its first turn hangs under."""
+        seed = reset_seed(self.run_seed, self.training_step, task.key)
+        if fork is None:
+            messages = await self._guarded(environment.reset, seed)
+            return _root(trace, self.renderer.prompt(messages), messages)
+        await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
+        return fork.tip
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:

@@ -73,51 +73,25 @@ def build(
     """
     require_experts(settings)
     set_threads(settings.num_threads, device=settings.model.device)
-    family = make_family(settings.environment)
-    train_tasks = (
-        family.tasks("train") if settings.train.num_steps or settings.cold_start.num_examples else ()
-    )
-    test_tasks = held_out_panel(family, settings.evaluation)
-    if settings.train.num_steps and len(train_tasks) < settings.train.tasks_per_step:
-        raise DataError(
-            f"{len(train_tasks)} training tasks are fewer than train.tasks_per_step = {settings.train.tasks_per_step}"
-        )
-    begin = settings.cold_start if settings.cold_start.num_examples and not resumed else None
-    named = begin.demonstrations if begin is not None else None
-    demonstrations = None if named is None else demonstrations_of(named, train_tasks)
+    tasks = _read_tasks(settings, resumed=resumed)
+    family = tasks.family
     with ExitStack() as made:  # closed again where a later part cannot be made
         factory = family.make()
         made.callback(factory.close)
-        policy = make_policy(settings, initial=not resumed)
-        longest = policy.language_model.context_length
-        check_positions(settings, model=settings.model.name, longest=longest, note=note, resumed=resumed)
-        renderer = ChatRenderer(policy.language_model.tokenizer)
-        if not renderer.takes_system:
-            note(
-                "the chat template has no system message: a prompt's goes in front of its first user message"
-            )
+        policy, renderer = _policy_and_renderer(settings, resumed=resumed, note=note)
         engine = make_engine(settings, policy, folder=buffer_path.parent / "engine", on_tokens=on_tokens)
-        renderer = ChatRenderer(policy.language_model.tokenizer)
         buffer = open_buffer(
             settings,
             path=buffer_path,
             family=family,
             factory=factory,
-            train_tasks=train_tasks,
+            train_tasks=tasks.train,
             resumed=resumed,
             note=note,
             count_tokens=token_counter(renderer),
         )
         if buffer is not None:
             made.callback(buffer.close)
-        algorithm = make_algorithm(
-            settings,
-            buffer,
-            vocabulary_size=int(policy.model.config.get_text_config().vocab_size),
-            stateful=family.stateful,
-            num_tokens=token_counter(renderer),
-            train_tasks=train_tasks,
-        )
         parts = Components(
             settings=settings,
             policy=policy,
@@ -126,14 +100,61 @@ def build(
             renderer=renderer,
             family=family,
             factory=factory,
-            train_tasks=train_tasks,
-            test_tasks=test_tasks,
+            train_tasks=tasks.train,
+            test_tasks=tasks.test,
             buffer=buffer,
-            algorithm=algorithm,
-            demonstrations=demonstrations,
+            algorithm=_algorithm(settings, tasks, buffer, policy=policy, renderer=renderer),
+            demonstrations=tasks.demonstrations,
         )
         made.pop_all()
     return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tasks:
+    """What is played, and the demonstrations of a cold start that has still to come (None: experts are
+    asked).
+    """
+
+    family: TaskFamily
+    train: Sequence[Task]
+    test: Sequence[Task]
+    demonstrations: Mapping[str, Sequence[Step] | None] | None
+
+
+def _read_tasks(settings: RunSettings, *, resumed: bool) -> _Tasks:
+    family = make_family(settings.environment)
+    train = _train_tasks(family, settings)
+    begin = settings.cold_start if settings.cold_start.num_examples and not resumed else None
+    named = begin.demonstrations if begin is not None else None
+    return _Tasks(
+        family=family,
+        train=train,
+        test=held_out_panel(family, settings.evaluation),
+        demonstrations=None if named is None else demonstrations_of(named, train),
+    )
+
+
+def _train_tasks(family: TaskFamily, settings: RunSettings) -> Sequence[Task]:
+    """None where nothing is trained. Raises DataError where they do not fill a step."""
+    num_steps, size = settings.train.num_steps, settings.train.tasks_per_step
+    tasks = family.tasks("train") if num_steps or settings.cold_start.num_examples else ()
+    if num_steps and len(tasks) < size:
+        raise DataError(f"{len(tasks)} training tasks are fewer than train.tasks_per_step = {size}")
+    return tasks
+
+
+def _policy_and_renderer(
+    settings: RunSettings, *, resumed: bool, note: Callable[[str], None]
+) -> tuple[Policy, ChatRenderer]:
+    """The model with its chat template, and what a person should know of them."""
+    policy = make_policy(settings, initial=not resumed)
+    longest = policy.language_model.context_length
+    check_positions(settings, model=settings.model.name, longest=longest, note=note, resumed=resumed)
+    renderer = ChatRenderer(policy.language_model.tokenizer)
+    if not renderer.takes_system:
+        note("the chat template has no system message: a prompt's goes in front of its first user message")
+    return policy, renderer
 
 
 def held_out_panel(family: TaskFamily, settings: EvaluationSettings) -> Sequence[Task]:
@@ -204,6 +225,24 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
     for name, master in policy.masters.items():
         master.copy_(masters[name])
     policy.round_masters()
+
+
+def _algorithm(
+    settings: RunSettings,
+    tasks: _Tasks,
+    buffer: StepTraceBuffer | None,
+    *,
+    policy: Policy,
+    renderer: ChatRenderer,
+) -> Algorithm:
+    return make_algorithm(
+        settings,
+        buffer,
+        vocabulary_size=int(policy.model.config.get_text_config().vocab_size),
+        stateful=tasks.family.stateful,
+        num_tokens=token_counter(renderer),
+        train_tasks=tasks.train,
+    )
 
 
 def make_algorithm(

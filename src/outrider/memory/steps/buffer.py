@@ -26,7 +26,7 @@ from outrider.memory.steps.records import (
     StepFilter,
     StepRecord,
 )
-from outrider.memory.steps.selection import Selection, check_trajectories, select
+from outrider.memory.steps.selection import Selection, build_report, check_trajectories, select
 from outrider.memory.steps.store import StepStore
 from outrider.types import Trajectory
 
@@ -173,19 +173,8 @@ class StepTraceBuffer:
                     pending = []
             if pending:
                 self._write(pending)
-        return BuildReport(
-            num_offered=sum(len(task) for task in offered.values()) + num_duplicate,
-            num_inserted=sum(len(chosen.added) for chosen in selections),
-            num_steps_inserted=sum(len(item.steps) for chosen in selections for item in chosen.added),
-            num_present=sum(chosen.num_present for chosen in selections),
-            num_duplicate=num_duplicate,
-            num_empty=sum(chosen.num_empty for chosen in selections),
-            num_below_min_reward=sum(chosen.num_below_min_reward for chosen in selections),
-            num_outranked=sum(chosen.num_outranked for chosen in selections),
-            num_removed=sum(len(chosen.removed) for chosen in selections),
-            num_repaired_texts=sum(chosen.num_repaired_texts for chosen in selections),
-            revision=self.revision,
-        )
+        num_different = sum(map(len, offered.values()))
+        return build_report(selections, num_different, num_duplicate=num_duplicate, revision=self.revision)
 
     def query(self, history: str, step_filter: StepFilter | None = None, *, k: int = 1) -> list[Hit]:
         """The ``k`` steps whose keys are nearest to ``history`` (made by
