@@ -1,4 +1,6 @@
-"""The house rules that can be measured (CONTRIBUTING.md): short files, short functions, words for what is public."""
+"""The house rules that can be measured (CONTRIBUTING.md): short files, short functions, words for what is
+public.
+"""
 
 import ast
 from collections.abc import Iterator

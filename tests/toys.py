@@ -336,7 +336,7 @@ class ToyRun:
                 num_tokens += sum(len(node.token_ids) for node in written.values())
                 for leaf, path in trace.rollouts():
                     num_rollouts += 1
-                    num_tokens += leaf.num_remark_tokens
+                    num_tokens += leaf.num_reflection_tokens
                     rewards[any(node.origin == "buffer" for node in path)] += leaf.success
             update(
                 self.policy, traces, objective=self.algorithm.objective, settings=UpdateSettings(max_tokens=100_000),

@@ -52,8 +52,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replacing_by_name(path: Path) -> Iterator[Path]:
-    """As :func:`replacing`, for writers that take a path and no stream: a name beside ``path`` that nobody can
-    know before.
+    """As :func:`replacing`, for writers that take a path and no stream: a name beside ``path`` that nobody
+    can know before.
     """
     temporary = _temporary_name(path)
     try:
@@ -67,8 +67,8 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder that is renamed to ``folder`` at the end of the block, where none or an empty one may be; after
-    an exception nothing is left.
+    """A new folder that is renamed to ``folder`` at the end of the block, where none or an empty one may be;
+    after an exception nothing is left.
 
     One writer at a time: what a kill has left of an earlier one is removed.
     """
@@ -86,8 +86,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def first_folder(folder: Path) -> Iterator[Path]:
-    """As :func:`replacing_folder` for what is the same whoever makes it: any number of processes may, and the first
-    one's stays.
+    """As :func:`replacing_folder` for what is the same whoever makes it: any number of processes may, and the
+    first one's stays.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))

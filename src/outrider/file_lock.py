@@ -1,5 +1,5 @@
-"""The one way in which this library locks files: advisory locks of open files, which the kernel frees when their
-process dies, however it dies.
+"""The one way in which this library locks files: advisory locks of open files, which the kernel frees when
+their process dies, however it dies.
 """
 
 import fcntl
@@ -13,8 +13,8 @@ _MADE: Final = os.O_RDWR | os.O_CREAT
 class FileLock:
     """The lock of a file, held from here on; ``descriptor`` is the open file.
 
-    Without ``waits`` BlockingIOError is raised where another open file holds the lock. A link is not followed:
-    OSError.
+    Without ``waits`` BlockingIOError is raised where another open file holds the lock. A link is not
+    followed: OSError.
     """
 
     def __init__(self, path: Path, *, flags: int = _MADE, mode: int = 0o644, waits: bool = False) -> None:

@@ -1,5 +1,5 @@
-"""Files of one JSON object a line that grow while a run lives: a kill may have torn the last line, and damage may
-be anywhere.
+"""Files of one JSON object a line that grow while a run lives: a kill may have torn the last line, and damage
+may be anywhere.
 """
 
 import json
@@ -38,8 +38,8 @@ def parsed(line: bytes | str) -> dict[str, Any]:
 
 
 def readable(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """For those who show what there is: the number of every line that is not blank, and its object, None where it
-    is damaged.
+    """For those who show what there is: the number of every line that is not blank, and its object, None
+    where it is damaged.
 
     A last line without an end counts where it can be read. Raises OSError.
     """

@@ -1,5 +1,5 @@
-"""The commands of ``outrider``: each module has the arguments and what is done with them. Heavy imports wait until a
-command needs them.
+"""The commands of ``outrider``: each module has the arguments and what is done with them. Heavy imports wait
+until a command needs them.
 """
 
 import argparse
@@ -9,8 +9,8 @@ from outrider.commands import buffers, evaluation, looking, packs, training, wor
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. A command is a function of what was parsed, in ``command``; it returns the exit
-    status.
+    """The parser of all commands. A command is a function of what was parsed, in ``command``; it returns the
+    exit status.
     """
     parser = argparse.ArgumentParser(prog="outrider", description="Train LLM agents to explore.")
     parser.add_argument("--version", action="version", version=__version__)

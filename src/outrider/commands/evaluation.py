@@ -10,9 +10,10 @@ from outrider.config import load_settings
 from outrider.errors import ConfigError
 
 _TASK_FLAGS: Final = {  # of `eval`: what each is short for
-    "tasks": "tasks", "model": "model.name", "checkpoint": "model.initial_checkpoint", "endpoint": "endpoint.base_url",
-    "endpoint_model": "endpoint.model", "limit": "limit", "samples": "num_samples", "temperature": "temperature",
-    "tools": "tools", "corpus": "environment.corpus", "rules": "rules", "judge": "judge.endpoint.base_url",
+    "tasks": "tasks", "model": "model.name", "checkpoint": "model.initial_checkpoint",
+    "endpoint": "endpoint.base_url", "endpoint_model": "endpoint.model", "limit": "limit",
+    "samples": "num_samples", "temperature": "temperature", "tools": "tools",
+    "corpus": "environment.corpus", "rules": "rules", "judge": "judge.endpoint.base_url",
     "judge_model": "judge.endpoint.model", "seed": "seed",
 }  # fmt: skip
 _ONLY_WITH_TASKS: Final = tuple(name for name in _TASK_FLAGS if name not in ("tasks", "model", "checkpoint"))

@@ -276,7 +276,7 @@ def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
     """The mode of this number; a fork whose shared part holds a retrieved step has the mode that its parent
     could retrieve in.
     """
-    if fork is not None and any(node.origin is Origin.BUFFER for node in trace.path(fork.tip.node_id)):
+    if fork is not None and any(node.origin is Origin.BUFFER for node in trace.path(fork.last_node.node_id)):
         trace.modes = (*trace.modes[:rollout], trace.modes[fork.parent], *trace.modes[rollout + 1 :])
     return trace.modes[rollout]
 

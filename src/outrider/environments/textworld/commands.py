@@ -11,9 +11,9 @@ _READABLE: Final = re.compile(r"[a-z0-9' -]+")
 _OUTSIDE: Final = frozenset(
     word[:9]
     for word in (
-        "again", "brief", "g", "long", "normal", "noscript", "notify", "nouns", "o", "oops", "pronouns", "q", "quit",
-        "record", "recording", "replay", "restart", "restore", "save", "script", "short", "superbrief", "transcript",
-        "undo", "unscript", "verbose", "verify", "version",
+        "again", "brief", "g", "long", "normal", "noscript", "notify", "nouns", "o", "oops", "pronouns",
+        "q", "quit", "record", "recording", "replay", "restart", "restore", "save", "script", "short",
+        "superbrief", "transcript", "undo", "unscript", "verbose", "verify", "version",
     )
 )  # fmt: skip
 

@@ -26,7 +26,8 @@ INSTRUCTIONS: Final = (
     "You play a text adventure and reach its goal by typing commands, one a turn.\n"
     "You may think first. Then write exactly one command between <action> and </action>, for example "
     "<action>look</action>. The next message tells what happened.\n"
-    "Commands, where OBJ stands for a thing that you can see or carry (for example: open fridge):\n{templates}"
+    "Commands, where OBJ stands for a thing that you can see or carry (for example: open fridge):\n"
+    "{templates}"
 )
 
 
