@@ -59,6 +59,17 @@ class LocalSettings(EngineSettings):
     max_rows: int = Field(256, ge=1)
 
 
+class VllmSettings(EngineSettings):
+    """``memory``: on a CPU GiB of keys and values (None: 2), on a GPU the share that vLLM may take beside the
+    trainer (None: 0.3). ``eager`` skips vLLM's compiler.
+    """
+
+    type: Literal["vllm"] = "vllm"
+    top_k: int = Field(20, ge=1)
+    memory: float | None = Field(None, gt=0)
+    eager: bool = True
+
+
 class FinishReason(StrEnum):
     """Why a generation ended."""
 

@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.plugins import VllmSettings
+from outrider.engines.base import FinishReason, Generation, Request, VllmSettings
 from outrider.errors import EngineFault, ModelError
 from outrider.tokens import Tokenizer
 

@@ -6,11 +6,11 @@ from threading import Event
 from typing import Literal
 
 from outrider.errors import ConfigError
-from outrider.evals.paired import gain_over_start
 from outrider.plugins.record import write_origins
 from outrider.printing import score
+from outrider.rollout.paired import gain_over_start
 from outrider.rollout.whereabouts import Whereabouts
-from outrider.train.components import build
+from outrider.train.building import build
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import newest_step
 from outrider.train.state.continuing import require_continuable

@@ -9,17 +9,18 @@ from threading import Event
 
 from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import EnvironmentFault
-from outrider.evals.paired import gain_over_start
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import score
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate
 from outrider.rollout.faults import fault_line, lost_reasons
+from outrider.rollout.paired import gain_over_start
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
 from outrider.train.data.buffer_growth import evolve_buffer
 from outrider.train.data.imitation import imitate_experts
+from outrider.train.data.off_policy_data import interleaved, mix_in
 from outrider.train.data.task_sampling import SampledStep, play_step
 from outrider.train.metrics.ahead import work_ahead
 from outrider.train.metrics.alarms import skipped_alarms, step_alarms
@@ -30,7 +31,6 @@ from outrider.train.state.checkpoint import checkpoints_newest_first
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.run_state import RunState
 from outrider.train.update.advantage_stage import credit_step
-from outrider.train.update.off_policy_data import interleaved, mix_in
 from outrider.train.update.update import UpdateReport, update
 from outrider.watch.progress import Progress
 from outrider.watch.run_pace import RunPace
