@@ -24,8 +24,8 @@ from rich.text import Text
 
 from outrider.atomic_io import replace_file
 from outrider.errors import DataError
-from outrider.evals.paired import PairedGain, paired_gain
 from outrider.printing import points, score
+from outrider.rollout.paired import PairedGain, paired_gain
 from outrider.watch.curves import Chart, Point, Series, svg_chart
 
 METHODS: Final = {"rapo": "RAPO", "grpo": "GRPO"}

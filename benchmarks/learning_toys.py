@@ -30,7 +30,7 @@ from outrider.environments.webshop.family import WebShopConfig
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
-from outrider.train.components import make_algorithm
+from outrider.train.building import make_algorithm
 from outrider.train.data.sft import ColdStartSettings, cold_start, successful_paths
 from outrider.train.settings import AlgorithmSettings, RunSettings, TrainSettings
 from outrider.types import Json, Task

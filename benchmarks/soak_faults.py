@@ -1,5 +1,5 @@
-"""Everything that can break around a rollout, at random: tools, environments, engine, cancellations, slow
-answers, killed servers.
+"""Everything that can break around a rollout, at random: tools, environments, engine, slow answers, killed
+servers.
 """
 
 import os
@@ -127,7 +127,7 @@ class FaultyFactory:
 
 
 def break_engine(engine: Engine, faults: Faults) -> None:
-    """From now on a batch of this engine may fail, be slow, or hold a request that is cancelled."""
+    """From now on a batch of this engine may fail or be slow."""
     generate = engine.generate
 
     def faulty(requests: Sequence[Request]) -> list[Generation]:
@@ -135,8 +135,6 @@ def break_engine(engine: Engine, faults: Faults) -> None:
             raise EngineFault("soak")
         if faults.happens("slow batch", 0.02):
             time.sleep(SLOW_S)
-        if faults.happens("cancellation", 0.05):
-            engine.cancel(faults.choose(requests).request_id)
         return generate(requests)
 
     engine.generate = faulty  # type: ignore[method-assign]

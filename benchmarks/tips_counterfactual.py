@@ -31,15 +31,16 @@ from outrider.algorithms.empo2.modes import PLAIN, TIPS_ON
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult
 from outrider.errors import ConfigError, OutriderError
-from outrider.evals.paired import difference_interval
 from outrider.memory.embedder import Embedder, load_embedder
 from outrider.memory.tips import TipMemory
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate
 from outrider.rollout.hooks import EpisodeState
+from outrider.rollout.paired import difference_interval
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Trace
-from outrider.train.components import Components, build, token_counter
+from outrider.train.building import build
+from outrider.train.components import Components, token_counter
 from outrider.train.data.imitation import imitate_experts
 from outrider.train.settings import RunSettings
 from outrider.types import Message, Origin, Task

@@ -18,7 +18,8 @@ from rich.table import Table
 from outrider.config import load_settings
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
-from outrider.train.components import Components, build
+from outrider.train.building import build
+from outrider.train.components import Components
 from outrider.train.metrics.step_metrics import branch_metrics, rollout_metrics
 from outrider.train.settings import RunSettings
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from outrider.cli import _parser
+from outrider.commands import make_parser
 from outrider.plugins.fields import Name, markers_of
 from outrider.train.settings import RunSettings
 
@@ -112,7 +112,7 @@ def _kind(annotation: Any) -> str:
 
 def cli_page() -> str:
     """The help of every command."""
-    return _CLI + "".join(_commands(_parser(), 2))
+    return _CLI + "".join(_commands(make_parser(), 2))
 
 
 def _commands(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:

@@ -112,7 +112,7 @@ def test_a_file_taken_for_a_leftover_before_its_lock_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter([tmp_path / "first.tmp", tmp_path / "second.tmp"])
-    monkeypatch.setattr("outrider.atomic_io.temporary_name", lambda path: next(names))
+    monkeypatch.setattr("outrider.atomic_io._temporary_name", lambda path: next(names))
     lock = fcntl.flock
 
     def late(descriptor: int, operation: int) -> None:
@@ -120,6 +120,6 @@ def test_a_file_taken_for_a_leftover_before_its_lock_is_begun_anew(
             remove_leftovers(tmp_path)
         lock(descriptor, operation)
 
-    monkeypatch.setattr("outrider.atomic_io.fcntl.flock", late)
+    monkeypatch.setattr("outrider.file_lock.fcntl.flock", late)
     replace_file(tmp_path / "a", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"new")]

@@ -245,9 +245,6 @@ class TabularEngine:
             finish_reason=FinishReason.LENGTH, weight_version=self.weight_version,
         )  # fmt: skip
 
-    def cancel(self, request_id: str) -> None:
-        """A generation is one token: there is nothing to stop."""
-
     def release(self, cache_keys: Sequence[str]) -> None:
         """Nothing is kept."""
 
@@ -342,7 +339,7 @@ class ToyRun:
                 num_tokens += sum(len(node.token_ids) for node in written.values())
                 for leaf, path in trace.rollouts():
                     num_rollouts += 1
-                    num_tokens += leaf.num_remark_tokens
+                    num_tokens += leaf.num_reflection_tokens
                     rewards[any(node.origin == "buffer" for node in path)] += leaf.success
             update(
                 self.policy, traces, objective=self.algorithm.objective,

@@ -166,7 +166,8 @@ class ReadingEngine(TabularEngine):
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """See :class:`outrider.engines.base.Engine`."""
         return [
-            self._remark(one) if one.request_id.endswith("/remark") else self._act(one) for one in requests
+            self._reflection(one) if one.request_id.endswith("/reflection") else self._act(one)
+            for one in requests
         ]
 
     @torch.no_grad()
@@ -175,7 +176,7 @@ class ReadingEngine(TabularEngine):
         logits = self._model.table.weight[room] + torch.from_numpy(moved).float()
         return self.drawn(request, logits[None])
 
-    def _remark(self, request: Request) -> Generation:
+    def _reflection(self, request: Request) -> Generation:
         said = re.findall("assistant\n(.)\x00", self._model.text(request.token_ids))
         ids = self.tokenizer.encode(
             "avoid !" if said and said[-1] == GIVE_UP else "go on", add_special_tokens=False

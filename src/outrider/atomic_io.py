@@ -3,15 +3,20 @@ others put there.
 """
 
 import contextlib
-import fcntl
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
+
+from outrider.file_lock import FileLock, wait_for_lock
 
 TEMPORARY = "*.tmp"
 """Pattern of the files that a kill can leave behind."""
+
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -45,8 +50,64 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync(path.parent)
 
 
-def temporary_name(path: Path) -> Path:
-    """A name beside ``path`` that nobody can know before: for writers that take a path and no stream."""
+@contextlib.contextmanager
+def replacing_by_name(path: Path) -> Iterator[Path]:
+    """As :func:`replacing`, for writers that take a path and no stream: a name beside ``path`` that nobody
+    can know before.
+    """
+    temporary = _temporary_name(path)
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A new folder that is renamed to ``folder`` at the end of the block, where none or an empty one may be;
+    after an exception nothing is left.
+
+    One writer at a time: what a kill has left of an earlier one is removed.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    remove(partial)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync(folder.parent)
+
+
+@contextlib.contextmanager
+def first_folder(folder: Path) -> Iterator[Path]:
+    """As :func:`replacing_folder` for what is the same whoever makes it: any number of processes may, and the
+    first one's stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        yield scratch
+        with contextlib.suppress(OSError):  # another process finished first
+            scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Whatever has this name, and nothing where nothing has."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
 
 
@@ -55,12 +116,10 @@ def _new_temporary(path: Path) -> tuple[Path, int]:
     that dies.
     """
     while True:
-        temporary = temporary_name(path)
-        descriptor = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
-        )
+        temporary = _temporary_name(path)
+        descriptor = os.open(temporary, _NEW | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            wait_for_lock(descriptor)
         if os.fstat(descriptor).st_nlink:
             return temporary, descriptor
         os.close(descriptor)  # taken for a leftover before it was locked
@@ -72,17 +131,11 @@ def remove_leftovers(directory: Path) -> None:
         if left.is_symlink():  # no writer of ours makes one
             left.unlink(missing_ok=True)
             continue
-        try:
-            descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (
+            contextlib.suppress(OSError),  # somebody writes it, or it is gone
+            FileLock(left, flags=os.O_RDONLY | os.O_NONBLOCK),
+        ):
             left.unlink(missing_ok=True)
-        except OSError:
-            pass  # somebody writes it
-        finally:
-            os.close(descriptor)
 
 
 def append(path: Path, content: bytes) -> None:
@@ -90,10 +143,23 @@ def append(path: Path, content: bytes) -> None:
     for a link.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        append_to(descriptor, content)
+    finally:
+        os.close(descriptor)
+
+
+def append_to(descriptor: int, content: bytes) -> None:
+    """Add to the end of an open file, and force it to disk: all of it, or an OSError and nothing."""
+    size = os.fstat(descriptor).st_size
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, size)  # a full disk must not leave half a line for the next one to join
+        raise
 
 
 def sync(path: Path) -> None:

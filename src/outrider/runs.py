@@ -1,7 +1,6 @@
 """A run directory for analysis: settings, and metrics, evaluations and traces as Arrow tables
 (``.to_pandas()`` needs pandas)."""
 
-import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import DataError
+from outrider.json_lines import parsed, whole_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,12 +92,8 @@ class Run:
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """A last line without an end is one that is being written."""
-        file = self.path / name
-        if not file.is_file():
-            return []
-        *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
         try:
-            return [json.loads(line) for line in lines]
+            return [parsed(line) for line in whole_lines(self.path / name)]
         except ValueError as error:
             raise DataError(f"{name} is damaged: {error}") from error
 

@@ -81,7 +81,7 @@ class Leaf:
 
     ``episode_return`` is the environment's record; it and ``node_id`` are None after an infrastructure fault,
     whose partial nodes stay in the tree but belong to no rollout, except to those that had left it.
-    ``advantage`` is the algorithm's. ``remark`` is what the policy wrote when a hook asked it about the
+    ``advantage`` is the algorithm's. ``reflection`` is what the policy wrote when a hook asked it about the
     episode; it is in no node, so it is never trained on. ``intrinsic`` is a reward of the algorithm's own,
     kept apart from the return. ``is_demonstration``: a demonstrator played it.
     """
@@ -94,8 +94,8 @@ class Leaf:
     metrics: Mapping[str, float] = field(default_factory=dict)
     detail: str = ""
     advantage: float | None = None
-    remark: str = ""
-    num_remark_tokens: int = 0
+    reflection: str = ""
+    num_reflection_tokens: int = 0
     intrinsic: float = 0.0
     is_demonstration: bool = False
 

@@ -167,7 +167,7 @@ def state_with(entropies: list[list[float]], *, rollout: int = 0, num_tool_calls
         )  # fmt: skip
     return EpisodeState(
         task=trace.task, trace=trace, environment=Fake(on_step=lambda n, t: StepResult(message=None)),
-        run_seed=0, training_step=0, rollout=rollout, mode="m", tip=tip, turn=len(entropies) - 1,
+        run_seed=0, training_step=0, rollout=rollout, mode="m", last_node=tip, turn=len(entropies) - 1,
         last_result=StepResult(message=TEXT, num_tool_calls=num_tool_calls),
     )  # fmt: skip
 
@@ -179,9 +179,9 @@ def hook(**options: Any) -> BranchHook:
 def test_the_change_is_that_of_the_look_ahead_against_the_lineage_s_first_turn() -> None:
     state = state_with([[0.1, 0.3], [9.0] * 30, [1.0] * 2 + [2.0] * 2 + [50.0]])
     hook(window=4).num_forks(state)
-    assert state.tip.metadata["entropy_change"] == pytest.approx((1.5 - 0.2) / math.log(V))
+    assert state.last_node.metadata["entropy_change"] == pytest.approx((1.5 - 0.2) / math.log(V))
     hook(window=4, preset="arpo-released").num_forks(state)  # the turn before the call, summed
-    assert state.tip.metadata["entropy_change"] == pytest.approx((4 * 9.0 - 0.4) / math.log(V))
+    assert state.last_node.metadata["entropy_change"] == pytest.approx((4 * 9.0 - 0.4) / math.log(V))
 
 
 def test_forks_only_after_an_executed_call_and_not_in_the_probing_rollout() -> None:
@@ -343,7 +343,9 @@ def group_of_one(entropies: list[list[float]]) -> Trace:
     state = state_with(entropies) if entropies else state_with([[1.0]])
     trace = state.trace
     if entropies:
-        trace.finish(Leaf(node_id=state.tip.node_id, rollout=0, outcome=Outcome.FINISHED, episode_return=0.0))
+        trace.finish(
+            Leaf(node_id=state.last_node.node_id, rollout=0, outcome=Outcome.FINISHED, episode_return=0.0)
+        )
     else:
         trace.finish(Leaf(node_id=None, rollout=0, outcome=Outcome.TOOL_FAULT, episode_return=None))
     return trace

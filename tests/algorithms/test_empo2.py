@@ -286,7 +286,7 @@ def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retriev
 def test_every_different_action_of_an_episode_is_a_record() -> None:
     hook = TipHook(MemorySettings(), embedder=HashEmbedder(), num_tokens=len, seed=0)
     trace = played(
-        [7.04, 1.0], [["start", "room"], ["start", "room"]], remarks=["\n Try the door. \nmore", "   "]
+        [7.04, 1.0], [["start", "room"], ["start", "room"]], reflections=["\n Try the door. \nmore", "   "]
     )
     hook.after_group(trace)
     tips = hook.memory.tips("t")

@@ -110,7 +110,7 @@ def test_an_episode_writes_one_record_for_every_different_action() -> None:
         )
         rooms = told if same_room else ["hall", "kitchen", "cellar", "yard"]
         hook.after_group(
-            played([given["episode_return"]], [rooms], remarks=[given["tip"]], actions=given["actions"])
+            played([given["episode_return"]], [rooms], reflections=[given["tip"]], actions=given["actions"])
         )
         tips = hook.memory.tips("t")
         assert len(tips) == num_records
@@ -129,7 +129,7 @@ def test_how_soon_a_buffer_is_full(num_actions: int, name: str) -> None:
     num_episodes = given["group"]
     told = [[f"room {turn}" for turn in range(num_actions)]] * num_episodes
     hook.after_group(
-        played([0.0] * num_episodes, told, remarks=[f"tip {number}" for number in range(num_episodes)])
+        played([0.0] * num_episodes, told, reflections=[f"tip {number}" for number in range(num_episodes)])
     )
     episodes_an_iteration = given["batch_tasks"] * given["group"] / given["variations"]
     assert episodes_an_iteration == expected["episodes_per_variation_per_iteration"]

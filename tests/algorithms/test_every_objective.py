@@ -24,7 +24,7 @@ from outrider.config import validate
 from outrider.errors import ConfigError
 from outrider.plugins.names import BUILT_IN
 from outrider.trace import Trace
-from outrider.train.components import make_algorithm
+from outrider.train.building import make_algorithm
 from outrider.train.settings import RunSettings
 from tests.algorithms.grouped import Played, token_credit, trace_of
 from tests.objectives import nested

@@ -65,7 +65,7 @@ def test_what_was_found_and_what_failed_are_tips_and_nobody_is_asked() -> None:
         (3, 1.0)
     }
     leaf = report.traces[0].leaves[0]
-    assert (leaf.success, leaf.remark, leaf.num_remark_tokens) == (True, "", 0)
+    assert (leaf.success, leaf.reflection, leaf.num_reflection_tokens) == (True, "", 0)
     assert (hook.counts["written"], hook.counts["stored"]) == (4, 4)
     play(hook, [task], said)
     assert len(hook.memory) == 4 and hook.counts["duplicates"] == 4

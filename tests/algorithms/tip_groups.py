@@ -19,7 +19,8 @@ def vector(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def played(
     returns: list[float], observations: list[list[str]], *, modes: str = "plain",
-    remarks: list[str] | None = None, actions: list[str] | None = None,
+    reflections: list[str] | None = None,
+    actions: list[str] | None = None,
 ) -> Trace:  # fmt: skip
     """One group by hand: what every rollout was told, turn by turn, and what all of them did (else: act 0,
     act 1 and so on).
@@ -42,10 +43,14 @@ def played(
                 entropies=(0.5,),
             )
             parent = node.node_id
-        remark = remarks[rollout] if remarks else ""
+        reflection = reflections[rollout] if reflections else ""
         trace.finish(
             Leaf(
-                node_id=parent, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value, remark=remark
+                node_id=parent,
+                rollout=rollout,
+                outcome=Outcome.FINISHED,
+                episode_return=value,
+                reflection=reflection,
             )
         )
     return trace

@@ -27,7 +27,8 @@ from outrider.environments.scienceworld.text import render_action
 from outrider.errors import ConfigError
 from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Trace
-from outrider.train.components import Components, build
+from outrider.train.building import build
+from outrider.train.components import Components
 from outrider.train.data.imitation import expert_rollouts, with_tips
 from outrider.train.settings import RunSettings
 from outrider.types import Origin

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.base import FinishReason, Request
+from outrider.engines.base import Request
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import LanguageModel
 from outrider.engines.local.prefixes import Prefixes
-from tests.engines.late_cancel import next_batch_after_a_late_cancel
 from tests.tiny import tiny_model
 
 Ids = tuple[int, ...]
@@ -110,11 +109,3 @@ def test_a_kept_rollout_survives_unnamed_ones_in_its_place(model: LanguageModel)
     assert [one.token_ids for one in generations] == [
         one.token_ids for one in LocalEngine(model).generate(again)
     ]
-
-
-def test_a_cancel_that_comes_too_late_stops_no_later_request(model: LanguageModel) -> None:
-    requests = named([(5, 6)], max_tokens=4)
-    (second,) = next_batch_after_a_late_cancel(
-        lambda on_tokens: LocalEngine(model, on_tokens=on_tokens), requests
-    )
-    assert second.finish_reason is not FinishReason.CANCELLED

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from outrider.engines.plugins import VllmSettings
 from outrider.engines.vllm import VllmEngine, entropy_bound
 from outrider.errors import EngineFault, ModelError
 from outrider.train.update.policy import OptimizerSettings, Policy
-from tests.engines.late_cancel import next_batch_after_a_late_cancel
 from tests.tiny import tiny_model
 
 TOP_K = 5
@@ -180,28 +178,17 @@ def test_new_weights_are_read_once_before_the_next_batch_and_no_cached_block_sur
     assert stand_in.salts == ["0", "2", "2"]
 
 
-def test_cancel_progress_and_a_broken_executor(stand_in: StandIn, tmp_path: Path) -> None:
+def test_progress_and_a_broken_executor(stand_in: StandIn, tmp_path: Path) -> None:
     counts: list[int] = []
     engine = made(stand_in.model, tmp_path, on_tokens=counts.append)
-    cancelling = made(stand_in.model, tmp_path, on_tokens=lambda _: cancelling.cancel("r1"))
     requests = asked(stand_in.model, "abc", "def")
     whole = engine.generate(requests)
     assert sum(counts) == sum(len(g.token_ids) for g in whole)
-    first, second = cancelling.generate(requests)
-    assert first.token_ids == whole[0].token_ids
-    assert second.finish_reason is FinishReason.CANCELLED and second.token_ids == whole[1].token_ids[:2]
     stand_in.breaks = True
     with pytest.raises(EngineFault, match="RuntimeError: the executor is gone"):
         engine.generate(requests)
     with pytest.raises(EngineFault, match="do not fit"):
         engine.generate(asked(stand_in.model, "a" * 200))
-
-
-def test_a_cancel_that_comes_too_late_stops_no_later_request(stand_in: StandIn, tmp_path: Path) -> None:
-    requests = asked(stand_in.model, "abc")
-    build = partial(made, stand_in.model, tmp_path)
-    (second,) = next_batch_after_a_late_cancel(lambda on_tokens: build(on_tokens=on_tokens), requests)
-    assert second.finish_reason is not FinishReason.CANCELLED
 
 
 def test_what_a_broken_batch_left_does_not_answer_the_next(stand_in: StandIn, tmp_path: Path) -> None:

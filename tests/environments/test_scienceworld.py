@@ -19,13 +19,11 @@ from pydantic import ValidationError
 from outrider.environments.base import StepResult, TaskFamily
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
 from outrider.environments.scienceworld import text as scienceworld_text
-from outrider.environments.scienceworld.family import (
-    ScienceWorldConfig,
-    ScienceWorldEnvironment,
-    ScienceWorldFamily,
-)
+from outrider.environments.scienceworld.environment import ScienceWorldEnvironment
+from outrider.environments.scienceworld.family import ScienceWorldFamily
 from outrider.environments.scienceworld.gateway import JavaSimulator, Launch, Opening, Reply
 from outrider.environments.scienceworld.pool import SimulatorPool
+from outrider.environments.scienceworld.settings import ScienceWorldConfig
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 

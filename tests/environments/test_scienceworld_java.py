@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld.family import (
-    ScienceWorldConfig,
-    ScienceWorldEnvironment,
-    ScienceWorldFactory,
-    ScienceWorldFamily,
-)
+from outrider.environments.scienceworld.environment import ScienceWorldEnvironment
+from outrider.environments.scienceworld.family import ScienceWorldFactory, ScienceWorldFamily
 from outrider.environments.scienceworld.gateway import JavaSimulator
+from outrider.environments.scienceworld.settings import ScienceWorldConfig
 from outrider.errors import EnvironmentFault
 from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import EpisodeState, Splice

@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld.family import (
-    ScienceWorldConfig,
-    ScienceWorldFactory,
-    ScienceWorldFamily,
-)
+from outrider.environments.scienceworld.family import ScienceWorldFactory, ScienceWorldFamily
 from outrider.environments.scienceworld.gateway import Opening, Reply
+from outrider.environments.scienceworld.settings import ScienceWorldConfig
 from outrider.errors import EnvironmentFault
 from outrider.rollout.episode import Limits
 from outrider.rollout.scheduler import RolloutReport

@@ -177,7 +177,7 @@ def test_a_resumed_run_has_the_curve_of_the_unbroken_one(tmp_path: Path) -> None
     with (tmp_path / "resumed" / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 11, "ki')  # killed while it wrote
     writer = MetricsWriter(tmp_path / "resumed" / "metrics.jsonl")
-    writer.resume(8)
+    writer.cut(writer.num_records - 2)
     for step in range(9, 13):
         writer.write(step, "train", step_values(step))
     writer.close()

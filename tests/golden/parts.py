@@ -72,7 +72,7 @@ def _leaf(leaf: Leaf) -> list[Any]:
         leaf.metrics,
         leaf.detail,
     ]
-    return [*ended, leaf.remark, leaf.num_remark_tokens, leaf.is_demonstration]
+    return [*ended, leaf.reflection, leaf.num_reflection_tokens, leaf.is_demonstration]
 
 
 def credited(traces: Sequence[Trace]) -> str:

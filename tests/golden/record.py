@@ -15,7 +15,8 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.tokens import Tokenizer
 from outrider.train import trainer as trainer_module
-from outrider.train.components import Components, build
+from outrider.train.building import build
+from outrider.train.components import Components
 from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.trainer import Trainer

@@ -282,7 +282,7 @@ def test_rollback_replays_exactly(tmp_path: Path) -> None:
         straight = everything(buffer)
     with open_writer(tmp_path) as buffer:
         buffer.add_trajectories(third, keep_best=2)
-        with buffer.snapshot(checkpoint) as old:
+        with StepTraceBuffer(buffer.path, HashEmbedder(), mode="read", revision=checkpoint) as old:
             assert everything(old) == at_checkpoint and old.revision == checkpoint
             with pickle.loads(pickle.dumps(old)) as copy:
                 assert everything(copy) == at_checkpoint
@@ -310,23 +310,6 @@ def test_memory_equals_file_after_every_call(tmp_path: Path) -> None:
                 assert (reader.revision, reader.stats()) == (writer.revision, writer.stats())
 
 
-def test_compact_deletes_only_what_no_checkpoint_needs(tmp_path: Path) -> None:
-    with open_writer(tmp_path) as buffer:
-        for round_index in range(4):
-            buffer.add_trajectories(
-                [make_trajectory(f"r{round_index}", reward=float(round_index))], keep_best=1
-            )
-        now = everything(buffer)
-        with buffer.snapshot(3) as snapshot:
-            at_three = everything(snapshot)
-        assert buffer.compact(3) == 2
-        assert everything(buffer) == now
-        buffer.rollback(3)
-        assert everything(buffer) == at_three
-        with pytest.raises(CheckpointError, match="holds 3 to 3"):
-            buffer.snapshot(2)
-
-
 def test_a_reader_of_an_earlier_revision_sees_whole_trajectories_as_they_were_then(tmp_path: Path) -> None:
     """Retrieval of trajectories asks for the steps that follow a hit: they must not vanish because a better
     one came since.
@@ -334,7 +317,7 @@ def test_a_reader_of_an_earlier_revision_sees_whole_trajectories_as_they_were_th
     with open_writer(tmp_path) as writer:
         writer.add_trajectories([make_trajectory("a", reward=0.5)], keep_best=1)
         reader = StepTraceBuffer(writer.path, HashEmbedder(), mode="read")
-        with writer.snapshot(writer.revision) as pinned:
+        with StepTraceBuffer(writer.path, HashEmbedder(), mode="read", revision=1) as pinned:
             steps = writer.trajectory("a")
             writer.add_trajectories([make_trajectory("b", reward=0.9)], keep_best=1)
             assert len(steps) == 3 and pinned.trajectory("a") == reader.trajectory("a") == steps
@@ -351,7 +334,7 @@ def test_a_reader_goes_back_to_the_revision_of_a_checkpoint_and_stays_there(tmp_
         reader = StepTraceBuffer(writer.path, HashEmbedder(), mode="read")
         assert len(everything(reader)) == 6
         reader.pin(1)
-        assert (everything(reader), reader.revision, reader.refresh()) == (at_first, 1, 1)
+        assert (everything(reader), reader.revision) == (at_first, 1)
         with pytest.raises(CheckpointError, match="revision 9 is not in the buffer"):
             reader.pin(9)
         assert everything(reader) == at_first
@@ -375,7 +358,7 @@ def test_what_a_checkpoint_counts_on_is_in_the_file_itself(tmp_path: Path) -> No
             reader.flush()
 
 
-def test_reader_refreshes_and_pickles_by_path(tmp_path: Path) -> None:
+def test_a_reader_keeps_its_revision_and_pickles_by_path(tmp_path: Path) -> None:
     with open_writer(tmp_path) as writer:
         writer.add_trajectories([make_trajectory("a")])
         reader = StepTraceBuffer(writer.path, HashEmbedder(), mode="read")
@@ -383,19 +366,18 @@ def test_reader_refreshes_and_pickles_by_path(tmp_path: Path) -> None:
         assert {r.trajectory_id for r in everything(reader)} == {"a"}
         with pytest.raises(DataError, match="opened for reading"):
             reader.add_trajectories([make_trajectory("c")])
-        assert reader.refresh() == 2
         copy = pickle.loads(pickle.dumps(writer))
-        assert everything(reader) == everything(copy) == everything(writer)
+        assert everything(copy) == everything(writer)
         # The same revision number with other rows, after a rollback, must be noticed too.
         writer.rollback(1)
         writer.add_trajectories([make_trajectory("d", num_steps=5)])
-        with pytest.raises(DataError, match="rolled back or compacted since"):
-            reader.query("question of t")
-        assert reader.refresh() == 2
-        assert everything(reader) == everything(writer)
-        assert {r.trajectory_id for r in everything(reader)} == {"a", "d"}
-        reader.close()
-        copy.close()
+        for behind in (reader, copy):
+            with pytest.raises(DataError, match="rolled back since it was loaded here; open it again"):
+                behind.query("question of t")
+            behind.close()
+        with StepTraceBuffer(writer.path, HashEmbedder(), mode="read") as reader:
+            assert everything(reader) == everything(writer)
+            assert {r.trajectory_id for r in everything(reader)} == {"a", "d"}
 
 
 def test_threads_query_while_a_writer_adds(tmp_path: Path) -> None:
@@ -488,7 +470,7 @@ def test_steps_by_number_come_in_the_order_that_was_asked_for_and_never_from_ano
         with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as reader:
             undone = buffer.rollback(revision)
             assert (undone.revision, undone.num_dropped, undone.num_restored) == (revision, 1, 0)
-            with pytest.raises(DataError, match="call refresh"):
+            with pytest.raises(DataError, match="open it again"):
                 reader.steps([1])
-            reader.refresh()
+        with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as reader:
             assert [record.step_id for record in reader.steps([2, 1])] == [2, 1]

@@ -65,10 +65,10 @@ def test_an_id_of_another_task_is_refused_with_both_names(buffer: StepTraceBuffe
         buffer.add_trajectories([make_trajectory("a", task="t")])
 
 
-def test_a_snapshot_is_a_reader(buffer: StepTraceBuffer) -> None:
+def test_an_earlier_revision_is_read_only(buffer: StepTraceBuffer) -> None:
     buffer.add_trajectories([make_trajectory("a", num_steps=3)])
     buffer.add_trajectories([make_trajectory("b", num_steps=2)])
-    with buffer.snapshot(1) as early:
+    with StepTraceBuffer(buffer.path, HashEmbedder(), mode="read", revision=1) as early:
         assert (len(early), early.revision, len(buffer)) == (3, 1, 5)
         with pytest.raises(OutriderError):
             early.add_trajectories([make_trajectory("c")])

@@ -16,6 +16,11 @@ VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "e
 KEY = np.array([1.0, 0.0], np.float32)
 
 
+def visit(store: NoveltyStore, key: np.ndarray) -> int:
+    """One visit of task ``t``."""
+    return store.visit_together("t", [key])[0]
+
+
 def test_similarity_filters_and_score_ranks() -> None:
     inputs, expected = VECTORS["memory_retrieve"]["inputs"], VECTORS["memory_retrieve"]["expected"]
     memory = TipMemory()
@@ -72,13 +77,13 @@ def test_equal_directions_tie_and_the_older_comes_first(dtype: Any, order: list[
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_state_at_the_threshold_is_no_new_one(dtype: Any) -> None:
     store = NoveltyStore(threshold=0.8)
-    assert [store.visit("t", np.array(key, dtype)) for key in ([1.0, 0.0], [0.8, 0.6], [0.799, 0.6])] == [
+    assert [visit(store, np.array(key, dtype)) for key in ([1.0, 0.0], [0.8, 0.6], [0.799, 0.6])] == [
         1,
         2,
         1,
     ]
     store = NoveltyStore(threshold=1.0)
-    assert [store.visit("t", np.array([1.0, 3.0, 7.0], dtype) * size) for size in (1.0, 1.0, 0.3)] == [
+    assert [visit(store, np.array([1.0, 3.0, 7.0], dtype) * size) for size in (1.0, 1.0, 0.3)] == [
         1,
         2,
         3,
@@ -92,10 +97,10 @@ def test_a_restored_novelty_store_counts_on_the_same_also_for_keys_in_double_pre
 ) -> None:
     keys = [np.array([np.cos(a), np.sin(a)]) for a in angles]
     whole, first, second = (NoveltyStore(threshold=0.99) for _ in range(3))
-    wanted = [whole.visit("t", key) for key in keys]
-    found = [first.visit("t", key) for key in keys[:cut]]
+    wanted = [visit(whole, key) for key in keys]
+    found = [visit(first, key) for key in keys[:cut]]
     second.restore(*first.snapshot())
-    assert found + [second.visit("t", key) for key in keys[cut:]] == wanted
+    assert found + [visit(second, key) for key in keys[cut:]] == wanted
     for name, units in second._tasks.items():
         number = second.num_states(name)
         mine, theirs = units.units_ND, whole._tasks[name].units_ND
@@ -135,7 +140,7 @@ def test_a_key_without_direction_is_refused(key: np.ndarray) -> None:
     with pytest.raises(ValueError, match="key"):
         TipMemory().add("t", key, "a", 0.0)
     with pytest.raises(ValueError, match="key"):
-        NoveltyStore().visit("t", key)
+        visit(NoveltyStore(), key)
 
 
 adds = st.lists(
@@ -158,7 +163,7 @@ def test_what_is_saved_comes_back_and_goes_on_the_same(
         for task, angle, text, score in part:
             key = np.array([np.cos(angle), np.sin(angle)], np.float32)
             memory.add(task, key, text, float(score))
-            novelty.visit(task, key)
+            novelty.visit_together(task, [key])
 
     whole, counted = TipMemory(capacity=capacity, eviction=eviction, seed=3), NoveltyStore()
     fill(whole, counted, adds)
@@ -181,7 +186,7 @@ def test_visits_of_the_nearest_state() -> None:
     expected = VECTORS["intrinsic_reward_paper_readings"]["expected"]
     store = NoveltyStore(threshold=inputs["cosine_threshold"])
     angles = np.deg2rad(inputs["state_angles_deg"])
-    found = [1 / store.visit("t", np.array([np.cos(a), np.sin(a)], np.float32)) for a in angles]
+    found = [1 / visit(store, np.array([np.cos(a), np.sin(a)], np.float32)) for a in angles]
     np.testing.assert_allclose(found, expected["visit_count_of_matched_state"], atol=1e-5)
     assert store.num_states("t") == expected["stored_states"] and store.num_states("u") == 0
 
@@ -200,7 +205,7 @@ def test_equal_states_of_one_call_have_equal_counts_also_where_a_new_one_comes_b
         return np.array([np.cos(np.deg2rad(degrees)), np.sin(np.deg2rad(degrees))], np.float32)
 
     store = NoveltyStore(threshold=0.9)
-    store.visit("t", at(0))
+    visit(store, at(0))
     counts = store.visit_together("t", [at(20), at(30), at(20)])
     assert counts[0] == counts[2]
 
@@ -214,6 +219,6 @@ def test_equal_states_always_get_equal_counts(angles: list[int], before: list[in
     keys = {a: np.array([np.cos(a / 5), np.sin(a / 5)], np.float32) for a in {*angles, *before}}
     store = NoveltyStore(threshold=0.9)
     for angle in before:
-        store.visit("t", keys[angle])
+        visit(store, keys[angle])
     counts = store.visit_together("t", [keys[a] for a in angles])
     assert all(len({c for a, c in zip(angles, counts, strict=True) if a == angle}) == 1 for angle in angles)

@@ -16,7 +16,7 @@ from outrider.rollout.expert import play_experts
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.trace import Leaf, Trace
 from outrider.train.components import Components
-from outrider.train.update.off_policy_data import mix_in
+from outrider.train.data.off_policy_data import mix_in
 from outrider.types import Origin, Outcome, Task
 from tests.rollout.fakes import TOKENIZER, scheduler, scripted
 from tests.toy import ToyFamily

@@ -169,20 +169,6 @@ def test_a_step_reward_or_return_that_is_no_number_is_a_fault_of_the_environment
         )
 
 
-def test_a_cancelled_generation() -> None:
-    engine = scripted(lambda request, context: "act.")
-    engine.cancel("task 0/0000/000")
-    environment = Fake(on_step=lambda n, t: END)
-    leaf = (
-        scheduler(engine, Factory(lambda task, number: environment))
-        .run(tasks(1), modes=("m",), training_step=0)
-        .traces[0]
-        .leaves[0]
-    )
-    assert leaf.outcome is Outcome.CANCELLED and leaf.episode_return is None
-    assert environment.num_steps == 0 and environment.num_closed == 1
-
-
 def test_closing_the_only_message_of_the_inline_protocol_is_invalid_but_not_after_the_answer() -> None:
     leaf, path, environment, _ = play(lambda n, t: say(" o"), script="no stop string")
     assert leaf.outcome is Outcome.INVALID and environment.texts == ["no stop string"]

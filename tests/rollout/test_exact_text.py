@@ -41,7 +41,7 @@ TOKENIZER = tidying()
 class Asks:
     """A question after the end of every rollout."""
 
-    max_remark_tokens = 64
+    max_reflection_tokens = 64
 
     def before_turn(self, state: EpisodeState) -> tuple[Splice, ...]:
         return ()
@@ -61,7 +61,7 @@ def test_ids_spell_their_text(text: str) -> None:
     )
 
 
-def test_an_environment_a_remark_a_record_and_a_script_get_the_policys_text() -> None:
+def test_an_environment_a_reflection_a_record_and_a_script_get_the_policys_text() -> None:
     contexts: list[str] = []
 
     def script(request: Request, context: str) -> str:
@@ -78,7 +78,7 @@ def test_an_environment_a_remark_a_record_and_a_script_get_the_policys_text() ->
     [environment] = factory.made
     assert environment.texts == [CODE]  # type: ignore[attr-defined]
     assert all("a , b ?" in context for context in contexts) and "why , then ?" in contexts[1]
-    assert report.traces[0].leaves[0].remark == CODE
+    assert report.traces[0].leaves[0].reflection == CODE
     assert rows_of(report.traces, step=1, tokenizer=TOKENIZER)[-1].text == CODE
 
 

@@ -1,5 +1,5 @@
-"""Tips in the loop: without them a rollout is, token by token, a plain one; they end no episode; remarks are
-trained on nowhere.
+"""Tips in the loop: without them a rollout is, token by token, a plain one; they end no episode; reflections
+are trained on nowhere.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Tips:
 
     text: str
     asks: Message | None = None
-    max_remark_tokens: int = 6
+    max_reflection_tokens: int = 6
     traces: list[Trace] = field(default_factory=list)
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
@@ -49,7 +49,7 @@ class Tips:
 
 def acts(request: Request) -> list[int]:
     """What is written depends on the rollout and turn, never on the tips."""
-    _, rollout, turn = request.request_id.removesuffix("/remark").split("/")[-3:]
+    _, rollout, turn = request.request_id.removesuffix("/reflection").split("/")[-3:]
     return [5 + int(rollout), 9 + int(turn), 12]
 
 
@@ -122,7 +122,7 @@ def test_no_episode_ends_because_of_tips(context: int, length: int, max_response
 
 
 @pytest.mark.parametrize("role", ["user", "inline"])
-def test_a_remark_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -> None:
+def test_a_reflection_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -> None:
     limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=60)
     report, hook = play("", role=role, limits=limits, asks=Message(role="user", content="a tip?"))
     silent, _ = play("", role=role, limits=limits)
@@ -132,25 +132,27 @@ def test_a_remark_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -> No
         for leaf, path in trace.rollouts():
             turns = sum(node.trainable for node in path)
             request = Request(
-                request_id=f"x/{leaf.rollout}/{turns}/remark", token_ids=(1,), max_tokens=6, seed=0
+                request_id=f"x/{leaf.rollout}/{turns}/reflection", token_ids=(1,), max_tokens=6, seed=0
             )
-            assert leaf.remark == TOKENIZER.decode(acts(request), skip_special_tokens=True)
-            assert leaf.num_remark_tokens == 3
-    assert hook.traces[0].leaves[0].remark
+            assert leaf.reflection == TOKENIZER.decode(acts(request), skip_special_tokens=True)
+            assert leaf.num_reflection_tokens == 3
+    assert hook.traces[0].leaves[0].reflection
 
 
-def test_a_remark_without_room_or_with_a_fault_costs_no_rollout() -> None:
+def test_a_reflection_without_room_or_with_a_fault_costs_no_rollout() -> None:
     limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=30, step_timeout_s=60)
     crowded, _ = play(
         "", role="inline", limits=limits, context=60, asks=Message(role="user", content="why " * 20)
     )
     assert all(
-        leaf.remark == "" and leaf.num_remark_tokens == 0 for t in crowded.traces for leaf, _ in t.rollouts()
+        leaf.reflection == "" and leaf.num_reflection_tokens == 0
+        for t in crowded.traces
+        for leaf, _ in t.rollouts()
     )
 
     class Breaks(RawEngine):
         def generate(self, requests: Sequence[Request]) -> Any:
-            if any(request.request_id.endswith("remark") for request in requests):
+            if any(request.request_id.endswith("reflection") for request in requests):
                 raise EngineFault("no")
             return super().generate(requests)
 
@@ -163,14 +165,14 @@ def test_a_remark_without_room_or_with_a_fault_costs_no_rollout() -> None:
 
 
 class Asked(RawEngine):
-    """Keeps the remarks' requests as text."""
+    """Keeps the reflections' requests as text."""
 
     def __init__(self, *, context_length: int = 4096) -> None:
         super().__init__(TOKENIZER, acts, context_length=context_length)
         self.requests: list[Request] = []
 
     def generate(self, requests: Sequence[Request]) -> Any:
-        self.requests += [request for request in requests if request.request_id.endswith("remark")]
+        self.requests += [request for request in requests if request.request_id.endswith("reflection")]
         return super().generate(requests)
 
     def texts(self) -> list[str]:
@@ -209,7 +211,7 @@ def ended(
 
 
 @pytest.mark.parametrize("kind", ["tips", "reflexion"])
-def test_the_writer_of_a_remark_sees_how_the_episode_ended(kind: str) -> None:
+def test_the_writer_of_a_reflection_sees_how_the_episode_ended(kind: str) -> None:
     engine = Asked()
     report = ended("the vase broke", engine=engine, kind=kind)
     assert len(engine.texts()) == 2
@@ -235,13 +237,16 @@ def test_what_the_chat_holds_already_is_not_said_twice(kind: str) -> None:
 
 @given(context=st.integers(60, 700), length=st.integers(1, 120), kind=st.sampled_from(["tips", "reflexion"]))
 @settings(max_examples=60, deadline=None)
-def test_the_last_words_fit_their_budget_and_cost_no_remark(context: int, length: int, kind: str) -> None:
+def test_the_last_words_fit_their_budget_and_cost_no_reflection(context: int, length: int, kind: str) -> None:
     engine, without = Asked(context_length=context), Asked(context_length=context)
     report = ended("z" * length, engine=engine, kind=kind)
     bare = ended(None, engine=without, kind=kind)
     assert len(engine.requests) == len(without.requests)
     for (leaf, _), (other, _) in zip(report.traces[0].rollouts(), bare.traces[0].rollouts(), strict=True):
-        assert (leaf.remark, leaf.num_remark_tokens) == (other.remark, other.num_remark_tokens)
+        assert (leaf.reflection, leaf.num_reflection_tokens) == (
+            other.reflection,
+            other.num_reflection_tokens,
+        )
     for long, short in zip(engine.requests, without.requests, strict=True):
         assert len(long.token_ids) + 6 <= context
         added, room = len(long.token_ids) - len(short.token_ids), context - 6 - len(short.token_ids)

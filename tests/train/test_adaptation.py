@@ -105,7 +105,7 @@ def test_plans_come_from_failures_and_only_the_last_are_shown() -> None:
             )
         )  # type: ignore[misc]
         engine = scripted(
-            lambda request, text, t=trial: f"plan {t}." if request.request_id.endswith("remark") else "a."
+            lambda request, text, t=trial: f"plan {t}." if request.request_id.endswith("reflection") else "a."
         )  # type: ignore[misc]
         runs = scheduler(engine, factory, hooks=(hook,), limits=Limits(step_timeout_s=60))
         traces += runs.run(tasks(1), modes=("m",) * 2, training_step=-1 - trial).traces

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.errors import CheckpointError
-from outrider.train.components import load_weights
+from outrider.train.models import load_weights
 from outrider.train.state.checkpoint import (
     checkpoints_newest_first,
     load_checkpoint,

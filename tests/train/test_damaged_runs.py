@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from outrider import json_lines
 from outrider.errors import CheckpointError, DataError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.metrics import writer
 from tests.train.short_runs import assert_same, begin, interrupted, resume
 from tests.train.tool_run import write_tool_run
 
@@ -136,7 +136,7 @@ def test_e8_a_full_disk_is_called_one(killed: Path, monkeypatch: pytest.MonkeyPa
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(writer, "replace_file", full)
+    monkeypatch.setattr(json_lines, "replace_file", full)
     with pytest.raises(OSError, match="No space left on device"):
         resume(killed)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from outrider.config import load_settings
 from outrider.environments.tool_qa.family import ToolsFamily
-from outrider.train import components
+from outrider.train import building
 from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
@@ -210,7 +210,7 @@ def test_fine_tuning_alone_is_a_run_with_an_evaluation_after_it(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ToolsFamily, "expert", _expert)
-    monkeypatch.setattr(components, "require_experts", lambda settings: None)  # they have one here
+    monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
     options = [
         "train.num_steps=0",
         "cold_start.num_examples=6",
@@ -252,7 +252,7 @@ def test_a_cold_start_goes_on_without_the_experts_that_hang(
         return _expert(self, task, seed)
 
     monkeypatch.setattr(ToolsFamily, "expert", hangs)
-    monkeypatch.setattr(components, "require_experts", lambda settings: None)  # they have one here
+    monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
     options = [
         "train.num_steps=0",
         "cold_start.num_examples=6",

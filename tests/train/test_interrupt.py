@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from outrider import cli
-from outrider.cli import _stoppable
+from outrider.commands import buffers, looking, training
+from outrider.commands.training import stoppable
 from outrider.stopping import second_signal_ends
 
 Install = Callable[[Callable[[], None]], None]
@@ -30,7 +31,7 @@ def test_the_first_asks_for_a_stop_and_the_exit_status_tells(capfd: pytest.Captu
         press()
         asked.append("went on to the end of the step")
 
-    assert _stoppable(run) == 130
+    assert stoppable(run) == 130
     assert (
         asked == ["stop", "went on to the end of the step"]
         and "A second signal ends at once" in capfd.readouterr().err
@@ -48,7 +49,7 @@ def test_a_wrapper_may_send_one_request_twice(capfd: pytest.CaptureFixture[str])
             press()
         asked.append("went on to the end of the step")
 
-    assert _stoppable(run) == 130
+    assert stoppable(run) == 130
     assert (
         asked == ["stop", "went on to the end of the step"] and capfd.readouterr().err.count("outrider:") == 1
     )
@@ -61,12 +62,12 @@ def test_sigterm_alone_is_a_clean_exit() -> None:
         install(lambda: asked.append("stop"))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    assert _stoppable(run) == 0 and asked == ["stop"]
+    assert stoppable(run) == 0 and asked == ["stop"]
 
 
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    _stoppable(lambda install: install(lambda: None))
+    stoppable(lambda install: install(lambda: None))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     with second_signal_ends(""):
         listening = signal.set_wakeup_fd(-1)
@@ -108,13 +109,14 @@ WAITS = """
 COMMAND = """
 import concurrent.futures, hashlib, signal, time
 from outrider import cli
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit \
-that it is ignored
+from outrider.commands import training
+# a shell's background jobs inherit that it is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def stuck(install):
     install(lambda: None)
 {stuck}
-cli._train = lambda parsed: cli._stoppable(stuck) if {asks} else stuck(lambda stop: None)
+training._train = lambda parsed: training.stoppable(stuck) if {asks} else stuck(lambda stop: None)
 cli.main(["train", "x.toml", "--run", "r"])
 """
 
@@ -170,8 +172,8 @@ def test_e8_an_interrupted_command_says_how_it_goes_on_where_it_does(
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    for command in ("_train", "_buffer_build", "_view"):
-        monkeypatch.setattr(cli, command, interrupted)
+    for module, command in ((training, "_train"), (buffers, "_build"), (looking, "_view")):
+        monkeypatch.setattr(module, command, interrupted)
     assert cli.main(arguments) == 130
     assert capsys.readouterr().err == told
 
@@ -184,6 +186,6 @@ def test_an_interruption_while_the_arguments_are_read_is_one_line(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_parser", interrupted)
+    monkeypatch.setattr(cli, "make_parser", interrupted)
     assert cli.main(["view", "r"]) == 130
     assert capsys.readouterr().err == "outrider: interrupted\n"

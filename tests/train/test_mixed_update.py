@@ -23,9 +23,9 @@ from outrider.config import validate
 from outrider.engines.local.attention import TreePlan
 from outrider.errors import ConfigError, EngineFault
 from outrider.trace import Trace
+from outrider.train.data.off_policy_data import interleaved
 from outrider.train.update.batch_loss import loss_inputs
 from outrider.train.update.metric_accumulator import Tally
-from outrider.train.update.off_policy_data import interleaved
 from outrider.train.update.pack import PackedBatch, RolloutPath
 from outrider.train.update.update import UpdateReport, UpdateSettings, rollout_paths, update
 from outrider.types import Origin, Task

@@ -10,7 +10,7 @@ from outrider.config import load_settings
 from outrider.environments.families import make_family
 from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import DataError
-from outrider.train.components import held_out_panel
+from outrider.train.building import held_out_panel
 from outrider.train.settings import RunSettings
 from tests.train.tool_run import write_tool_run
 

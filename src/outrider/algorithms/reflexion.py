@@ -27,7 +27,7 @@ class ReflexionHook:
     retries_failures = True
 
     def __init__(self, *, max_plan_tokens: int = 64) -> None:
-        self.max_remark_tokens = max_plan_tokens
+        self.max_reflection_tokens = max_plan_tokens
         self.plans: dict[tuple[str, int], list[str]] = {}
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
@@ -50,6 +50,6 @@ class ReflexionHook:
     def after_group(self, trace: Trace) -> None:
         """Keep what the failed ones wrote."""
         for leaf, _ in trace.rollouts():
-            plan = cleaned(leaf.remark)
+            plan = cleaned(leaf.reflection)
             if leaf.episode_return is not None and not leaf.success and plan:
                 self.plans.setdefault((trace.task.key, leaf.rollout), []).append(plan)

@@ -59,6 +59,17 @@ class LocalSettings(EngineSettings):
     max_rows: int = Field(256, ge=1)
 
 
+class VllmSettings(EngineSettings):
+    """``memory``: on a CPU GiB of keys and values (None: 2), on a GPU the share that vLLM may take beside the
+    trainer (None: 0.3). ``eager`` skips vLLM's compiler.
+    """
+
+    type: Literal["vllm"] = "vllm"
+    top_k: int = Field(20, ge=1)
+    memory: float | None = Field(None, gt=0)
+    eager: bool = True
+
+
 class FinishReason(StrEnum):
     """Why a generation ended."""
 
@@ -66,7 +77,6 @@ class FinishReason(StrEnum):
     # the turn was closed, by an EOS id or as the chat template closes one; the closing is part of the ids
     EOS = "eos"
     LENGTH = "length"
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +130,6 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Sample all requests. Every context must leave room for at least one token."""
-        ...
-
-    def cancel(self, request_id: str) -> None:
-        """Stop a running request at its next token; safe to call from another thread; unknown ids are
-        ignored.
-        """
         ...
 
     def release(self, cache_keys: Sequence[str]) -> None:

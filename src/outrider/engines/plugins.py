@@ -1,25 +1,12 @@
 """The engines that are built in, as plug-ins: what a recipe may say of them is read without torch."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from outrider.engines.base import EngineContext, EngineSettings, LocalSettings
+from outrider.engines.base import EngineContext, LocalSettings, VllmSettings
 
 if TYPE_CHECKING:
     from outrider.engines.local.engine import LocalEngine
     from outrider.engines.vllm import VllmEngine
-
-
-class VllmSettings(EngineSettings):
-    """``memory``: on a CPU GiB of keys and values (None: 2), on a GPU the share that vLLM may take beside the
-    trainer (None: 0.3). ``eager`` skips vLLM's compiler.
-    """
-
-    type: Literal["vllm"] = "vllm"
-    top_k: int = Field(20, ge=1)
-    memory: float | None = Field(None, gt=0)
-    eager: bool = True
 
 
 class Local:

@@ -28,16 +28,12 @@ class ScriptedEngine:
         self._script = script
         self._closing = ChatRenderer(tokenizer).closing
         self._entropy = entropy
-        self._cancelled: set[str] = set()
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Replay the script for each request."""
         return [self._one(request) for request in requests]
 
     def _one(self, request: Request) -> Generation:
-        if request.request_id in self._cancelled:
-            self._cancelled.discard(request.request_id)
-            return self._generation(request, [], FinishReason.CANCELLED)
         text = self._script(request, text_of(self.tokenizer, request.token_ids, skip_special_tokens=False))
         ends = [text.index(stop) + len(stop) for stop in request.stop if stop in text]
         reason = FinishReason.STOP if ends else FinishReason.EOS
@@ -69,10 +65,6 @@ class ScriptedEngine:
             finish_reason=reason,
             weight_version=self.weight_version,
         )
-
-    def cancel(self, request_id: str) -> None:
-        """The next request of this id ends as cancelled."""
-        self._cancelled.add(request_id)
 
     def release(self, cache_keys: Sequence[str]) -> None:
         """Nothing is kept between turns."""

@@ -15,9 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.cancellation import Cancellations
-from outrider.engines.plugins import VllmSettings
+from outrider.engines.base import FinishReason, Generation, Request, VllmSettings
 from outrider.errors import EngineFault, ModelError
 from outrider.tokens import Tokenizer
 
@@ -53,7 +51,6 @@ class VllmEngine:
         self._eos_texts = eos_texts
         self._on_tokens = on_tokens
         self._stale = False
-        self._cancellations = Cancellations()
         self._num_asked = 0
         export(folder)
         self._llm = _load(folder, context_length, precision, device, settings)
@@ -64,10 +61,6 @@ class VllmEngine:
         """
         self.weight_version += 1
         self._stale = True
-
-    def cancel(self, request_id: str) -> None:
-        """Stop a request at its next token; one that is not running is none of ours."""
-        self._cancellations.cancel(request_id)
 
     def release(self, cache_keys: Sequence[str]) -> None:
         """Nothing to do: vLLM evicts blocks when it needs them."""
@@ -83,7 +76,6 @@ class VllmEngine:
                     f"request {request.request_id}: {len(request.token_ids)} tokens do "
                     f"not fit a context of {self.context_length}"
                 )
-        self._cancellations.begin(request.request_id for request in requests)
         try:
             if self._stale:
                 self._reload()
@@ -94,8 +86,6 @@ class VllmEngine:
             raise EngineFault(
                 f"vLLM: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             ) from error
-        finally:
-            self._cancellations.begin(())
 
     def _reload(self) -> None:
         self._export(self._folder)
@@ -106,9 +96,7 @@ class VllmEngine:
         self._stale = False
 
     def _run(self, requests: Sequence[Request]) -> list[Generation]:
-        """vLLM's own continuous batching, one step at a time, so that progress is shown and requests can be
-        cancelled.
-        """
+        """vLLM's own continuous batching, one step at a time, so that progress is shown."""
         engine = self._llm.llm_engine
         numbers = {str(self._num_asked + index): index for index in range(len(requests))}  # never used twice
         self._num_asked += len(requests)
@@ -146,9 +134,6 @@ class VllmEngine:
                 latest[index] = output.outputs[0]
                 if output.finished:
                     ended[index] = self._finish_reason(output.outputs[0])
-                elif requests[index].request_id in self._cancellations:
-                    engine.abort_request([output.request_id])
-                    ended[index] = FinishReason.CANCELLED
             if self._on_tokens is not None:
                 self._on_tokens(sum(len(one.token_ids) for one in latest.values()) - num_before)
         missing = [request.request_id for index, request in enumerate(requests) if index not in ended]

@@ -6,12 +6,13 @@ however the owner dies, so that a later one can tell a folder in use from one th
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Final
+
+from outrider.file_lock import FileLock
 
 _PREFIX: Final = "scienceworld-"
 _LOCK: Final = ".owner"
@@ -23,15 +24,14 @@ class SimulatorFolder:
     def __init__(self) -> None:
         remove_abandoned(Path(tempfile.gettempdir()))
         self.name = tempfile.mkdtemp(prefix=_PREFIX)
-        self._lock: int | None = os.open(Path(self.name, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock: FileLock | None = FileLock(Path(self.name, _LOCK), mode=0o600, waits=True)
 
     def cleanup(self) -> None:
         """Remove it; may be called twice."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
             shutil.rmtree(self.name, ignore_errors=True)
-            os.close(lock)
+            lock.release()
 
 
 def remove_abandoned(parent: Path) -> int:
@@ -43,11 +43,7 @@ def remove_abandoned(parent: Path) -> int:
         with contextlib.suppress(OSError):  # somebody else's, in use, or gone in this moment
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with FileLock(folder / _LOCK, flags=os.O_RDWR):
                 shutil.rmtree(folder)
                 num += 1
-            finally:
-                os.close(lock)
     return num

@@ -43,12 +43,9 @@ class NoveltyStore:
         """Distinct states of a task."""
         return len(self._tasks[task_key].counts) if task_key in self._tasks else 0
 
-    def visit(self, task_key: str, key: Key) -> int:
-        """Count one visit; n, the visits of its state with this one. The reward is ``c / n``."""
-        return self.visit_together(task_key, [key])[0]
-
     def visit_together(self, task_key: str, keys: Sequence[Key]) -> list[int]:
-        """Count visits that happened at the same time; for each, the visits of its state after all of them.
+        """Count visits that happened at the same time; for each, the visits n of its state after all of
+        them. The reward is ``c / n``.
 
         Rollouts of one group that reach one state get one reward: counted one after the other, the first
         would get ``c``, the eighth ``c / 8``, and a group whose returns tie would be taught by the order of

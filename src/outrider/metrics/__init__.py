@@ -3,11 +3,11 @@
 from outrider.metrics.declared import (
     DECLARED,
     WRITTEN_TOKENS,
-    Metric,
     UndeclaredMetric,
     declare,
     declared_metric,
 )
+from outrider.metrics.metric import Metric
 from outrider.metrics.writer import CutReport, Kind, MetricsWriter
 
 __all__ = [

@@ -2,7 +2,8 @@
 
 from itertools import groupby
 
-from outrider.metrics.declared import DECLARED, Metric
+from outrider.metrics.declared import DECLARED
+from outrider.metrics.metric import Metric
 
 _HEAD = """# Metrics
 

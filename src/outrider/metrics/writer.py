@@ -10,13 +10,14 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Final, Literal, SupportsFloat, TypeAlias
 
-from outrider.atomic_io import replace_file
+from outrider.atomic_io import append_to
 from outrider.errors import CheckpointError, DataError
+from outrider.json_lines import parsed, read_lines, replace_lines, whole_lines
 from outrider.metrics.declared import declared_metric
 
 Kind: TypeAlias = Literal["sft", "train", "eval"]
 
-_STAGE_ORDER: Final = {"sft": 0, "train": 1}  # evaluations lie before, between and within the stages
+_STAGES: Final = ("sft", "train")  # evaluations lie before, between and within them
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +51,7 @@ class MetricsWriter:
         step).
         """
         last = max((line_step for line_step, line_kind in self._records if line_kind == kind), default=-1)
-        if step < 0 or (kind in _STAGE_ORDER and step <= last):
+        if step < 0 or (kind in _STAGES and step <= last):
             raise ValueError(f"{kind} step {step} does not follow {kind} step {last}")
         record: dict[str, str | int | float | None] = {"step": step, "kind": kind}
         num_non_finite = 0
@@ -61,21 +62,8 @@ class MetricsWriter:
                 number, num_non_finite = None, num_non_finite + 1
             record[name] = number
         record["record/num_non_finite"] = num_non_finite
-        self._append((json.dumps(record, allow_nan=False) + "\n").encode())
+        append_to(self._fd, (json.dumps(record, allow_nan=False) + "\n").encode())
         self._records.append((step, kind))
-
-    def resume(self, step: int, kind: Literal["sft", "train"] = "train") -> CutReport:
-        """Cut every line written after the checkpoint of ``step`` of stage ``kind``, in one atomic
-        replacement.
-
-        The file is in the order of time, so the cut is one position: before the first line of a later stage,
-        or of a later step of this stage. An evaluation of the step itself stays: write it before the
-        checkpoint, or use :meth:`cut`.
-        """
-        num_kept = next(
-            (i for i in range(len(self._records)) if self._is_after(i, step, kind)), len(self._records)
-        )
-        return self.cut(num_kept)
 
     @property
     def num_records(self) -> int:
@@ -99,8 +87,7 @@ class MetricsWriter:
                 f"{self.path.name} has {len(self._records)} lines, its checkpoint was saved at {num_records}"
             )
         if num_cut:
-            lines = self.path.read_bytes().split(b"\n")
-            replace_file(self.path, b"".join(line + b"\n" for line in lines[:num_records]))
+            replace_lines(self.path, whole_lines(self.path)[:num_records])
             self.close()  # that is the old file; not before, because a full disk leaves it in its place
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
             del self._records[num_records:]
@@ -112,35 +99,16 @@ class MetricsWriter:
             os.close(self._fd)
             self._fd = -1
 
-    def _is_after(self, index: int, step: int, kind: str) -> bool:
-        line_step, line_kind = self._records[index]
-        if line_kind == "eval":  # counts on the stage's own axis only while that stage runs
-            line_kind = next((k for _, k in reversed(self._records[:index]) if k != "eval"), "sft")
-            return line_kind == kind == "train" and line_step > step
-        order = _STAGE_ORDER[line_kind] - _STAGE_ORDER[kind]
-        return order > 0 or (order == 0 and line_step > step)
-
     def _recover(self) -> list[tuple[int, str]]:
         """The (step, kind) of every whole line; a torn tail is removed from the file first."""
         if not self.path.exists():
             return []
-        *lines, tail = self.path.read_bytes().split(b"\n")
-        if tail:
+        lines, torn = read_lines(self.path)
+        if torn:
             self.num_torn = 1
-            _log.warning("%s: dropped a torn last line of %d bytes", self.path.name, len(tail))
-            replace_file(self.path, b"".join(line + b"\n" for line in lines))
+            _log.warning("%s: dropped a torn last line of %d bytes", self.path.name, len(torn))
+            replace_lines(self.path, lines)
         return _parse(self.path, lines)
-
-    def _append(self, line: bytes) -> None:
-        size = os.fstat(self._fd).st_size
-        try:
-            written = 0
-            while written < len(line):
-                written += os.write(self._fd, line[written:])
-            os.fsync(self._fd)
-        except OSError:
-            os.ftruncate(self._fd, size)  # a full disk must not leave half a line for the next record to join
-            raise
 
 
 def _number(name: str, value: SupportsFloat | None) -> int | float | None:
@@ -155,11 +123,11 @@ def _parse(path: Path, lines: Sequence[bytes]) -> list[tuple[int, str]]:
     records: list[tuple[int, str]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = parsed(line)
             step, kind = record["step"], record["kind"]
             if not isinstance(step, int) or kind not in ("sft", "train", "eval"):
                 raise ValueError("step or kind is malformed")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError) as error:
             raise DataError(f"{path.name} line {number} is damaged: {error}") from error
         records.append((step, kind))
     return records

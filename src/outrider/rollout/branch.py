@@ -26,7 +26,7 @@ class Fork:
     ``actions`` are the texts that the environment was given, with its answers in ``results``.
     """
 
-    tip: Node
+    last_node: Node
     parent: int
     prompt: str
     turn: int
@@ -82,7 +82,7 @@ def _differences(found: StepResult, expected: StepResult) -> str:
     return ", ".join(name for name, value in asdict(expected).items() if answered[name] != value)
 
 
-async def take_fork(state: EpisodeState, tip: Node, *, timeout_s: float) -> Fork:
+async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -> Fork:
     """The rollout as it is in front of the turn that it has just written. A copy that fails is replaced by
     replaying.
     """
@@ -92,11 +92,11 @@ async def take_fork(state: EpisodeState, tip: Node, *, timeout_s: float) -> Fork
         with suppress(ToolFault, EnvironmentFault):
             copy = await guarded(environment.copy, timeout_s=timeout_s)
     return Fork(
-        tip=tip,
+        last_node=last_node,
         parent=state.rollout,
-        prompt=state.trace.path(tip.node_id)[0].message.content,
+        prompt=state.trace.path(last_node.node_id)[0].message.content,
         turn=state.turn,
-        num_response_tokens=state.num_response_tokens - len(state.tip.token_ids),
+        num_response_tokens=state.num_response_tokens - len(state.last_node.token_ids),
         steps=tuple(state.steps),
         actions=tuple(state.actions),
         results=tuple(state.results),

@@ -15,7 +15,7 @@ from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
-from outrider.rollout.tip_splice import ask_for_remark, show_tip
+from outrider.rollout.tip_splice import ask_for_reflection, show_tip
 from outrider.rollout.truncation import shortened
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import reset_seed, stream_seed
@@ -81,13 +81,6 @@ class EpisodeRunner:
         records it.
         """
         self.whereabouts.at(f"{task.key}/{rollout}", "the start of its environment")
-        seed = reset_seed(self.run_seed, self.training_step, task.key)
-        if fork is None:
-            messages = await self._guarded(environment.reset, seed)
-            tip = _root(trace, self.renderer.prompt(messages), messages)
-        else:
-            await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
-            tip = fork.tip
         state = EpisodeState(
             task=task,
             trace=trace,
@@ -96,7 +89,7 @@ class EpisodeRunner:
             training_step=self.training_step,
             rollout=rollout,
             mode=mode,
-            tip=tip,
+            last_node=await self._begin(task, trace, environment, fork),
         )
         if fork is not None:
             fork.continue_in(state)
@@ -107,35 +100,44 @@ class EpisodeRunner:
         result = await self._guarded(environment.result)
         if not math.isfinite(result.episode_return):
             raise EnvironmentFault(f"the environment recorded a return of {result.episode_return}")
-        remark, num_remark_tokens = await self._reflect(state, result)
+        reflection, num_reflection_tokens = await self._reflect(state, result)
         return Leaf(
-            node_id=state.tip.node_id,
+            node_id=state.last_node.node_id,
             rollout=rollout,
             outcome=outcome,
             episode_return=result.episode_return,
             success=result.success,
             metrics=dict(result.metrics),
-            remark=remark,
-            num_remark_tokens=num_remark_tokens,
+            reflection=reflection,
+            num_reflection_tokens=num_reflection_tokens,
         )
+
+    async def _begin(self, task: Task, trace: Trace, environment: Environment, fork: Fork | None) -> Node:
+        """The environment where the rollout begins, and the node that its first turn hangs under."""
+        seed = reset_seed(self.run_seed, self.training_step, task.key)
+        if fork is None:
+            messages = await self._guarded(environment.reset, seed)
+            return _root(trace, self.renderer.prompt(messages), messages)
+        await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
+        return fork.last_node
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:
             if isinstance(hook, Reflector):
-                self._at(state, "the wait for a remark")
-                remark = await ask_for_remark(
+                self._at(state, "the wait for a reflection")
+                reflection = await ask_for_reflection(
                     state,
                     hook,
                     result,
                     batcher=self.batcher,
                     renderer=self.renderer,
                     max_ending_tokens=self.limits.max_observation_tokens,
-                    seed=stream_seed(
+                    seed=stream_seed(  # "remark" is the name of the stream: another one is another draw
                         self.run_seed, "remark", self.training_step, state.task.key, state.rollout
                     ),
                 )
-                if remark is not None:
-                    return remark
+                if reflection is not None:
+                    return reflection
         return "", 0
 
     async def _turn(self, state: EpisodeState) -> Outcome | None:
@@ -149,15 +151,13 @@ class EpisodeRunner:
         state.is_forked = False
         if not here and (outcome := await self._before_turn(state)) is not None:
             return outcome
-        before = state.tip
+        before = state.last_node
         finish, text = await self._generate(state, min(self.limits.max_turn_tokens, self._left(state)))
-        if finish is FinishReason.CANCELLED:
-            return Outcome.CANCELLED
         await self._pass(state, before, is_known=here)
         result = await self._act(state, text)
         state.last_result = result
-        state.tip.reward = result.reward
-        state.tip.metadata |= {
+        state.last_node.reward = result.reward
+        state.last_node.metadata |= {
             "num_tool_calls": result.num_tool_calls,
             "tools": list(result.tools),
             "invalid": result.invalid,
@@ -200,7 +200,7 @@ class EpisodeRunner:
 
     def _left(self, state: EpisodeState) -> int:
         """Tokens that the rollout may still add."""
-        used = len(state.trace.token_ids(state.tip.node_id))
+        used = len(state.trace.token_ids(state.last_node.node_id))
         return min(
             self.limits.max_response_tokens - state.num_response_tokens,
             self.batcher.engine.context_length - used,
@@ -211,7 +211,7 @@ class EpisodeRunner:
         generation = await self.batcher.generate(
             Request(
                 request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}",
-                token_ids=state.trace.token_ids(state.tip.node_id),
+                token_ids=state.trace.token_ids(state.last_node.node_id),
                 max_tokens=room,
                 seed=stream_seed(
                     self.run_seed, "sample", self.training_step, state.task.key, state.rollout, state.turn
@@ -224,8 +224,8 @@ class EpisodeRunner:
         text = text_of(self.renderer.tokenizer, generation.token_ids, skip_special_tokens=True)
         if generation.finish_reason is FinishReason.EOS:
             text = self.renderer.closing.cut(text)
-        state.tip = state.trace.append(
-            parent=state.tip.node_id,
+        state.last_node = state.trace.append(
+            parent=state.last_node.node_id,
             origin=Origin.POLICY,
             token_ids=generation.token_ids,
             message=Message(role="assistant", content=text),
@@ -260,14 +260,14 @@ class EpisodeRunner:
 
     async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
         """Do a hook's action in the environment; the action counts also where its text finds no room."""
-        before = state.tip
+        before = state.last_node
         result = await self._act(state, attempt.action)
         splice = attempt.then(result)
         if splice is not None:
             self._splice(state, splice, room=1)
-        if state.tip is not before:
-            state.tip.reward = result.reward
-            state.tip.metadata |= {"action": attempt.action, "observation": result.text}
+        if state.last_node is not before:
+            state.last_node.reward = result.reward
+            state.last_node.metadata |= {"action": attempt.action, "observation": result.text}
         else:
             # no text tells of it, so the record does
             before.metadata.setdefault("attempted", []).append(attempt.action)
@@ -308,13 +308,13 @@ class EpisodeRunner:
 
         A cut at the limit is marked in the text and on the node; it is never silent.
         """
-        ids = self.renderer.bridge(state.trace.token_ids(state.tip.node_id), [message])
+        ids = self.renderer.bridge(state.trace.token_ids(state.last_node.node_id), [message])
         kept, num_cut = shortened(ids, limit, renderer=self.renderer)
         if len(kept) > self._left(state) - room:
             return False
         metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
-        state.tip = state.trace.append(
-            parent=state.tip.node_id, origin=origin, token_ids=kept, message=message, metadata=metadata
+        state.last_node = state.trace.append(
+            parent=state.last_node.node_id, origin=origin, token_ids=kept, message=message, metadata=metadata
         )
         state.num_response_tokens += len(kept)
         return True

@@ -198,7 +198,7 @@ def _asked(brancher: Brancher, state: EpisodeState, at: _At) -> _Point | None:
         wanted = brancher.num_forks(state)
         if wanted is not None:
             state.branch_streak = state.branch_streak + 1 if wanted else 0
-        return None if wanted is None else _Point(at=at, most=wanted, written=state.tip)
+        return None if wanted is None else _Point(at=at, most=wanted, written=state.last_node)
     as_now = replace(
         state,
         branch_streak=0,
@@ -207,4 +207,4 @@ def _asked(brancher: Brancher, state: EpisodeState, at: _At) -> _Point | None:
         results=list(state.results),
     )
     wanted = brancher.num_forks(as_now)
-    return None if wanted is None else _Point(at=at, most=wanted, written=state.tip, state=as_now)
+    return None if wanted is None else _Point(at=at, most=wanted, written=state.last_node, state=as_now)

@@ -41,7 +41,7 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeState:
-    """One running rollout. ``turn`` counts the policy's turns; ``tip`` is the newest node; ``steps`` the
+    """One running rollout. ``turn`` counts the policy's turns; ``last_node`` is the newest; ``steps`` the
     history.
 
     ``actions`` and ``results`` are what the environment was given and answered. ``is_forked``: the next turn
@@ -56,7 +56,7 @@ class EpisodeState:
     training_step: int
     rollout: int
     mode: str
-    tip: Node
+    last_node: Node
     turn: int = 0
     num_response_tokens: int = 0
     num_splices_dropped: int = 0
@@ -92,11 +92,11 @@ class Hook(Protocol):
 
 @runtime_checkable
 class Reflector(Protocol):
-    """A hook that has the policy say something about an ended episode, in at most ``max_remark_tokens`` that
-    nothing trains on.
+    """A hook that has the policy say something about an ended episode, in at most ``max_reflection_tokens``
+    that nothing trains on.
     """
 
-    max_remark_tokens: int
+    max_reflection_tokens: int
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
         """Called when the episode has ended: the message that the policy answers, or None.

@@ -21,7 +21,7 @@ from outrider.rollout.tree_growth import Expansion, ExpansionBook
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
-from outrider.types import Origin, Outcome, Task
+from outrider.types import Origin, Task
 
 Modes = Sequence[str] | Callable[[int], Sequence[str]]
 
@@ -91,26 +91,12 @@ class Scheduler:
             if len({len(one) for one in each}) > 1:
                 raise ValueError("groups of one batch differ in size")
             traces = [Trace(task=task, modes=one) for task, one in zip(tasks, each, strict=True)]
-            return asyncio.run(self._run(traces, training_step, continued=continued))
+            return asyncio.run(_Batch(self, traces, training_step, continued=continued).play())
         except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
             raise _first(group) from group
 
-    async def _run(self, traces: list[Trace], training_step: int, *, continued: bool) -> RolloutReport:
-        size = len(traces[0].modes) if traces else 0
-        owed: list[_Owed] = []
-        numbers = {trace.task.key: number for number, trace in enumerate(traces)}
-        faults = FaultLog()
-
-        def owe(trace: Trace, rollout: int, fork: Fork | None) -> None:
-            heapq.heappush(owed, _Owed(numbers[trace.task.key], rollout, trace, fork))
-
-        copies = Copies(close=lambda environment: group.create_task(self._close(environment, faults)))
-        book = self._book(traces, size=size, training_step=training_step, owe=owe, copies=copies)
-        for trace in traces:
-            for rollout in book.first:
-                owe(trace, rollout, None)
-        batcher = RoundBatcher(self.engine, admit=lambda num_running: admit(num_running))
-        runner = EpisodeRunner(
+    def _runner(self, batcher: RoundBatcher, book: Book, training_step: int) -> EpisodeRunner:
+        return EpisodeRunner(
             batcher=batcher,
             renderer=self.renderer,
             limits=self.limits,
@@ -121,50 +107,6 @@ class Scheduler:
             whereabouts=self.whereabouts,
             book=book,
         )
-        rounds = self._rounds(continued=continued)
-        ended: set[str] = set()  # rollouts whose keys and values the engine still has
-        # rollout -> number of batches when a fork of it was last waiting for its first
-        needed: dict[str, int] = {}
-
-        def admit(num_running: int) -> None:
-            """Begin what there is room for, first groups first, however early or late it came to be owed."""
-            rounds.begin_round()
-            begun = [heapq.heappop(owed) for _ in range(min(self.max_concurrent - num_running, len(owed)))]
-            for one in begun:
-                batcher.join()
-                group.create_task(work(one))
-            # A fork shares its parent's keys and values when it first asks, in a later batch.
-            needed.update(
-                {
-                    f"{o.trace.task.key}/{o.fork.parent}": batcher.num_batches
-                    for o in (*begun, *owed)
-                    if o.fork
-                }
-            )
-            gone = [key for key in sorted(ended) if batcher.num_batches > needed.get(key, -1)]
-            self.engine.release(gone)
-            ended.difference_update(gone)
-
-        async def work(one: _Owed) -> None:
-            one.trace.finish(await self._play(runner, one, faults))
-            ended.add(f"{one.trace.task.key}/{one.rollout}")
-            book.ended(one.trace, one.rollout)
-            if self.on_finished is not None:
-                self.on_finished(sum(len(trace.leaves) for trace in traces), len(traces) * size)
-            # not after an exception: it would start one more batch for workers that end anyway
-            batcher.leave()
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                admit(0)
-        finally:
-            self.engine.release(sorted(ended))
-            await self._close_all(copies.open, faults)
-        for trace in traces:
-            if faults.counts["retries"]:
-                rejoin(trace)
-            self._complete(trace, size)
-        return _report(traces, batcher, faults)
 
     def _rounds(self, *, continued: bool) -> RoundAware:
         """What the environments share; a new batch has it afresh."""
@@ -208,18 +150,13 @@ class Scheduler:
                 environment = await fork_environment(
                     fork, self.factory, trace, timeout_s=self.limits.step_timeout_s
                 )
-                leaf = await runner.run(
+                return await runner.run(
                     task=trace.task,
                     trace=trace,
                     environment=environment,
                     rollout=rollout,
                     mode=mode,
                     fork=fork,
-                )
-                return (
-                    leaf
-                    if leaf.outcome is not Outcome.CANCELLED
-                    else lost(rollout, Outcome.CANCELLED, "cancelled")
                 )
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
                 outcome = faults.add(
@@ -247,6 +184,84 @@ class Scheduler:
             faults.add_close(fault)
 
 
+class _Batch:
+    """The groups of one call while they are played: which rollouts are owed, and which have ended."""
+
+    def __init__(
+        self, scheduler: Scheduler, traces: list[Trace], training_step: int, *, continued: bool
+    ) -> None:
+        self._scheduler = scheduler
+        self._traces = traces
+        self._size = len(traces[0].modes) if traces else 0
+        self._numbers = {trace.task.key: number for number, trace in enumerate(traces)}
+        self._owed: list[_Owed] = []  # a heap
+        self._faults = FaultLog()
+        self._ended: set[str] = set()  # rollouts whose keys and values the engine still has
+        # rollout -> number of batches when a fork of it was last waiting for its first
+        self._needed: dict[str, int] = {}
+        self._copies = Copies(
+            close=lambda environment: self._tasks.create_task(scheduler._close(environment, self._faults))
+        )
+        self._book = scheduler._book(
+            traces, size=self._size, training_step=training_step, owe=self._owe, copies=self._copies
+        )
+        for trace in traces:
+            for rollout in self._book.first:
+                self._owe(trace, rollout, None)
+        self._batcher = RoundBatcher(scheduler.engine, admit=self._admit)
+        self._runner = scheduler._runner(self._batcher, self._book, training_step)
+        self._rounds = scheduler._rounds(continued=continued)
+
+    async def play(self) -> RolloutReport:
+        """Until every rollout has its outcome."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._admit(0)
+        finally:
+            self._scheduler.engine.release(sorted(self._ended))
+            await self._scheduler._close_all(self._copies.open, self._faults)
+        for trace in self._traces:
+            if self._faults.counts["retries"]:
+                rejoin(trace)
+            self._scheduler._complete(trace, self._size)
+        return _report(self._traces, self._batcher, self._faults)
+
+    def _owe(self, trace: Trace, rollout: int, fork: Fork | None) -> None:
+        heapq.heappush(self._owed, _Owed(self._numbers[trace.task.key], rollout, trace, fork))
+
+    def _admit(self, num_running: int) -> None:
+        """Begin what there is room for, first groups first, however early or late it came to be owed."""
+        self._rounds.begin_round()
+        num = min(self._scheduler.max_concurrent - num_running, len(self._owed))
+        begun = [heapq.heappop(self._owed) for _ in range(num)]
+        for one in begun:
+            self._batcher.join()
+            self._tasks.create_task(self._work(one))
+        self._release([*begun, *self._owed])
+
+    def _release(self, waiting: Sequence[_Owed]) -> None:
+        """A fork shares its parent's keys and values when it first asks, in a later batch: until then they
+        stay.
+        """
+        num_batches = self._batcher.num_batches
+        for one in waiting:
+            if one.fork:
+                self._needed[f"{one.trace.task.key}/{one.fork.parent}"] = num_batches
+        gone = [key for key in sorted(self._ended) if num_batches > self._needed.get(key, -1)]
+        self._scheduler.engine.release(gone)
+        self._ended.difference_update(gone)
+
+    async def _work(self, one: _Owed) -> None:
+        one.trace.finish(await self._scheduler._play(self._runner, one, self._faults))
+        self._ended.add(f"{one.trace.task.key}/{one.rollout}")
+        self._book.ended(one.trace, one.rollout)
+        if self._scheduler.on_finished is not None:
+            num_ended = sum(len(trace.leaves) for trace in self._traces)
+            self._scheduler.on_finished(num_ended, len(self._traces) * self._size)
+        # not after an exception: it would start one more batch for workers that end anyway
+        self._batcher.leave()
+
+
 class _NoRounds:
     """Environments that share nothing."""
 
@@ -261,7 +276,7 @@ def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
     """The mode of this number; a fork whose shared part holds a retrieved step has the mode that its parent
     could retrieve in.
     """
-    if fork is not None and any(node.origin is Origin.BUFFER for node in trace.path(fork.tip.node_id)):
+    if fork is not None and any(node.origin is Origin.BUFFER for node in trace.path(fork.last_node.node_id)):
         trace.modes = (*trace.modes[:rollout], trace.modes[fork.parent], *trace.modes[rollout + 1 :])
     return trace.modes[rollout]
 

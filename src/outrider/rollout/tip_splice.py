@@ -1,5 +1,5 @@
-"""Two things that a memory needs from the loop: tips inside the newest user message, and a remark after the
-end (EMPO²).
+"""Two things that a memory needs from the loop: tips inside the newest user message, and a reflection after
+the end (EMPO²).
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ def show_tip(
     other budget, so that no episode ends because of them.
     """
     ids = renderer.bridge((), [Message(role="inline", content=splice.text)])
-    tip, trace = state.tip, state.trace
+    tip, trace = state.last_node, state.trace
     if len(trace.token_ids(tip.node_id)) + len(ids) + reserve > context_length:
         return False
     parent = tip
@@ -41,12 +41,12 @@ def show_tip(
         parent, rest = _without_end(state, len(opening)), opening
     metadata = dict(splice.metadata) | {"rollout": state.rollout, "num_tokens_cut": 0}
     message = Message(role="user" if rest else "inline", content=splice.text)
-    state.tip = trace.append(
+    state.last_node = trace.append(
         parent=parent.node_id, origin=Origin.MEMORY, token_ids=ids, message=message, metadata=metadata
     )
     if rest:
-        state.tip = trace.append(
-            parent=state.tip.node_id,
+        state.last_node = trace.append(
+            parent=state.last_node.node_id,
             origin=parent.origin,
             token_ids=rest,
             message=Message(role="user", content=""),
@@ -59,7 +59,7 @@ def _without_end(state: EpisodeState, length: int) -> Node:
     """The newest message's node without its last ids: shortened where it is this rollout's own, a shared one
     of the group if the prompt.
     """
-    node, trace = state.tip, state.trace
+    node, trace = state.last_node, state.trace
     kept = node.token_ids[:-length]
     if node.parent is not None:
         node.token_ids = kept  # it was appended for this turn: nothing hangs under it yet
@@ -70,7 +70,7 @@ def _without_end(state: EpisodeState, length: int) -> Node:
     return trace.append(parent=None, origin=node.origin, token_ids=kept, message=node.message)
 
 
-async def ask_for_remark(
+async def ask_for_reflection(
     state: EpisodeState,
     hook: Reflector,
     result: EpisodeResult,
@@ -83,17 +83,17 @@ async def ask_for_remark(
     """What the policy answers to the hook's question after the end, and how many tokens it wrote; None where
     the hook has none.
 
-    ("", 0) where that cannot be: a remark is never worth an episode, so an engine's fault or a full context
-    leaves the rollout as it is.
+    ("", 0) where that cannot be: a reflection is never worth an episode, so an engine's fault or a full
+    context leaves the rollout as it is.
     """
-    room = batcher.engine.context_length - hook.max_remark_tokens
+    room = batcher.engine.context_length - hook.max_reflection_tokens
     asked = _asked(state, hook, result, renderer=renderer, room=room, max_ending_tokens=max_ending_tokens)
     if asked is None or len(asked) > room:
         return None if asked is None else ("", 0)
     request = Request(
-        request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}/remark",
+        request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}/reflection",
         token_ids=asked,
-        max_tokens=hook.max_remark_tokens,
+        max_tokens=hook.max_reflection_tokens,
         seed=seed,
         temperature=1.0,
         cache_key=f"{state.task.key}/{state.rollout}",
@@ -120,10 +120,10 @@ def _asked(
     """Ids of the episode and of what the hook asks; None where it asks nothing.
 
     The hook sees the environment's last message within the budget of an observation, and within what ``room``
-    leaves: it loses its middle and at last goes, so that it costs no remark that there is room for without
-    it.
+    leaves: it loses its middle and at last goes, so that it costs no reflection that there is room for
+    without it.
     """
-    context = state.trace.token_ids(state.tip.node_id)
+    context = state.trace.token_ids(state.last_node.node_id)
     limit = max_ending_tokens
     while True:
         ended, num_kept = _with_ending(state, limit, renderer=renderer)

@@ -87,7 +87,7 @@ class ExpansionBook:
             return
         points = self._points.setdefault((state.task.key, state.rollout), {})
         self._forget(points, [turn for turn in points if turn >= state.turn])
-        points[state.turn] = _Point(fork=fork, written=state.tip)
+        points[state.turn] = _Point(fork=fork, written=state.last_node)
         self._copies.keep(fork)
 
     def ended(self, trace: Trace, rollout: int) -> None:

@@ -19,7 +19,7 @@ def check_engine(
 
     Checked: one result a request, in order; one finite log-prob and entropy per token; limits; equal tokens
     for equal seeds, also after caches were dropped; a weight version that rises; a context that is too long
-    is an EngineFault and nothing else; what is released or cancelled may be unknown.
+    is an EngineFault and nothing else; what is released may be unknown.
     """
     ids = tuple(engine.tokenizer.encode(text, add_special_tokens=False))
     require(ids, f"the tokenizer has no token for {text!r}")
@@ -37,7 +37,6 @@ def check_engine(
     first = _generate(engine, requests)
     engine.release([one.cache_key for one in requests if one.cache_key is not None])
     engine.release(["nobody"])
-    engine.cancel("nobody")
     engine.free_cache()
     engine.free_cache()
     again = _generate(engine, requests)

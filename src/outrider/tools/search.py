@@ -3,8 +3,6 @@
 import hashlib
 import json
 import re
-import shutil
-import tempfile
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from outrider.atomic_io import first_folder
 from outrider.config import Settings
 from outrider.errors import DataError, ToolUnavailable
 from outrider.records import read_rows
@@ -210,13 +209,6 @@ def _load_or_build(passages: Sequence[Passage], config: SearchConfig) -> "bm25s.
     )
     if not folder.is_dir():
         index = _build(passages, config.title_weight)
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        # Written aside and renamed: a killed run leaves no half-written index under the final name.
-        scratch = Path(tempfile.mkdtemp(dir=cache_dir, prefix="partial-"))
-        index.save(scratch, show_progress=False)
-        try:
-            scratch.rename(folder)
-        except OSError:
-            # Another process was first; its index is the same.
-            shutil.rmtree(scratch)
+        with first_folder(folder) as scratch:
+            index.save(scratch, show_progress=False)
     return bm25s.BM25.load(folder, show_progress=False)

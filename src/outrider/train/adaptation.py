@@ -27,7 +27,8 @@ from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.trace import Leaf, Trace
-from outrider.train.components import Components, build, token_counter
+from outrider.train.building import build
+from outrider.train.components import Components, token_counter
 from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
 from outrider.types import Task

@@ -6,11 +6,11 @@ from threading import Event
 from typing import Literal
 
 from outrider.errors import ConfigError
-from outrider.evals.paired import gain_over_start
 from outrider.plugins.record import write_origins
 from outrider.printing import score
+from outrider.rollout.paired import gain_over_start
 from outrider.rollout.whereabouts import Whereabouts
-from outrider.train.components import build
+from outrider.train.building import build
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import newest_step
 from outrider.train.state.continuing import require_continuable
@@ -58,35 +58,48 @@ def run_training(
         )
         ending.callback(display.close)
         displays.append(display)
-        display.stage("set-up", None)
-        meter = TokenMeter(display)
-        newest = newest_step(run.checkpoints)
-        for line in require_continuable(run, settings):
-            display.note(line)
-        parts = build(
-            settings,
-            buffer_path=run.path / "buffer.sqlite",
-            resumed=newest is not None,
-            on_tokens=meter,
-            note=display.note,
-        )
-        parts.whereabouts = whereabouts
-        if parts.buffer is not None:
-            ending.callback(parts.buffer.close)
-        ending.callback(parts.factory.close)
-        config = settings.model_dump(mode="json")
-        trackers = make_trackers(
-            settings.trackers, run_dir=run.path, config=config, newest_step=newest, warn=display.note
-        )
-        ending.callback(trackers.close)
-        trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers, stop=stop)
-        ending.callback(trainer.state.close)
+        trainer = _set_up(run, settings, display, whereabouts, stop, ending)
         write_origins(settings, run.path)  # where they are now: a run that goes on may have found others
         run.settle()
         run.keep()
         ending.callback(_tell_results, run, display)
-        meter.num_done = lambda: trainer.num_done
         trainer.train()
+
+
+def _set_up(
+    run: RunDirectory,
+    settings: RunSettings,
+    display: Progress,
+    whereabouts: Whereabouts,
+    stop: Event,
+    ending: ExitStack,
+) -> Trainer:
+    """All parts of the run and its trainer; ``ending`` closes what was opened, last in, first out."""
+    display.stage("set-up", None)
+    meter = TokenMeter(display)
+    newest = newest_step(run.checkpoints)
+    for line in require_continuable(run, settings):
+        display.note(line)
+    parts = build(
+        settings,
+        buffer_path=run.path / "buffer.sqlite",
+        resumed=newest is not None,
+        on_tokens=meter,
+        note=display.note,
+    )
+    parts.whereabouts = whereabouts
+    if parts.buffer is not None:
+        ending.callback(parts.buffer.close)
+    ending.callback(parts.factory.close)
+    config = settings.model_dump(mode="json")
+    trackers = make_trackers(
+        settings.trackers, run_dir=run.path, config=config, newest_step=newest, warn=display.note
+    )
+    ending.callback(trackers.close)
+    trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers, stop=stop)
+    ending.callback(trainer.state.close)
+    meter.num_done = lambda: trainer.num_done
+    return trainer
 
 
 def _tell_results(run: RunDirectory, display: Progress) -> None:

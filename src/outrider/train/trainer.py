@@ -3,22 +3,25 @@ between.
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 
 from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import EnvironmentFault
-from outrider.evals.paired import gain_over_start
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import score
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate
 from outrider.rollout.faults import fault_line, lost_reasons
+from outrider.rollout.paired import gain_over_start
 from outrider.rollout.scheduler import Scheduler
+from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
 from outrider.train.data.buffer_growth import evolve_buffer
 from outrider.train.data.imitation import imitate_experts
-from outrider.train.data.task_sampling import play_step
+from outrider.train.data.off_policy_data import interleaved, mix_in
+from outrider.train.data.task_sampling import SampledStep, play_step
 from outrider.train.metrics.ahead import work_ahead
 from outrider.train.metrics.alarms import skipped_alarms, step_alarms
 from outrider.train.metrics.step_metrics import timing_metrics
@@ -28,8 +31,7 @@ from outrider.train.state.checkpoint import checkpoints_newest_first
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.run_state import RunState
 from outrider.train.update.advantage_stage import credit_step
-from outrider.train.update.off_policy_data import interleaved, mix_in
-from outrider.train.update.update import update
+from outrider.train.update.update import UpdateReport, update
 from outrider.watch.progress import Progress
 from outrider.watch.run_pace import RunPace
 from outrider.watch.trackers import TrackerSet
@@ -77,7 +79,8 @@ class Trainer:
                 else "nothing was trained yet"
             )
             self.progress.note(
-                f"stopped on request after step {state.step} of {self.parts.settings.train.num_steps}, {saved}; "
+                f"stopped on request after step {state.step} of {self.parts.settings.train.num_steps}, "
+                f"{saved}; "
                 f"continue with: outrider train --resume {self.run.path}"
             )
 
@@ -243,33 +246,16 @@ class Trainer:
         )
 
     def _train_step(self) -> dict[str, float]:
-        """Rollout, credit, update, record; what is shown of it."""
+        """Rollout, advantages, update, record; what is shown of it."""
         began = time.perf_counter()
         parts, state = self.parts, self.state
         counts = parts.algorithm.counts()
-        try:
-            report = play_step(
-                parts, self.scheduler(training=True), step=state.step, cursor=state.task_cursor
-            )
-        except _StopRequested:
-            # the step is given up: it will be played again, to the same bits
-            parts.algorithm.restore_counts(counts)
-            raise
+        report = self._play(counts)
         replayed, mixed = mix_in(parts, report.traces, step=state.step, note=self.progress.note)
         rolled = time.perf_counter()
         parts.engine.free_cache()
         credits_ = credit_step(parts, report.trained)
-        updated = update(
-            parts.policy,
-            interleaved(report.trained, replayed),
-            objective=parts.algorithm.objective,
-            settings=parts.settings.update,
-            token_loss=parts.algorithm.token_loss,
-            reference=parts.reference,
-            first=parts.policy.num_steps == 0,
-            gate_always=not parts.settings.engine.is_exact,
-            on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
-        )
+        updated = self._update(interleaved(report.trained, replayed))
         parts.engine.weights_changed()
         state.step += 1
         state.task_cursor = report.cursor
@@ -296,6 +282,37 @@ class Trainer:
             num_policy_tokens=values.get("tokens/policy", 0.0),
             num_computed_tokens=updated.num_computed_tokens,
         )
+        self._record(report, values)
+        return {name: values[key] for name, key in _SHOWN.items() if key in values}
+
+    def _play(self, counts: Sequence[Mapping[str, int]]) -> SampledStep:
+        """The step's rollouts; ``counts`` are the algorithm's from before."""
+        parts, state = self.parts, self.state
+        try:
+            return play_step(parts, self.scheduler(training=True), step=state.step, cursor=state.task_cursor)
+        except _StopRequested:
+            # the step is given up: it will be played again, to the same bits
+            parts.algorithm.restore_counts(counts)
+            raise
+
+    def _update(self, traces: Sequence[Trace]) -> UpdateReport:
+        """The optimiser steps on these rollouts."""
+        parts = self.parts
+        return update(
+            parts.policy,
+            traces,
+            objective=parts.algorithm.objective,
+            settings=parts.settings.update,
+            token_loss=parts.algorithm.token_loss,
+            reference=parts.reference,
+            first=parts.policy.num_steps == 0,
+            gate_always=not parts.settings.engine.is_exact,
+            on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
+        )
+
+    def _record(self, report: SampledStep, values: dict[str, float]) -> None:
+        """Traces, metrics and alarms of the step that has ended; ``values`` gets what the run counts."""
+        parts, state = self.parts, self.state
         state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
         values["tokens/policy_total"] = float(state.num_policy_tokens)
         values["grad/learning_rate"] = parts.policy.learning_rate
@@ -309,7 +326,6 @@ class Trainer:
         self._say(
             step_alarms(parts.settings, step=state.step, values=values, fault_reasons=report.fault_reasons)
         )
-        return {name: values[key] for name, key in _SHOWN.items() if key in values}
 
     def _evaluate(self, label: str) -> None:
         """Play the frozen panel unless its result is on file already. Raises EnvironmentFault where no
@@ -328,7 +344,8 @@ class Trainer:
         lost = lost_reasons(traces)
         if not evaluation.num_tasks:
             raise EnvironmentFault(
-                f"the evaluation {label!r} has no result, every rollout was lost to a fault: {fault_line(lost)}"
+                f"the evaluation {label!r} has no result, every rollout was lost to a fault: "
+                f"{fault_line(lost)}"
             )
         values = {
             "eval/score": evaluation.score,
@@ -354,7 +371,8 @@ class Trainer:
         repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
         self.progress.note(
             f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)} "
-            f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} faults{': ' if lost else ''}{fault_line(lost)}{repeated}"
+            f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} "
+            f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}"
         )
         if (gain := gain_over_start(self.run.finished_evaluations())) is not None:
             self.progress.note(f"{label}: {gain}")

@@ -1,6 +1,5 @@
 """Reads a run directory as it is: a missing or torn file becomes a note, never an error."""
 
-import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
+from outrider.json_lines import readable
 from outrider.types import Json
 
 _NAMED_BAD_LINES: Final = 3
@@ -140,28 +140,18 @@ def _portable(value: object) -> str:
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Json]]:
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = list(readable(path))
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
         notes.append(
             f"{path.name} is missing" if is_missing else f"{path.name} cannot be read: {error.strerror}"
         )
         return []
-    objects: list[dict[str, Json]] = []
-    bad: list[int] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError):
-            value = 0
-        if isinstance(value, dict):
-            objects.append(value)
-        elif value is not None or line.strip() == "null":
-            bad.append(number)
+    bad = [number for number, value in lines if value is None]
     if bad:
         named = ", ".join(map(str, bad[:_NAMED_BAD_LINES])) + (", ..." if len(bad) > _NAMED_BAD_LINES else "")
         notes.append(f"{path.name}: {len(bad)} damaged or torn line(s) left out (line {named})")
-    return objects
+    return [value for _, value in lines if value is not None]
 
 
 def _is_record(record: Mapping[str, Json], notes: list[str]) -> bool:

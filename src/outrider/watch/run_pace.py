@@ -2,15 +2,15 @@
 measured for this kind.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from outrider.json_lines import readable
 from outrider.watch.stage_clock import Clock
 
 Work: TypeAlias = Literal["step", "evaluation", "checkpoint"]
@@ -63,18 +63,15 @@ class RunPace:
         that cannot be read says nothing here.
         """
         found: dict[Work, float] = {}
-        for line in (
-            metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else ()
-        ):
-            try:
-                record = json.loads(line)
+        for _, record in readable(metrics) if metrics.is_file() else ():
+            if record is None:
+                continue
+            with suppress(ValueError, TypeError):
                 found |= {
                     kind: float(record[name])
                     for name, kind in _RECORDED.items()
                     if record.get(name) is not None
                 }
-            except (ValueError, TypeError, AttributeError, RecursionError):
-                continue
         for kind, seconds in found.items():
             if not self._taken[kind]:
                 self._taken[kind].append(seconds)

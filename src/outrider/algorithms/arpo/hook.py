@@ -112,7 +112,7 @@ class BranchHook:
         if not (result.num_tool_calls or (self.every_action and not result.invalid)):
             return None
         s = self.settings
-        written = [node for node in state.trace.path(state.tip.node_id) if node.trainable]
+        written = [node for node in state.trace.path(state.last_node.node_id) if node.trainable]
         change = self._entropy(written[-1 if s.source == "after_result" else -2]) - self._entropy(written[0])
         rule = partial(
             branches,
@@ -125,7 +125,7 @@ class BranchHook:
             streak=state.branch_streak,
         )
         random = state.stream("branch")
-        state.tip.metadata["entropy_change"] = change
+        state.last_node.metadata["entropy_change"] = change
         return sum(rule(float(random.random())) for _ in range(s.num_children))
 
     def budget(self, trace: Trace) -> int | None:

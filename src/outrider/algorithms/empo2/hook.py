@@ -76,7 +76,7 @@ class TipHook:
             seed=seed,
         )
         self.embedder = embedder
-        self.max_remark_tokens = settings.max_tip_tokens
+        self.max_reflection_tokens = settings.max_tip_tokens
         self.counts: Counter[str] = Counter()
         self._num_tokens = num_tokens
         self._training_step = 0
@@ -87,7 +87,7 @@ class TipHook:
         if state.mode == PLAIN:
             return ()
         settings = self.settings
-        path = state.trace.path(state.tip.node_id)
+        path = state.trace.path(state.last_node.node_id)
         hits = self.memory.query(
             self.task_key(state.task),
             self.embedder.embed([self._state_text(path, state.task)])[0],
@@ -166,7 +166,7 @@ class TipHook:
             if self.settings.writer == "environment":
                 self._store_answers(trace, leaf, path, ending)
                 continue
-            tip = cleaned(leaf.remark)
+            tip = cleaned(leaf.reflection)
             self.counts["empty" if not tip else "written"] += 1
             if tip:
                 self._store(trace, leaf, path, tip)
@@ -249,11 +249,11 @@ def said_action(text: str) -> str:
     return " ".join((tagged[-1][1] if tagged else text).split())
 
 
-def cleaned(remark: str) -> str:
+def cleaned(reflection: str) -> str:
     """The first line with text behind a reasoning model's thoughts; empty where those were cut."""
-    if "<think>" in remark and "</think>" not in remark:
+    if "<think>" in reflection and "</think>" not in reflection:
         return ""
-    said = remark.rpartition("</think>")[2]
+    said = reflection.rpartition("</think>")[2]
     return next((line.strip() for line in said.splitlines() if line.strip()), "")
 
 

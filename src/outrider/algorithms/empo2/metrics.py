@@ -36,7 +36,7 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
         "tips/num_duplicates": float(counts["duplicates"]),
         "tips/memory_size": float(len(hook.memory)),
         "tips/fraction_tied": sum(_ties(trace) for trace in traces) / len(traces),
-        "tokens/remarks": float(sum(leaf.num_remark_tokens for _, leaf in leaves)),
+        "tokens/remarks": float(sum(leaf.num_reflection_tokens for _, leaf in leaves)),
     }
     for mode in _MODES:
         returns = [leaf.episode_return or 0.0 for own, leaf in leaves if own == mode]

@@ -189,7 +189,7 @@ class RetrievalHook:
 
 def _inserted(state: EpisodeState) -> frozenset[int]:
     """Steps that the rollout has been shown already."""
-    nodes = [node for node in state.trace.path(state.tip.node_id) if node.origin is Origin.BUFFER]
+    nodes = [node for node in state.trace.path(state.last_node.node_id) if node.origin is Origin.BUFFER]
     return frozenset(step_id for node in nodes for step_id in node.metadata["step_ids"])
 
 

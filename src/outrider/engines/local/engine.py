@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.cancellation import Cancellations
 from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, SlotCache
 from outrider.engines.local.few_rows import MAX_ROWS, FewRows
 from outrider.engines.local.model import LanguageModel
@@ -77,7 +76,6 @@ class LocalEngine:
         self._packed = PackedLinears(self._model)
         # slot -> (cache key or None where it is free, the ids whose keys and values it holds)
         self._slots: list[tuple[str | None, tuple[int, ...]]] = []
-        self._cancellations = Cancellations()
 
     def weights_changed(self) -> None:
         """Raise the version and forget every cached key and value."""
@@ -100,10 +98,6 @@ class LocalEngine:
         gone = frozenset(cache_keys)
         self._slots = [(None, ()) if key is None or key in gone else (key, ids) for key, ids in self._slots]
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request at its next token; one that is not running is none of ours."""
-        self._cancellations.cancel(request_id)
-
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Sample all requests; results in the order asked. At most ``max_rows`` run at a time; others join as
@@ -121,7 +115,6 @@ class LocalEngine:
                 )
         was_training = self._model.training
         self._model.eval()
-        self._cancellations.begin(request.request_id for request in requests)
         try:
             rows = [self._row(index, request) for index, request in enumerate(requests)]
             self._reserve(1, max(row.length + row.room for row in rows))
@@ -131,7 +124,6 @@ class LocalEngine:
                 self._decode(deque(rows))
         finally:
             self._model.train(was_training)
-            self._cancellations.begin(())
             self.release([_unnamed(request) for request in requests if request.cache_key is None])
         return [self._generation(row) for row in rows]
 
@@ -278,9 +270,6 @@ class LocalEngine:
             logits = [self._next_logits(active)] if active else []
 
     def _accept(self, row: _Row, token: int, logprob: float, entropy: float) -> None:
-        if row.request.request_id in self._cancellations:
-            row.reason = FinishReason.CANCELLED
-            return
         row.ids.append(token)
         row.logprobs.append(logprob)
         row.entropies.append(entropy)

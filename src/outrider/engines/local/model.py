@@ -2,10 +2,7 @@
 package.
 """
 
-import contextlib
 import importlib.util
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +19,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from outrider.atomic_io import first_folder
 from outrider.engines.local import onednn
 from outrider.engines.local.attention import (
     IMPLEMENTATION,
@@ -118,9 +116,7 @@ def _convert(gguf: Path, target: Path) -> None:
     """Dequantise into a folder beside ``target`` and rename it, so that a killed conversion leaves nothing
     half done.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
+    with first_folder(target) as folder:
         dequantised = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
@@ -134,10 +130,6 @@ def _convert(gguf: Path, target: Path) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "complete").touch()
-        with contextlib.suppress(OSError):  # another process finished first: its folder is as good
-            folder.rename(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_device(device: str) -> None:

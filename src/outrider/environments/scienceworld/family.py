@@ -10,267 +10,19 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
-
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, played_steps
+from outrider.environments.base import played_steps
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
 from outrider.environments.scienceworld import text as scienceworld_text
+from outrider.environments.scienceworld.environment import ScienceWorldEnvironment, identity
 from outrider.environments.scienceworld.gateway import JavaSimulator, Launch, Simulator
-from outrider.environments.scienceworld.pool import Loan, SimulatorPool
+from outrider.environments.scienceworld.pool import SimulatorPool
+from outrider.environments.scienceworld.settings import ScienceWorldConfig
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
-from outrider.types import Message, Step, Task
-
-FULL_SCORE: Final = 100
-
-
-class ScienceWorldConfig(EnvironmentSettings):
-    """Which episodes are played, by which rules, and on how many simulators."""
-
-    type: Literal["scienceworld"] = "scienceworld"
-    task_names: Annotated[tuple[str, ...], Field(min_length=1)] = ("find-animal",)
-    """Names as in the simulator; the order fixes the order of the task list."""
-    num_train_variations: Annotated[int, Field(ge=1)] | None = 5
-    """First variations of the simulator's train split a task (fewer where it has fewer); None for all."""
-    num_valid_variations: Annotated[int, Field(ge=1)] | None = 5
-    num_test_variations: Annotated[int, Field(ge=1)] | None = 20
-    max_moves: Annotated[int, Field(ge=1)] = 100
-    """Simulator moves after which an episode is cut. ``wait`` costs more than one, an unreadable command
-    none.
-    """
-    simplification: str = ""
-    """Comma-separated names out of the simulator's list, or ``easy``."""
-    show_valid_actions: bool = False
-    """Append the list of understood commands to every observation (20-80 ms and thousands of characters a
-    step).
-    """
-    num_shown_actions: Annotated[int, Field(ge=1)] = 200
-    correct_actions: bool = False
-    """Replace a command by the most similar valid one, as EMPO²'s released wrapper does; it can trigger a
-    fatal focus.
-    """
-    clip_negative: bool = False
-    """Count a negative score as 0 in reward and return; the raw score stays in the metrics."""
-    reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Reward and return are score times this; 0.01 gives returns up to 1."""
-    num_workers: Annotated[int, Field(ge=1)] = 1
-    """Java processes; more than one a core gains nothing."""
-    heap: Annotated[str, Field(pattern=r"^[1-9][0-9]*[mg]$")] = "512m"
-    deterministic: bool = True
-    """Fix the order of objects, so that equal actions give equal episodes; the published simulator does
-    not.
-    """
-    start_limit_s: Annotated[float, Field(gt=0)] = 60.0
-    load_limit_s: Annotated[float, Field(gt=0)] = 120.0
-    step_limit_s: Annotated[float, Field(gt=0)] = 30.0
-    borrow_limit_s: Annotated[float, Field(gt=0)] = 600.0
-
-    @model_validator(mode="after")
-    def _known(self) -> "ScienceWorldConfig":
-        unknown = [name for name in self.task_names if name not in scienceworld_tasks.NUM_VARIATIONS]
-        if unknown:
-            raise ValueError(
-                f"unknown ScienceWorld tasks {unknown}; known: {list(scienceworld_tasks.NUM_VARIATIONS)}"
-            )
-        if len(set(self.task_names)) < len(self.task_names):
-            raise ValueError("task_names holds a name twice")
-        parts = [part for part in self.simplification.split(",") if part]
-        unknown = [part for part in parts if part not in scienceworld_tasks.SIMPLIFICATIONS]
-        if unknown:
-            raise ValueError(
-                f"unknown simplifications {unknown}; known: {list(scienceworld_tasks.SIMPLIFICATIONS)}"
-            )
-        electrical = [name for name in self.task_names if scienceworld_tasks.is_electrical(name)]
-        if "noElectricalAction" in parts and electrical:
-            raise ValueError(f"noElectricalAction makes {electrical} impossible")
-        return self
-
-    @property
-    def max_concurrent(self) -> int:
-        """As many as there are simulators: an episode that waits for one would hold the batch."""
-        return self.num_workers
-
-    def replayed_differently(self) -> list[str]:
-        """Tasks whose objects move by themselves."""
-        return [
-            name
-            for name in self.task_names
-            if not scienceworld_tasks.replays_exactly(name, deterministic=self.deterministic)
-        ]
-
-
-class ScienceWorldEnvironment:
-    """One episode on a borrowed simulator. Chat protocol: the action in ``<action>...</action>``, the
-    observation as a user message.
-    """
-
-    def __init__(self, *, task: Task, config: ScienceWorldConfig, pool: SimulatorPool) -> None:
-        """Nothing is borrowed before :meth:`reset`. Raises :class:`ConfigError` for a task of another
-        family.
-        """
-        self._task_name, self._variation = _identity(task)
-        self._config = config
-        self._pool = pool
-        self._loan: Loan | None = None
-        # close() may come from another thread than step(); a loan must go back exactly once.
-        self._lock = threading.Lock()
-        self._closed = False
-        self._in_flight = False
-        self._start_record()
-
-    def reset(self, seed: int) -> Sequence[Message]:
-        """Borrow a simulator and start the episode.
-
-        ``seed`` changes nothing: the simulator draws from the task's variation alone, so all rollouts of a
-        task start equal (exactly so when the config is deterministic, up to the order of listed objects
-        otherwise).
-        """
-        self._return_loan()
-        self._start_record()
-        self._loan = loan = self._pool.borrow()
-        if self._closed:  # the loop gave this reset up: nobody else would return the simulator
-            self._return_loan()
-            raise EnvironmentFault("the ScienceWorld environment was closed while it waited for a simulator")
-        self._in_flight = True
-        try:
-            opening = loan.simulator.load(
-                task_name=self._task_name,
-                variation=self._variation,
-                simplification=self._config.simplification,
-            )
-            observation = opening.observation + self._listing(loan.simulator)
-        except EnvironmentFault:
-            self._return_loan()
-            raise
-        finally:
-            self._in_flight = False
-        prompt = scienceworld_text.render_prompt(
-            task_text=opening.task_text, observation=observation, action_templates=opening.action_templates
-        )
-        return (Message(role="user", content=prompt),)
-
-    def step(self, message: Message) -> StepResult:
-        """Perform the one action of the message; unreadable text changes nothing and is answered in words."""
-        if self._done:
-            raise RuntimeError("the ScienceWorld episode has ended")
-        loan = self._loan
-        if loan is None:
-            raise EnvironmentFault(
-                "the ScienceWorld environment holds no simulator (never reset, closed, or its simulator died)"
-            )
-        self._num_turns += 1
-        parsed = scienceworld_text.parse_action(message.content)
-        if parsed.problem:
-            self._num_invalid += 1
-            return StepResult(message=Message(role="user", content=parsed.problem), invalid=True)
-        self._in_flight = True
-        try:
-            return self._act(loan.simulator, parsed.action)
-        except EnvironmentFault:
-            self._return_loan()
-            raise
-        finally:
-            self._in_flight = False
-
-    def result(self) -> EpisodeResult:
-        """The simulator's own score as the return; ``score`` in the metrics is neither clipped nor scaled."""
-        return EpisodeResult(
-            episode_return=self._record(self._score),
-            success=self._score >= FULL_SCORE,
-            metrics={
-                "score": float(self._score),
-                "num_moves": float(self._num_moves),
-                "num_turns": float(self._num_turns),
-                "num_invalid": float(self._num_invalid),
-                "num_ambiguous": float(self._num_ambiguous),
-                "num_corrected": float(self._num_corrected),
-                "wrong_focus": float(self._score < 0),
-                "cut_by_moves": float(self._cut_by_moves),
-            },
-        )
-
-    def close(self) -> None:
-        """Give the simulator back, for good; may be called twice.
-
-        While another thread is inside a call (the loop gave it up), the simulator is killed first: what that
-        thread still asks must not reach the next episode.
-        """
-        self._closed = True
-        loan = self._take_loan()
-        if loan is not None:
-            if self._in_flight:
-                loan.simulator.close()
-            self._pool.give_back(loan)
-
-    def _return_loan(self) -> None:
-        loan = self._take_loan()
-        if loan is not None:
-            self._pool.give_back(loan)
-
-    def _take_loan(self) -> Loan | None:
-        with self._lock:
-            loan, self._loan = self._loan, None
-        return loan
-
-    def _start_record(self) -> None:
-        self._score = 0
-        self._num_moves = 0
-        self._num_turns = 0
-        self._num_invalid = 0
-        self._num_ambiguous = 0
-        self._num_corrected = 0
-        self._done = False
-        self._cut_by_moves = False
-        self._asked_back = False
-
-    def _act(self, simulator: Simulator, action: str) -> StepResult:
-        reply = simulator.act(self._corrected(simulator, action))
-        unreadable = scienceworld_text.is_unreadable(reply.observation)
-        self._asked_back = scienceworld_text.is_ambiguous(reply.observation)
-        self._num_invalid += unreadable
-        self._num_ambiguous += self._asked_back
-        reward = self._record(reply.score) - self._record(self._score)
-        self._score, self._num_moves = reply.score, reply.num_moves
-        over = reply.completed or reply.score < 0
-        self._cut_by_moves = not over and reply.num_moves >= self._config.max_moves
-        self._done = over or self._cut_by_moves
-        observation = reply.observation.strip()
-        if self._done:
-            self._return_loan()
-        else:
-            observation += self._listing(simulator)
-        return StepResult(
-            message=Message(role="user", content=observation),
-            reward=reward,
-            done=self._done,
-            invalid=unreadable,
-            refused=scienceworld_text.is_refused(reply.observation),
-            truncated=self._cut_by_moves,
-        )
-
-    def _corrected(self, simulator: Simulator, action: str) -> str:
-        # A number that answers the simulator's question is no command of the list.
-        if not self._config.correct_actions or (self._asked_back and action.isdigit()):
-            return action
-        nearest = scienceworld_text.nearest_action(action, simulator.valid_actions())
-        if nearest is None or nearest == action:
-            return action
-        self._num_corrected += 1
-        return nearest
-
-    def _listing(self, simulator: Simulator) -> str:
-        if not self._config.show_valid_actions:
-            return ""
-        return "\n\n" + scienceworld_text.render_valid_actions(
-            simulator.valid_actions(), self._config.num_shown_actions
-        )
-
-    def _record(self, score: int) -> float:
-        return (max(score, 0) if self._config.clip_negative else score) * self._config.reward_scale
+from outrider.types import Step, Task
 
 
 class ScienceWorldFactory:
@@ -347,7 +99,7 @@ class ScienceWorldFamily:
         """The simulator's gold path, played in the episode that ``reset(seed)`` starts; None where it misses
         100 or ``max_moves``.
         """
-        task_name, variation = _identity(task)
+        task_name, variation = identity(task)
         loan = self._expert_pool.borrow()
         try:
             gold = loan.simulator.gold_actions(
@@ -404,10 +156,3 @@ def find_launch(config: ScienceWorldConfig) -> Launch:
         load_limit_s=config.load_limit_s,
         step_limit_s=config.step_limit_s,
     )
-
-
-def _identity(task: Task) -> tuple[str, int]:
-    name, variation = task.metadata.get("task_name"), task.metadata.get("variation")
-    if not isinstance(name, str) or not isinstance(variation, int):
-        raise ConfigError(f"{task.key} is not a ScienceWorld task")
-    return name, variation

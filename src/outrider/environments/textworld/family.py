@@ -7,291 +7,18 @@ the return. A game that is won or lost ends; ``max_moves`` cuts the others.
 
 import importlib.metadata
 import importlib.util
-import os
-import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
-from pydantic import Field, model_validator
-
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, played_steps
+from outrider.environments.base import played_steps
 from outrider.environments.scienceworld import text as scienceworld_text
 from outrider.environments.textworld import games as textworld_games
-from outrider.environments.textworld.games import GameShelf
-from outrider.environments.textworld.kinds import GameSettings, QuestGame, Split
-from outrider.environments.textworld.play import Game, Opening, StoryGame, walkthrough
+from outrider.environments.textworld.environment import TextWorldEnvironment
+from outrider.environments.textworld.kinds import Split
+from outrider.environments.textworld.play import Game, StoryGame, walkthrough
+from outrider.environments.textworld.settings import TextWorldConfig, identity
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
-from outrider.types import Message, Step, Task
-
-MAX_COMMAND_CHARACTERS: Final = 100
-"""The interpreter cuts off what is longer than its line."""
-_READABLE: Final = re.compile(r"[a-z0-9' -]+")
-# Commands to the interpreter: they write files, restart or end it, change how it talks, or repeat what the
-# package typed unseen. Its dictionary holds nine letters of a word.
-_OUTSIDE: Final = frozenset(
-    word[:9]
-    for word in (
-        *(
-            "again",
-            "brief",
-            "g",
-            "long",
-            "normal",
-            "noscript",
-            "notify",
-            "nouns",
-            "o",
-            "oops",
-            "pronouns",
-            "q",
-            "quit",
-            "record",
-        ),
-        *(
-            "recording",
-            "replay",
-            "restart",
-            "restore",
-            "save",
-            "script",
-            "short",
-            "superbrief",
-            "transcript",
-            "undo",
-            "unscript",
-        ),
-        *("verbose", "verify", "version"),
-    )
-)
-_UNREADABLE: Final = (
-    "That's not a verb I recognise",
-    "I didn't understand",
-    "I only understood you",
-    "I beg your pardon",
-)
-
-INSTRUCTIONS: Final = (
-    "You play a text adventure and reach its goal by typing commands, one a turn.\n"
-    "You may think first. Then write exactly one command between <action> and </action>, for example "
-    "<action>look</action>. The next message tells what happened.\n"
-    "Commands, where OBJ stands for a thing that you can see or carry (for example: open fridge):\n"
-    "{templates}"
-)
-
-
-class TextWorldConfig(EnvironmentSettings):
-    """Which games are made and by which rules they are played."""
-
-    type: Literal["textworld"] = "textworld"
-    game: GameSettings = QuestGame()
-    """What kind of game: ``quest``, ``coin_collector``, ``treasure_hunter`` or ``cooking``, each with its own
-    sizes.
-    """
-    num_train: Annotated[int, Field(ge=0)] = 8
-    """Games of the split. All differ in their seeds; of tiny games some can still be equal, across splits
-    too.
-    """
-    num_valid: Annotated[int, Field(ge=0)] = 2
-    num_test: Annotated[int, Field(ge=0)] = 4
-    game_seed: int = 0
-    """Decides the games, together with ``game``. More games leave the first ones as they are."""
-    max_moves: Annotated[int, Field(ge=1)] = 50
-    """Commands given to the game after which an episode is cut, understood or not; text without a command
-    costs none.
-    """
-    show_admissible: bool = False
-    """Append the list of commands that change or show something now to every observation (halves the
-    speed).
-    """
-    num_shown_actions: Annotated[int, Field(ge=1)] = 100
-    cache: Path | None = None
-    """Folder of made games; None is ``$OUTRIDER_CACHE/textworld`` or ``~/.cache/outrider/textworld``.
-    Processes may share it.
-    """
-    make_ahead: bool = True
-    """Make all games before the first rollout, so that impossible settings stop the run at its start and no
-    episode waits (2-5 s a game, once). Otherwise one game is made then and each other one, in turn, when it
-    is first played: the rollout's limit of a step must leave time for that.
-    """
-    num_makers: Annotated[int, Field(ge=1)] = 2
-    """Processes that make games; more than one a core gains nothing."""
-    make_limit_s: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds a game, after which its making counts as broken."""
-
-    @model_validator(mode="after")
-    def _not_empty(self) -> "TextWorldConfig":
-        if self.num_train + self.num_valid + self.num_test == 0:
-            raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to play")
-        return self
-
-    def shelf(self) -> GameShelf:
-        """Where the games of these settings are kept."""
-        return GameShelf(
-            root=self.cache or cache_folder(),
-            game=self.game,
-            game_seed=self.game_seed,
-            num_makers=self.num_makers,
-            make_limit_s=self.make_limit_s,
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Record:
-    """What is counted of one episode."""
-
-    score: int = 0
-    max_score: int = 1
-    num_moves: int = 0
-    num_turns: int = 0
-    num_invalid: int = 0
-    won: bool = False
-    lost: bool = False
-    cut_by_moves: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self.won or self.lost or self.cut_by_moves
-
-    @property
-    def value(self) -> float:
-        return self.score / self.max_score
-
-
-class TextWorldEnvironment:
-    """One episode of one game. Chat protocol: the command in ``<action>...</action>``, the observation as a
-    user message.
-
-    Every environment has an interpreter of its own, so several may run in threads; loading takes a lock of
-    the process.
-    """
-
-    def __init__(
-        self, *, task: Task, config: TextWorldConfig, open_game: Callable[[Split, int], Game]
-    ) -> None:
-        """Nothing is started before :meth:`reset`. Raises :class:`ConfigError` for a task of other games."""
-        self._key = _identity(task, config)
-        self._task = task
-        self._config = config
-        self._open_game = open_game
-        self._game: Game | None = None
-        self._record = _Record()
-        # The interpreter must not be closed while another thread is inside it: that would crash the whole
-        # process.
-        self._inside = threading.Lock()
-        self._closed = False
-
-    def reset(self, seed: int) -> Sequence[Message]:
-        """Start the game from its beginning. ``seed`` changes nothing: a game and its texts are fixed by its
-        making.
-        """
-        with self._exclusive():
-            self._end_game()
-            self._record = _Record()
-            self._game = game = self._open_game(*self._key)
-            self._record.max_score = game.opening.max_score
-            return (Message(role="user", content=render_prompt(game.opening) + self._listing(game)),)
-
-    def step(self, message: Message) -> StepResult:
-        """Perform the one command of the message; unreadable text changes nothing and is answered in
-        words.
-        """
-        with self._exclusive():
-            if self._record.done:
-                raise RuntimeError("the TextWorld episode has ended")
-            if self._game is None:
-                raise EnvironmentFault("the TextWorld environment holds no game (never reset, or closed)")
-            self._record.num_turns += 1
-            parsed = scienceworld_text.parse_action(message.content)
-            problem = parsed.problem or refusal(parsed.action)
-            if problem:
-                self._record.num_invalid += 1
-                return StepResult(message=Message(role="user", content=problem), invalid=True)
-            return self._act(self._game, parsed.action)
-
-    def result(self) -> EpisodeResult:
-        """The share of the largest score as the return; ``score`` in the metrics counts points."""
-        record = self._record
-        return EpisodeResult(
-            episode_return=record.value,
-            success=record.won,
-            metrics={
-                "score": float(record.score),
-                "max_score": float(record.max_score),
-                "num_moves": float(record.num_moves),
-                "num_turns": float(record.num_turns),
-                "num_invalid": float(record.num_invalid),
-                "lost": float(record.lost),
-                "cut_by_moves": float(record.cut_by_moves),
-            },
-        )
-
-    def copy(self) -> "TextWorldEnvironment":
-        """The same episode at the same point (0.05-0.2 s); neither sees what the other does from then on."""
-        with self._exclusive():
-            twin = TextWorldEnvironment(task=self._task, config=self._config, open_game=self._open_game)
-            twin._record = replace(self._record)
-            twin._game = None if self._game is None else self._game.copy()
-            return twin
-
-    def close(self) -> None:
-        """End the interpreter; may be called twice. While another thread is inside, that thread ends it when
-        it comes out.
-        """
-        self._closed = True
-        if self._inside.acquire(blocking=False):
-            try:
-                self._end_game()
-            finally:
-                self._inside.release()
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        try:
-            with self._inside:
-                if self._closed:
-                    raise EnvironmentFault("the TextWorld environment is closed")
-                yield
-        finally:
-            if self._closed:  # someone closed it meanwhile and could not get in
-                self.close()
-
-    def _end_game(self) -> None:
-        game, self._game = self._game, None
-        if game is not None:
-            game.close()
-
-    def _act(self, game: Game, command: str) -> StepResult:
-        record, before = self._record, self._record.value
-        reply = game.act(command)
-        unreadable = reply.text.startswith(_UNREADABLE)
-        record.score, record.won, record.lost = reply.score, reply.won, reply.lost
-        record.num_moves += 1
-        record.num_invalid += unreadable
-        record.cut_by_moves = not (reply.won or reply.lost) and record.num_moves >= self._config.max_moves
-        observation = reply.text or "Nothing happens."
-        if record.done:
-            self._end_game()
-        else:
-            observation += self._listing(game)
-        return StepResult(
-            message=Message(role="user", content=observation),
-            reward=record.value - before,
-            done=record.done,
-            invalid=unreadable,
-            refused=reply.refused,
-            truncated=record.cut_by_moves,
-        )
-
-    def _listing(self, game: Game) -> str:
-        if not self._config.show_admissible:
-            return ""
-        return "\n\n" + scienceworld_text.render_valid_actions(
-            game.commands(), self._config.num_shown_actions
-        )
+from outrider.types import Step, Task
 
 
 class TextWorldFactory:
@@ -359,7 +86,7 @@ class TextWorldFamily:
         than ``max_moves``.
         """
         check_package()
-        shelf, key = self.config.shelf(), _identity(task, self.config)
+        shelf, key = self.config.shelf(), identity(task, self.config)
         shelf.ensure([key])
         environment = TextWorldEnvironment(task=task, config=self.config, open_game=self._open)
         try:
@@ -392,11 +119,6 @@ class TextWorldFamily:
         return StoryGame.start(shelf.story(split, index), with_commands=self.config.show_admissible)
 
 
-def cache_folder() -> Path:
-    """Where games lie by default: ``$OUTRIDER_CACHE/textworld`` or ``~/.cache/outrider/textworld``."""
-    return Path(os.environ.get("OUTRIDER_CACHE", Path.home() / ".cache" / "outrider")) / "textworld"
-
-
 def check_package() -> None:
     """Raises :class:`ToolUnavailable` where the package is missing or of another version, which would make
     other games.
@@ -408,36 +130,3 @@ def check_package() -> None:
         raise ToolUnavailable(
             f"TextWorld {version} found, the games are of {textworld_games.PACKAGE_VERSION}"
         )
-
-
-def refusal(command: str) -> str:
-    """Why a command does not reach the game, in words for the policy; empty where it does.
-
-    Kept out: several commands in one line, and commands to the interpreter (``save`` and ``script`` would
-    write files).
-    """
-    if len(command) > MAX_COMMAND_CHARACTERS:
-        return f"The command is longer than {MAX_COMMAND_CHARACTERS} characters; nothing was done."
-    if not _READABLE.fullmatch(command):
-        return "A command holds only letters, digits, spaces, hyphens and apostrophes; nothing was done."
-    words = command.split()
-    if "then" in words:
-        return "Found several commands; nothing was done. Write exactly one command."
-    if words[0][:9] in _OUTSIDE or words[0].startswith("tw-"):
-        return f"'{words[0]}' is not part of the game; nothing was done."
-    return ""
-
-
-def render_prompt(opening: Opening) -> str:
-    """The first user message: how to act, the goal, and what the player sees."""
-    return f"{INSTRUCTIONS.format(templates=', '.join(opening.command_templates))}\n\n{opening.text}"
-
-
-def _identity(task: Task, config: TextWorldConfig) -> tuple[Split, int]:
-    games, split, index = (task.metadata.get(name) for name in ("games", "split", "index"))
-    if games != config.shelf().name or not isinstance(index, int):
-        raise ConfigError(f"{task.key} is not a task of these TextWorld games")
-    for known in ("train", "valid", "test"):
-        if known == split:
-            return known, index
-    raise ConfigError(f"{task.key} is of no split")

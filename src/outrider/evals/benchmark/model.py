@@ -10,8 +10,8 @@ import torch
 
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.errors import CheckpointError
-from outrider.train.components import load_weights
 from outrider.train.learning_settings import OptimizerSettings
+from outrider.train.models import load_weights
 from outrider.train.settings import ModelSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first
 from outrider.train.state.recorded import recorded_settings

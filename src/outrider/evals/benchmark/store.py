@@ -6,7 +6,6 @@ sample is never played again, a fault is, and its later result takes its place. 
 failed is not played again either: it is judged again.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
+from outrider.atomic_io import append_to
 from outrider.errors import ConfigError, DataError
 from outrider.evals.benchmark.scores import SampleResult
+from outrider.file_lock import FileLock
+from outrider.json_lines import parsed, read_lines
 from outrider.types import Json, Outcome, Task
 
 RESULTS: Final = "results.jsonl"  # of an evaluation's folder, and what it comes to:
@@ -31,13 +33,10 @@ class PanelStore:
     to one process.
     """
 
-    def __init__(
-        self, path: Path, descriptor: int, results: dict[tuple[str, int], SampleResult], size: int
-    ) -> None:
+    def __init__(self, path: Path, file: FileLock, results: dict[tuple[str, int], SampleResult]) -> None:
         self.path = path
-        self._descriptor = descriptor
+        self._file = file
         self._results = results
-        self._size = size
         self._lock = Lock()
 
     @classmethod
@@ -49,24 +48,21 @@ class PanelStore:
         DataError naming the line when it is damaged.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
+            file = FileLock(path, flags=os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except BlockingIOError as error:
             raise ConfigError(f"{path} is in use by another process") from error
         try:
-            whole, _, torn = path.read_bytes().rpartition(b"\n")
-            if not whole and not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
+            lines, torn = read_lines(path)
+            if not lines and not (torn.startswith(_BEGINNING) or _BEGINNING.startswith(torn)):
                 raise DataError(f"{path}:1: no results of a panel ({FORMAT})")
-            results = _read(path, whole.split(b"\n"), identity) if whole else {}
-            size = len(whole) + 1 if whole else 0
-            os.ftruncate(descriptor, size)
-            store = cls(path, descriptor, results, size)
-            if not whole:
+            results = _read(path, lines, identity) if lines else {}
+            os.ftruncate(file.descriptor, sum(len(line) + 1 for line in lines))
+            store = cls(path, file, results)
+            if not lines:
                 store._append({"format": FORMAT, "identity": dict(identity)})
         except BaseException:
-            os.close(descriptor)
+            file.release()
             raise
         return store
 
@@ -110,9 +106,7 @@ class PanelStore:
     def close(self) -> None:
         """Give the file back; may be called twice."""
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-            self._descriptor = -1
+            self._file.release()
 
     def _is_owed(self, key: str, sample: int) -> bool:
         found = self._results.get((key, sample))
@@ -124,23 +118,14 @@ class PanelStore:
 
     def _append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
-        rest = memoryview(line)
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-            os.fsync(self._descriptor)
-        except OSError:  # a full disk: half a line would damage the next one
-            os.ftruncate(self._descriptor, self._size)
-            raise
-        self._size += len(line)
+        append_to(self._file.descriptor, line)
 
 
 def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
     """What a closed file is of, and its results by task key and sample number. Raises DataError naming the
     line.
     """
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    lines = whole.split(b"\n")
+    lines = read_lines(path)[0] or [b""]
     found = _parsed(path, 1, lines[0]).get("identity")
     identity = found if isinstance(found, dict) else {}
     results = _read(path, lines, identity)
@@ -211,9 +196,6 @@ def _check_identity(path: Path, header: Mapping[str, Any], identity: Mapping[str
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return parsed(line)
+    except ValueError as error:
         raise DataError(f"{path}:{number}: malformed JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{path}:{number}: malformed JSON: expected an object, got {type(record).__name__}")
-    return record

@@ -3,13 +3,12 @@ machine.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outrider import __version__
+from outrider.atomic_io import replacing_folder
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, DataError, OutriderError, PackError
 from outrider.evals.benchmark.store import RESULTS, SUMMARY
@@ -49,18 +48,10 @@ def make_pack(
     names = [pack_name(name) for name in run_names(folders)] if folders else []
     if len(set(names)) < len(names):
         raise ConfigError(f"two of these runs would have one name in the pack: {', '.join(sorted(names))}")
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        manifest = _write(
+    with replacing_folder(out) as partial:
+        return _write(
             partial, dict(sorted(zip(names, folders, strict=True))), exact, commands=commands, weights=weights
         )
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    os.replace(partial, out)
-    return manifest
 
 
 def _write(

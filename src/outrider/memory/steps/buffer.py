@@ -26,7 +26,7 @@ from outrider.memory.steps.records import (
     StepFilter,
     StepRecord,
 )
-from outrider.memory.steps.selection import Selection, check_trajectories, select
+from outrider.memory.steps.selection import Selection, build_report, check_trajectories, select
 from outrider.memory.steps.store import StepStore
 from outrider.types import Trajectory
 
@@ -52,9 +52,8 @@ class StepTraceBuffer:
 
     ``mode="write"`` opens the file as its only writer and creates it when it is missing; ``mode="read"``
     never changes it. A reader with ``revision`` shows the buffer as it was then. Queries may run in any
-    number of threads, also while a writer adds; after a rollback or a compaction, queries of other buffer
-    objects raise until they refresh. Pickling keeps path and embedder: the copy is a reader, pinned if the
-    original was.
+    number of threads, also while a writer adds; after a rollback, queries of other buffer objects raise: open
+    them again. Pickling keeps path and embedder: the copy is a reader, pinned if the original was.
 
     Raises :class:`~outrider.errors.DataError` (no buffer there, unreadable, unwritable),
     :class:`~outrider.errors.BufferCorrupt` (damaged; nothing is changed),
@@ -174,19 +173,8 @@ class StepTraceBuffer:
                     pending = []
             if pending:
                 self._write(pending)
-        return BuildReport(
-            num_offered=sum(len(task) for task in offered.values()) + num_duplicate,
-            num_inserted=sum(len(chosen.added) for chosen in selections),
-            num_steps_inserted=sum(len(item.steps) for chosen in selections for item in chosen.added),
-            num_present=sum(chosen.num_present for chosen in selections),
-            num_duplicate=num_duplicate,
-            num_empty=sum(chosen.num_empty for chosen in selections),
-            num_below_min_reward=sum(chosen.num_below_min_reward for chosen in selections),
-            num_outranked=sum(chosen.num_outranked for chosen in selections),
-            num_removed=sum(len(chosen.removed) for chosen in selections),
-            num_repaired_texts=sum(chosen.num_repaired_texts for chosen in selections),
-            revision=self.revision,
-        )
+        num_different = sum(map(len, offered.values()))
+        return build_report(selections, num_different, num_duplicate=num_duplicate, revision=self.revision)
 
     def query(self, history: str, step_filter: StepFilter | None = None, *, k: int = 1) -> list[Hit]:
         """The ``k`` steps whose keys are nearest to ``history`` (made by
@@ -246,10 +234,6 @@ class StepTraceBuffer:
             self._store.step_ids(trajectory_id, revision=view.revision), generation=view.generation
         )
 
-    def snapshot(self, revision: int) -> "StepTraceBuffer":
-        """A reader pinned to an earlier revision."""
-        return StepTraceBuffer(self.path, self.embedder, mode="read", revision=revision)
-
     def flush(self) -> None:
         """Force everything that was added to disk, so that a checkpoint may count on it after a power failure
         too.
@@ -272,16 +256,6 @@ class StepTraceBuffer:
         self._pinned = revision
         self._view = self._load()
 
-    def refresh(self) -> int:
-        """Let a reader that is not pinned see what a writer elsewhere has done; returns the revision."""
-        follows = self._pinned is None and not self._writable
-        if follows and (self._store.generation, self._store.revision) != (
-            self._view.generation,
-            self._view.revision,
-        ):
-            self._view = self._load()
-        return self.revision
-
     def rollback(self, revision: int) -> RollbackReport:
         """Return the buffer for good to the revision of a checkpoint; later additions get the same step ids
         again.
@@ -291,16 +265,6 @@ class StepTraceBuffer:
             num_dropped, num_restored = self._store.rollback(revision)
             self._view = self._load()
         return RollbackReport(revision=revision, num_dropped=num_dropped, num_restored=num_restored)
-
-    def compact(self, oldest_revision: int) -> int:
-        """Delete what left the buffer at or before a revision, when no checkpoint needs older ones; returns
-        trajectories.
-        """
-        self._require_writer()
-        with self._add_lock:
-            num_deleted = self._store.compact(oldest_revision)
-            self._view = self._load()
-        return num_deleted
 
     def stats(self) -> BufferStats:
         """Counts and quantiles of what queries see."""

@@ -1,7 +1,6 @@
 """One SQLite connection with our errors, usable from any thread."""
 
 import contextlib
-import os
 import sqlite3
 import threading
 import zlib
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.atomic_io import temporary_name
+from outrider.atomic_io import replacing_by_name
 from outrider.errors import BufferCorrupt, DataError
 
 _DAMAGE = ("malformed", "not a database", "could not decode")
@@ -20,15 +19,13 @@ def copy_database(source: Path, target: Path) -> None:
 
     Raises BufferCorrupt or DataError, one line.
     """
-    partial = temporary_name(target)
-    reader = Database(source, writable=False)
-    try:
-        with reader.guard() as db, contextlib.closing(sqlite3.connect(partial)) as copy:
-            db.backup(copy)
-        os.replace(partial, target)
-    finally:
-        reader.close()
-        partial.unlink(missing_ok=True)
+    with (
+        contextlib.closing(Database(source, writable=False)) as reader,
+        replacing_by_name(target) as partial,
+        reader.guard() as db,
+        contextlib.closing(sqlite3.connect(partial)) as copy,
+    ):
+        db.backup(copy)
 
 
 class Database:

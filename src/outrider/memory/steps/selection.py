@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from outrider.errors import DataError
 from outrider.memory.embedder import replace_surrogates
 from outrider.memory.steps.history import Candidate, TokenCounter, history_text, keep_best, question_of
+from outrider.memory.steps.records import BuildReport
 from outrider.memory.steps.store import NewTrajectory, StepStore
 from outrider.types import Step, Trajectory
 
@@ -36,6 +37,25 @@ class _Prepared:
     item: NewTrajectory
     histories: tuple[str, ...]
     num_repaired_texts: int
+
+
+def build_report(
+    selections: Sequence[Selection], num_different: int, *, num_duplicate: int, revision: int
+) -> BuildReport:
+    """What the decisions for all offered tasks come to."""
+    return BuildReport(
+        num_offered=num_different + num_duplicate,
+        num_inserted=sum(len(chosen.added) for chosen in selections),
+        num_steps_inserted=sum(len(item.steps) for chosen in selections for item in chosen.added),
+        num_present=sum(chosen.num_present for chosen in selections),
+        num_duplicate=num_duplicate,
+        num_empty=sum(chosen.num_empty for chosen in selections),
+        num_below_min_reward=sum(chosen.num_below_min_reward for chosen in selections),
+        num_outranked=sum(chosen.num_outranked for chosen in selections),
+        num_removed=sum(len(chosen.removed) for chosen in selections),
+        num_repaired_texts=sum(chosen.num_repaired_texts for chosen in selections),
+        revision=revision,
+    )
 
 
 def check_trajectories(

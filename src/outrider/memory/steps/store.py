@@ -1,11 +1,10 @@
 """The Step-Trace Buffer on disk: one SQLite file in WAL mode, written in transactions of whole tasks.
 
 Every committed batch raises ``revision`` by one. Trajectories carry the revision that added them and the one
-that removed them; nothing is deleted before :meth:`StepStore.compact`, so any revision since then can be read
-or restored. A batch is announced by a marker row in its own transaction and takes the marker away when it
-commits: a marker without a living writer is a batch that died. Process crashes lose at most that batch; a
-power failure may also lose the commits since the last :meth:`StepStore.flush` (``synchronous=NORMAL``), never
-the file.
+that removed them; a rollback alone deletes, so any revision before it can be read or restored. A batch is
+announced by a marker row in its own transaction and takes the marker away when it commits: a marker without a
+living writer is a batch that died. Process crashes lose at most that batch; a power failure may also lose the
+commits since the last :meth:`StepStore.flush` (``synchronous=NORMAL``), never the file.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import BufferCorrupt, CheckpointError, DataError
-from outrider.memory.lock import WriterLock, writer_is_alive
+from outrider.memory.lock import writer_is_alive, writer_lock
 from outrider.memory.steps.checksums import mark_removed, seal_counters, trajectory_checksum, vector_checksum
 from outrider.memory.steps.database import Database, checksum
 from outrider.memory.steps.format import check_file, create_tables, is_blank, meta
@@ -64,7 +63,7 @@ class StepStore:
         self.path = path
         self.lost_batch = False
         self._dim = dim
-        self._writer_lock = WriterLock(path) if writable else None
+        self._writer_lock = writer_lock(path) if writable else None
         try:
             is_new = not path.exists() or is_blank(path)
             if is_new and not writable:
@@ -88,7 +87,7 @@ class StepStore:
 
     @property
     def generation(self) -> int:
-        """Raised by every rollback and compaction: the same revision of another generation may hold other
+        """Raised by every rollback: the same revision of another generation may hold other
         rows.
         """
         return self._meta("generation")
@@ -174,19 +173,6 @@ class StepStore:
             self._count_again()
         return dropped, len(restored)
 
-    def compact(self, oldest_revision: int) -> int:
-        """Delete trajectories that were removed at or before this revision; older revisions can then not be
-        read again.
-        """
-        self.require(oldest_revision)
-        with self._database.transaction():
-            num_deleted = self._delete(
-                "SELECT trajectory_row FROM trajectories WHERE removed <= ?", oldest_revision
-            )
-            self._set_meta("oldest_revision", oldest_revision)
-            self._count_again()
-        return num_deleted
-
     def require(self, revision: int) -> None:
         """Raise :class:`~outrider.errors.CheckpointError` unless this revision can be read."""
         oldest, newest = self._meta("oldest_revision"), self.revision
@@ -203,10 +189,7 @@ class StepStore:
         """
         with self._database.guard():
             if self.generation != generation:
-                raise DataError(
-                    f"{self.path}: rolled back or compacted since it was loaded "
-                    "here; call refresh or open it again"
-                )
+                raise DataError(f"{self.path}: rolled back since it was loaded here; open it again")
             with damage(self.path):
                 return [self._record(int(step_id)) for step_id in step_ids]
 

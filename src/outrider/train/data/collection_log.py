@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.atomic_io import append
+from outrider.json_lines import readable
 from outrider.rollout.collect import Collected
 
 
@@ -25,8 +26,8 @@ class CollectionLog:
         """Trajectory ids of finished rollouts."""
         if not self.path.exists():
             return frozenset()
-        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
-        return frozenset(name for line in lines if (name := _name(line)) is not None)
+        names = (entry.get("trajectory_id") for _, entry in readable(self.path) if entry is not None)
+        return frozenset(name for name in names if isinstance(name, str))
 
     def add(self, collected: Sequence[Collected]) -> None:
         """Record what has reached the buffer, and force it to disk."""
@@ -43,15 +44,3 @@ class CollectionLog:
         ]
         # on a line of its own whatever a kill left behind
         append(self.path, "".join(f"\n{line}\n" for line in lines).encode())
-
-
-def _name(line: str) -> str | None:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return (
-        entry["trajectory_id"]
-        if isinstance(entry, dict) and isinstance(entry.get("trajectory_id"), str)
-        else None
-    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.algorithms.algorithm import TaskChoice
-from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.components import Components
@@ -100,23 +100,15 @@ def sample_step(
     """Play what was chosen; with a filter, as many further tasks as groups were left out, until none is
     missing or its bound.
     """
+    if choice.tasks is not None:
+        report = scheduler.run(choice.tasks, modes=modes, training_step=step)
+        return _as_chosen(report, choice, cursor=cursor)
     played: list[Trace] = []
     trained: list[Trace] = []
     faults: Counter[str] = Counter()
     reasons: list[str] = []
     num_batches = 0
     filtered, num_groups = choice.groups, choice.num_groups
-    if choice.tasks is not None:
-        report = scheduler.run(choice.tasks, modes=modes, training_step=step)
-        return SampledStep(
-            choice=replace(choice, groups=None),
-            traces=report.traces,
-            trained=report.traces,
-            faults=report.faults,
-            fault_reasons=report.fault_reasons,
-            num_extra_batches=0,
-            cursor=cursor,
-        )
     while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
         tasks, cursor = order.take(
             num_groups - len(trained), cursor=cursor, seen={trace.task.key for trace in played}
@@ -137,6 +129,21 @@ def sample_step(
         faults=faults,
         fault_reasons=tuple(reasons),
         num_extra_batches=max(0, num_batches - 1),
+        cursor=cursor,
+    )
+
+
+def _as_chosen(report: RolloutReport, choice: TaskChoice, *, cursor: int) -> SampledStep:
+    """A step whose tasks the algorithm named: all of its groups are trained, and the order of tasks stands
+    still.
+    """
+    return SampledStep(
+        choice=replace(choice, groups=None),
+        traces=report.traces,
+        trained=report.traces,
+        faults=report.faults,
+        fault_reasons=report.fault_reasons,
+        num_extra_batches=0,
         cursor=cursor,
     )
 

@@ -220,7 +220,8 @@ def _minilm() -> str:
 
 
 def _java() -> str:
-    from outrider.environments.scienceworld.family import ScienceWorldConfig, find_launch
+    from outrider.environments.scienceworld.family import find_launch
+    from outrider.environments.scienceworld.settings import ScienceWorldConfig
 
     find_launch(ScienceWorldConfig())
     return f"{shutil.which('java')} and the simulator (not started)"

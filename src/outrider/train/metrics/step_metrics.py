@@ -5,13 +5,15 @@ import resource
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import get_args
+from typing import TypeAlias, get_args
 
 from outrider.algorithms.base import GroupCredit
 from outrider.algorithms.common.advantages import NoSignalReason
 from outrider.memory.embedder import HashEmbedder
-from outrider.trace import Node, Trace
+from outrider.trace import Leaf, Node, Trace
 from outrider.types import Origin, Outcome
+
+_Kept: TypeAlias = tuple[Leaf, Sequence[Node]]  # a rollout with a return, and its path
 
 
 def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
@@ -35,54 +37,69 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     }
     if not kept:
         return metrics
-    returns = [leaf.episode_return for leaf, _ in kept if leaf.episode_return is not None]
-    lengths = [_num_tokens(path) for _, path in kept]
-    turns = [sum(node.trainable for node in path) for _, path in kept]
     # a shared node was written once
     nodes = list({id(node): node for _, path in kept for node in path}.values())
-    policy = [node for node in nodes if node.trainable]
-    on_paths = sum(_total(path, "num_tool_calls") for _, path in kept)
     truncated = outcomes[Outcome.TRUNCATED_TOKENS] + outcomes[Outcome.TRUNCATED_TURNS]
     return (
         metrics
-        | {
-            "reward/mean": fmean(returns),
-            "reward/std": pstdev(returns),
-            "reward/min": min(returns),
-            "reward/max": max(returns),
-            "reward/success_rate": fmean(float(leaf.success) for leaf, _ in kept),
-            "rollout/length_tokens_mean": fmean(lengths),
-            "rollout/length_tokens_max": float(max(lengths)),
-            "rollout/policy_tokens_mean": fmean(
-                sum(len(n.token_ids) for n in path if n.trainable) for _, path in kept
-            ),
-            "rollout/turns_mean": fmean(turns),
-            "rollout/turns_max": float(max(turns)),
-            "rollout/num_tool_calls": _total(nodes, "num_tool_calls"),
-            "rollout/tool_calls_per_leaf": on_paths / len(kept),
-            "rollout/num_tool_calls_shared": on_paths - _total(nodes, "num_tool_calls"),
-            "rollout/num_tool_calls_saved": _total(nodes, "num_calls_saved"),
-            "rollout/num_tool_calls_refused": sum(
-                leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in kept
-            ),
-            "rollout/num_invalid_actions": _total(nodes, "invalid"),
-            "rollout/num_observations_cut": float(
-                sum(
-                    node.origin is Origin.ENVIRONMENT and node.metadata.get("num_tokens_cut", 0) > 0
-                    for node in nodes
-                )
-            ),
-            "rollout/truncated_fraction": truncated / len(every),
-            "entropy/token_mean": fmean(e for node in policy for e in node.entropies) if policy else 0.0,
-            "entropy/turn_mean": fmean(node.mean_entropy for node in policy if node.entropies)
-            if policy
-            else 0.0,
-        }
-        | {
-            f"tokens/{name}": float(sum(len(node.token_ids) for node in nodes if node.origin is origin))
-            for name, origin in _ORIGINS.items()
-        }
+        | _reward_metrics(kept)
+        | _length_metrics(kept)
+        | _environment_metrics(kept, nodes)
+        | {"rollout/truncated_fraction": truncated / len(every)}
+        | _token_metrics(nodes)
     )
+
+
+def _reward_metrics(kept: Sequence[_Kept]) -> dict[str, float]:
+    returns = [leaf.episode_return for leaf, _ in kept if leaf.episode_return is not None]
+    return {
+        "reward/mean": fmean(returns),
+        "reward/std": pstdev(returns),
+        "reward/min": min(returns),
+        "reward/max": max(returns),
+        "reward/success_rate": fmean(float(leaf.success) for leaf, _ in kept),
+    }
+
+
+def _length_metrics(kept: Sequence[_Kept]) -> dict[str, float]:
+    """Per rollout, a node that several share counted in each."""
+    lengths = [_num_tokens(path) for _, path in kept]
+    turns = [sum(node.trainable for node in path) for _, path in kept]
+    policy = [sum(len(node.token_ids) for node in path if node.trainable) for _, path in kept]
+    return {
+        "rollout/length_tokens_mean": fmean(lengths),
+        "rollout/length_tokens_max": float(max(lengths)),
+        "rollout/policy_tokens_mean": fmean(policy),
+        "rollout/turns_mean": fmean(turns),
+        "rollout/turns_max": float(max(turns)),
+    }
+
+
+def _environment_metrics(kept: Sequence[_Kept], nodes: Sequence[Node]) -> dict[str, float]:
+    """Calls, and what was made of the actions; a shared node counts once but in what is said of paths."""
+    on_paths = sum(_total(path, "num_tool_calls") for _, path in kept)
+    cut = [node.origin is Origin.ENVIRONMENT and node.metadata.get("num_tokens_cut", 0) > 0 for node in nodes]
+    return {
+        "rollout/num_tool_calls": _total(nodes, "num_tool_calls"),
+        "rollout/tool_calls_per_leaf": on_paths / len(kept),
+        "rollout/num_tool_calls_shared": on_paths - _total(nodes, "num_tool_calls"),
+        "rollout/num_tool_calls_saved": _total(nodes, "num_calls_saved"),
+        "rollout/num_tool_calls_refused": sum(leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in kept),
+        "rollout/num_invalid_actions": _total(nodes, "invalid"),
+        "rollout/num_observations_cut": float(sum(cut)),
+    }
+
+
+def _token_metrics(nodes: Sequence[Node]) -> dict[str, float]:
+    """Of what was written, every node once."""
+    policy = [node for node in nodes if node.trainable]
+    return {
+        "entropy/token_mean": fmean(e for node in policy for e in node.entropies) if policy else 0.0,
+        "entropy/turn_mean": fmean(node.mean_entropy for node in policy if node.entropies) if policy else 0.0,
+    } | {
+        f"tokens/{name}": float(sum(len(node.token_ids) for node in nodes if node.origin is origin))
+        for name, origin in _ORIGINS.items()
+    }
 
 
 _ORIGINS: Mapping[str, Origin] = {

@@ -6,7 +6,6 @@ Random streams are keyed by run seed and step (:mod:`outrider.seeding`), so thei
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.atomic_io import sync, temporary_name
+from outrider.atomic_io import remove, replacing_by_name, replacing_folder, sync
 from outrider.errors import CheckpointError
 from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
 from outrider.train.state.records import RECORDS
@@ -46,29 +45,17 @@ def save_checkpoint(
 
     Raises CheckpointError when it cannot be written (a full disk), which leaves them as they were too.
     """
-    temporary = folder.with_name(f".{folder.name}.partial")
     try:
-        _remove(temporary)
-        _write(temporary, policy, state, arrays or {})
-        if records is not None:
-            write_sealed(temporary / RECORDS, records)
-        _make_room(folder)
-        os.replace(temporary, folder)
-        sync(folder.parent)
+        with replacing_folder(folder) as temporary:
+            _write(temporary, policy, state, arrays or {})
+            if records is not None:
+                write_sealed(temporary / RECORDS, records)
+            _make_room(folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         reason = str(error).splitlines()[0]
         raise CheckpointError(
             f"cannot write checkpoint {folder.name}: {reason}; earlier checkpoints are whole"
         ) from error
-
-
-def _remove(path: Path) -> None:
-    """Whatever has this name, and nothing where nothing has."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _make_room(folder: Path) -> None:
@@ -77,13 +64,12 @@ def _make_room(folder: Path) -> None:
     """
     if folder.is_file() and not folder.is_symlink():
         os.replace(folder, folder.with_name(f"{folder.name}.not-a-checkpoint"))
-    _remove(folder)
+    remove(folder)
 
 
 def _write(
     temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]
 ) -> None:
-    temporary.mkdir(parents=True)
     save_file(
         {name: tensor.contiguous() for name, tensor in policy.masters.items()},
         temporary / "masters.safetensors",
@@ -168,11 +154,10 @@ def save_reference(path: Path, reference: Scorer) -> int:
     """The frozen weights of the KL term; written once, because they differ from the model's after a cold
     start. Their checksum.
     """
-    temporary = temporary_name(path)
-    save_file({name: p.detach().contiguous() for name, p in reference.model.named_parameters()}, temporary)
-    sync(temporary)
-    os.replace(temporary, path)
-    sync(path.parent)
+    with replacing_by_name(path) as temporary:
+        save_file(
+            {name: p.detach().contiguous() for name, p in reference.model.named_parameters()}, temporary
+        )
     return file_checksum(path)
 
 
@@ -223,7 +208,7 @@ def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> None:
     numbered = [(step, path) for step, path in _numbered(folder) if step > 0]
     kept = [path for step, path in numbered if step <= newest][-keep:]
     for path in [*(path for _, path in numbered if path not in kept), *folder.glob(".step-*.partial")]:
-        _remove(path)
+        remove(path)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

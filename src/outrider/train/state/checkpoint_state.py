@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.atomic_io import sync
+from outrider.atomic_io import replace_file
 from outrider.errors import CheckpointError
 
 STATE: Final = "state.json"
@@ -25,11 +25,10 @@ def file_checksum(path: Path) -> int:
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object of plain data with the checksum of all of it, and force it to disk. Raises OSError."""
+    """Put an object of plain data with the checksum of all of it in the place of the file. Raises OSError."""
     plain = json.loads(json.dumps(content))  # numbers as keys become text, as the reader will find them
     sealed = {**plain, _OWN: _checksum(plain)}
-    path.write_text(json.dumps(sealed, indent=1, sort_keys=True), encoding="utf-8")
-    sync(path)
+    replace_file(path, json.dumps(sealed, indent=1, sort_keys=True).encode())
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

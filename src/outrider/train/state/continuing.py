@@ -1,8 +1,7 @@
 """Whether a run folder can be gone on with, asked before a model is loaded and before anything is written."""
 
-import json
-
 from outrider.errors import CheckpointError
+from outrider.json_lines import readable
 from outrider.plugins.record import plugin_digests
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first
@@ -46,19 +45,9 @@ def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
     """
     if steps := TraceReader(run.path / "traces").steps():
         return f"traces of {len(steps)} training step(s)"
-    if num := sum('"kind": "train"' in line for line in _lines(run, "metrics.jsonl")):
+    metrics = run.path / "metrics.jsonl"
+    # damaged lines count too
+    if metrics.is_file() and (num := metrics.read_bytes().count(b'"kind": "train"')):
         return f"metrics of {num} training step(s)"
-    evaluations = [line for line in _lines(run, "evaluations.jsonl") if _is_whole(line)]
-    return f"{len(evaluations)} evaluation(s)" if len(evaluations) > settings.evaluation.at_start else ""
-
-
-def _lines(run: RunDirectory, name: str) -> list[str]:
-    path = run.path / name
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-
-
-def _is_whole(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+    num = sum(one is not None for _, one in readable(run.evaluations)) if run.evaluations.is_file() else 0
+    return f"{num} evaluation(s)" if num > settings.evaluation.at_start else ""

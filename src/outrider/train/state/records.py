@@ -5,15 +5,14 @@ It lies beside ``state.json`` and not in it, because metrics hold times: two run
 them.
 """
 
-import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.atomic_io import sync
 from outrider.errors import CheckpointError
+from outrider.json_lines import whole_lines
 from outrider.train.state.checkpoint_state import file_checksum, is_sealed, read_sealed, write_sealed
 
 RECORDS: Final = "records.json"
@@ -44,10 +43,7 @@ class Records:
 
     def seal(self, checkpoint: Path) -> None:
         """Write it anew into a checkpoint: what came after it (the last evaluation) belongs to it too."""
-        temporary = checkpoint / f"{RECORDS}.tmp"
-        write_sealed(temporary, self.written())
-        os.replace(temporary, checkpoint / RECORDS)
-        sync(checkpoint)
+        write_sealed(checkpoint / RECORDS, self.written())
 
     def problems(self, checkpoint: Path) -> list[str]:
         """What is gone or is not what was written, one phrase each; empty where the checkpoint does not
@@ -82,8 +78,7 @@ class Records:
                 )
 
     def _lines(self, name: str) -> list[bytes]:
-        path = self._run / name
-        return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+        return whole_lines(self._run / name)
 
     def _of_file(self, name: str, known: Mapping[str, int]) -> list[str]:
         lines, num = self._lines(name), known["num_lines"]

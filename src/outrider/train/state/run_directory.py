@@ -1,9 +1,7 @@
 """A run directory: never shared, never overwritten, readable at any instant."""
 
 import contextlib
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +10,8 @@ from typing import Any, Final
 from outrider.atomic_io import TEMPORARY, append, remove_leftovers, replace_file
 from outrider.config import to_toml
 from outrider.errors import CheckpointError, ConfigError, DataError
+from outrider.file_lock import FileLock
+from outrider.json_lines import parsed, read_lines, replace_lines
 from outrider.plugins.imports import ORIGINS_FILE
 from outrider.plugins.record import write_origins
 from outrider.rollout.evaluate import Evaluation
@@ -32,7 +32,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.evaluations = path / "evaluations.jsonl"
-        self._lock: int | None = None
+        self._lock: FileLock | None = None
         # by this process: the folder itself (True) or only what is in it (False)
         self._created: bool | None = None
         self._grown: RunSettings | None = None  # not yet on file
@@ -126,25 +126,23 @@ class RunDirectory:
 
     def lock(self) -> None:
         """One process a run; the kernel frees the lock when the process dies, however it dies."""
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = FileLock(self.path / "lock")
         except BlockingIOError as error:
-            self.release()
             raise ConfigError(f"{self.path} is in use by another process") from error
         remove_leftovers(self.path)  # a reader may be writing a report
 
     def release(self) -> None:
         """Let the next process in; may be called twice."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     def name_evaluation(self, number: int, label: str) -> None:
         """Another label for the evaluation in line ``number`` (from 0)."""
         finished = self.finished_evaluations()
         finished[number]["label"] = label
-        self._replace([json.dumps(one) for one in finished])
+        self._replace(finished)
 
     def finished_evaluations(self) -> list[dict[str, Any]]:
         """Evaluations on file; a line torn by a kill is dropped from the file, and that evaluation runs
@@ -152,16 +150,16 @@ class RunDirectory:
         """
         if not self.evaluations.exists():
             return []
-        *lines, tail = self.evaluations.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines, torn = read_lines(self.evaluations)
         read = [self._evaluation(number, line) for number, line in enumerate(lines, start=1)]
-        if tail:
-            self._replace(lines)
+        if torn:
+            replace_lines(self.evaluations, lines)
         return read
 
-    def _evaluation(self, number: int, line: str) -> dict[str, Any]:
+    def _evaluation(self, number: int, line: bytes) -> dict[str, Any]:
         """A line with what a run needs of it; it may hold more."""
         try:
-            read: dict[str, Any] = json.loads(line)
+            read = parsed(line)
             score = read["metric"]["score"]
             numbers = (
                 read["step"],
@@ -175,7 +173,7 @@ class RunDirectory:
                 isinstance(one, int | float) for one in numbers
             ):
                 raise ValueError("a value is of another kind than was written")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{self.evaluations.name} line {number} is damaged: {reason}") from error
         return read
@@ -186,10 +184,10 @@ class RunDirectory:
         """
         finished = self.finished_evaluations()
         if len(finished) > num_kept:
-            self._replace([json.dumps(one) for one in finished[:num_kept]])
+            self._replace(finished[:num_kept])
 
-    def _replace(self, lines: list[str]) -> None:
-        replace_file(self.evaluations, "".join(line + "\n" for line in lines).encode())
+    def _replace(self, evaluations: Sequence[dict[str, Any]]) -> None:
+        replace_lines(self.evaluations, [json.dumps(one).encode() for one in evaluations])
 
     def add_evaluation(
         self, evaluation: Evaluation, *, split: str, temperature: float, panel_hash: str

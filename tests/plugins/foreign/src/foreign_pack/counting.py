@@ -43,9 +43,6 @@ class Counting:
         self.num_batches += 1
         return self._inner.generate(requests)
 
-    def cancel(self, request_id: str) -> None:
-        self._inner.cancel(request_id)
-
     def release(self, cache_keys: Sequence[str]) -> None:
         self._inner.release(cache_keys)
 

@@ -1,0 +1,18 @@
+"""What ``--dry-run`` prints."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.config import Settings
+from outrider.resolved import given_by, leaves
+from outrider.resolved import show as as_toml
+
+
+def show(
+    settings: Settings, recipe: Path | None, overrides: Sequence[str], *, others: str = "derived"
+) -> int:
+    """The resolved configuration, which :func:`load_settings` reads back, and who set what of it."""
+    from outrider.train.state.same_settings import UNSEEN
+
+    print(as_toml(leaves(settings, given=given_by(recipe, overrides), unseen=UNSEEN, others=others)))
+    return 0

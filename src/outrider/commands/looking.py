@@ -1,0 +1,57 @@
+"""``outrider view``, ``replay`` and ``compare``: looking at runs that are on disk."""
+
+import argparse
+from pathlib import Path
+
+from outrider.commands.parts import Commands
+
+
+def add(commands: Commands) -> None:
+    """The commands ``view``, ``replay`` and ``compare``."""
+    view = commands.add_parser("view", help="write report.html of a run")
+    view.add_argument("run", type=Path)
+    view.set_defaults(command=_view)
+    replay = commands.add_parser(
+        "replay", help="play a recorded training step's rollouts again, without a model"
+    )
+    replay.add_argument("run", type=Path)
+    replay.add_argument("--step", type=int, required=True)
+    replay.set_defaults(command=_replay)
+    compare = commands.add_parser(
+        "compare", help="compare runs over seeds: scores with intervals, tests, curves at equal cost"
+    )
+    compare.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run directories, the seeds of two configurations or more",
+    )
+    compare.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="the tables, verdicts and notes as Markdown too"
+    )
+    compare.add_argument(
+        "--html", type=Path, metavar="FILE", help="the same as one page, with the figures of the curves"
+    )
+    compare.set_defaults(command=_compare)
+
+
+def _view(parsed: argparse.Namespace) -> int:
+    from outrider.watch.report import write_report
+
+    print(write_report(parsed.run))
+    return 0
+
+
+def _replay(parsed: argparse.Namespace) -> int:
+    from outrider.train.replay import replay_step
+
+    return replay_step(parsed.run, parsed.step)
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from outrider.evals.compare.render import compare_runs
+
+    return compare_runs(parsed.runs, markdown=parsed.markdown, html=parsed.html, console=Console())

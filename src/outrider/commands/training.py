@@ -1,0 +1,74 @@
+"""``outrider train``."""
+
+import argparse
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+
+from outrider.commands.dry_run import show
+from outrider.commands.parts import Commands, overrides
+from outrider.errors import ConfigError
+from outrider.stopping import first_signal_asks
+
+
+def add(commands: Commands) -> None:
+    """The command ``train``."""
+    parser = commands.add_parser("train", help="train from a recipe, or continue a run")
+    parser.add_argument("recipe", nargs="?", type=Path, help="TOML file")
+    parser.add_argument("overrides", nargs="*", help="section.key=value; with --resume those that may grow")
+    parser.add_argument("--run", type=Path, help="new run directory")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue this run directory")
+    parser.add_argument("--model", help="short for model.name=...")
+    parser.add_argument(
+        "--changed-plugins",
+        action="store_true",
+        help="with --resume: although the code of a plug-in is another one",
+    )
+    parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.set_defaults(command=_train, interrupted="; continue with: outrider train --resume {run}")
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    from outrider import api
+
+    # no recipe, but the first override in its place
+    if parsed.resume is not None and "=" in str(parsed.recipe or ""):
+        parsed.recipe, parsed.overrides = None, [str(parsed.recipe), *parsed.overrides]
+    if parsed.resume is not None and parsed.recipe is None and (parsed.run or parsed.model):
+        raise ConfigError("a resumed run keeps its model and its directory")
+    if parsed.changed_plugins and parsed.resume is None:
+        raise ConfigError("--changed-plugins goes with --resume RUN")
+    if parsed.dry_run and parsed.resume is not None and parsed.recipe is None:
+        from outrider.train.state.growing import grown_settings
+
+        grown = grown_settings(parsed.resume / "config.toml", parsed.overrides)
+        return show(grown, None, parsed.overrides, others="run")
+    if parsed.dry_run and parsed.recipe is not None and parsed.resume is None:
+        given = overrides(parsed)
+        return show(api.run_settings(parsed.recipe, overrides=given), parsed.recipe, given)
+    return stoppable(
+        lambda stop: api.train(
+            parsed.recipe,
+            run=parsed.run,
+            resume=parsed.resume,
+            overrides=overrides(parsed),
+            progress=parsed.progress,
+            changed_plugins=parsed.changed_plugins,
+            on_start=stop,
+        )
+    )
+
+
+def stoppable(run: Callable[[Callable[[Callable[[], bool]], None]], object]) -> int:
+    """The first SIGTERM or Ctrl-C asks the trainer to write a checkpoint of what is finished and leave. Exit
+    status as of ``main``."""
+    with ExitStack() as installed:
+        interruptions: list[Event] = []
+        run(
+            lambda request_stop: interruptions.append(
+                installed.enter_context(first_signal_asks(request_stop))
+            )
+        )
+    return 130 if any(one.is_set() for one in interruptions) else 0

@@ -1,0 +1,178 @@
+"""Builds what a run needs from its settings; everything that can be missing is found here, before the first
+rollout.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from outrider.algorithms.algorithm import Algorithm
+from outrider.algorithms.context import AlgorithmContext
+from outrider.environments.base import TaskFamily
+from outrider.environments.families import make_family
+from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.errors import DataError
+from outrider.memory.embedder import load_embedder
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.metrics import declare
+from outrider.plugins import registry as plugins
+from outrider.rollout.evaluate import EvaluationSettings
+from outrider.tokens import ChatRenderer
+from outrider.train.components import Components, token_counter
+from outrider.train.data.buffer_opening import open_buffer
+from outrider.train.data.experts import demonstrations_of
+from outrider.train.data.no_expert import require_experts
+from outrider.train.models import make_engine, policy_and_renderer
+from outrider.train.settings import RunSettings
+from outrider.train.update.policy import Policy, set_threads
+from outrider.types import Step, Task
+
+
+def build(
+    settings: RunSettings,
+    *,
+    buffer_path: Path,
+    resumed: bool,
+    on_tokens: Callable[[int], None],
+    note: Callable[[str], None],
+) -> Components:
+    """Load model, tasks, tools and buffer. Raises typed errors; nothing has been trained or played yet.
+
+    A ``resumed`` run has its weights in a checkpoint and its buffer filled: neither is made again.
+    """
+    require_experts(settings)
+    set_threads(settings.num_threads, device=settings.model.device)
+    tasks = _read_tasks(settings, resumed=resumed)
+    family = tasks.family
+    with ExitStack() as made:  # closed again where a later part cannot be made
+        factory = family.make()
+        made.callback(factory.close)
+        policy, renderer = policy_and_renderer(settings, resumed=resumed, note=note)
+        engine = make_engine(settings, policy, folder=buffer_path.parent / "engine", on_tokens=on_tokens)
+        buffer = open_buffer(
+            settings,
+            path=buffer_path,
+            family=family,
+            factory=factory,
+            train_tasks=tasks.train,
+            resumed=resumed,
+            note=note,
+            count_tokens=token_counter(renderer),
+        )
+        if buffer is not None:
+            made.callback(buffer.close)
+        parts = Components(
+            settings=settings,
+            policy=policy,
+            reference=policy.frozen_copy() if settings.algorithm.needs_reference else None,
+            engine=engine,
+            renderer=renderer,
+            family=family,
+            factory=factory,
+            train_tasks=tasks.train,
+            test_tasks=tasks.test,
+            buffer=buffer,
+            algorithm=_algorithm(settings, tasks, buffer, policy=policy, renderer=renderer),
+            demonstrations=tasks.demonstrations,
+        )
+        made.pop_all()
+    return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tasks:
+    """What is played, and the demonstrations of a cold start that has still to come (None: experts are
+    asked).
+    """
+
+    family: TaskFamily
+    train: Sequence[Task]
+    test: Sequence[Task]
+    demonstrations: Mapping[str, Sequence[Step] | None] | None
+
+
+def _read_tasks(settings: RunSettings, *, resumed: bool) -> _Tasks:
+    family = make_family(settings.environment)
+    train = _train_tasks(family, settings)
+    begin = settings.cold_start if settings.cold_start.num_examples and not resumed else None
+    named = begin.demonstrations if begin is not None else None
+    return _Tasks(
+        family=family,
+        train=train,
+        test=held_out_panel(family, settings.evaluation),
+        demonstrations=None if named is None else demonstrations_of(named, train),
+    )
+
+
+def _train_tasks(family: TaskFamily, settings: RunSettings) -> Sequence[Task]:
+    """None where nothing is trained. Raises DataError where they do not fill a step."""
+    num_steps, size = settings.train.num_steps, settings.train.tasks_per_step
+    tasks = family.tasks("train") if num_steps or settings.cold_start.num_examples else ()
+    if num_steps and len(tasks) < size:
+        raise DataError(f"{len(tasks)} training tasks are fewer than train.tasks_per_step = {size}")
+    return tasks
+
+
+def held_out_panel(family: TaskFamily, settings: EvaluationSettings) -> Sequence[Task]:
+    """The first ``num_tasks`` of the split. Raises DataError where they are not the panel that the recipe
+    names.
+    """
+    tasks = family.tasks(settings.split)[: settings.num_tasks]
+    found = panel_hash(tasks)
+    if settings.panel is not None and found != settings.panel:
+        raise DataError(
+            f"the {len(tasks)} tasks of the split {settings.split!r} are not the panel of the recipe: "
+            "evaluation.panel is "
+            f"{settings.panel}, theirs is {found} (evaluation.panel=none takes any)"
+        )
+    return tasks
+
+
+def _algorithm(
+    settings: RunSettings,
+    tasks: _Tasks,
+    buffer: StepTraceBuffer | None,
+    *,
+    policy: Policy,
+    renderer: ChatRenderer,
+) -> Algorithm:
+    return make_algorithm(
+        settings,
+        buffer,
+        vocabulary_size=int(policy.model.config.get_text_config().vocab_size),
+        stateful=tasks.family.stateful,
+        num_tokens=token_counter(renderer),
+        train_tasks=tasks.train,
+    )
+
+
+def make_algorithm(
+    settings: RunSettings,
+    buffer: StepTraceBuffer | None,
+    *,
+    vocabulary_size: int,
+    stateful: bool,
+    num_tokens: Callable[[str], int],
+    train_tasks: Sequence[Task] = (),
+) -> Algorithm:
+    """The algorithm that ``algorithm.type`` names. Raises DataError for demonstrations that cannot be
+    used.
+    """
+    context = AlgorithmContext(
+        seed=settings.seed,
+        num_training_steps=settings.train.num_steps,
+        groups_per_step=settings.train.tasks_per_step,
+        max_response_tokens=settings.rollout.max_response_tokens,
+        vocabulary_size=vocabulary_size,
+        is_stateful=stateful,
+        count_tokens=num_tokens,
+        train_tasks=train_tasks,
+        buffer=buffer,
+        load_embedder=load_embedder,
+        read_demonstrations=demonstrations_of,
+    )
+    algorithm = cast(Algorithm, plugins.build("algorithms", settings.algorithm, context))
+    declare(getattr(algorithm, "metrics", ()))
+    return algorithm

@@ -1,0 +1,64 @@
+"""The step-trace buffer of a run: the one that is named, a copy of it, or one that experts fill."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.errors import CheckpointError, DataError
+from outrider.memory.embedder import load_embedder
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.memory.steps.database import copy_database
+from outrider.memory.steps.history import TokenCounter
+from outrider.train.data.experts import fill_buffer
+from outrider.train.settings import RunSettings
+from outrider.types import Task
+
+
+def open_buffer(
+    settings: RunSettings,
+    *,
+    path: Path,
+    family: TaskFamily,
+    factory: EnvironmentFactory,
+    train_tasks: Sequence[Task],
+    resumed: bool,
+    note: Callable[[str], None],
+    count_tokens: TokenCounter,
+) -> StepTraceBuffer | None:
+    """The buffer of an algorithm that retrieves: the one that is named, or one that the family's experts
+    fill.
+
+    None where nothing retrieves.
+
+    An evolving run writes to a copy of its own of the buffer that is named: other runs may use that one.
+    """
+    if not settings.algorithm.retrieves or not settings.train.num_steps:
+        return None
+    embedder = load_embedder(settings.buffer.embedder)
+    named = Path(settings.buffer.path) if settings.buffer.path else None
+    if named is not None and not settings.buffer.evolve:
+        return _require_steps(StepTraceBuffer(named, embedder, mode="read"), "")
+    if resumed and not path.exists():
+        raise CheckpointError(f"{path} is missing: it holds the steps that this run retrieves; put it back")
+    if named is not None and not path.exists():
+        copy_database(named, path)
+    buffer = StepTraceBuffer(path, embedder, mode="write")
+    try:
+        if buffer.report.lost_batch:
+            note("the buffer's last writer was killed inside a batch: that batch is added again")
+        if named is None and not resumed:
+            tasks = train_tasks[: settings.buffer.num_tasks]
+            fill_buffer(buffer, family, factory, tasks, settings, note, count_tokens=count_tokens)
+            family.close()
+        _require_steps(buffer, ": no expert solved a training task" if named is None and not resumed else "")
+    except BaseException:
+        buffer.close()
+        raise
+    return buffer
+
+
+def _require_steps(buffer: StepTraceBuffer, why: str) -> StepTraceBuffer:
+    if len(buffer) == 0:
+        buffer.close()
+        raise DataError(f"the step-trace buffer {buffer.path} is empty{why}")
+    return buffer

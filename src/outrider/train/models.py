@@ -1,0 +1,82 @@
+"""The policy and the engine that a run's settings name, and the weights that they begin with."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from outrider.engines.base import Engine, EngineContext
+from outrider.engines.local.model import load_model, resolve_precision
+from outrider.engines.local.positions import check_positions
+from outrider.errors import CheckpointError
+from outrider.plugins import registry as plugins
+from outrider.tokens import ChatRenderer
+from outrider.train.settings import RunSettings
+from outrider.train.state.checkpoint import require_intact
+from outrider.train.update.policy import Policy
+
+
+def policy_and_renderer(
+    settings: RunSettings, *, resumed: bool, note: Callable[[str], None]
+) -> tuple[Policy, ChatRenderer]:
+    """The model with its chat template, and what a person should know of them."""
+    policy = make_policy(settings, initial=not resumed)
+    longest = policy.language_model.context_length
+    check_positions(settings, model=settings.model.name, longest=longest, note=note, resumed=resumed)
+    renderer = ChatRenderer(policy.language_model.tokenizer)
+    if not renderer.takes_system:
+        note("the chat template has no system message: a prompt's goes in front of its first user message")
+    return policy, renderer
+
+
+def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
+    """The model with its optimiser, with the weights of ``model.initial_checkpoint`` where one is named and
+    wanted.
+    """
+    model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
+    policy = Policy(
+        model,
+        settings.optimizer,
+        lora=settings.model.lora,
+        trained_layers=settings.model.trained_layers,
+        seed=settings.seed,
+        checkpoint_activations=settings.update.checkpoint_activations,
+    )
+    if initial and settings.model.initial_checkpoint is not None:
+        load_weights(policy, Path(settings.model.initial_checkpoint))
+    return policy
+
+
+def make_engine(
+    settings: RunSettings, policy: Policy, *, folder: Path, on_tokens: Callable[[int], None]
+) -> Engine:
+    """The engine that ``engine.type`` names; ``folder`` is where one with weights of its own reads them."""
+    context = EngineContext(
+        language_model=policy.language_model,
+        export=policy.export,
+        folder=folder,
+        context_length=settings.model.context_length,
+        precision=resolve_precision(settings.model.precision, settings.model.device),
+        device=settings.model.device,
+        seed=settings.seed,
+        on_tokens=on_tokens,
+    )
+    return cast(Engine, plugins.build("engines", settings.engine, context))
+
+
+def load_weights(policy: Policy, checkpoint: Path) -> None:
+    """Weights of a checkpoint without its optimiser. Raises CheckpointError."""
+    require_intact(checkpoint, "masters.safetensors")
+    try:
+        masters = load_file(checkpoint / "masters.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot read weights from {checkpoint}: {str(error).splitlines()[0]}"
+        ) from error
+    if {n: t.shape for n, t in masters.items()} != {n: t.shape for n, t in policy.masters.items()}:
+        raise CheckpointError(f"{checkpoint} holds the weights of another model or adapter")
+    for name, master in policy.masters.items():
+        master.copy_(masters[name])
+    policy.round_masters()
