@@ -12,13 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import outrider
-from outrider.config import load_settings
 from outrider.errors import DataError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.trace import Origin
 from outrider.train.components import load_weights, make_policy
-from outrider.train.settings import RunSettings
 from outrider.train.update.policy import Policy
 from outrider.watch.traces import TraceReader
 from tests.compat.commands import LAST, Said, done, refused
@@ -26,7 +24,7 @@ from tests.compat.commands import LAST, Said, done, refused
 
 def _policy(checkpoint: str) -> Policy:
     """With nothing but zeros before the weights are read."""
-    policy = make_policy(load_settings(RunSettings, file=Path("rapo/config.toml")))
+    policy = make_policy(outrider.load_run("rapo").settings)
     for master in policy.masters.values():
         master.zero_()
     load_weights(policy, Path(checkpoint))
@@ -167,3 +165,18 @@ def test_what_is_no_checkpoint_of_this_model_says_which_to_name(capsys: Said) ->
     assert "put its folder checkpoints back" in refused(
         capsys, "train", "--resume", "rapo", "--progress", "none"
     )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("loss=clip", "loss.type"),
+        ("clip_low=0.1", "loss.clip_low"),
+        ("dual_clip=3.0", "loss.dual_clip"),
+        ("sampler_correction=2.0", "sampler_correction.upper"),
+        ("sampler_floor=0.5", "sampler_correction.lower"),
+        ("sampler_level=token", "sampler_correction.level"),
+    ],
+)
+def test_a_recipe_with_an_old_key_is_refused_with_the_new_name(old: str, new: str, capsys: Said) -> None:
+    assert new in refused(capsys, "train", "plain.toml", f"algorithm.{old}", "--run", "new")
