@@ -168,7 +168,7 @@ def test_what_is_no_checkpoint_of_this_model_says_which_to_name(capsys: Said) ->
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("key", "new"),
     [
         ("loss=clip", "loss.type"),
         ("clip_low=0.1", "loss.clip_low"),
@@ -178,5 +178,5 @@ def test_what_is_no_checkpoint_of_this_model_says_which_to_name(capsys: Said) ->
         ("sampler_level=token", "sampler_correction.level"),
     ],
 )
-def test_a_recipe_with_an_old_key_is_refused_with_the_new_name(old: str, new: str, capsys: Said) -> None:
-    assert new in refused(capsys, "train", "plain.toml", f"algorithm.{old}", "--run", "new")
+def test_a_recipe_with_an_old_key_is_refused_with_the_new_name(key: str, new: str, capsys: Said) -> None:
+    assert new in refused(capsys, "train", "plain.toml", f"algorithm.{key}", "--run", "new")
