@@ -18,10 +18,14 @@ _ROLE: Final = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)<
 
 
 def on_files(files: "Files", *, config: "MkDocsConfig") -> "Files":
-    """Adds the generated pages; nothing of them is in the repository, so none can be out of date."""
+    """Adds the generated pages. Of them only the metrics of what is built in are in the repository, for readers
+    of the repository; here they give way to those of every plug-in.
+    """
     from mkdocs.structure.files import File
 
     for name, make in PAGES.items():
+        if (written := files.get_file_from_path(name)) is not None:
+            files.remove(written)
         files.append(File.generated(config, name, content=make()))
     return files
 

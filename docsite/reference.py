@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from docsite.plugins import all_metrics_page, plugins_page
 from outrider.commands import make_parser
 from outrider.plugins.fields import Name, markers_of
 from outrider.train.settings import RunSettings
@@ -129,5 +130,7 @@ def _commands(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
 PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "reference/settings.md": settings_page,
     "reference/cli.md": cli_page,
+    "reference/plugins.md": plugins_page,
+    "metrics.md": all_metrics_page,
 }
 """File names in the documents, and what makes the page."""

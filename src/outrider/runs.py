@@ -87,7 +87,9 @@ class Run:
                 return pq.read_table(stream)
         except (OSError, pa.ArrowException) as error:
             is_gone = isinstance(error, FileNotFoundError)
-            reason = "the file is missing" if is_gone else str(error).partition("\n")[0]
+            reason = (
+                f"the file is missing{_never_written(name)}" if is_gone else str(error).partition("\n")[0]
+            )
             raise DataError(f"{name} cannot be read: {reason}") from error
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
@@ -96,6 +98,11 @@ class Run:
             return [parsed(line) for line in whole_lines(self.path / name)]
         except ValueError as error:
             raise DataError(f"{name} is damaged: {error}") from error
+
+
+def _never_written(name: str) -> str:
+    """Runs of 0.1.0 kept the traces of training alone."""
+    return " (Outrider 0.1.0 wrote none of evaluations)" if name.startswith("evaluation-") else ""
 
 
 def _table(rows: Iterable[Mapping[str, Any]]) -> "pa.Table":

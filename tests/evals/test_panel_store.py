@@ -165,7 +165,8 @@ def test_another_evaluation_is_refused_by_what_differs(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     opened(path).close()
     with pytest.raises(
-        ConfigError, match=r"panel_hash was 'ab' and is 'cd'; variant was None and is 'squad'$"
+        ConfigError,
+        match=r"panel_hash was 'ab' and is 'cd'; variant was None and is 'squad'; give a new --run$",
     ):
         opened(path, panel_hash="cd", variant="squad")
     opened(path).close()

@@ -1,5 +1,6 @@
 """The documentation page of the metrics, a pure function of the declarations."""
 
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from outrider.metrics.declared import DECLARED
@@ -16,16 +17,18 @@ in `{source}`, stands for any name without a slash.
 """
 
 
-def metrics_page() -> str:
-    """Markdown with one table a group, in the order of the declarations."""
-    parts = [_HEAD]
-    for group, metrics in groupby(DECLARED, key=lambda metric: metric.group):
-        parts.append(
-            f"\n## {group}\n\n| name | unit | meaning | healthy | look at |\n"
-            "| --- | --- | --- | --- | --- |\n"
-        )
-        parts.extend(_row(metric) for metric in metrics)
-    return "".join(parts)
+def metrics_page(of_plugins: Mapping[str, Iterable[Metric]] | None = None) -> str:
+    """Markdown with one table a group, in the order of the declarations, and one a plug-in that declares its
+    own, under its name.
+    """
+    tables = [_table(group, metrics) for group, metrics in groupby(DECLARED, key=lambda metric: metric.group)]
+    tables += [_table(f"Of {name}", metrics) for name, metrics in (of_plugins or {}).items()]
+    return _HEAD + "".join(tables)
+
+
+def _table(title: str, metrics: Iterable[Metric]) -> str:
+    head = "| name | unit | meaning | healthy | look at |\n| --- | --- | --- | --- | --- |\n"
+    return f"\n## {title}\n\n{head}" + "".join(_row(metric) for metric in metrics)
 
 
 def _row(metric: Metric) -> str:

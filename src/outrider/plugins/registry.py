@@ -60,7 +60,7 @@ def _found(kind: Kind, name: str) -> type:
 
 
 def _require_settings(kind: Kind, label: str, cls: type) -> None:
-    base, settings = _base(kind), getattr(cls, "Settings", None)
+    base, settings = base_of(kind), getattr(cls, "Settings", None)
     if settings is None and kind in _ARTICLE:
         raise ConfigError(
             f"{label} ({origin_of(cls)}) is not {_ARTICLE[kind]}: it has no class Settings "
@@ -72,7 +72,8 @@ def _require_settings(kind: Kind, label: str, cls: type) -> None:
         )
 
 
-def _base(kind: Kind) -> type[Settings]:
+def base_of(kind: Kind) -> type[Settings]:
+    """What the settings of a kind derive from."""
     return cast(type[Settings], import_target(_BASES[kind]))
 
 
@@ -81,7 +82,7 @@ def settings_of(kind: Kind, name: str) -> type[Settings]:
     own = getattr(resolve(kind, name), "Settings", None)
     if own is None and (kind, name) in _given:
         own = type(_settings_inside(_given[kind, name]))
-    return _bound(kind, name, own if own is not None and issubclass(own, Settings) else _base(kind))
+    return _bound(kind, name, own if own is not None and issubclass(own, Settings) else base_of(kind))
 
 
 def _settings_inside(one: object) -> Settings | None:

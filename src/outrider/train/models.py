@@ -14,7 +14,8 @@ from outrider.errors import CheckpointError
 from outrider.plugins import registry as plugins
 from outrider.tokens import ChatRenderer
 from outrider.train.settings import RunSettings
-from outrider.train.state.checkpoint import require_intact
+from outrider.train.state.checkpoint import checkpoints_newest_first, require_intact
+from outrider.train.state.checkpoint_state import STATE
 from outrider.train.update.policy import Policy
 
 
@@ -68,6 +69,8 @@ def make_engine(
 
 def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Weights of a checkpoint without its optimiser. Raises CheckpointError."""
+    if not any((checkpoint / name).is_file() for name in ("masters.safetensors", STATE)):
+        raise CheckpointError(f"{checkpoint} is no checkpoint: {_instead_of(checkpoint)}")
     require_intact(checkpoint, "masters.safetensors")
     try:
         masters = load_file(checkpoint / "masters.safetensors")
@@ -76,7 +79,17 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
             f"cannot read weights from {checkpoint}: {str(error).splitlines()[0]}"
         ) from error
     if {n: t.shape for n, t in masters.items()} != {n: t.shape for n, t in policy.masters.items()}:
-        raise CheckpointError(f"{checkpoint} holds the weights of another model or adapter")
+        raise CheckpointError(
+            f"{checkpoint} holds the weights of another model or adapter: set model.name, model.lora and "
+            "model.trained_layers as in the config.toml of its run"
+        )
     for name, master in policy.masters.items():
         master.copy_(masters[name])
     policy.round_masters()
+
+
+def _instead_of(folder: Path) -> str:
+    """What to name where a folder is no checkpoint; of a run directory its newest one."""
+    if found := checkpoints_newest_first(folder / "checkpoints"):
+        return f"it is a run directory, name one of its checkpoints, such as {found[0]}"
+    return "it has no masters.safetensors; name a folder RUN/checkpoints/step-NNNNNN"

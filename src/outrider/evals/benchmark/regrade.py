@@ -87,7 +87,7 @@ def _settings(folder: Path, kept: Sequence[SampleResult], overrides: Sequence[st
     if without := sum(one.turns is None for one in answered):
         raise ConfigError(
             f"{folder} cannot be graded again: {without} of its {len(answered)} answers were kept without "
-            "the reply, by an earlier version or in a pack"
+            "the reply, by an earlier version or in a pack; evaluate again, with --tasks and a new --run"
         )
     if not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} cannot be graded again: its {SETTINGS} is missing")

@@ -191,7 +191,7 @@ def _check_identity(path: Path, header: Mapping[str, Any], identity: Mapping[str
     different = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
     if different:
         said = "; ".join(f"{key} was {found.get(key)!r} and is {wanted.get(key)!r}" for key in different)
-        raise ConfigError(f"{path} holds the results of another evaluation: {said}")
+        raise ConfigError(f"{path} holds the results of another evaluation: {said}; give a new --run")
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:

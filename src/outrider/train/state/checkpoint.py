@@ -110,7 +110,10 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
         raise damaged(folder, error) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in masters.items()}
     if shapes != {name: tuple(tensor.shape) for name, tensor in policy.masters.items()}:
-        raise CheckpointError(f"checkpoint {folder} belongs to another model or adapter")
+        raise CheckpointError(
+            f"checkpoint {folder} belongs to another model or adapter: set model.name, model.lora and "
+            "model.trained_layers as they were"
+        )
     policy.optimizer.state.clear()
     for name, master in policy.masters.items():
         master.copy_(masters[name])

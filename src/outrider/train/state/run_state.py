@@ -197,6 +197,12 @@ class RunState:
                     f"the {name} tasks are not those that this run began with: put the data back, "
                     "or begin a new run with model.initial_checkpoint"
                 )
+        if "settings" not in state:
+            self.note(
+                f"NO SETTINGS in {STATE} of {self._checkpoint.name} (an earlier Outrider wrote none): "
+                "whether config.toml and "
+                "the files that it names are what the run began with is not checked"
+            )
         other_versions = differences(state.get("versions", {}))
         inputs = other_inputs(
             state.get("inputs", {}),

@@ -1,0 +1,121 @@
+"""Reference pages that are made from the registry of plug-ins (``outrider list``): what there is, its
+settings, and what it measures.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from outrider.metrics import Metric
+from outrider.metrics.docs import metrics_page
+from outrider.plugins.listing import rows
+from outrider.plugins.names import KINDS, Kind
+from outrider.plugins.registry import base_of, resolve, settings_of
+
+_HEAD: Final = """# Plug-ins
+
+Made from the code when this site is built, by the registry that `outrider list` prints: what is built in, and
+what packages register that are installed where the site is built. [Your own](../plugins.md) are found by the
+same function. Keys are those that a plug-in has beside the keys of every plug-in of its kind.
+"""
+# How a recipe names one of a kind.
+_NAMED: Final[Mapping[Kind, str]] = {
+    "algorithms": "`[algorithm]`, `type = ...`",
+    "environments": "`[environment]`, `type = ...`",
+    "engines": "`[engine]`, `type = ...`",
+    "tools": '`environment.tools = [...]` with `type = "tools"`',
+    "embedders": "`buffer.embedder = ...`, `algorithm.memory.embedder = ...`",
+    "trackers": "`trackers = [...]`",
+}
+_OF_KIND: Final[Mapping[Kind, str]] = {
+    "environments": "../environments.md",
+    "tools": "../environments.md",
+    "engines": "../howto/scale.md",
+    "embedders": "../install.md",
+    "trackers": "../howto/view.md",
+}
+# Beside the page of the kind, or the algorithm's own; a link that is gone fails the build.
+_ELSEWHERE: Final[Mapping[str, str]] = {
+    "reinforce++": "../algorithms/objectives.md#credit",
+    "rejection": "../algorithms/objectives.md#rejection-sampling-and-fine-tuning",
+    "factbook": "../environments.md#factbook-tasks",
+    "webshop": "../environments.md#webshop",
+    "textworld": "../environments.md#textworld",
+    "house": "../environments.md#houses",
+}
+_IN_SECTION: Final[Mapping[Kind, str]] = {
+    "algorithms": "algorithm",
+    "environments": "environment",
+    "engines": "engine",
+}
+
+
+def plugins_page() -> str:
+    """One table a kind."""
+    return _HEAD + "".join(_table(kind) for kind in KINDS)
+
+
+def _table(kind: Kind) -> str:
+    base = base_of(kind)
+    shared = [key for key in base.model_fields if key != "type"]
+    title = f"\n## {kind.capitalize()}\n\n{_NAMED[kind]}.{_shared(base.__name__, shared)}\n\n"
+    head = "| name | from | what | settings | page |\n| --- | --- | --- | --- | --- |\n"
+    return title + head + "".join(_row(kind, *row) for row in rows(kind))
+
+
+def _shared(name: str, keys: Sequence[str]) -> str:
+    return f" All of them have the keys of `{name}`: {_listed(keys)}." if keys else ""
+
+
+def _row(kind: Kind, name: str, came_from: str, what: str, is_broken: bool) -> str:
+    """A broken plug-in of an installed package has a row that says why, and no settings."""
+    settings, page = ("", "") if is_broken else (_settings(kind, name), _page(kind, name, came_from))
+    cells = (f"`{name}`", came_from, what.replace("``", "`"), settings, page)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _settings(kind: Kind, name: str) -> str:
+    """The class and its own keys."""
+    if getattr(resolve(kind, name), "Settings", None) is None:
+        # A tool that is built in has its section in every recipe.
+        of_recipe = kind == "tools" and name in settings_of("environments", "tools").model_fields
+        return f"`environment.{name}`" if of_recipe else "none"
+    cls, shared = settings_of(kind, name), base_of(kind).model_fields
+    own = [key for key in cls.model_fields if key not in shared and key != "type"]
+    return f"`{cls.__name__}`" + (f": {_listed(own)}" if own else "")
+
+
+def _page(kind: Kind, name: str, came_from: str) -> str:
+    """Where it is described, and where its settings are; one of another package has pages elsewhere."""
+    if came_from != "built in":
+        return ""
+    described = _ELSEWHERE.get(name) or _OF_KIND.get(kind) or f"../algorithms/{name}.md"
+    found = [f"[about]({described})"]
+    if kind in _IN_SECTION:
+        found.append(f"[settings](settings.md#{section_anchor(_IN_SECTION[kind], name)})")
+    return ", ".join(found)
+
+
+def section_anchor(section: str, name: str) -> str:
+    """As the table of contents makes it of the settings page's heading; another one fails the build."""
+    words = re.sub(r"[^\w\s-]", "", f"{section} with type = {name}").strip().lower()
+    return re.sub(r"[-\s]+", "-", words)
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def declared_by_plugins() -> Iterator[tuple[str, Sequence[Metric]]]:
+    """What each plug-in measures beside what every run does, by the name that a recipe has."""
+    for kind in KINDS:
+        for name, came_from, _, is_broken in rows(kind):
+            metrics = () if is_broken else getattr(resolve(kind, name), "metrics", ())
+            if metrics:
+                where = "" if came_from == "built in" else f" ({came_from})"
+                yield f"`{name}`, {kind}{where}", metrics
+
+
+def all_metrics_page() -> str:
+    """The metrics of every run and of every plug-in that the registry knows."""
+    return metrics_page(dict(declared_by_plugins()))
