@@ -18,8 +18,8 @@ _ROLE: Final = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)<
 
 
 def on_files(files: "Files", *, config: "MkDocsConfig") -> "Files":
-    """Adds the generated pages. Of them only the metrics of what is built in are in the repository, for readers
-    of the repository; here they give way to those of every plug-in.
+    """Adds the generated pages. Of them only the metrics of what is built in are in the repository, for its
+    readers; here they give way to those of every plug-in.
     """
     from mkdocs.structure.files import File
 

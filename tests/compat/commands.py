@@ -1,8 +1,9 @@
 """What commit c91e788 (0.1.0) left on disk, and today's command line in this process.
 
 ``c91e788/`` holds what its command line wrote from ``recipe.toml`` and ``plain.toml`` in two steps, on a
-random model of one layer: a RAPO run with an evolving buffer, an EMPO² run with tips in its memory, and kept answers
-(``outrider eval --tasks``). Reports, locks and the first buffer, a copy of which is in the run, are left out.
+random model of one layer: a RAPO run with an evolving buffer, an EMPO² run with tips in its memory, and kept
+answers (``outrider eval --tasks``). Reports, locks and the first buffer, a copy of which is in the run, are
+left out.
 """
 
 from pathlib import Path

@@ -17,7 +17,7 @@ from outrider.errors import DataError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.trace import Origin
-from outrider.train.components import load_weights, make_policy
+from outrider.train.models import load_weights, make_policy
 from outrider.train.update.policy import Policy
 from outrider.watch.traces import TraceReader
 from tests.compat.commands import LAST, Said, done, refused
