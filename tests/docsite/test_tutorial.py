@@ -1,0 +1,57 @@
+"""The tutorial "your own environment" is done as it is written, block by block, with a tiny model."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import main
+from tests.tiny import save_tiny_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "own_environment.md"
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+# The page's own model takes minutes; its other settings are what it says.
+SMALL = ("num_threads=1", "model.precision=float32", "train.num_steps=2", "algorithm.group_size=4")
+
+
+def run_shell(text: str, model: str) -> None:
+    for line in text.splitlines():
+        name, *arguments = shlex.split(line)
+        assert name == "outrider"
+        small = [f"model.name={model}", "buffer.embedder=hash", *SMALL] if arguments[0] == "train" else []
+        assert main([*arguments, *small, *(["--progress", "none"] if "--run" in arguments else [])]) == 0
+
+
+def test_the_page_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(save_tiny_model(tmp_path / "model"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    assert [kind for kind, *_ in blocks] == ["python", "python", "toml", "sh", "sh", "python"]
+    for kind, title, body in blocks:
+        if title:
+            Path(title).write_text(body, encoding="utf-8")
+        elif kind == "sh":
+            run_shell(body, model)
+        else:
+            exec(compile(body, str(PAGE), "exec"), {"__name__": "tutorial"})
+    sys.modules.pop("guess", None)
+    printed = capsys.readouterr().out
+    assert 'type = "guess:Guess"  # recipe' in printed and "rapo" in printed
+    assert (tmp_path / "runs" / "grpo" / "report.html").exists()
+
+
+def test_the_expert_finds_every_number_in_its_turns(tmp_path: Path) -> None:
+    """What the page says of its world holds: the expert solves all tasks, so imitation and retrieval can."""
+    (body,) = [
+        text for _, title, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if title == "guess.py"
+    ]
+    names: dict[str, object] = {"__name__": "guess_of_the_page"}
+    exec(compile(body, "guess.py", "exec"), names)
+    family = names["Guess"](names["GuessSettings"]())  # type: ignore[operator]
+    for task in (*family.tasks("train"), *family.tasks("test")):
+        assert len(family.expert(task, 0)) <= family.settings.num_turns
