@@ -13,6 +13,7 @@ from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Brancher, Copies, Fork, Owe, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
+from outrider.rollout.event_loop import run_to_end
 from outrider.rollout.faults import FaultLog, lost
 from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
@@ -91,7 +92,7 @@ class Scheduler:
             if len({len(one) for one in each}) > 1:
                 raise ValueError("groups of one batch differ in size")
             traces = [Trace(task=task, modes=one) for task, one in zip(tasks, each, strict=True)]
-            return asyncio.run(_Batch(self, traces, training_step, continued=continued).play())
+            return run_to_end(_Batch(self, traces, training_step, continued=continued).play())
         except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
             raise _first(group) from group
 
