@@ -8,15 +8,16 @@ from pathlib import Path
 FOREIGN = Path(__file__).parent / "foreign"
 
 
-def install(source: Path, target: Path) -> Path:
-    """Build a copy of ``source`` as a wheel and install it into ``target``; nothing is downloaded, and
-    ``source`` stays as it is."""
-    copied = target.with_name(f"{target.name}-source")
-    shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
+def install(*sources: Path, target: Path) -> Path:
+    """Build copies of ``sources`` as wheels and install them into ``target``; nothing is downloaded, and the
+    sources stay as they are."""
+    copied = [target.with_name(f"{target.name}-source-{number}") for number in range(len(sources))]
+    for source, copy in zip(sources, copied, strict=True):
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(
         [
             sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index",
-            "--no-deps", "--no-build-isolation", "--no-compile", "--target", str(target), str(copied),
+            "--no-deps", "--no-build-isolation", "--no-compile", "--target", str(target), *map(str, copied),
         ],
         check=True, capture_output=True, timeout=300,
     )  # fmt: skip

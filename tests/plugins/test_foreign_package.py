@@ -65,7 +65,7 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.target = install(FOREIGN, root / "target")
+        self.target = install(FOREIGN, target=root / "target")
         save_tiny_model(root / "model")
         self.recipe = root / "recipe.toml"
         self.recipe.write_text(RECIPE.format(root=root))

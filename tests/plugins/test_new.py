@@ -1,5 +1,6 @@
 """``outrider new``: what it writes installs, passes its own test, is listed, and its recipe is read."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,41 +12,54 @@ from outrider.cli import main
 from tests.plugins.packages import install
 from tests.tiny import save_tiny_model
 
+# All packages in one process: the import of torch is what takes long.
 _RUN = """
-import sys
+import json, sys
 import pytest
 from outrider.cli import main
-status = pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]])
-assert status == 0, status
-assert main(["train", sys.argv[2], "--dry-run"]) == 0
-assert main(["list", sys.argv[3]]) == 0
-small = ["rollout.max_turns=2", "rollout.max_turn_tokens=24", \
-"rollout.max_response_tokens=100", "train.num_steps=1"]
-small += ["evaluation.num_tasks=1", "model.precision=float32", "num_threads=1", *sys.argv[5:]]
-assert main(["train", sys.argv[2], "--run", "run", "--model", sys.argv[4], "--progress", "none", *small]) == 0
+small = ["rollout.max_turns=2", "rollout.max_turn_tokens=24", "rollout.max_response_tokens=100"]
+small += ["train.num_steps=1"]
+small += ["evaluation.num_tasks=1", "model.precision=float32", "num_threads=1"]
+for kind, name, *own in json.loads(sys.argv[1]):
+    print(f"== {kind}", flush=True)
+    status = pytest.main(["-q", "-p", "no:cacheprovider", f"{name}/tests"])
+    assert status == 0, status
+    assert main(["train", f"{name}/recipe.toml", "--dry-run"]) == 0
+    assert main(["list", f"{kind}s"]) == 0
+    command = ["train", f"{name}/recipe.toml", "--run", f"run-{kind}", "--model", "model", "--progress", "none"]
+    assert main([*command, *small, *own]) == 0
 """
-SMALL = {
-    "environment": ["cold_start.num_examples=2"],
-    "tool": ["environment.prompt=short"],
-    "algorithm": ["cold_start.num_examples=0"],
-}
+NEW = (
+    ("environment", "word-count", "cold_start.num_examples=2"),
+    ("tool", "word-length", "environment.prompt=short"),
+    ("algorithm", "word-credit", "cold_start.num_examples=0"),
+)
 
 
-@pytest.mark.parametrize("kind", ["environment", "tool", "algorithm"])
-def test_a_new_package_works_at_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["new", kind, "word-count"]) == 0
-    package = tmp_path / "word-count"
-    target = install(package, tmp_path / "target")
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The folder of the packages and their runs, and what was printed, by kind."""
+    root = tmp_path_factory.mktemp("new")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert [main(["new", kind, name]) for kind, name, _ in NEW] == [0, 0, 0]
+    target = install(*(root / name for _, name, _ in NEW), target=root / "target")
+    save_tiny_model(root / "model")
     path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, str(package / "tests"), "word-count/recipe.toml", f"{kind}s",
-         str(save_tiny_model(tmp_path / "model")), *SMALL[kind]],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}, timeout=300,
+        [sys.executable, "-c", _RUN, json.dumps(NEW)], cwd=root, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
-    assert 'type = "word-count"' in done.stdout and "word-count 0.1.0" in done.stdout
+    told = (part.partition("\n") for part in done.stdout.split("== ")[1:])
+    return root, {kind: rest for kind, _, rest in told}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name, _ in NEW])
+def test_a_new_package_works_at_once(kind: str, name: str, played: tuple[Path, dict[str, str]]) -> None:
+    root, told = played
+    assert (root / f"run-{kind}" / "checkpoints" / "step-000001").is_dir()
+    assert f'type = "{name}"' in told[kind] and f"{name} 0.1.0" in told[kind]
 
 
 @pytest.mark.parametrize(
