@@ -1,6 +1,7 @@
 """An event loop for a batch of rollouts, whether or not the caller has one."""
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -10,8 +11,8 @@ T = TypeVar("T")
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, also where a loop runs in this thread already, as in a notebook: then in a thread of its
-    own.
+    """``asyncio.run``, also where a loop runs in this thread already, as in a notebook: then in a thread of
+    its own.
 
     An interruption cancels what runs there and is raised once that has ended.
     """
@@ -28,13 +29,23 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
         begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
         return await main
 
+    ended = threading.Event()
+
+    def in_a_loop() -> T:
+        try:
+            return asyncio.run(played())
+        finally:
+            ended.set()
+
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts") as pool:
         try:
-            return pool.submit(asyncio.run, played()).result()
+            return pool.submit(in_a_loop).result()
         except BaseException:
             if not begun.cancel():
                 loop, task = begun.result()
                 assert task is not None  # a coroutine runs in one
                 with suppress(RuntimeError):  # the loop has closed: it was the batch that broke
                     loop.call_soon_threadsafe(task.cancel)
+                # An interruption within `submit` leaves the pool without the thread that it has started.
+                ended.wait()
             raise
