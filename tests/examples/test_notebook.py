@@ -15,7 +15,8 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "explore.ipynb"
 def played(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
     """With one more cell, which tells what the run learned. A cell that fails raises."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    told = '(runs["group-16"].metrics()["reward/mean"].to_pylist(), [str(one.path.parent) for one in runs.values()])'
+    rewards = 'runs["group-16"].metrics()["reward/mean"].to_pylist()'
+    told = f"({rewards}, [str(one.path.parent) for one in runs.values()])"
     notebook.cells.append(nbformat.v4.new_code_cell(told, id="told"))
     folder = tmp_path_factory.mktemp("notebook")
     with pytest.MonkeyPatch.context() as patch:

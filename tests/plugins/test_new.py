@@ -26,8 +26,8 @@ for kind, name, *own in json.loads(sys.argv[1]):
     assert status == 0, status
     assert main(["train", f"{name}/recipe.toml", "--dry-run"]) == 0
     assert main(["list", f"{kind}s"]) == 0
-    command = ["train", f"{name}/recipe.toml", "--run", f"run-{kind}", "--model", "model", "--progress", "none"]
-    assert main([*command, *small, *own]) == 0
+    command = ["train", f"{name}/recipe.toml", "--run", f"run-{kind}", "--model", "model"]
+    assert main([*command, "--progress", "none", *small, *own]) == 0
 """
 NEW = (
     ("environment", "word-count", "cold_start.num_examples=2"),

@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, also where a loop runs in this thread already, as in a notebook: then in a thread of its
-    own.
+    """``asyncio.run``, also where a loop runs in this thread already, as in a notebook: then in a thread of
+    its own.
 
     An interruption cancels what runs there and is raised once that has ended.
     """
