@@ -20,7 +20,8 @@ def test_a_run_in_which_everything_breaks_gives_all_back_and_the_command_continu
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--out", str(tmp_path), "--cases", "arpo", "--each", "32", "--every", "32"]
-    before = len(descendants(os.getpid()))  # of tests that ran in this process: warm workers
+    # of tests that ran in this process: warm workers, some of which may end meanwhile
+    before = len(descendants(os.getpid()))
     soak.main([*given, "--rollouts", "32"])
     first = read(tmp_path / "soak.jsonl")
     assert [one["where"] for one in first] == [
@@ -29,7 +30,7 @@ def test_a_run_in_which_everything_breaks_gives_all_back_and_the_command_continu
     ] and "| 32 | arpo |" in capsys.readouterr().out
     # the Python tool's servers
     assert first[0]["processes"] >= 1 + before and sum(first[1]["outcomes"].values()) == 32
-    assert (first[1]["processes"], first[1]["temporary"]) == (before, 0) and first[1]["faults"]
+    assert first[1]["processes"] <= before and first[1]["temporary"] == 0 and first[1]["faults"]
     soak.main([*given, "--rollouts", "32"])  # nothing is left to do
     assert read(tmp_path / "soak.jsonl") == first
 
