@@ -5,7 +5,7 @@ split.
 from outrider.algorithms.common.ratios import ImportanceStats
 
 
-class Tally:
+class MetricAccumulator:
     """Collects the measures of one update; :meth:`means` are its metrics."""
 
     def __init__(self) -> None:
