@@ -228,6 +228,7 @@ class DecodePlan:
         values[self.rows_B, :, self.lengths_B] = value_BK1D[:, :, 0]
         batch, heads, _, size = query_BH1D.shape
         num_seen = self.mask_B11T.shape[3]
+        # So keys and values are read once per group of heads, and not repeated for each.
         query = query_BH1D.reshape(batch, keys.shape[1], heads // keys.shape[1], size)
         output = scaled_dot_product_attention(
             query,

