@@ -41,12 +41,14 @@ def over_rollouts(
     require_tokens(values=values)
     kept = mask.bool()
     owners = rollout_index[kept]
+    # Numbers are those of the mini-batch: a micro-batch leaves some of them empty.
     count = int(rollout_index.max()) + 1 if rollout_index.numel() else 0
     empty = values.new_zeros(count)
     if reduce == "max":
         return empty.scatter_reduce(0, owners, values[kept], reduce="amax", include_self=False)[rollout_index]
     sums = empty.index_add(0, owners, values[kept])
     if reduce == "mean":
+        # A rollout whose tokens are all masked has 0 of them: 0 / 1 and not NaN.
         sums = sums / torch.bincount(owners, minlength=count).clamp(min=1)
     return sums[rollout_index]
 
@@ -129,6 +131,7 @@ def correction_stats(
     when no token is left or a log-probability is not finite: either is a fault, not noise.
     """
     kept = mask.bool()
+    # float64: ESS divides the square of a sum by a sum of squares over all tokens.
     difference = _difference(old_logprobs, sampler_logprobs)[kept].double()
     if difference.numel() == 0 or not bool(torch.isfinite(difference).all()):
         raise ValueError("sampler correction needs at least one token and finite log-probabilities")
@@ -194,6 +197,7 @@ def _statistic(difference: Tensor, statistic: Statistic) -> Tensor:
 
 def _difference(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
     require_tokens(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
+    # A weight and no part of the objective: nothing is learned by making it smaller.
     return old_logprobs.detach() - sampler_logprobs.detach()
 
 

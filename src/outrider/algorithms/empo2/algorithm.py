@@ -174,6 +174,7 @@ class Empo2(Algorithm):
             self.settings.intrinsic_where_tied
             or group_advantages(returns, self.objective.advantage).has_signal
         )
+        # Counted even where nothing is paid: what was seen is not new the next time.
         counts = iter(self.novelty.visit_together(trace.task.key, list(self._embedder.embed(texts))))
         seen: list[float] = []
         for leaf, states in kept:

@@ -150,6 +150,7 @@ class TipHook:
         if self.settings.writer == "environment":
             return None
         self._training_step = state.training_step
+        # Fewer words than tokens: a tip at its limit is cut in the middle of a sentence.
         words = max(5, self.settings.max_tip_tokens * 2 // 3)
         return Message(
             role="user", content=last_words(state) + REQUEST.format(words=words, score=result.episode_return)
@@ -160,6 +161,7 @@ class TipHook:
         turns.
         """
         for leaf, path in trace.rollouts():
+            # Also for a rollout that is skipped below: endings must not pile up over a run.
             ending = self._endings.pop((trace.task.key, leaf.rollout), "")
             if leaf.episode_return is None:
                 continue

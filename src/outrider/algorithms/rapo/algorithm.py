@@ -202,6 +202,7 @@ class Rapo(Algorithm):
         rollouts = list(trace.rollouts())
         rewards = [self.retrieval_reward(path) for _, path in rollouts]
         scored = [
+            # The rollouts that the outcome cannot score: both advantages have to span the same ones.
             None if leaf.episode_return is None else reward.value
             for (leaf, _), reward in zip(rollouts, rewards, strict=True)
         ]
