@@ -19,6 +19,7 @@ def file_checksum(path: Path) -> int:
     """CRC-32 of a file: finds damage, not malice. Raises OSError."""
     value = 0
     with path.open("rb") as file:
+        # In pieces: a file of masters need not fit into memory beside the model.
         while piece := file.read(2**22):
             value = zlib.crc32(piece, value)
     return value

@@ -88,6 +88,7 @@ class RunState:
         were.
         """
         buffer = self.parts.buffer
+        # Before the revision is written down: a power failure may take commits that were not flushed.
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
         state: dict[str, Any] = {
@@ -111,6 +112,7 @@ class RunState:
         folder = self.run.checkpoints / f"step-{self.step:06d}"
         save_checkpoint(folder, self.parts.policy, state, arrays, records=self.records.written())
         self.saved_step = self.step
+        # Only once the new one is on disk.
         prune_checkpoints(
             self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints, newest=self.step
         )
@@ -223,12 +225,14 @@ class RunState:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
         if (began_with := state.get("buffer_digest")) is not None:
             other_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
+        # From here on files are cut: whatever can refuse has spoken.
         num_kept = self._keep_last_evaluation(state, last_label)
         self.metrics.cut(int(state["num_metric_records"]) + num_kept)
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_kept)
         self.traces.resume(self.step)
         if num_kept and are_whole:
             self.seal_records()  # else a kill before the next checkpoint would leave the new label as damage
+        # Its keys and values, if any, are of other weights.
         self.parts.engine.weights_changed()
         self.note(f"continuing from step {self.step}")
 
