@@ -106,6 +106,7 @@ def _load_steps(
     done = 0
     while chunk := cursor.fetchmany(4096):
         end = done + len(chunk)
+        # The count was read in this transaction: more rows than that are damage, told below.
         if end > len(rows):
             break
         for step_id, row, terminal, crc, vector, num in chunk:

@@ -147,6 +147,7 @@ def _trajectory(record: object, agent: str, answer_marks: Sequence[str]) -> tupl
     prompt, steps = _split(messages, answer_marks)
     agent = _text(record, "agent", agent)
     task_key = _text(record, "task_key", question_key(question))
+    # Everything that tells trajectories apart: a second import has to find the same ids.
     content = json.dumps([task_key, agent, float(reward), [(m.role, m.content) for m in messages]])
     return question, Trajectory(
         trajectory_id=_text(record, "trajectory_id", f"{task_key}-{_digest(content)}"),
