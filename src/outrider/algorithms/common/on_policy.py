@@ -1,4 +1,4 @@
-"""What methods share in whose groups the policy plays every rollout in the same way."""
+"""Common parts of methods in whose groups the policy plays every rollout in the same way."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -124,7 +124,7 @@ def sampler_weights_per_token(
 def correction_stats(
     applied: SamplerWeights, *, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
 ) -> ImportanceStats:
-    """What :func:`sampler_weights_per_token` did, as the metrics want it.
+    """Metrics of :func:`sampler_weights_per_token`.
 
     Mean and mean square are those of the applied weights, ``num_truncated`` counts the tokens that a bound
     changed, ``max`` and ``mean_abs_log`` describe the tokens' own weights without bounds. Raises ValueError

@@ -141,7 +141,7 @@ class Empo2(Algorithm):
         return self.objective.label if self.hooks or self.settings.intrinsic_coefficient > 0 else "grpo"
 
     def measure(self, traces: Sequence[Trace]) -> dict[str, float]:
-        """What the step's tips did."""
+        """Metrics of the step's tips."""
         return tip_metrics(traces, self.tips)
 
     def modes_of(self, step: int, group: int) -> Sequence[str]:
@@ -192,7 +192,7 @@ class Empo2(Algorithm):
         return {"tips": tips, "novelty": novelty}, {**tip_arrays, **novelty_arrays}
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """What :meth:`state` saved."""
+        """Puts back what :meth:`state` saved."""
         self.tips.memory.restore(state["tips"], arrays)
         self.novelty.restore(state["novelty"], arrays)
 

@@ -173,8 +173,8 @@ def _require_uncredited(turns: Sequence[Turn]) -> None:
 
 
 def _score(leaf: Leaf, turns: Sequence[Turn]) -> float | None:
-    """What a rollout counts in the statistics: its return less the mean penalty of its turns, so that A^E
-    stays centred.
+    """A rollout's value in the statistics: its return less the mean penalty of its turns, so that A^E stays
+    centred.
     """
     if leaf.episode_return is None or not turns:
         return leaf.episode_return

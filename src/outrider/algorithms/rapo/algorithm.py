@@ -188,7 +188,7 @@ class Rapo(Algorithm):
         return self.objective.label if self.hooks else "grpo"
 
     def counts(self) -> list[dict[str, int]]:
-        """What the retrieval hook has counted."""
+        """Counts of the retrieval hook."""
         return [dict(hook.counts) for hook in self._retrieval]
 
     def restore_counts(self, saved: Sequence[Mapping[str, int]]) -> None:

@@ -197,7 +197,7 @@ def _inserted(state: EpisodeState) -> frozenset[int]:
 
 
 def _words(record: StepRecord) -> tuple[str, str]:
-    """What makes a step the same as another one: a buffer holds equal steps of sibling trajectories."""
+    """Identity of a step by its texts: a buffer holds equal steps of sibling trajectories."""
     return record.text, record.observation
 
 
