@@ -70,8 +70,8 @@ class Reply:
 
 
 class Simulator(Protocol):
-    """What the environment needs of a simulator. Every method raises :class:`EnvironmentFault` when it died
-    or stalled.
+    """A simulator as the environment needs it. Every method raises :class:`EnvironmentFault` when it died or
+    stalled.
     """
 
     def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:

@@ -117,7 +117,7 @@ class GameShelf:
 
 
 class _Order(Settings):
-    """What the child is asked to make."""
+    """Order to the child for one game."""
 
     root: Path
     game: GameSettings

@@ -18,7 +18,7 @@ class TextWorldConfig(EnvironmentSettings):
 
     type: Literal["textworld"] = "textworld"
     game: GameSettings = QuestGame()
-    """What kind of game: ``quest``, ``coin_collector``, ``treasure_hunter`` or ``cooking``, each with its own
+    """Kind of game: ``quest``, ``coin_collector``, ``treasure_hunter`` or ``cooking``, each with its own
     sizes.
     """
     num_train: Annotated[int, Field(ge=0)] = 8
