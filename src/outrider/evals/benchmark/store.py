@@ -78,7 +78,7 @@ class PanelStore:
         return [result for result in self.results if result.answered is not None]
 
     def owed(self, tasks: Sequence[Task], *, num_samples: int) -> list[tuple[Task, int]]:
-        """What is missing or ended in a fault other than the judge's, in the panel's order."""
+        """Samples that are missing or ended in a fault other than the judge's, in the panel's order."""
         with self._lock:
             return [
                 (task, sample)
@@ -122,7 +122,7 @@ class PanelStore:
 
 
 def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
-    """What a closed file is of, and its results by task key and sample number. Raises DataError naming the
+    """Identity of a closed file, and its results by task key and sample number. Raises DataError naming the
     line.
     """
     lines = read_lines(path)[0] or [b""]

@@ -85,7 +85,7 @@ class PackedPanel(_Part):
 
 
 class Manifest(_Part):
-    """What a pack holds. ``packed_on`` are facts of the machine that packed, which need not be the one that
+    """Contents of a pack. ``packed_on`` are facts of the machine that packed, which need not be the one that
     computed.
     """
 

@@ -1,5 +1,4 @@
-"""What follows from a pack's results: every score and interval computed again from single tasks, costs, and
-comparisons.
+"""Tables of a pack: every score and interval computed again from single tasks, costs, and comparisons.
 
 Packing writes it as ``tables.json``; verifying computes it anew and compares.
 """
