@@ -37,7 +37,7 @@ _QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What queries search; replaced as a whole by every batch, so that a query sees one revision only."""
+    """Index that queries search; every batch replaces it as a whole, so that a query sees one revision."""
 
     rows: NDArray[np.void]
     vectors_ND: Vectors
