@@ -58,7 +58,7 @@ class CollectReport:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """What can go into a buffer; faults are left out."""
+        """Trajectories for a buffer; faults are left out."""
         return [one.trajectory for one in self.collected if one.trajectory is not None]
 
     @property

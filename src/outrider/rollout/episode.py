@@ -53,7 +53,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """What all rollouts of one scheduler run share."""
+    """Plays the rollouts of one scheduler run, which share all of this."""
 
     batcher: RoundBatcher
     renderer: ChatRenderer

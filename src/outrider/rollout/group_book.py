@@ -197,7 +197,7 @@ class GroupBook:
 
 
 def _asked(brancher: Brancher, state: EpisodeState, at: _At) -> _Point | None:
-    """What the hook wants here. A streak of the group is not known yet: the hook wants most without one."""
+    """The hook's wish here. A streak of the group is not known yet: the hook wants most without one."""
     if brancher.streak_scope == "lineage":
         wanted = brancher.num_forks(state)
         if wanted is not None:

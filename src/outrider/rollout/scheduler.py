@@ -109,7 +109,7 @@ class Scheduler:
         )
 
     def _rounds(self, *, continued: bool) -> RoundAware:
-        """What the environments share; a new batch has it afresh."""
+        """State that the environments share; a new batch has it afresh."""
         rounds = self.factory if isinstance(self.factory, RoundAware) else _NoRounds()
         if not continued:
             rounds.begin_batch(limited=self.limits_calls)
@@ -174,7 +174,7 @@ class Scheduler:
         raise AssertionError("unreachable: the last attempt returns")
 
     async def _close_all(self, environments: Sequence[Environment], faults: FaultLog) -> None:
-        """What a run that broke has left of the copies that forks are taken from."""
+        """Closes the copies for forks that a run which broke has left open."""
         for environment in environments:
             await self._close(environment, faults)
 

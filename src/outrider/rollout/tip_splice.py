@@ -80,8 +80,7 @@ async def ask_for_reflection(
     max_ending_tokens: int,
     seed: int,
 ) -> tuple[str, int] | None:
-    """What the policy answers to the hook's question after the end, and how many tokens it wrote; None where
-    the hook has none.
+    """The policy's reflection and its number of tokens; None where the hook asks nothing.
 
     ("", 0) where that cannot be: a reflection is never worth an episode, so an engine's fault or a full
     context leaves the rollout as it is.

@@ -57,8 +57,8 @@ class _Point:
 
 
 class ExpansionBook:
-    """What has begun and ended in every tree, and from where it may be expanded. Draws depend on the trees
-    alone, not on who was fast.
+    """Counts what has begun and ended in every tree, and keeps the points for expansions. Draws depend on the
+    trees alone, not on who was fast.
     """
 
     def __init__(
