@@ -71,7 +71,7 @@ _PRELOADED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the parent hands to the server on its command line. ``root`` is an empty folder that the server
+    """Settings of the server, handed over on its command line. ``root`` is an empty folder that the server
     owns.
     """
 
