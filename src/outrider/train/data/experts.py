@@ -30,9 +30,9 @@ class ExpertPlay:
 
 @dataclass(slots=True, kw_only=True)
 class FillReport:
-    """What asking the experts did: ``present`` tasks had theirs in the buffer, ``without_expert`` have none,
+    """Counts of asking the experts: ``present`` tasks had theirs in the buffer, ``without_expert`` have none,
     ``fault`` ones broke, ``unsolved`` ones were offered with the return that they got. ``builds`` holds one
-    report a portion.
+    report per portion.
     """
 
     counts: Counter[str] = field(default_factory=Counter)

@@ -1,5 +1,5 @@
-"""What joins a step's rollouts before the update: whatever the algorithm adds to them or plays beside
-them.
+"""Off-policy data that joins a step before the update: rollouts that the algorithm adds or plays beside the
+policy's.
 """
 
 from collections.abc import Callable, Sequence

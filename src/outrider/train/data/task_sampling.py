@@ -64,7 +64,7 @@ class SampledStep:
     cursor: int
 
     def metrics(self, wanted: int) -> dict[str, float]:
-        """What dynamic sampling did; ``wanted`` groups make a step."""
+        """Metrics of dynamic sampling; ``wanted`` groups make a step."""
         return {
             "group/num_dropped": float(len(self.traces) - len(self.trained)),
             "group/num_missing": float(wanted - len(self.trained)),

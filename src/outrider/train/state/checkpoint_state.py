@@ -33,8 +33,8 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What :func:`write_sealed` wrote; a file of an earlier Outrider, which has no checksum, is taken as it
-    is (:func:`is_sealed` asks for it).
+    """Reads what :func:`write_sealed` wrote; a file of an earlier Outrider, which has no checksum, is taken
+    as it is (:func:`is_sealed` asks for it).
 
     Raises OSError, and ValueError for what is damaged.
     """

@@ -32,8 +32,8 @@ _COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evalua
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """What a run has done so far. ``task_cursor`` counts the tasks taken, ``saved_step`` is -1 before the
-    first checkpoint.
+    """Progress of a run. ``task_cursor`` counts the tasks taken, ``saved_step`` is -1 before the first
+    checkpoint.
 
     All that decides how the run goes on is here, in ``parts`` or in a random stream keyed by the step.
     """
@@ -189,8 +189,7 @@ class RunState:
 
         The evaluation at the end of a run that goes on (``last_label``) stays, as that of its step.
 
-        Raises CheckpointError where that cannot be, because tasks, buffer or reference are others than then,
-        or records are gone.
+        Raises CheckpointError where that cannot be: other tasks, buffer or reference, or records are gone.
         """
         self.records.require_lines(state)
         for name, panel in state.get("tasks", {}).items():

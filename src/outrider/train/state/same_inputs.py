@@ -1,6 +1,4 @@
-"""What a run reads beside its settings and tasks and what decides its bits, as digests: tokenizer, template,
-files, buffer.
-"""
+"""Digests of what decides a run's bits beside its settings and tasks: tokenizer, template, files, buffer."""
 
 import hashlib
 import json

@@ -26,7 +26,7 @@ TokenLossOf = Callable[[TokenLossInputs], TokenLoss]
 def loss_inputs(
     logprobs_T: Tensor, batch: PackedBatch, denominators: Denominators, accumulator: MetricAccumulator
 ) -> TokenLossInputs:
-    """What the token loss of a micro-batch is computed from."""
+    """Inputs of the token loss of a micro-batch."""
     return TokenLossInputs(
         logprobs_T=logprobs_T,
         denominators=denominators,

@@ -1,6 +1,4 @@
-"""What an update measures: weighted means, sums, extremes, and losses, over micro-batches however it was
-split.
-"""
+"""Metrics of an update: weighted means, sums, extremes, and losses, however it was split."""
 
 from outrider.algorithms.common.ratios import ImportanceStats
 

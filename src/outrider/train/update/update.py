@@ -179,8 +179,7 @@ class _Update:
                 nll = success_nll(scores.logprobs_T, successes[index], self.accumulator)
                 loss = loss + self.objective.positive_nll * nll
             self._measure_gap(gaps[-1], start.entropies_T[~inputs.is_foreign_T])
-            # Per micro-batch, which frees its graph: the gradients add up to that of the mini-batch.
-            loss.backward()
+            loss.backward()  # frees the graph; over micro-batches the gradients add up
             self._count(batch)
         # After the backward passes, so that nothing is scored twice; still before any weight moves.
         if gate:
