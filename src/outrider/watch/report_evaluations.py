@@ -122,7 +122,7 @@ def _row_name(name: str) -> str:
 
 
 def _head(one: Evaluation) -> str:
-    """What an evaluation was made on; faults are rollouts that are in none of its numbers."""
+    """Panel of an evaluation; faults are rollouts that are in none of its numbers."""
     faults = f", {one.num_faults} FAULTS in no score" if one.num_faults else ""
     return (
         f"step {one.step}, {one.num_tasks} tasks{faults}, temperature "
