@@ -13,9 +13,7 @@ from outrider.types import Message, Origin, Outcome, Task
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rollout gives to a node that it shares: its credit a token and the scale of its importance
-    ratio.
-    """
+    """One rollout's share of a node: its credit per token and the scale of its importance ratio."""
 
     credit: tuple[float, ...]
     ratio_scale: float = 1.0

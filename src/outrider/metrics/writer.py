@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutReport:
-    """What a cut did: lines kept, and lines cut because they lie after the checkpoint."""
+    """Result of a cut: lines kept, and lines cut because they lie after the checkpoint."""
 
     num_kept: int
     num_cut: int
