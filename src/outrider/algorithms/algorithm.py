@@ -62,7 +62,7 @@ class StepPlay(Protocol):
         """Steps by task key (None: there is no expert), and why experts could not be asked."""
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
-        """One rollout a task that follows these steps, in the state that the task's group began in."""
+        """One rollout per task that follows these steps, in the state that the task's group began in."""
 
 
 class Algorithm:

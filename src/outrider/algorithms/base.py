@@ -250,7 +250,7 @@ def write_credit(
     """Give every trainable token of a rollout its advantage; rollouts without a return stay unassigned.
 
     ``attribution`` says what a node that several rollouts share gets (ARPO, arXiv 2507.19849, section 3.2):
-    ``soft`` every rollout's own advantage, counted once a rollout; ``hard`` the mean over its rollouts,
+    ``soft`` every rollout's own advantage, counted once per rollout; ``hard`` the mean over its rollouts,
     counted once. Raises ValueError for a shared node without it, and for ``hard`` where the rollouts scale
     their ratios differently.
     """

@@ -1,4 +1,4 @@
-"""Group credit: one scalar advantage a rollout, from the returns of the rollouts of one task.
+"""Group credit: one scalar advantage per rollout, from the returns of the rollouts of one task.
 
 Every statistic counts rollouts, never turns or rows. float64 throughout, and independent of the order of the
 rollouts.

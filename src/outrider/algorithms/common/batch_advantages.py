@@ -139,7 +139,7 @@ def reinforce_plus_plus_advantages_per_token(
     """REINFORCE++ (arXiv 2501.03262): whitened returns-to-go [T] of the rewards of
     :func:`token_rewards_per_token`.
 
-    Needs no groups: one rollout a task will do. A group whose rollouts all have the same return still gets
+    Needs no groups: one rollout per task will do. A group whose rollouts all have the same return still gets
     credit against the batch.
     """
     # NaN in the last token's reward spreads to all earlier tokens of that rollout, which whitening then

@@ -166,9 +166,9 @@ def token_weights(
     micro-batches.
 
     ``rollout_index`` [T] int64 says whose token it is; a token that d rollouts share counts d times, so list
-    it once a rollout and add the weights up. ``num_rollouts`` N counts the kept rollouts, also those without
-    a trained token. ``mask`` [T] False gives weight 0 and leaves the token out of every count. With n_i
-    tokens of rollout i: ``token_mean`` 1 / sum n_i; ``sequence_mean_token_mean`` 1 / (N n_i);
+    it once per rollout and add the weights up. ``num_rollouts`` N counts the kept rollouts, also those
+    without a trained token. ``mask`` [T] False gives weight 0 and leaves the token out of every count. With
+    n_i tokens of rollout i: ``token_mean`` 1 / sum n_i; ``sequence_mean_token_mean`` 1 / (N n_i);
     ``sequence_mean_token_sum`` 1 / N; ``constant_length`` 1 / (N max_length) (Dr. GRPO, arXiv 2503.20783);
     ``sum_over_length`` 1 / max_length (LUFFY's script); ``token_sum`` 1.
 

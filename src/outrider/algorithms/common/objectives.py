@@ -102,8 +102,8 @@ def gspo_per_token(
     clip_high: float = 4e-4,
     form: SequenceForm = "token",
 ) -> SurrogateLoss:
-    """GSPO (arXiv 2507.18071): the clipped surrogate with one ratio a rollout, ``s = exp(mean over its tokens
-    of log r)``.
+    """GSPO (arXiv 2507.18071): the clipped surrogate with one ratio per rollout, ``s = exp(mean over its
+    tokens of log r)``.
 
     ``rollout_index`` [T] says whose token it is; all tokens of a rollout must be in the call. ``mask`` [T]
     False leaves tokens out of the mean. A clipped rollout has no gradient at all. Forms:

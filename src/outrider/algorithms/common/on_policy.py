@@ -18,7 +18,7 @@ SettingsT = TypeVar("SettingsT", bound=GroupSettings)
 
 
 class OnPolicyGroup(Algorithm):
-    """``num_rollouts`` on-policy rollouts a group; credit is the method's own."""
+    """``num_rollouts`` on-policy rollouts per group; credit is the method's own."""
 
     def __init__(
         self, objective: ObjectiveSettings, *, num_rollouts: int, hooks: tuple[Hook, ...] = ()

@@ -201,13 +201,14 @@ def never_shows_a_tip(settings: Empo2Settings, *, num_groups: int, num_tasks: in
     """Whether a run of ``num_groups`` groups on ``num_tasks`` training tasks, from an empty memory, wants
     tips and can show none.
 
-    An epoch plays every task once at most, and a buffer a task holds what earlier groups of that task wrote.
+    An epoch plays every task once at most, and a buffer per task holds what earlier groups of that task
+    wrote.
     """
     return settings.memory_probability > 0 and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
 
 
 def states_of(path: Sequence[Node]) -> list[str]:
-    """The states of an episode: what each turn acted on, one a turn (section 4.2: the reward of a step is
+    """The states of an episode: what each turn acted on, one per turn (section 4.2: the reward of a step is
     that of its state).
 
     What is said after the last turn is no state: nothing acts on it, it is in the path only where the loop

@@ -34,12 +34,12 @@ class MemorySettings(Settings):
 
     ``writer``: the policy is asked for a tip after every episode (the paper), or what the environment
     answered to each action is the tip, in its own words and without a model; such a tip is found by what it
-    says itself. ``scope``: a buffer a task, one a ``world`` (which a task's metadata may name; a task without
-    one has its own), or one for all. ``state_key``: the policy's tip is found by the observation at which it
-    acted, by the whole chat (released), or by the task's question; for the environment's it says what is
-    looked up. Up to ``num_shown`` tips above ``min_similarity``, ranked by ``rank``; ``max_shown_tokens``
-    bounds those of a turn, ``max_prompt_tokens`` those of an episode's context. ``max_tip_tokens`` bounds a
-    tip. A buffer holds ``capacity``.
+    says itself. ``scope``: a buffer per task, one per ``world`` (which a task's metadata may name; a task
+    without one has its own), or one for all. ``state_key``: the policy's tip is found by the observation at
+    which it acted, by the whole chat (released), or by the task's question; for the environment's it says
+    what is looked up. Up to ``num_shown`` tips above ``min_similarity``, ranked by ``rank``;
+    ``max_shown_tokens`` bounds those of a turn, ``max_prompt_tokens`` those of an episode's context.
+    ``max_tip_tokens`` bounds a tip. A buffer holds ``capacity``.
     """
 
     details: ClassVar[frozenset[str]] = frozenset({"capacity", "eviction", "max_prompt_tokens", "rank"})

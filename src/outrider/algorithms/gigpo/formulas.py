@@ -64,8 +64,9 @@ def episode_advantages_per_turn(
     """``A^E = (R - mean P) / F`` (Eq. 3) for the score R of every turn: its episode's return, less the turn's
     own penalty.
 
-    ``population`` P is what mean and std count: one score a rollout in the paper, one a turn in the released
-    code. F is 1 for ``none`` and ``std P + eps`` (sample std) for ``std``. A population of one, or whose max
+    ``population`` P is what mean and std count: one score per rollout in the paper, one per turn in the
+    released code. F is 1 for ``none`` and ``std P + eps`` (sample std) for ``std``. A population of one, or
+    whose max
     - min is within ``spread_tolerance * max(1, max |P|)``, gives exactly 0.
     """
     counted = np.array(population, dtype=np.float64)
