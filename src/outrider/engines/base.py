@@ -103,7 +103,7 @@ class Generation:
 
     ``logprobs``: natural log of the probability at the sampling temperature (at 1 when greedy).
     ``entropies``: nats over the whole vocabulary at temperature 1, or lower bounds from the likeliest tokens
-    of the sampling distribution (``entropies_are_bounds``). Both have one value a token.
+    of the sampling distribution (``entropies_are_bounds``). Both have one value per token.
     """
 
     request_id: str

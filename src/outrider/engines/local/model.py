@@ -173,7 +173,7 @@ def longest_context(config: PreTrainedConfig, name: str) -> int:
     if not longest:
         raise ModelError(f"model {name!r} declares no longest context (max_position_embeddings)")
     rope = getattr(text, "rope_parameters", None) or {}
-    # some have one a kind of layer
+    # some have one per kind of layer
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     limits = [
         kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"

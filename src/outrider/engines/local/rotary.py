@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from outrider.engines.local.attention import IMPLEMENTATION
 
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
-_BLOCK = 2**16  # elements of a block, a thread: a few of them fit its second-level cache
+_BLOCK = 2**16  # elements of a block per thread: a few of them fit its second-level cache
 
 
 def attention(

@@ -14,7 +14,7 @@ from outrider.tokens import Tokenizer, text_of
 
 _PART = "\ufffd"  # what a decoder writes for bytes that are no whole character
 _ROWS = 16  # rows at a time: their float32 values (3 MB at 49,152 entries) stay in the processor's cache
-# consecutive ids; 49,152 entries need 192 + 256 draws a token where a race of all would need 49,152
+# consecutive ids; 49,152 entries need 192 + 256 draws per token where a race of all would need 49,152
 _BLOCK = 256
 _LEAST = 2.0**-54  # an exponential draw is 0 once in 2**53: nothing may be divided by it
 
@@ -27,8 +27,8 @@ def request_stream(seed: int) -> np.random.Generator:
 def sample(
     logits_BV: torch.Tensor, temperatures: Sequence[float], streams: Sequence[np.random.Generator]
 ) -> tuple[list[int], list[float], list[float]]:
-    """One token a row: ids, log-probs at the row's temperature (1 when greedy), entropies at temperature 1 in
-    nats.
+    """One token per row: ids, log-probs at the row's temperature (1 when greedy), entropies at temperature 1
+    in nats.
 
     ``streams`` are the rows' own (:func:`request_stream`); every call takes equally many draws from each. A
     token is drawn by a race of exponentials (the Gumbel-max trick) on two levels, which is exact: first for a

@@ -6,7 +6,7 @@ what bfloat16 is chosen for there. So the forward is fused, and the backward com
 and uses plain products, a block of queries at a time: what lies after the block is never computed. In float32
 the fused backward pass is the faster one (benchmarks/update_profile.py prints both).
 
-Shape letters: B sequences, H query heads, K key-value heads, G query heads a key-value head, N queries, T
+Shape letters: B sequences, H query heads, K key-value heads, G query heads per key-value head, N queries, T
 keys, D head size.
 """
 
