@@ -51,7 +51,7 @@ class Goal:
 
 
 def draw_prices(catalogue: Catalogue, seed: int) -> dict[str, float]:
-    """One price a product in dollars: its own, or a point drawn uniformly from its range."""
+    """One price per product in dollars: its own, or a point drawn uniformly from its range."""
     return {key: _price(found, seed) for key, found in catalogue.products.items()}
 
 
