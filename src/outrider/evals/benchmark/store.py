@@ -168,7 +168,7 @@ def _outcomes(record: Mapping[str, Any]) -> dict[str, Outcome | None]:
 
 
 def _reply(record: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
-    """Raises TypeError for what is no text a turn, and no list of ids a turn."""
+    """Raises TypeError for what is no text per turn, and no list of ids per turn."""
     turns, ids = record.get("turns"), record.get("token_ids")
     texts = turns is None or (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns))
     if not texts or not (ids is None or (isinstance(ids, list) and all(_are_ids(turn) for turn in ids))):

@@ -58,7 +58,7 @@ class Run:
     (``watch.run_directory``).
 
     ``costs`` are totals since step 0 after each training step, by axis; ``rewards`` are the mean training
-    rewards of the steps, NaN where not known. Evaluations ascend by step, one a step (the last made there).
+    rewards of the steps, NaN where not known. Evaluations ascend by step, one per step (the last made there).
     """
 
     name: str

@@ -61,7 +61,7 @@ def _tables(pack: Path, manifest: Manifest, trained: Sequence[str]) -> dict[str,
 
 
 def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
-    """One row an evaluation, in the order of the file; where it has scores of tasks, all follows from
+    """One row per evaluation, in the order of the file; where it has scores of tasks, all follows from
     them.
     """
     file = pack / "runs" / name / "evaluations.jsonl"
