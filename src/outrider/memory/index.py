@@ -38,7 +38,7 @@ class GrowingMatrix:
         self._length = len(rows_ND)
 
     def append(self, rows_ND: NDArray[np.float32]) -> None:
-        """Add rows at the end; amortised constant time a row."""
+        """Add rows at the end; amortised constant time per row."""
         end = self._length + len(rows_ND)
         if end > len(self._rows):
             grown = np.empty((max(end, len(self._rows) * 3 // 2), self._rows.shape[1]), np.float32)
@@ -61,7 +61,7 @@ def search(
 ) -> list[Matches]:
     """The ``k`` rows with the highest cosine for every query, exact, ties to the lower row.
 
-    Rows and queries must be unit vectors. ``allowed`` holds one boolean mask ``[N]`` a query (None: all
+    Rows and queries must be unit vectors. ``allowed`` holds one boolean mask ``[N]`` per query (None: all
     rows). Float32 products only nominate candidates; those within their rounding error of the k-th best are
     scored again in float64, so the answer depends neither on the BLAS library nor on which queries share a
     call.

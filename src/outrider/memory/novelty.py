@@ -26,7 +26,7 @@ class _States:
 
 
 class NoveltyStore:
-    """Visit counts a task key; new states are those whose cosine with every stored one is below
+    """Visit counts per task key; new states are those whose cosine with every stored one is below
     ``threshold``.
 
     Keys count in single precision, in which they are saved; cosines that agree to ``SIMILARITY_DIGITS``

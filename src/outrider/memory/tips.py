@@ -1,6 +1,6 @@
 """The memory of tips (EMPO², arXiv 2602.23008, Listing 1): what earlier episodes say to the next ones.
 
-One buffer a task key. A record has the key of a state, the text that is shown, and the score of the episode
+One buffer per task key. A record has the key of a state, the text that is shown, and the score of the episode
 that wrote it. Shape letters: N records of a buffer, D dimensions of a key.
 """
 

@@ -185,7 +185,7 @@ class StepTraceBuffer:
     def query_batch(
         self, histories: Sequence[str], filters: Sequence[StepFilter], *, k: int = 1
     ) -> list[list[Hit]]:
-        """One list of hits a history, best first, ties to the lower step id; shorter than ``k`` when fewer
+        """One list of hits per history, best first, ties to the lower step id; shorter than ``k`` when fewer
         steps pass.
         """
         return self.query_vectors(self.embedder.embed(histories), filters, k=k)

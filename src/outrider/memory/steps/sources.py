@@ -172,7 +172,7 @@ def _text(record: Mapping[str, object], key: str, default: str | None = None) ->
 
 
 def _message(value: object, index: int) -> Message:
-    """One chat message; tool calls of an assistant are written out after its text, one JSON object a call."""
+    """One chat message; an assistant's tool calls follow its text, one JSON object per call."""
     if not isinstance(value, dict):
         raise ValueError(f"message {index} must be an object")
     role = value.get("role")

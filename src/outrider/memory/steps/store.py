@@ -28,7 +28,7 @@ from outrider.types import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTrajectory:
-    """A trajectory ready to be written: texts are well-formed, ``step_num_tokens`` has one entry a step."""
+    """A trajectory ready to be written: texts are well-formed, ``step_num_tokens`` has one entry per step."""
 
     trajectory_id: str
     task_key: str
