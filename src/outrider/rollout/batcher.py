@@ -1,4 +1,4 @@
-"""Collects the requests of all running episodes into one engine batch a round.
+"""Collects the requests of all running episodes into one engine batch per round.
 
 A batch is formed only when every running episode waits for the engine, and new episodes begin only then. So
 its content depends on ids and never on how fast a tool answered, and the same seed gives the same bits.
