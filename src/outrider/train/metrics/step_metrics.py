@@ -128,7 +128,7 @@ def _num_discarded(traces: Sequence[Trace]) -> int:
 def timing_metrics(
     *, rollout_s: float, update_s: float, num_policy_tokens: float, num_computed_tokens: int
 ) -> dict[str, float]:
-    """Seconds, tokens a second, and the largest resident memory so far."""
+    """Seconds, tokens per second, and the largest resident memory so far."""
     return {
         "time/rollout": rollout_s,
         "time/update": update_s,

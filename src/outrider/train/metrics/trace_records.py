@@ -10,7 +10,7 @@ from outrider.watch.traces import TraceRow
 
 
 def rows_of(traces: Sequence[Trace], *, step: int, tokenizer: Tokenizer) -> list[TraceRow]:
-    """One row a node that belongs to a finished rollout; what a fault left behind is not written."""
+    """One row per node that belongs to a finished rollout; what a fault left behind is not written."""
     rows = []
     for number, trace in enumerate(traces):
         owners: dict[int, int] = {}

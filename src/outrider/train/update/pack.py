@@ -191,7 +191,7 @@ def _credits_at(
 def credits_by_rollout(
     node: Node, sequences: Sequence[RolloutPath]
 ) -> list[tuple[RolloutPath, Sequence[float], float]]:
-    """Which of these rollouts train the node's tokens, with their credit a token and their ratio scale.
+    """Which of these rollouts train the node's tokens, with their credit per token and their ratio scale.
 
     Raises ValueError for a node that several rollouts share and whose credit belongs to none of them.
     """
