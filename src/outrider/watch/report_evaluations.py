@@ -1,4 +1,4 @@
-"""The evaluations of a run in its report: a table a split, and scores over steps from before training on."""
+"""Evaluations of a run in its report: a table per split, and scores over steps from before training on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ def _played(run: RunData) -> str:
 
 
 def evaluation_tables(run: RunData) -> list[EvaluationTable]:
-    """A table a split; of a label that was evaluated several times the last."""
+    """A table per split; of a label that was evaluated several times the last."""
     tables: list[EvaluationTable] = []
     for split in dict.fromkeys(one.split for one in run.evaluations):
         last = {one.label: one for one in run.evaluations if one.split == split}  # the curve has them all

@@ -76,7 +76,7 @@ class TensorboardTracker:
         return cls(directory=context.run_dir / "tensorboard", newest_step=context.newest_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar a metric."""
+        """One scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
