@@ -1,4 +1,4 @@
-"""The writer of ``metrics.jsonl``: one JSON object a line, durable line by line, cut exactly on resume."""
+"""The writer of ``metrics.jsonl``: one JSON object per line, durable line by line, cut exactly on resume."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ class CutReport:
 
 
 class MetricsWriter:
-    """Appends one JSON object a line and forces it to disk before it returns.
+    """Appends one JSON object per line and forces it to disk before it returns.
 
     A record is ``{"step", "kind", name: value, ...}`` with declared names only. A value that is NaN or
     infinite becomes null and is counted under ``record/num_non_finite``; None means "not defined at this
