@@ -20,18 +20,14 @@ _SPARSE = 8  # with under one row in eight allowed, gathering them costs less th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matches:
-    """The best rows for one query: ``rows`` int64 ``[K]`` and ``similarities`` float64 ``[K]``, best first; K
-    may be 0.
-    """
+    """Rows for a query, best first: ``rows`` int64 ``[K]``, ``similarities`` float64 ``[K]``; K may be 0."""
 
     rows: Rows
     similarities: NDArray[np.float64]
 
 
 class GrowingMatrix:
-    """Float32 rows that are only appended, after ``rows_ND``, which it owns; earlier views stay valid and
-    unchanged.
-    """
+    """Float32 rows that are only appended to ``rows_ND``, which it owns; earlier views stay as they are."""
 
     def __init__(self, rows_ND: NDArray[np.float32]) -> None:
         self._rows = rows_ND
@@ -85,6 +81,7 @@ def search(
         for query, scores_N in zip(block, queries_QD[block] @ vectors_ND.T, strict=True):
             mask = allowed[query]
             if mask is not None:
+                # Masked after the product: one product serves all queries of a block, whatever each may see.
                 scores_N[~mask] = -np.inf
             results[query] = _best(vectors_ND, queries_QD[query], scores_N, None, k)
     return [results[query] for query in range(len(queries_QD))]
@@ -118,5 +115,6 @@ def _best(
     for start in range(0, len(candidates), _RESCORE_BLOCK):
         block = vectors_ND[candidates[start : start + _RESCORE_BLOCK]].astype(np.float64)
         exact[start : start + _RESCORE_BLOCK] = (block * query_D.astype(np.float64)).sum(axis=1)
+    # Ties by row: equal scores have to give the same hits in every run.
     order = np.lexsort((candidates, -exact))[:k]
     return Matches(rows=candidates[order], similarities=exact[order])

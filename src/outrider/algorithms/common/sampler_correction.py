@@ -177,6 +177,7 @@ def rejection_mask_per_token(
     value = _statistic(difference, statistic)
     if scope != "token":
         value = over_rollouts(value, rollout_index=rollout_index, mask=mask, reduce=scope)
+    # A mask over all tokens and no shorter tensor: losses and weights keep their places.
     return (value >= low) & (value <= high) & mask.bool()
 
 
