@@ -25,7 +25,7 @@ path { fill: none; stroke: #818b98; stroke-width: 1.5 }
 
 
 def picture(trace: Trace) -> str:
-    """An SVG: a column a turn, a row a rollout, an edge a parent; colours say who wrote a node."""
+    """An SVG: a column per turn, a row per rollout, an edge per parent; colours say who wrote a node."""
     places = _places(trace)
     columns, rows = (1 + max(place[axis] for place in places.values()) for axis in (0, 1))
     width, height = round(columns * _STEP_X + 150), round(rows * _STEP_Y + 34)

@@ -51,7 +51,7 @@ _IN_SECTION: Final[Mapping[Kind, str]] = {
 
 
 def plugins_page() -> str:
-    """One table a kind."""
+    """One table per kind."""
     return _HEAD + "".join(_table(kind) for kind in KINDS)
 
 

@@ -88,7 +88,7 @@ class PastBaseline(Algorithm):
         return TokenLoss(losses=losses, clipped_high=never, clipped_low=never, dual_clipped=never)
 
     def state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """What a checkpoint holds, so that a resumed run has the same bits: plain data, and arrays."""
+        """Plain data and arrays for a checkpoint, so that a resumed run has the same bits."""
         return {"tasks": list(self._known)}, {"known": np.array(list(self._known.values()), dtype=np.float64)}
 
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:

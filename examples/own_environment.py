@@ -107,7 +107,7 @@ class WordChain:
         return [Task(key=f"word-chain/{split}/{word}", question=word) for word in STARTS.get(split, ())]
 
     def make(self) -> ChainFactory:
-        """What is missing (a server, a file) is told here, as outrider.errors.ToolUnavailable."""
+        """Reports what is missing (a server, a file) as outrider.errors.ToolUnavailable."""
         return ChainFactory(self.settings)
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:

@@ -221,7 +221,7 @@ def _standing_in(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _require_possible(run: str | Path | None, settings: "RunSettings") -> Path:
-    """What can be told without torch is told before it is imported; the new folder."""
+    """Refuses, before torch is imported, what can be refused without it; the new folder."""
     from outrider.engines.model_names import require_known_model
     from outrider.train.data.no_expert import require_experts
     from outrider.train.state.run_directory import require_free

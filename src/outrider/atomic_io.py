@@ -41,6 +41,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "wb") as stream:
             yield stream
             stream.flush()
+            # Before the rename: else a power failure may leave the new name with nothing in it.
             os.fsync(stream.fileno())
             os.replace(temporary, path)  # before the lock goes
     except BaseException:

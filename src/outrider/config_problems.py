@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, for somebody who wrote it: plain dotted paths and near matches.
+"""Tells somebody what is wrong with the configuration they wrote: plain dotted paths and near matches.
 
 Places hold the tag of the member of a union, or the name of a section's plug-in
 (``algorithm.grpo.groupsize``), which nobody has written there.
@@ -90,7 +90,7 @@ def _tags(section: type[BaseModel]) -> set[str]:
 
 
 class _Marker(Protocol):
-    """What :mod:`outrider.plugins.fields` marks a field with whose class the recipe names."""
+    """Mark of :mod:`outrider.plugins.fields` on a field whose class the recipe names."""
 
     def class_of(self, name: str) -> type[BaseModel]: ...
 

@@ -1,5 +1,5 @@
-"""Files of one JSON object a line that grow while a run lives: a kill may have torn the last line, and damage
-may be anywhere.
+"""Files of one JSON object per line that grow while a run lives: a kill may have torn the last line, and
+damage may be anywhere.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a person may have meant who mistyped a name."""
+"""Near matches of a mistyped name."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -48,11 +48,11 @@ class Run:
         return sorted((self.path / "checkpoints").glob("step-*"))
 
     def metrics(self, kind: Literal["train", "sft", "eval"] = "train") -> "pa.Table":
-        """One row a step, one column a metric (docs/metrics.md); null where it was not defined."""
+        """One row per step, one column a metric (docs/metrics.md); null where it was not defined."""
         return _table(record for record in self._lines("metrics.jsonl") if record.get("kind") == kind)
 
     def evaluations(self) -> "pa.Table":
-        """One row an evaluation, in the order of play; the score with its 95 % interval in columns of their
+        """One row per evaluation, in the order of play; the score with its 95 % interval in columns of their
         own."""
         rows = []
         for one in self._lines("evaluations.jsonl"):
@@ -71,7 +71,7 @@ class Run:
         return TraceReader(self.path / "traces").steps()
 
     def traces(self, step: int) -> "pa.Table":
-        """The nodes of a training step's rollouts, one a row."""
+        """The nodes of a training step's rollouts, one per row."""
         return self._parquet(f"step-{step:06d}.parquet")
 
     def evaluation_traces(self, number: int) -> "pa.Table":

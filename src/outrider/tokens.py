@@ -99,7 +99,7 @@ class ChatRenderer:
             ) from error
 
     def _probe(self, what: str, chat: _Chat, *, opened: bool = False) -> str:
-        """What the template writes behind the mark."""
+        """The template's text behind the mark."""
         text = self._render(chat, opened=opened)
         if _MARK not in text:
             raise ModelError(f"the chat template drops {what}")
@@ -112,8 +112,9 @@ class ChatRenderer:
             return False
 
     def _closing(self, closed: str, followed: str) -> str:
-        """What closes an answer, the last one or not: some templates write one marker more where a
-        conversation ends (Phi-3)."""
+        """The closing of an answer, the last one or not: some templates write one marker more where a
+        conversation ends (Phi-3).
+        """
         if followed.startswith(closed):
             return closed
         common = ""
@@ -201,8 +202,8 @@ def _overlap(ids: Sequence[int], ending: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnClosing:
-    """What a policy writes to end its turn, by the template: generation stops there, whatever the tokenizer's
-    EOS is.
+    """Tokens or text that end a turn, by the template: generation stops there, whatever the tokenizer's EOS
+    is.
 
     ``token_id`` is the marker (`<|im_end|>`, `<end_of_turn>`) where it is a token of its own; white space
     around it is the template's. ``text`` is what decoding shows of the closing: nothing of a special token;
@@ -223,7 +224,7 @@ class TurnClosing:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """What to stop at where no token says that the turn is over."""
+        """Stop strings for where no token says that the turn is over."""
         return (self.text,) if self.text and self.token_id is None else ()
 
     def cut(self, text: str) -> str:

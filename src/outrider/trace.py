@@ -13,15 +13,13 @@ from outrider.types import Message, Origin, Outcome, Task
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rollout gives to a node that it shares: its credit a token and the scale of its importance
-    ratio.
-    """
+    """One rollout's share of a node: its credit per token and the scale of its importance ratio."""
 
     credit: tuple[float, ...]
     ratio_scale: float = 1.0
 
     def scaled(self, factors: Sequence[float]) -> "Share":
-        """The credit times a factor a token."""
+        """The credit times a factor per token."""
         return Share(
             tuple(value * factor for value, factor in zip(self.credit, factors, strict=True)),
             self.ratio_scale,
@@ -32,7 +30,7 @@ class Share:
 class Node:
     """One turn's piece of the conversation.
 
-    ``logprobs`` and ``entropies`` hold one value a token on policy nodes (natural log; nats over the whole
+    ``logprobs`` and ``entropies`` hold one value per token on policy nodes (natural log; nats over the whole
     vocabulary, or lower bounds where ``entropies_are_bounds``) and are empty elsewhere. ``credit`` is None
     until an algorithm assigns it: unassigned is not zero. ``shares`` holds credit for each leaf on a node
     that several rollouts train on (soft attribution); ``owner`` is the rollout that counts a shared node

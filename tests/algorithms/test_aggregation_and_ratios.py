@@ -22,7 +22,7 @@ from outrider.algorithms.common.losses import (
 from outrider.algorithms.common.ratios import ImportanceStats, log_ratio, shaped_ratio
 from outrider.algorithms.common.sampler_correction import correction_stats, sampler_weights_per_token
 from outrider.algorithms.rapo.formulas import retrieval_ratio_scale
-from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.success_term import success_nll, success_weights
 
 CASES: dict[str, dict[str, Any]] = {
@@ -344,13 +344,13 @@ def test_the_likelihood_term_weighs_every_token_of_successful_rollouts_the_same_
         pytest.approx([1 / 3, 0.0, 1 / 3]),
         pytest.approx([0.0, 1 / 3]),
     ]
-    tally = Tally()
+    accumulator = MetricAccumulator()
     losses = [
-        success_nll(torch.tensor(each), own, tally)
+        success_nll(torch.tensor(each), own, accumulator)
         for each, own in zip(([-1.0, -9.0, -2.0], [-9.0, -3.0]), weights, strict=True)
     ]
     assert sum(float(loss) for loss in losses) == pytest.approx(2.0)
-    tally.end_step()
-    assert tally.means() == {"loss/positive_nll": pytest.approx(2.0)}
+    accumulator.end_step()
+    assert accumulator.means() == {"loss/positive_nll": pytest.approx(2.0)}
     nobody = success_weights([SimpleNamespace(succeeded=False)] * 3, batches)  # type: ignore[list-item]
     assert all(not each.any() for each in nobody)

@@ -16,7 +16,7 @@ from outrider.testing import check_algorithm, check_environment, check_tool
 from outrider.testing.algorithm import group_of
 from outrider.trace import Trace
 from outrider.train.learning_settings import OptimizerSettings, UpdateSettings
-from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.pack import RolloutPath
 from outrider.train.update.policy import Policy
 from outrider.train.update.update import rollout_paths, update
@@ -128,13 +128,13 @@ def test_own_algorithm(example: ModuleType, model: str, tmp_path: Path) -> None:
 
 @named("own_algorithm")
 def test_the_examples_loss_by_hand(example: ModuleType) -> None:
-    tally = Tally()
+    accumulator = MetricAccumulator()
     old = torch.tensor([-1.0, -1.0])
     inputs = TokenLossInputs(
         logprobs_T=old + torch.tensor([2.0, 3.0]).log(), denominators=Denominators(old_T=old, trainer_T=old),
         advantages_T=torch.tensor([1.0, -2.0]), ratio_scale_T=torch.ones(2), engine_logprobs_T=old,
         is_foreign_T=torch.zeros(2, dtype=torch.bool), rollout_T=torch.arange(2), turn_T=torch.arange(2),
-        measures=tally,
+        measures=accumulator,
     )  # fmt: skip
     found = example.PastBaseline(example.PastBaselineSettings(failure_weight=0.5)).token_loss(inputs)
     # 1 x 2 is not clipped at 1.2; 2 x 3 weighs half

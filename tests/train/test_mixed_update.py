@@ -25,7 +25,7 @@ from outrider.errors import ConfigError, EngineFault
 from outrider.trace import Trace
 from outrider.train.data.off_policy_data import interleaved
 from outrider.train.update.batch_loss import loss_inputs
-from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.pack import PackedBatch, RolloutPath
 from outrider.train.update.update import UpdateReport, UpdateSettings, rollout_paths, update
 from outrider.types import Origin, Task
@@ -87,7 +87,9 @@ def check_vector(
     batch, mask, rows = batch_of(inputs, foreign=marks > 0, engine=engine)
     own_T = logprobs[mask].requires_grad_()
     old_T = torch.tensor(inputs[start], dtype=torch.float64)[mask]
-    surrogate = objective.token_loss(loss_inputs(own_T, batch, objective.denominators(old_T, None), Tally()))
+    surrogate = objective.token_loss(
+        loss_inputs(own_T, batch, objective.denominators(old_T, None), MetricAccumulator())
+    )
     weights = token_weights(
         kind=objective.aggregation,
         rollout_index=rows,

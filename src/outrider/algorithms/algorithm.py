@@ -1,4 +1,4 @@
-"""What an algorithm is: one class with defaults, asked by the trainer at each place where methods differ."""
+"""An algorithm is one class with defaults, asked by the trainer at each place where methods differ."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class GroupFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskChoice:
-    """What a training step plays: ``num_groups`` tasks that come next in the run's order, or these ``tasks``.
+    """Tasks of a training step: the ``num_groups`` that come next in the run's order, or these ``tasks``.
 
     ``tasks`` leave the order where it is. ``groups`` filters what was played in the order (None: all are
     trained on).
@@ -46,9 +46,7 @@ class TaskChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
-    """What joins a step's groups: further ``groups`` with advantages, metrics, and why rollouts were ``lost``
-    to faults.
-    """
+    """Further ``groups`` with advantages that join a step, metrics, and why rollouts were ``lost``."""
 
     groups: list[Trace] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -64,7 +62,7 @@ class StepPlay(Protocol):
         """Steps by task key (None: there is no expert), and why experts could not be asked."""
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
-        """One rollout a task that follows these steps, in the state that the task's group began in."""
+        """One rollout per task that follows these steps, in the state that the task's group began in."""
 
 
 class Algorithm:
@@ -83,7 +81,7 @@ class Algorithm:
 
     @property
     def label(self) -> str:
-        """What evaluations after training call it."""
+        """Name of the method in evaluations after training."""
         return self.objective.label
 
     def modes_of(self, step: int, group: int) -> Sequence[str]:
@@ -91,7 +89,7 @@ class Algorithm:
         return self.modes
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
-        """What to play of the training ``tasks``: by default the next ``num_groups``, the run's
+        """Chooses among the training ``tasks``: by default the next ``num_groups``, the run's
         ``train.tasks_per_step``.
         """
         return TaskChoice(num_groups=num_groups)
@@ -131,8 +129,8 @@ class Algorithm:
         """Become what :meth:`state` saved."""
 
     def counts(self) -> list[dict[str, int]]:
-        """What hooks have counted in the whole run; goes into checkpoints, and a step's metrics are made of
-        its growth.
+        """Counts of the hooks over the whole run; they go into checkpoints, and a step's metrics are made of
+        their growth.
         """
         return []
 

@@ -89,7 +89,7 @@ class ObjectiveSettings(Settings):
 
     @property
     def label(self) -> str:
-        """What evaluations after training call it: the algorithm's type."""
+        """Name of the method in evaluations after training: the algorithm's type."""
         return str(getattr(self, "type", "objective")).rpartition(":")[2]  # of an import path the class
 
     @property
@@ -128,7 +128,7 @@ class ObjectiveSettings(Settings):
         return None
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
-        """What a run of ``num_groups`` groups on ``num_tasks`` training tasks could never do, a line each."""
+        """Names what ``num_groups`` groups on ``num_tasks`` training tasks can never do, a line each."""
         return []
 
     def require_possible(self, run: "RunSettings") -> None:
@@ -140,8 +140,7 @@ class ObjectiveSettings(Settings):
         return False
 
     def denominators(self, start_T: "Tensor", acting_T: "Tensor | None") -> "Denominators":
-        """What divides the ratio of T trained tokens: the policy's log-probs when the update began,
-        ``start_T``.
+        """Denominators of the importance ratio: the policy's log-probs when the update began, ``start_T``.
 
         ``acting_T`` are those in the context that the rollouts acted in, NaN where it is the same one; None:
         everywhere.
@@ -160,7 +159,7 @@ class ObjectiveSettings(Settings):
 
 
 class OffPolicyObjective(ObjectiveSettings):
-    """What the update does with rollouts whose tips it leaves out (EMPO²).
+    """Objective for rollouts whose tips the update leaves out (EMPO²).
 
     ``old_context``: the denominator of the ratio is the policy with tips (``acting``, the paper's Table 3) or
     without (``student``, its Algorithm 1). ``student_mask`` leaves tokens out that are less likely than
@@ -209,9 +208,7 @@ class OffPolicyObjective(ObjectiveSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCredit:
-    """What credit assignment found in one group: advantages per rollout and the algorithm's own
-    measurements.
-    """
+    """Advantages per rollout of one group, and the algorithm's own measurements."""
 
     advantages: GroupAdvantages
     measurements: dict[str, list[float]]
@@ -253,7 +250,7 @@ def write_credit(
     """Give every trainable token of a rollout its advantage; rollouts without a return stay unassigned.
 
     ``attribution`` says what a node that several rollouts share gets (ARPO, arXiv 2507.19849, section 3.2):
-    ``soft`` every rollout's own advantage, counted once a rollout; ``hard`` the mean over its rollouts,
+    ``soft`` every rollout's own advantage, counted once per rollout; ``hard`` the mean over its rollouts,
     counted once. Raises ValueError for a shared node without it, and for ``hard`` where the rollouts scale
     their ratios differently.
     """

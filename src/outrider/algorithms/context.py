@@ -1,5 +1,4 @@
-"""What a run knows that an algorithm is built with: ``build(settings, context)`` of its class takes what it
-needs."""
+"""Facts of a run for its algorithm: ``build(settings, context)`` of the class takes what it needs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

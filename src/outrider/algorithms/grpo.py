@@ -1,5 +1,5 @@
 """GRPO (DeepSeekMath, arXiv 2402.03300) and the methods that differ from it in settings alone: one advantage
-a rollout.
+per rollout.
 
 Dr. GRPO, DAPO, GPPO, GSPO, CISPO and RLOO are presets (:mod:`outrider.algorithms.common.presets`), and every
 part of them is a setting of its own.
@@ -56,7 +56,7 @@ class GrpoSettings(GroupSettings):
 
 
 class Grpo(OnPolicyBatch[GrpoSettings]):
-    """On-policy rollouts, one advantage a rollout."""
+    """On-policy rollouts, one advantage per rollout."""
 
     Settings = GrpoSettings
 

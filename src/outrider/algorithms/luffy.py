@@ -98,7 +98,7 @@ class LuffySettings(ObjectiveSettings):
 
 
 class Luffy(OnPolicyGroup):
-    """One advantage a rollout. The demonstration joins a group once the policy's rollouts are played.
+    """One advantage per rollout. The demonstration joins a group once the policy's rollouts are played.
 
     ``paths`` are the demonstrations of a file by task; without one, experts are asked in every step.
     """

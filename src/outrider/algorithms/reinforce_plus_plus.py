@@ -82,7 +82,7 @@ class _Played:
 
 
 class ReinforcePlusPlus(OnPolicyBatch[ReinforcePlusPlusSettings]):
-    """On-policy rollouts; one advantage a token, against the whole batch."""
+    """On-policy rollouts; one advantage per token, against the whole batch."""
 
     Settings = ReinforcePlusPlusSettings
 

@@ -30,7 +30,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class TreeGrpoSettings(ObjectiveSettings):
-    """``num_trees`` M a task; a tree is one chain and ``num_rounds`` L times ``num_expansions`` N rollouts
+    """``num_trees`` M per task; a tree is one chain and ``num_rounds`` L times ``num_expansions`` N rollouts
     that leave it.
 
     ``num_kept`` K leaves of a tree are trained on (None: all 1 + N L). ``combination`` of the scores over
@@ -91,7 +91,7 @@ class TreeGrpoSettings(ObjectiveSettings):
 
 
 class TreeGrpo(OnPolicyGroup):
-    """Two z-scores a leaf; a token that several leaves share is trained with the sum of theirs."""
+    """Two z-scores per leaf; a token that several leaves share is trained with the sum of theirs."""
 
     Settings = TreeGrpoSettings
 
@@ -106,7 +106,7 @@ class TreeGrpo(OnPolicyGroup):
         super().__init__(settings, num_rollouts=settings.group_size, hooks=(self.expansion,))
 
     def credit(self, trace: Trace) -> GroupCredit:
-        """The leaf's advantage on every token of its path, counted once a leaf. Pruned leaves are in no
+        """The leaf's advantage on every token of its path, counted once per leaf. Pruned leaves are in no
         statistic.
         """
         rollouts = list(trace.rollouts())

@@ -1,4 +1,4 @@
-"""What ``--dry-run`` prints."""
+"""Output of ``--dry-run``."""
 
 from collections.abc import Sequence
 from pathlib import Path

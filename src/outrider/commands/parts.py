@@ -1,4 +1,4 @@
-"""What several commands share."""
+"""Common parts of several commands."""
 
 import argparse
 from typing import TypeAlias
@@ -15,5 +15,5 @@ def positive(text: str) -> int:
 
 
 def overrides(parsed: argparse.Namespace) -> list[str]:
-    """What stands above the recipe."""
+    """Settings of the command line that stand above the recipe."""
     return [*parsed.overrides, *([f"model.name={parsed.model}"] if parsed.model else [])]

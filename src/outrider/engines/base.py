@@ -28,8 +28,7 @@ class EngineSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """What a run knows that an engine is built with: ``build(settings, context)`` of its class takes what it
-    needs.
+    """Facts of a run for its engine: ``build(settings, context)`` of the class takes what it needs.
 
     ``language_model`` is the policy's :class:`outrider.engines.local.model.LanguageModel`, whose weights
     move; ``export(folder)`` writes them as a Hugging Face folder. ``folder`` is the engine's own.
@@ -104,7 +103,7 @@ class Generation:
 
     ``logprobs``: natural log of the probability at the sampling temperature (at 1 when greedy).
     ``entropies``: nats over the whole vocabulary at temperature 1, or lower bounds from the likeliest tokens
-    of the sampling distribution (``entropies_are_bounds``). Both have one value a token.
+    of the sampling distribution (``entropies_are_bounds``). Both have one value per token.
     """
 
     request_id: str

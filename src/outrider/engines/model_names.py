@@ -1,4 +1,4 @@
-"""What a model may be called: a packaged one, a folder, or a Hugging Face id.
+"""Names of models: a packaged one, a folder, or a Hugging Face id.
 
 Without torch, so that a mistake is told in a moment.
 """

@@ -45,8 +45,8 @@ class ScriptedEngine:
         return self._generation(request, ids, reason)
 
     def _close(self) -> list[int]:
-        """What the template ends a turn with, where it has a marker: an expert's turns teach the policy to
-        end its own.
+        """Ids that end a turn, where the template has a marker: an expert's turns teach the policy to end its
+        own.
         """
         if self._closing.stop:
             return self.tokenizer.encode(self._closing.text, add_special_tokens=False)

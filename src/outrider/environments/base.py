@@ -10,7 +10,7 @@ from outrider.types import Message, Step, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one policy message did.
+    """Outcome of one policy message.
 
     ``message`` is the observation (None when the episode ended without one). ``reward`` is the step reward.
     ``num_tool_calls`` counts calls that were really executed; ``tools`` names them. ``invalid`` marks output

@@ -46,7 +46,7 @@ class Sample:
 
     @property
     def num_runs(self) -> int:
-        """Runs, one a seed."""
+        """Runs, one per seed."""
         return int(self.scores.shape[0])
 
 

@@ -32,7 +32,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedderContext:
-    """What an embedder is built with: tokens of a text that count at most, and threads that it may use."""
+    """Limits for an embedder: tokens of a text that count at most, and threads that it may use."""
 
     max_tokens: int
     num_threads: int

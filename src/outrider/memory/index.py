@@ -20,25 +20,21 @@ _SPARSE = 8  # with under one row in eight allowed, gathering them costs less th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matches:
-    """The best rows for one query: ``rows`` int64 ``[K]`` and ``similarities`` float64 ``[K]``, best first; K
-    may be 0.
-    """
+    """Rows for a query, best first: ``rows`` int64 ``[K]``, ``similarities`` float64 ``[K]``; K may be 0."""
 
     rows: Rows
     similarities: NDArray[np.float64]
 
 
 class GrowingMatrix:
-    """Float32 rows that are only appended, after ``rows_ND``, which it owns; earlier views stay valid and
-    unchanged.
-    """
+    """Float32 rows that are only appended to ``rows_ND``, which it owns; earlier views stay as they are."""
 
     def __init__(self, rows_ND: NDArray[np.float32]) -> None:
         self._rows = rows_ND
         self._length = len(rows_ND)
 
     def append(self, rows_ND: NDArray[np.float32]) -> None:
-        """Add rows at the end; amortised constant time a row."""
+        """Add rows at the end; amortised constant time per row."""
         end = self._length + len(rows_ND)
         if end > len(self._rows):
             grown = np.empty((max(end, len(self._rows) * 3 // 2), self._rows.shape[1]), np.float32)
@@ -61,7 +57,7 @@ def search(
 ) -> list[Matches]:
     """The ``k`` rows with the highest cosine for every query, exact, ties to the lower row.
 
-    Rows and queries must be unit vectors. ``allowed`` holds one boolean mask ``[N]`` a query (None: all
+    Rows and queries must be unit vectors. ``allowed`` holds one boolean mask ``[N]`` per query (None: all
     rows). Float32 products only nominate candidates; those within their rounding error of the k-th best are
     scored again in float64, so the answer depends neither on the BLAS library nor on which queries share a
     call.
@@ -85,6 +81,7 @@ def search(
         for query, scores_N in zip(block, queries_QD[block] @ vectors_ND.T, strict=True):
             mask = allowed[query]
             if mask is not None:
+                # Masked after the product: one product serves all queries of a block, whatever each may see.
                 scores_N[~mask] = -np.inf
             results[query] = _best(vectors_ND, queries_QD[query], scores_N, None, k)
     return [results[query] for query in range(len(queries_QD))]
@@ -118,5 +115,6 @@ def _best(
     for start in range(0, len(candidates), _RESCORE_BLOCK):
         block = vectors_ND[candidates[start : start + _RESCORE_BLOCK]].astype(np.float64)
         exact[start : start + _RESCORE_BLOCK] = (block * query_D.astype(np.float64)).sum(axis=1)
+    # Ties by row: equal scores have to give the same hits in every run.
     order = np.lexsort((candidates, -exact))[:k]
     return Matches(rows=candidates[order], similarities=exact[order])

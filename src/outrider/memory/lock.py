@@ -1,4 +1,4 @@
-"""One writer a file; readers may ask whether it lives."""
+"""One writer per file; readers may ask whether it lives."""
 
 import time
 from pathlib import Path

@@ -26,7 +26,7 @@ class _States:
 
 
 class NoveltyStore:
-    """Visit counts a task key; new states are those whose cosine with every stored one is below
+    """Visit counts per task key; new states are those whose cosine with every stored one is below
     ``threshold``.
 
     Keys count in single precision, in which they are saved; cosines that agree to ``SIMILARITY_DIGITS``
@@ -99,6 +99,7 @@ def _add(states: _States, key: Key, unit: NDArray[np.float64]) -> None:
     """A new state, without a visit."""
     num = len(states.counts)
     if states.units_ND is None or num == len(states.units_ND):
+        # Doubled, so that a run's states are copied a constant number of times in the mean.
         grown = np.zeros((max(16, 2 * num), len(unit)))
         grown[:num] = states.units_ND[:num] if states.units_ND is not None else grown[:num]
         states.units_ND = grown

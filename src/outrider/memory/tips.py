@@ -1,6 +1,6 @@
 """The memory of tips (EMPO², arXiv 2602.23008, Listing 1): what earlier episodes say to the next ones.
 
-One buffer a task key. A record has the key of a state, the text that is shown, and the score of the episode
+One buffer per task key. A record has the key of a state, the text that is shown, and the score of the episode
 that wrote it. Shape letters: N records of a buffer, D dimensions of a key.
 """
 
@@ -117,6 +117,7 @@ class TipMemory:
             del buffer.tips[position], buffer.keys[position]
         buffer.tips.append(tip)
         buffer.keys.append(key)
+        # Made again at the next query: many records are added between two.
         buffer.matrix_ND = None
         return True
 
@@ -128,6 +129,7 @@ class TipMemory:
             worst = min(range(len(buffer.tips)), key=lambda i: (buffer.tips[i].score, buffer.tips[i].tip_id))
             return None if score < buffer.tips[worst].score else worst
         drawn = int(
+            # Named by the number of records ever added: a resumed run goes on with the same draws.
             stream(self._seed, "tip reservoir", task_key, buffer.num_added).integers(buffer.num_added)
         )
         return drawn if drawn < len(buffer.tips) else None

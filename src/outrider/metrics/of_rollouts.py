@@ -1,4 +1,4 @@
-"""What is measured of a step's rollouts (RAPO: arXiv 2603.03078; entropies in nats)."""
+"""Metrics of a step's rollouts (RAPO: arXiv 2603.03078; entropies in nats)."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What is measured of updates, methods, memories, time and evaluations."""
+"""Metrics of updates, methods, memories, time and evaluations."""
 
 from typing import Final
 

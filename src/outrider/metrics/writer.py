@@ -1,4 +1,4 @@
-"""The writer of ``metrics.jsonl``: one JSON object a line, durable line by line, cut exactly on resume."""
+"""The writer of ``metrics.jsonl``: one JSON object per line, durable line by line, cut exactly on resume."""
 
 import json
 import logging
@@ -23,14 +23,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutReport:
-    """What a cut did: lines kept, and lines cut because they lie after the checkpoint."""
+    """Result of a cut: lines kept, and lines cut because they lie after the checkpoint."""
 
     num_kept: int
     num_cut: int
 
 
 class MetricsWriter:
-    """Appends one JSON object a line and forces it to disk before it returns.
+    """Appends one JSON object per line and forces it to disk before it returns.
 
     A record is ``{"step", "kind", name: value, ...}`` with declared names only. A value that is NaN or
     infinite becomes null and is counted under ``record/num_non_finite``; None means "not defined at this

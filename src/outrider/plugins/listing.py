@@ -13,7 +13,7 @@ from outrider.plugins.registry import origin, resolve
 
 
 def print_plugins(kinds: Sequence[Kind], console: Console | None = None) -> int:
-    """Print one table a kind; 1 where a plug-in cannot be imported, else 0."""
+    """Print one table per kind; 1 where a plug-in cannot be imported, else 0."""
     console = console or Console()
     status = 0
     for kind in kinds:

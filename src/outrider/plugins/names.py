@@ -61,7 +61,7 @@ def is_import_path(name: str) -> bool:
 
 @cache
 def registered(kind: Kind) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """What installed packages register under ``outrider.KIND``, by name. Two packages may claim one name."""
+    """Names that installed packages register under ``outrider.KIND``. Two packages may claim one name."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for point in entry_points(group=f"outrider.{kind}"):
         if point not in found.get(point.name, ()):

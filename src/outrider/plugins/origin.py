@@ -43,7 +43,7 @@ class Origin:
 
 @cache
 def origin_of(cls: type) -> Origin:
-    """Read once a class: a file that changes while its code runs is not the code that runs."""
+    """Read once per class: a file that changes while its code runs is not the code that runs."""
     target = f"{cls.__module__}:{cls.__qualname__}"
     top = cls.__module__.partition(".")[0]
     if top == "outrider":

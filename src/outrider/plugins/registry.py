@@ -73,7 +73,7 @@ def _require_settings(kind: Kind, label: str, cls: type) -> None:
 
 
 def base_of(kind: Kind) -> type[Settings]:
-    """What the settings of a kind derive from."""
+    """Base class of the settings of a kind."""
     return cast(type[Settings], import_target(_BASES[kind]))
 
 

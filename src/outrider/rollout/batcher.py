@@ -1,4 +1,4 @@
-"""Collects the requests of all running episodes into one engine batch a round.
+"""Collects the requests of all running episodes into one engine batch per round.
 
 A batch is formed only when every running episode waits for the engine, and new episodes begin only then. So
 its content depends on ids and never on how fast a tool answered, and the same seed gives the same bits.
@@ -48,9 +48,11 @@ class RoundBatcher:
     def _flush_if_complete(self) -> None:
         if len(self._waiting) < self._num_running:
             return
+        # Whoever is let in now runs and has not asked yet: then the batch waits for it.
         self._admit(self._num_running)
         if not self._waiting or len(self._waiting) < self._num_running:
             return
+        # By request id: the order of arrival is a matter of who was fast.
         entries = [self._waiting[key] for key in sorted(self._waiting)]
         self._waiting = {}
         self.num_batches += 1
@@ -58,6 +60,7 @@ class RoundBatcher:
         try:
             results = self.engine.generate([request for request, _ in entries])
         except EngineFault as fault:
+            # One object each: a raised exception collects the traceback of whoever raises it.
             results = [EngineFault(str(fault)) for _ in entries]
         # Through the loop: the worker whose request completed the batch must wait its turn too, or the
         # slowest acts first.

@@ -96,6 +96,7 @@ async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
         parent=state.rollout,
         prompt=state.trace.path(last_node.node_id)[0].message.content,
         turn=state.turn,
+        # Without the turn that was just written: the fork writes one of its own.
         num_response_tokens=state.num_response_tokens - len(state.last_node.token_ids),
         steps=tuple(state.steps),
         actions=tuple(state.actions),
@@ -111,6 +112,7 @@ async def fork_environment(
 ) -> Environment:
     """An environment for one try: a copy of the fork's, or a fresh one."""
     if fork is not None and fork.environment is not None:
+        # A copy of the copy: other forks and retries begin from the same one.
         return await guarded(fork.environment.copy, timeout_s=timeout_s)
     return await guarded(factory, trace.task, timeout_s=timeout_s)
 
@@ -120,6 +122,7 @@ class Copies:
 
     def __init__(self, close: Callable[[CopyableEnvironment], object]) -> None:
         self._close = close
+        # By identity: a fork holds nodes, which cannot be hashed.
         self._open: dict[int, Fork] = {}
 
     def keep(self, fork: Fork) -> None:

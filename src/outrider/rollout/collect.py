@@ -58,7 +58,7 @@ class CollectReport:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """What can go into a buffer; faults are left out."""
+        """Trajectories for a buffer; faults are left out."""
         return [one.trajectory for one in self.collected if one.trajectory is not None]
 
     @property
@@ -120,6 +120,7 @@ class Collector:
         with ThreadPoolExecutor(max_workers=self.num_concurrent) as pool:
             futures = [pool.submit(one, task, rollout) for task, rollout in owed]
             try:
+                # In the order asked, whoever ended first.
                 return tuple(future.result() for future in futures)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
@@ -168,6 +169,7 @@ class Collector:
             self.whereabouts.ended(name)
 
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
+        # By task alone: all rollouts of a task begin in the same state.
         prompt = tuple(self._timed(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
         conversation = list(prompt)
         steps: list[Step] = []

@@ -21,11 +21,16 @@ def join_demonstration(trace: Trace, played: Trace) -> None:
     [(leaf, path)] = played.rollouts()
     rollout = len(trace.modes)
     trace.modes = (*trace.modes, DEMONSTRATION)
-    tip: Node | None = None
+    last_node: Node | None = None
     for node in path:
-        tip = _added(trace, tip, node, rollout)
+        last_node = _added(trace, last_node, node, rollout)
     trace.finish(
-        replace(leaf, node_id=None if tip is None else tip.node_id, rollout=rollout, is_demonstration=True)
+        replace(
+            leaf,
+            node_id=None if last_node is None else last_node.node_id,
+            rollout=rollout,
+            is_demonstration=True,
+        )
     )
 
 

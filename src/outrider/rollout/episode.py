@@ -53,7 +53,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """What all rollouts of one scheduler run share."""
+    """Plays the rollouts of one scheduler run, which share all of this."""
 
     batcher: RoundBatcher
     renderer: ChatRenderer
@@ -98,6 +98,7 @@ class EpisodeRunner:
             outcome = await self._turn(state)
         self._at(state, "the environment's result")
         result = await self._guarded(environment.result)
+        # A fault and no number: NaN would pass for a rollout that nobody could score.
         if not math.isfinite(result.episode_return):
             raise EnvironmentFault(f"the environment recorded a return of {result.episode_return}")
         reflection, num_reflection_tokens = await self._reflect(state, result)
@@ -153,6 +154,7 @@ class EpisodeRunner:
             return outcome
         before = state.last_node
         finish, text = await self._generate(state, min(self.limits.max_turn_tokens, self._left(state)))
+        # Before the environment acts: a copy has to be of the state that this turn was written in.
         await self._pass(state, before, is_known=here)
         result = await self._act(state, text)
         state.last_result = result
@@ -200,6 +202,7 @@ class EpisodeRunner:
 
     def _left(self, state: EpisodeState) -> int:
         """Tokens that the rollout may still add."""
+        # The prompt and tips count here: the context holds them, whatever the budget of the response says.
         used = len(state.trace.token_ids(state.last_node.node_id))
         return min(
             self.limits.max_response_tokens - state.num_response_tokens,
@@ -210,6 +213,7 @@ class EpisodeRunner:
         self._at(state, "the wait for a batch")
         generation = await self.batcher.generate(
             Request(
+                # Padded: batches are ordered by this text.
                 request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}",
                 token_ids=state.trace.token_ids(state.last_node.node_id),
                 max_tokens=room,
@@ -222,6 +226,7 @@ class EpisodeRunner:
             )
         )
         text = text_of(self.renderer.tokenizer, generation.token_ids, skip_special_tokens=True)
+        # Where a template closes turns with ordinary tokens, decoding shows them as text.
         if generation.finish_reason is FinishReason.EOS:
             text = self.renderer.closing.cut(text)
         state.last_node = state.trace.append(

@@ -75,6 +75,7 @@ def evaluate(
     label: str,
     step: int,
     mode: str = "evaluation",
+    # Training steps count from 0: no evaluation shares a random stream with one.
     stream_step: int = -1,
 ) -> tuple[Evaluation, list[Trace]]:
     """Play the panel. The random streams depend on task, sample and ``stream_step`` only, so two checkpoints

@@ -44,6 +44,7 @@ class ExpertPlayer:
         self._states[key] = state
         if state.turn == 0:
             self._steps[key] = self.expert(state.task) or ()
+        # Keyed without the turn: every turn draws the same decision, so none has to be remembered.
         random = stream(self.run_seed, "expert retrieve", key)
         shown = 1 + int(random.integers(max(1, len(self._steps[key]) - 2)))
         if (

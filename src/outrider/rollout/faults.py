@@ -1,5 +1,5 @@
-"""What broke while rollouts were played: counted by kind, with the reasons for the person who has to repair
-it.
+"""Faults of infrastructure during rollouts: counted by kind, with the reasons for the person who has to
+repair them.
 """
 
 from collections import Counter
@@ -50,7 +50,7 @@ class FaultLog:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What the faults said, in the order of groups, rollouts and tries; those of closing last."""
+        """Reasons of the faults, in the order of groups, rollouts and tries; those of closing last."""
         ordered = sorted(self._reasons.items(), key=lambda entry: (entry[0][0] < 0, entry[0]))
         return tuple(reason for _, reason in ordered)
 

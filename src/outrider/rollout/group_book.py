@@ -102,6 +102,7 @@ class GroupBook:
         group = self._groups[state.task.key]
         at = (group.offsets[state.rollout] + state.turn, state.rollout)
         point = _asked(self._brancher, state, at)
+        # An earlier try has come by here: its point is the one that counts.
         if point is None or at[0] < group.ahead[state.rollout]:
             return False
         insort(group.points, point)
@@ -116,6 +117,7 @@ class GroupBook:
         if fork is not None:
             self._copies.keep(fork)
             next(point for point in group.points if point.at == (number, state.rollout)).fork = fork
+        # Never back, also for a retry: points were decided because nothing could come before them any more.
         group.ahead[state.rollout] = max(group.ahead[state.rollout], number + 1)
         group.num_rounds = max(group.num_rounds, number + 1)
         self._settle(self._brancher, group)
@@ -130,6 +132,7 @@ class GroupBook:
         group.num_ended += 1
         del group.ahead[rollout]
         fork = group.left_at.pop(rollout, None)
+        # By identity: several rollouts may have left at this fork, and the last of them closes its copy.
         if fork is not None and all(fork is not other for other in group.left_at.values()):
             self._copies.drop(fork)
         self._settle(self._brancher, group)
@@ -138,6 +141,7 @@ class GroupBook:
             self._owe(trace, number, None)
 
     def _num_following(self, brancher: Brancher, group: _Group) -> int:
+        # Whoever still plays may want forks, and they come before fresh rollouts.
         if group.num_ended < group.num_begun:
             return 0
         num_left = self._size - group.num_begun
@@ -193,12 +197,13 @@ class GroupBook:
 
 
 def _asked(brancher: Brancher, state: EpisodeState, at: _At) -> _Point | None:
-    """What the hook wants here. A streak of the group is not known yet: the hook wants most without one."""
+    """The hook's wish here. A streak of the group is not known yet: the hook wants most without one."""
     if brancher.streak_scope == "lineage":
         wanted = brancher.num_forks(state)
         if wanted is not None:
             state.branch_streak = state.branch_streak + 1 if wanted else 0
         return None if wanted is None else _Point(at=at, most=wanted, written=state.last_node)
+    # Lists are copied: the rollout goes on while its point waits for a decision.
     as_now = replace(
         state,
         branch_streak=0,

@@ -80,9 +80,7 @@ class Hook(Protocol):
         ...
 
     def after_turn(self, state: EpisodeState) -> None:
-        """Called after the environment answered; sees the entropies of the newest policy node and the
-        result.
-        """
+        """Called after the environment answered; sees the newest policy node's entropies, and the result."""
         ...
 
     def after_group(self, trace: Trace) -> None:
@@ -113,9 +111,7 @@ def retrieved(text: str) -> str:
 
 
 def joined(text: str, observation: str) -> str:
-    """Action and observation; a chat observation goes on a line of its own, an inline one brings its own
-    spacing.
-    """
+    """Action and observation; a chat observation goes on a line of its own, an inline one as it is."""
     separator = "" if not observation or observation[0].isspace() or text[-1:].isspace() else "\n"
     return text + separator + observation
 

@@ -110,7 +110,7 @@ class Scheduler:
         )
 
     def _rounds(self, *, continued: bool) -> RoundAware:
-        """What the environments share; a new batch has it afresh."""
+        """State that the environments share; a new batch has it afresh."""
         rounds = self.factory if isinstance(self.factory, RoundAware) else _NoRounds()
         if not continued:
             rounds.begin_batch(limited=self.limits_calls)
@@ -159,6 +159,7 @@ class Scheduler:
                     mode=mode,
                     fork=fork,
                 )
+            # Nothing else is tried again: any other exception is a defect of code, not of infrastructure.
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
                 outcome = faults.add(
                     fault, group=owed.group, rollout=rollout, attempt=attempt, task_key=trace.task.key
@@ -174,7 +175,7 @@ class Scheduler:
         raise AssertionError("unreachable: the last attempt returns")
 
     async def _close_all(self, environments: Sequence[Environment], faults: FaultLog) -> None:
-        """What a run that broke has left of the copies that forks are taken from."""
+        """Closes the copies for forks that a run which broke has left open."""
         for environment in environments:
             await self._close(environment, faults)
 
@@ -228,6 +229,7 @@ class _Batch:
         return _report(self._traces, self._batcher, self._faults)
 
     def _owe(self, trace: Trace, rollout: int, fork: Fork | None) -> None:
+        # A heap: a fork that is granted late still begins before rollouts of later groups.
         heapq.heappush(self._owed, _Owed(self._numbers[trace.task.key], rollout, trace, fork))
 
     def _admit(self, num_running: int) -> None:
@@ -236,6 +238,7 @@ class _Batch:
         num = min(self._scheduler.max_concurrent - num_running, len(self._owed))
         begun = [heapq.heappop(self._owed) for _ in range(num)]
         for one in begun:
+            # Counted now, not when it first asks: the next batch has to wait for it.
             self._batcher.join()
             self._tasks.create_task(self._work(one))
         self._release([*begun, *self._owed])
@@ -248,6 +251,7 @@ class _Batch:
         for one in waiting:
             if one.fork:
                 self._needed[f"{one.trace.task.key}/{one.fork.parent}"] = num_batches
+        # Sorted: a set has no order of its own, and equal runs ask an engine for the same.
         gone = [key for key in sorted(self._ended) if num_batches > self._needed.get(key, -1)]
         self._scheduler.engine.release(gone)
         self._ended.difference_update(gone)

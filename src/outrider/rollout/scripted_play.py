@@ -12,7 +12,7 @@ from outrider.types import Message, Outcome, Step, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectEpisode:
-    """What the environment said: the prompt, one result a text that was played, and its record."""
+    """Record of a scripted episode: the prompt, one result per text that was played, and its outcome."""
 
     prompt: tuple[Message, ...]
     results: tuple[StepResult, ...]

@@ -27,16 +27,16 @@ def show_tip(
     other budget, so that no episode ends because of them.
     """
     ids = renderer.bridge((), [Message(role="inline", content=splice.text)])
-    tip, trace = state.last_node, state.trace
-    if len(trace.token_ids(tip.node_id)) + len(ids) + reserve > context_length:
+    newest, trace = state.last_node, state.trace
+    if len(trace.token_ids(newest.node_id)) + len(ids) + reserve > context_length:
         return False
-    parent = tip
+    parent = newest
     rest: tuple[int, ...] = ()
     opening = renderer.opening
     if (
-        tip.origin in (Origin.PROMPT, Origin.ENVIRONMENT)
+        newest.origin in (Origin.PROMPT, Origin.ENVIRONMENT)
         and opening
-        and tip.token_ids[-len(opening) :] == opening
+        and newest.token_ids[-len(opening) :] == opening
     ):
         parent, rest = _without_end(state, len(opening)), opening
     metadata = dict(splice.metadata) | {"rollout": state.rollout, "num_tokens_cut": 0}
@@ -80,8 +80,7 @@ async def ask_for_reflection(
     max_ending_tokens: int,
     seed: int,
 ) -> tuple[str, int] | None:
-    """What the policy answers to the hook's question after the end, and how many tokens it wrote; None where
-    the hook has none.
+    """The policy's reflection and its number of tokens; None where the hook asks nothing.
 
     ("", 0) where that cannot be: a reflection is never worth an episode, so an engine's fault or a full
     context leaves the rollout as it is.
@@ -133,6 +132,7 @@ def _asked(
         ids = (*context, *renderer.bridge(context, [message]))
         if len(ids) <= room or num_kept == 0:
             return ids
+        # And measured again: a shorter text need not have as many tokens fewer as were cut.
         limit = max(0, num_kept - (len(ids) - room))
 
 

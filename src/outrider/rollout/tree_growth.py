@@ -57,8 +57,8 @@ class _Point:
 
 
 class ExpansionBook:
-    """What has begun and ended in every tree, and from where it may be expanded. Draws depend on the trees
-    alone, not on who was fast.
+    """Counts what has begun and ended in every tree, and keeps the points for expansions. Draws depend on the
+    trees alone, not on who was fast.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class ExpansionBook:
                 points = self._points.pop((key, number), {})
                 self._forget(points, list(points))
             return
+        # The chain, then N rollouts per round: 0 inside means that all that were drawn so far have ended.
         number, inside = divmod(num_ended - 1, shape.num_expansions)
         for expansion, fork in self._expand(key, tree, number) if inside == 0 else ():
             self._owe(trace, expansion, fork)
@@ -116,8 +117,8 @@ class ExpansionBook:
         rollout.
         """
         points = self._points.get((trace.task.key, rollout), {})
-        tip = trace.leaves[rollout].node_id
-        own = set() if tip is None else {node.node_id for node in trace.path(tip)}
+        leaf = trace.leaves[rollout].node_id
+        own = set() if leaf is None else {node.node_id for node in trace.path(leaf)}
         self._forget(points, [turn for turn, point in points.items() if point.written.node_id not in own])
 
     def _expand(self, key: str, tree: int, number: int) -> list[tuple[int, Fork | None]]:
@@ -126,6 +127,7 @@ class ExpansionBook:
         """
         size = self._expansion.tree_size
         rollouts = range(tree * size, (tree + 1) * size)
+        # By rollout and turn, not by arrival: a draw has to mean the same point in every run.
         points = [
             point for rollout in rollouts for _, point in sorted(self._points.get((key, rollout), {}).items())
         ]

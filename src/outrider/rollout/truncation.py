@@ -16,6 +16,7 @@ def shortened(ids: tuple[int, ...], limit: int, *, renderer: ChatRenderer) -> tu
     num_end = min(_NUM_KEPT_AT_END, limit // 2)
     mark = renderer.bridge((), [Message(role="inline", content=CUT_MARK)])
     if num_end + len(mark) >= limit:
+        # A budget too small for the mark: the node's count alone tells of the cut.
         mark = ()
     num_start = limit - num_end - len(mark)
     return (*ids[:num_start], *mark, *ids[len(ids) - num_end :]), len(ids) - num_start - num_end

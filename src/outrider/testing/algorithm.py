@@ -158,7 +158,7 @@ def _written(groups: Sequence[Trace]) -> list[Any]:
 
 
 def _check_memory(one: Any, fresh: Any, num_steps: int) -> None:
-    """What goes into a checkpoint is all that counts: JSON and arrays."""
+    """Checks that JSON and arrays of a checkpoint are all that counts."""
     state, arrays = one.state()
     require(
         all(isinstance(value, np.ndarray) for value in arrays.values()),

@@ -1,4 +1,4 @@
-"""What the contract checks share."""
+"""Common parts of the contract checks."""
 
 import math
 import pickle

@@ -17,7 +17,7 @@ def check_engine(
 ) -> None:
     """Sample a few continuations of ``text``.
 
-    Checked: one result a request, in order; one finite log-prob and entropy per token; limits; equal tokens
+    Checked: one result per request, in order; one finite log-prob and entropy per token; limits; equal tokens
     for equal seeds, also after caches were dropped; a weight version that rises; a context that is too long
     is an EngineFault and nothing else; what is released may be unknown.
     """

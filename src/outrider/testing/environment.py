@@ -67,7 +67,7 @@ def _check_family(family: TaskFamily, split: str) -> None:
 
 
 def _scripts(family: TaskFamily, task: Task, texts: Sequence[str]) -> list[list[str]]:
-    """What is played: garbage, garbage inside what ends a turn, what was asked for, and the expert's way."""
+    """Scripts to play: garbage, garbage inside what ends a turn, what was asked for, and the expert's way."""
     endings = [f"{text}{stop}" for stop in family.stop for text in ("", "x", "<x>")]
     closing = [stop for stop in family.stop if stop.startswith("</")]
     tags = [f"<{stop[2:]}{word}{stop}" for stop in closing for word in ("?", "go", "1")]
@@ -78,7 +78,7 @@ def _scripts(family: TaskFamily, task: Task, texts: Sequence[str]) -> list[list[
 
 @dataclass(slots=True)
 class _Played:
-    """What an episode showed: of equal seeds and texts it must be equal."""
+    """Record of an episode: of equal seeds and texts it must be equal."""
 
     prompt: Sequence[Message]
     results: list[StepResult]

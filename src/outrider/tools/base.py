@@ -1,4 +1,4 @@
-"""What an environment needs of a tool: a name, text in, text out."""
+"""The contract of a tool: a name, text in, text out."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutput:
-    """What one executed call returned. ``failed`` marks that the call ran and reported an error of the
-    caller's making (a Python exception, say); the text then says which. An error of the infrastructure is a
-    ToolFault instead.
+    """Result of one executed call. ``failed`` marks that the call ran and reported an error of the caller's
+    making (a Python exception, say); the text then says which. An error of the infrastructure is a ToolFault
+    instead.
     """
 
     text: str
@@ -17,7 +17,7 @@ class ToolOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
-    """What a tool is built with beside its own settings: those of the environment that has it."""
+    """Facts for building a tool beside its own settings: those of the environment that has it."""
 
     environment: Any
 

@@ -67,7 +67,7 @@ class PythonToolConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonResult:
-    """What one call did.
+    """Result of one call.
 
     ``output`` is standard output and standard error in the order written, then a note in brackets where a
     limit ended the call. ``seconds`` is wall time. ``truncated``: part of the output was cut. ``sandboxed``

@@ -45,7 +45,7 @@ _LOCKED = b"\x01"
 _WALL_GRACE = 2.0
 _NUM_SERVER_FILES = 256  # no descriptor of the server is larger, so a worker can close all of them
 
-# Small and asked for all the time; imported once here instead of once a call.
+# Small and asked for all the time; imported once here instead of once per call.
 _PRELOADED = (
     "bisect",
     "cmath",
@@ -71,7 +71,7 @@ _PRELOADED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the parent hands to the server on its command line. ``root`` is an empty folder that the server
+    """Settings of the server, handed over on its command line. ``root`` is an empty folder that the server
     owns.
     """
 

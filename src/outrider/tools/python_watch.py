@@ -99,7 +99,7 @@ def watch(
 
 
 def _read(source: socket.socket) -> bytes | None:
-    """What is there now; None for nothing yet, and nothing at all at the end."""
+    """Reads what is there now; None for nothing yet, and nothing at all at the end."""
     try:
         return source.recv(1 << 16)
     except BlockingIOError:

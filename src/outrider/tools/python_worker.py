@@ -1,5 +1,5 @@
-"""What a locked child does with model-written code: print a last bare expression, run, report the error.
-Standard library only.
+"""Runs model-written code in a locked child: prints a last bare expression, reports the error. Standard
+library only.
 """
 
 import ast

@@ -54,7 +54,7 @@ class Limits:
 
 
 def problems() -> tuple[str, ...]:
-    """What this machine lacks for the full lock, each as a short phrase; empty when nothing is missing."""
+    """Parts of the full lock that this machine lacks, each as a short phrase; empty where none is missing."""
     if sys.platform != "linux":
         return (f"Landlock and seccomp (this is {sys.platform}, not Linux)",)
     found = []

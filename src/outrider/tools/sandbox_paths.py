@@ -1,5 +1,5 @@
-"""What locked Python may read: the standard library, the shared libraries of the system and the preloaded
-packages.
+"""Paths that locked Python may read: the standard library, the shared libraries of the system and the
+preloaded packages.
 
 Never all of ``site-packages``: it holds data sets too, and with them the answers of the tasks.
 """

@@ -83,9 +83,7 @@ def build(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tasks:
-    """What is played, and the demonstrations of a cold start that has still to come (None: experts are
-    asked).
-    """
+    """Tasks to play, and the demonstrations of a cold start still to come (None: experts are asked)."""
 
     family: TaskFamily
     train: Sequence[Task]

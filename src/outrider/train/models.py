@@ -89,7 +89,7 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
 
 
 def _instead_of(folder: Path) -> str:
-    """What to name where a folder is no checkpoint; of a run directory its newest one."""
+    """Name to suggest where a folder is no checkpoint: of a run directory its newest one."""
     if found := checkpoints_newest_first(folder / "checkpoints"):
         return f"it is a run directory, name one of its checkpoints, such as {found[0]}"
     return "it has no masters.safetensors; name a folder RUN/checkpoints/step-NNNNNN"

@@ -153,7 +153,7 @@ def _is_played(row: TraceRow, settings: RunSettings) -> bool:
 
 
 def _said(row: TraceRow) -> str:
-    """What the environment read. Earlier records of executed actions have no action apart from what was
+    """Text that the environment read. Earlier records of executed actions have no action apart from what was
     shown.
     """
     return row.text if row.origin in _SAID else str(_metadata(row).get("action", _inside(row)))

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
-    """What stages of a run report to. Display only: nothing here changes a run, and no method raises."""
+    """Display of a run's stages, which report to it: nothing here changes a run, and no method raises."""
 
     def stage(
         self,

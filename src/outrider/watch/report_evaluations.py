@@ -1,4 +1,4 @@
-"""The evaluations of a run in its report: a table a split, and scores over steps from before training on."""
+"""Evaluations of a run in its report: a table per split, and scores over steps from before training on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ def _played(run: RunData) -> str:
 
 
 def evaluation_tables(run: RunData) -> list[EvaluationTable]:
-    """A table a split; of a label that was evaluated several times the last."""
+    """A table per split; of a label that was evaluated several times the last."""
     tables: list[EvaluationTable] = []
     for split in dict.fromkeys(one.split for one in run.evaluations):
         last = {one.label: one for one in run.evaluations if one.split == split}  # the curve has them all
@@ -122,7 +122,7 @@ def _row_name(name: str) -> str:
 
 
 def _head(one: Evaluation) -> str:
-    """What an evaluation was made on; faults are rollouts that are in none of its numbers."""
+    """Panel of an evaluation; faults are rollouts that are in none of its numbers."""
     faults = f", {one.num_faults} FAULTS in no score" if one.num_faults else ""
     return (
         f"step {one.step}, {one.num_tasks} tasks{faults}, temperature "

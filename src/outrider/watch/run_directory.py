@@ -45,7 +45,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What a run directory holds; ``notes`` say what could not be read.
+    """Contents of a run directory; ``notes`` say what could not be read.
 
     ``config`` is flat (dotted keys) and for people: of a path it has the name alone. ``settings`` are the
     same with whole paths, for telling runs apart; they do not belong on a page.

@@ -56,8 +56,8 @@ class RunPace:
             self._under_way = None
 
     def recall(self, metrics: Path) -> None:
-        """What the run's last evaluation and checkpoint took before this process, by its own records
-        (seconds).
+        """Recalls the seconds of the run's last evaluation and checkpoint before this process, from its
+        records.
 
         Not its steps: the first of this process gives their pace, and the machine may be another one. A line
         that cannot be read says nothing here.
@@ -77,7 +77,7 @@ class RunPace:
                 self._taken[kind].append(seconds)
 
     def last(self, kind: Work) -> float:
-        """What the last unit took. Raises IndexError before the first."""
+        """Seconds of the last unit. Raises IndexError before the first."""
         return self._taken[kind][-1]
 
     def seconds(self, kind: Work) -> float | None:

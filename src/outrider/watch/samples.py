@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How much of a sample is shown: policy tokens a rollout, characters a node of other origin."""
+    """How much of a sample is shown: policy tokens per rollout, characters per node of other origin."""
 
     num_tokens: int
     num_chars: int

@@ -13,8 +13,8 @@ _WINDOW: Final = 50  # decoding steps that the speed looks back on
 
 
 class TokenMeter:
-    """Call it with the number of tokens of every decoding step: it shows tokens so far, and how many a second
-    lately.
+    """Call it with the number of tokens of every decoding step: it shows tokens so far, and how many per
+    second lately.
 
     ``num_done`` tells how many units of the stage are complete. While it is None (the parts are still being
     made, and what they decode is nobody's progress), tokens are counted and not shown.

@@ -1,4 +1,4 @@
-"""Traces on disk: one Parquet file a training step, one row a node of the trace tree."""
+"""Traces on disk: one Parquet file per training step, one row per node of the trace tree."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -44,9 +44,9 @@ class TraceRow:
     """One node. ``parent_id`` is -1 at the root; ``rollout`` is the first rollout of the group that the node
     belonged to.
 
-    ``tokens`` (decoded pieces), ``logprobs`` and ``entropies`` (nats) have one value a token on policy nodes
-    and are empty elsewhere. ``outcome``, ``episode_return``, ``advantage`` and ``hybrid`` are set on leaves;
-    ``metadata`` is a JSON object.
+    ``tokens`` (decoded pieces), ``logprobs`` and ``entropies`` (nats) have one value per token on policy
+    nodes and are empty elsewhere. ``outcome``, ``episode_return``, ``advantage`` and ``hybrid`` are set on
+    leaves; ``metadata`` is a JSON object.
     """
 
     step: int

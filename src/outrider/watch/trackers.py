@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerContext:
-    """What a tracker is built with: ``config`` are the run's settings, ``newest_step`` is that of the newest
+    """Facts for building a tracker: ``config`` are the run's settings, ``newest_step`` is that of the newest
     checkpoint (None without any), and ``known`` what :attr:`Tracker.identity` was when the run began.
     """
 
@@ -76,7 +76,7 @@ class TensorboardTracker:
         return cls(directory=context.run_dir / "tensorboard", newest_step=context.newest_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar a metric."""
+        """One scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()

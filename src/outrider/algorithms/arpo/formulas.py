@@ -50,6 +50,7 @@ def branch_probability(
     """``clip((p + w dH) (1 - penalty l), 0, 1)``; ``streak`` l counts the branched steps in a row (AEPO), 0
     in ARPO.
     """
+    # The factor stops at 0: below, a long streak would turn a negative probability positive.
     return min(1.0, max(0.0, (base + weight * change) * max(0.0, 1.0 - penalty * streak)))
 
 

@@ -112,6 +112,7 @@ class BranchHook:
         if not (result.num_tool_calls or (self.every_action and not result.invalid)):
             return None
         s = self.settings
+        # Two at least: the turn is not the rollout's first.
         written = [node for node in state.trace.path(state.last_node.node_id) if node.trainable]
         change = self._entropy(written[-1 if s.source == "after_result" else -2]) - self._entropy(written[0])
         rule = partial(
@@ -124,6 +125,7 @@ class BranchHook:
             penalty=s.branch_penalty,
             streak=state.branch_streak,
         )
+        # Begins anew at every call: asked again about a point, the hook draws the same.
         random = state.stream("branch")
         state.last_node.metadata["entropy_change"] = change
         return sum(rule(float(random.random())) for _ in range(s.num_children))

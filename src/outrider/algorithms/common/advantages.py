@@ -1,4 +1,4 @@
-"""Group credit: one scalar advantage a rollout, from the returns of the rollouts of one task.
+"""Group credit: one scalar advantage per rollout, from the returns of the rollouts of one task.
 
 Every statistic counts rollouts, never turns or rows. float64 throughout, and independent of the order of the
 rollouts.
@@ -61,6 +61,7 @@ def group_normalized_advantages_per_rollout(
         return _no_signal(assigned, reason)
     centred = scorable - math.fsum(scorable) / scorable.size
     if normalize_std:
+        # fsum rounds once: no bit depends on the order of the rollouts.
         variance = math.fsum(centred * centred) / (scorable.size - std_ddof)
         centred = centred / (math.sqrt(variance) + eps)
     return _scatter(centred, assigned)
@@ -79,6 +80,7 @@ def leave_one_out_advantages_per_rollout(
     if reason is not None:
         return _no_signal(assigned, reason)
     centred = scorable - math.fsum(scorable) / scorable.size
+    # R_i minus the mean of the others is n / (n - 1) times R_i minus the mean of all.
     return _scatter(centred * (scorable.size / (scorable.size - 1)), assigned)
 
 
@@ -99,6 +101,7 @@ def _no_signal_reason(scorable: Float64Array, spread_tolerance: float) -> NoSign
     if scorable.size == 1:
         return "singleton"
     spread = float(scorable.max() - scorable.min())
+    # Relative for large returns, whose rounding grows with them; absolute for small ones.
     scale = max(1.0, float(np.abs(scorable).max()))
     return "no_spread" if spread <= spread_tolerance * scale else None
 

@@ -81,6 +81,7 @@ def token_rewards_per_token(
         if kl_per_token is None
         else -kl_weight * np.asarray(kl_per_token, dtype=np.float64)
     )
+    # Later tokens overwrite earlier ones: each rollout's last stays.
     last = {int(owner): token for token, owner in enumerate(owners)}
     for owner, token in last.items():
         rewards[token] += values[owner]
@@ -99,6 +100,7 @@ def returns_to_go_per_token(
         raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
     following: dict[int, float] = {}
     values = np.zeros(len(rewards))
+    # From behind, so that one pass does; rollouts may be interleaved.
     for token in range(len(rewards) - 1, -1, -1):
         owner = int(rollout_index[token])
         following[owner] = float(rewards[token]) + gamma * following.get(owner, 0.0)
@@ -137,7 +139,7 @@ def reinforce_plus_plus_advantages_per_token(
     """REINFORCE++ (arXiv 2501.03262): whitened returns-to-go [T] of the rewards of
     :func:`token_rewards_per_token`.
 
-    Needs no groups: one rollout a task will do. A group whose rollouts all have the same return still gets
+    Needs no groups: one rollout per task will do. A group whose rollouts all have the same return still gets
     credit against the batch.
     """
     # NaN in the last token's reward spreads to all earlier tokens of that rollout, which whitening then
@@ -208,17 +210,17 @@ def mixed_group_advantages_per_rollout(
     divides by the std, the released script does not.
     """
     values = _floats(returns)
-    foreign = np.asarray(is_demonstration, dtype=np.bool_)
-    if foreign.size != values.size:
-        raise ValueError(f"{values.size} returns with {foreign.size} marks of demonstrations")
+    demonstrated = np.asarray(is_demonstration, dtype=np.bool_)
+    if demonstrated.size != values.size:
+        raise ValueError(f"{values.size} returns with {demonstrated.size} marks of demonstrations")
     if statistics == "mixed":
         return group_normalized_advantages_per_rollout(returns=values, normalize_std=normalize_std, eps=eps)
-    own = values[~foreign & ~np.isnan(values)]
+    own = values[~demonstrated & ~np.isnan(values)]
     advantages = np.zeros(values.size)
     if own.size:
         advantages = np.where(np.isnan(values), 0.0, values - math.fsum(own) / own.size)
     if not _has_spread(own, _SPREAD_TOLERANCE):
-        advantages[~foreign] = 0.0  # not the rounding of their mean
+        advantages[~demonstrated] = 0.0  # not the rounding of their mean
     elif normalize_std:
         advantages /= _sample_std(own) + eps
     has_signal = bool(advantages.any())
@@ -288,6 +290,7 @@ def difficulty_probabilities(
     temperature <= 0.
     """
     scores = difficulty_scores(predicted, target=target, temperature=temperature)
+    # Less the maximum: at a low temperature exp of the plain scores may be 0 for every task.
     weights = np.exp(scores - scores.max(initial=-math.inf))
     return np.asarray(weights / math.fsum(weights), dtype=np.float64)
 

@@ -1,5 +1,5 @@
-"""What the group family adds to returns and groups: DAPO's punishment of length, KL in the reward, dynamic
-sampling.
+"""Settings that the group family adds to returns and groups: DAPO's punishment of length, KL in the reward,
+dynamic sampling.
 
 Sources: docs/algorithms/objectives.md. All of it acts on credit: the recorded return of an episode stays the
 environment's.

@@ -148,6 +148,7 @@ def kl_per_token(
         return difference
     if estimator == "k2":
         return 0.5 * difference**2
+    # expm1: next to d = 0, where a policy begins, exp(-d) - 1 keeps no digits.
     k3 = torch.expm1(-difference) + difference
     return k3 if old_logprobs is None else k3 * token_ratio(logprobs=logprobs, old_logprobs=old_logprobs)
 
@@ -165,9 +166,9 @@ def token_weights(
     micro-batches.
 
     ``rollout_index`` [T] int64 says whose token it is; a token that d rollouts share counts d times, so list
-    it once a rollout and add the weights up. ``num_rollouts`` N counts the kept rollouts, also those without
-    a trained token. ``mask`` [T] False gives weight 0 and leaves the token out of every count. With n_i
-    tokens of rollout i: ``token_mean`` 1 / sum n_i; ``sequence_mean_token_mean`` 1 / (N n_i);
+    it once per rollout and add the weights up. ``num_rollouts`` N counts the kept rollouts, also those
+    without a trained token. ``mask`` [T] False gives weight 0 and leaves the token out of every count. With
+    n_i tokens of rollout i: ``token_mean`` 1 / sum n_i; ``sequence_mean_token_mean`` 1 / (N n_i);
     ``sequence_mean_token_sum`` 1 / N; ``constant_length`` 1 / (N max_length) (Dr. GRPO, arXiv 2503.20783);
     ``sum_over_length`` 1 / max_length (LUFFY's script); ``token_sum`` 1.
 
@@ -183,6 +184,7 @@ def token_weights(
     owners = rollout_index[trained]
     if owners.numel() and not 0 <= int(owners.min()) <= int(owners.max()) < num_rollouts:
         raise ValueError(f"rollout_index outside [0, {num_rollouts})")
+    # float64 until the end: 1 / n is rounded once, to the precision of the losses.
     weights = torch.zeros(rollout_index.shape, dtype=torch.float64, device=rollout_index.device)
     if kind == "sequence_mean_token_mean":
         num_tokens = torch.bincount(owners, minlength=num_rollouts).double()
@@ -197,6 +199,7 @@ def weighted_loss(*, losses: Tensor, weights: Tensor) -> Tensor:
     changes nothing.
     """
     require_tokens(losses=losses, weights=weights)
+    # Selected, not multiplied: NaN times 0 is NaN.
     kept = weights != 0.0
     return (losses[kept] * weights.detach()[kept]).sum()
 

@@ -102,8 +102,8 @@ def gspo_per_token(
     clip_high: float = 4e-4,
     form: SequenceForm = "token",
 ) -> SurrogateLoss:
-    """GSPO (arXiv 2507.18071): the clipped surrogate with one ratio a rollout, ``s = exp(mean over its tokens
-    of log r)``.
+    """GSPO (arXiv 2507.18071): the clipped surrogate with one ratio per rollout, ``s = exp(mean over its
+    tokens of log r)``.
 
     ``rollout_index`` [T] says whose token it is; all tokens of a rollout must be in the call. ``mask`` [T]
     False leaves tokens out of the mean. A clipped rollout has no gradient at all. Forms:
@@ -126,6 +126,7 @@ def gspo_per_token(
         reduce="sum" if form == "product" else "mean",
     )
     if form == "token":
+        # log s in value, the token's own log-prob in gradient.
         log_s = log_s.detach() + logprobs - logprobs.detach()
     return clipped_surrogate_per_token(
         logprobs=log_s,
@@ -156,18 +157,18 @@ def luffy_per_token(
     """
     if shaping is not None and shaping <= 0.0:
         raise ValueError(f"shaping must be positive or None, got {shaping}")
-    foreign = is_demonstration.bool()
+    demonstrated = is_demonstration.bool()
     own = clipped_surrogate_per_token(
         logprobs=logprobs,
         # A demonstration needs no old log-prob; whatever stands there must not count as clipped.
-        old_logprobs=torch.where(foreign, logprobs.detach(), old_logprobs),
+        old_logprobs=torch.where(demonstrated, logprobs.detach(), old_logprobs),
         advantages=advantages,
         clip_low=clip_low,
         clip_high=clip_high,
     )
     # The logistic function of log p - log shaping is p / (p + shaping), without underflow.
     shaped = logprobs.exp() if shaping is None else torch.sigmoid(logprobs - math.log(shaping))
-    return replace(own, losses=torch.where(foreign, -advantages.detach() * shaped, own.losses))
+    return replace(own, losses=torch.where(demonstrated, -advantages.detach() * shaped, own.losses))
 
 
 def replay_centred_per_token(

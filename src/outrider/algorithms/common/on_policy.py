@@ -1,4 +1,4 @@
-"""What methods share in whose groups the policy plays every rollout in the same way."""
+"""Common parts of methods in whose groups the policy plays every rollout in the same way."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ SettingsT = TypeVar("SettingsT", bound=GroupSettings)
 
 
 class OnPolicyGroup(Algorithm):
-    """``num_rollouts`` on-policy rollouts a group; credit is the method's own."""
+    """``num_rollouts`` on-policy rollouts per group; credit is the method's own."""
 
     def __init__(
         self, objective: ObjectiveSettings, *, num_rollouts: int, hooks: tuple[Hook, ...] = ()

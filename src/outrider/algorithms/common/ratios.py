@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# exp(20) is 5e8: beyond any ratio worth training on, and even its square is far from overflow in float32.
 LOG_RATIO_LIMIT = 20.0
 
 

@@ -41,12 +41,14 @@ def over_rollouts(
     require_tokens(values=values)
     kept = mask.bool()
     owners = rollout_index[kept]
+    # Numbers are those of the mini-batch: a micro-batch leaves some of them empty.
     count = int(rollout_index.max()) + 1 if rollout_index.numel() else 0
     empty = values.new_zeros(count)
     if reduce == "max":
         return empty.scatter_reduce(0, owners, values[kept], reduce="amax", include_self=False)[rollout_index]
     sums = empty.index_add(0, owners, values[kept])
     if reduce == "mean":
+        # A rollout whose tokens are all masked has 0 of them: 0 / 1 and not NaN.
         sums = sums / torch.bincount(owners, minlength=count).clamp(min=1)
     return sums[rollout_index]
 
@@ -122,13 +124,14 @@ def sampler_weights_per_token(
 def correction_stats(
     applied: SamplerWeights, *, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
 ) -> ImportanceStats:
-    """What :func:`sampler_weights_per_token` did, as the metrics want it.
+    """Metrics of :func:`sampler_weights_per_token`.
 
     Mean and mean square are those of the applied weights, ``num_truncated`` counts the tokens that a bound
     changed, ``max`` and ``mean_abs_log`` describe the tokens' own weights without bounds. Raises ValueError
     when no token is left or a log-probability is not finite: either is a fault, not noise.
     """
     kept = mask.bool()
+    # float64: ESS divides the square of a sum by a sum of squares over all tokens.
     difference = _difference(old_logprobs, sampler_logprobs)[kept].double()
     if difference.numel() == 0 or not bool(torch.isfinite(difference).all()):
         raise ValueError("sampler correction needs at least one token and finite log-probabilities")
@@ -174,6 +177,7 @@ def rejection_mask_per_token(
     value = _statistic(difference, statistic)
     if scope != "token":
         value = over_rollouts(value, rollout_index=rollout_index, mask=mask, reduce=scope)
+    # A mask over all tokens and no shorter tensor: losses and weights keep their places.
     return (value >= low) & (value <= high) & mask.bool()
 
 
@@ -194,6 +198,7 @@ def _statistic(difference: Tensor, statistic: Statistic) -> Tensor:
 
 def _difference(old_logprobs: Tensor, sampler_logprobs: Tensor) -> Tensor:
     require_tokens(old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs)
+    # A weight and no part of the objective: nothing is learned by making it smaller.
     return old_logprobs.detach() - sampler_logprobs.detach()
 
 

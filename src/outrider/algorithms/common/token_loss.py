@@ -1,4 +1,4 @@
-"""What a token loss gets and gives: one micro-batch of the update, in the packed layout of T trained
+"""Inputs and outputs of a token loss: one micro-batch of the update, in the packed layout of T trained
 tokens.
 """
 

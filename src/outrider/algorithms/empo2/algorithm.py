@@ -141,7 +141,7 @@ class Empo2(Algorithm):
         return self.objective.label if self.hooks or self.settings.intrinsic_coefficient > 0 else "grpo"
 
     def measure(self, traces: Sequence[Trace]) -> dict[str, float]:
-        """What the step's tips did."""
+        """Metrics of the step's tips."""
         return tip_metrics(traces, self.tips)
 
     def modes_of(self, step: int, group: int) -> Sequence[str]:
@@ -174,6 +174,7 @@ class Empo2(Algorithm):
             self.settings.intrinsic_where_tied
             or group_advantages(returns, self.objective.advantage).has_signal
         )
+        # Counted even where nothing is paid: what was seen is not new the next time.
         counts = iter(self.novelty.visit_together(trace.task.key, list(self._embedder.embed(texts))))
         seen: list[float] = []
         for leaf, states in kept:
@@ -191,7 +192,7 @@ class Empo2(Algorithm):
         return {"tips": tips, "novelty": novelty}, {**tip_arrays, **novelty_arrays}
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """What :meth:`state` saved."""
+        """Puts back what :meth:`state` saved."""
         self.tips.memory.restore(state["tips"], arrays)
         self.novelty.restore(state["novelty"], arrays)
 
@@ -200,13 +201,14 @@ def never_shows_a_tip(settings: Empo2Settings, *, num_groups: int, num_tasks: in
     """Whether a run of ``num_groups`` groups on ``num_tasks`` training tasks, from an empty memory, wants
     tips and can show none.
 
-    An epoch plays every task once at most, and a buffer a task holds what earlier groups of that task wrote.
+    An epoch plays every task once at most, and a buffer per task holds what earlier groups of that task
+    wrote.
     """
     return settings.memory_probability > 0 and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
 
 
 def states_of(path: Sequence[Node]) -> list[str]:
-    """The states of an episode: what each turn acted on, one a turn (section 4.2: the reward of a step is
+    """The states of an episode: what each turn acted on, one per turn (section 4.2: the reward of a step is
     that of its state).
 
     What is said after the last turn is no state: nothing acts on it, it is in the path only where the loop

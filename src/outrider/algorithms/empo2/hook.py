@@ -30,16 +30,16 @@ _TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)
 
 
 class MemorySettings(Settings):
-    """What is stored and shown.
+    """Which tips are stored, and which are shown.
 
     ``writer``: the policy is asked for a tip after every episode (the paper), or what the environment
     answered to each action is the tip, in its own words and without a model; such a tip is found by what it
-    says itself. ``scope``: a buffer a task, one a ``world`` (which a task's metadata may name; a task without
-    one has its own), or one for all. ``state_key``: the policy's tip is found by the observation at which it
-    acted, by the whole chat (released), or by the task's question; for the environment's it says what is
-    looked up. Up to ``num_shown`` tips above ``min_similarity``, ranked by ``rank``; ``max_shown_tokens``
-    bounds those of a turn, ``max_prompt_tokens`` those of an episode's context. ``max_tip_tokens`` bounds a
-    tip. A buffer holds ``capacity``.
+    says itself. ``scope``: a buffer per task, one per ``world`` (which a task's metadata may name; a task
+    without one has its own), or one for all. ``state_key``: the policy's tip is found by the observation at
+    which it acted, by the whole chat (released), or by the task's question; for the environment's it says
+    what is looked up. Up to ``num_shown`` tips above ``min_similarity``, ranked by ``rank``;
+    ``max_shown_tokens`` bounds those of a turn, ``max_prompt_tokens`` those of an episode's context.
+    ``max_tip_tokens`` bounds a tip. A buffer holds ``capacity``.
     """
 
     details: ClassVar[frozenset[str]] = frozenset({"capacity", "eviction", "max_prompt_tokens", "rank"})
@@ -109,7 +109,7 @@ class TipHook:
         return [Splice(origin=Origin.MEMORY, text=text, metadata=metadata)]
 
     def _within(self, hits: list[TipHit], budget: int) -> tuple[list[TipHit], str]:
-        """What fits into ``budget`` tokens: first those go that alone do not, then the oldest."""
+        """Fits tips into ``budget`` tokens: first those go that alone do not fit, then the oldest."""
         kept = [hit for hit in hits if self._num_tokens(rendered_tips([hit.tip])) <= budget]
         while kept:
             text = rendered_tips([hit.tip for hit in kept])
@@ -125,9 +125,7 @@ class TipHook:
         return task.key if self.settings.scope == "task" else "all"
 
     def _state_text(self, path: Sequence[Node], task: Task) -> str:
-        """What the policy sees, without tips: the newest observation, or everything said so far; or what it
-        was asked.
-        """
+        """The policy's context without tips: the newest observation, all that was said, or the question."""
         if self.settings.state_key == "question":
             return task.question
         if self.settings.state_key == "chat":
@@ -150,6 +148,7 @@ class TipHook:
         if self.settings.writer == "environment":
             return None
         self._training_step = state.training_step
+        # Fewer words than tokens: a tip at its limit is cut in the middle of a sentence.
         words = max(5, self.settings.max_tip_tokens * 2 // 3)
         return Message(
             role="user", content=last_words(state) + REQUEST.format(words=words, score=result.episode_return)
@@ -160,6 +159,7 @@ class TipHook:
         turns.
         """
         for leaf, path in trace.rollouts():
+            # Also for a rollout that is skipped below: endings must not pile up over a run.
             ending = self._endings.pop((trace.task.key, leaf.rollout), "")
             if leaf.episode_return is None:
                 continue
@@ -172,7 +172,7 @@ class TipHook:
                 self._store(trace, leaf, path, tip)
 
     def _store(self, trace: Trace, leaf: Leaf, path: Sequence[Node], tip: str) -> None:
-        """What the policy wrote, at every state of its episode."""
+        """Stores the policy's tip at every state of its episode."""
         turns = played_turns(path)
         by_state = self.settings.state_key == "observation"
         whole = trace.task.question if self.settings.state_key == "question" else chat_text(path)
@@ -187,7 +187,7 @@ class TipHook:
             )
 
     def _store_answers(self, trace: Trace, leaf: Leaf, path: Sequence[Node], ending: str) -> None:
-        """What the environment answered, found by its own words: what was seen helps wherever it is asked
+        """Stores the environment's answers under their own words: what was seen helps wherever it is asked
         for.
         """
         tips = [
@@ -218,8 +218,8 @@ class TipHook:
 
 
 def last_words(state: EpisodeState) -> str:
-    """What the environment said as it ended the episode, and an empty line; nothing where it did not end it
-    or said nothing.
+    """The environment's last message and an empty line; nothing where it did not end the episode or said
+    nothing.
 
     Everything that it said before is in the chat already.
     """
@@ -235,8 +235,8 @@ def rendered_tips(tips: Sequence[Tip]) -> str:
 
 
 def record_text(tip: str, *, action: str, score: float) -> str:
-    """What one record says: the tip, the action taken at its state, and how the episode ended (paper,
-    appendix E).
+    """Text of one record: the tip, the action taken at its state, and how the episode ended (paper, appendix
+    E).
     """
     return f"{tip} Here: {said_action(action)}; final score {score:.3g}."
 

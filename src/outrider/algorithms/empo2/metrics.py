@@ -1,4 +1,4 @@
-"""What one step's tips did: declared metrics (meanings: docs/metrics.md)."""
+"""Declared metrics of one step's tips (meanings: docs/metrics.md)."""
 
 from collections.abc import Sequence
 from statistics import fmean

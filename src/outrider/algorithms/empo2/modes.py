@@ -46,6 +46,7 @@ class ModeSchedule:
         return modes[int(stream(self._seed, "tip modes", window).permutation(_WINDOW)[position])]
 
     def _num_with_tips(self, window: int) -> int:
+        # A difference of rounded totals: rounding does not add up over windows.
         return _rounded((window + 1) * _WINDOW * self._memory) - _rounded(window * _WINDOW * self._memory)
 
     def _num_off(self, window: int) -> int:
@@ -54,4 +55,5 @@ class ModeSchedule:
 
 
 def _rounded(value: float) -> int:
+    # Python's round takes halves to the even side, which would depend on the window.
     return math.floor(value + 0.5)

@@ -39,7 +39,7 @@ class GigpoSettings(ObjectiveSettings):
     """GiGPO's own settings; those of its credit are by default the paper's "w/o std". ``advantage`` follows
     from ``normalization``.
 
-    ``gamma`` discounts step rewards a turn; ``step_weight`` is omega of ``A = A^E + omega A^S``;
+    ``gamma`` discounts step rewards per turn; ``step_weight`` is omega of ``A = A^E + omega A^S``;
     ``normalization`` is the F of both parts, 1 or the sample std; ``similarity`` says which observations
     count as the same anchor, ``exact`` or a threshold of difflib's ratio; ``episode_statistics`` counts
     ``rollouts`` once, or ``turns`` as the released code does; ``invalid_penalty`` is taken from the return
@@ -90,7 +90,7 @@ class Turn:
 
 
 class Gigpo(OnPolicyGroup):
-    """On-policy rollouts of one initial state; credit a turn."""
+    """On-policy rollouts of one initial state; credit per turn."""
 
     Settings = GigpoSettings
 
@@ -173,8 +173,8 @@ def _require_uncredited(turns: Sequence[Turn]) -> None:
 
 
 def _score(leaf: Leaf, turns: Sequence[Turn]) -> float | None:
-    """What a rollout counts in the statistics: its return less the mean penalty of its turns, so that A^E
-    stays centred.
+    """A rollout's value in the statistics: its return less the mean penalty of its turns, so that A^E stays
+    centred.
     """
     if leaf.episode_return is None or not turns:
         return leaf.episode_return

@@ -64,9 +64,9 @@ def episode_advantages_per_turn(
     """``A^E = (R - mean P) / F`` (Eq. 3) for the score R of every turn: its episode's return, less the turn's
     own penalty.
 
-    ``population`` P is what mean and std count: one score a rollout in the paper, one a turn in the released
-    code. F is 1 for ``none`` and ``std P + eps`` (sample std) for ``std``. A population of one, or whose max
-    - min is within ``spread_tolerance * max(1, max |P|)``, gives exactly 0.
+    ``population`` P is what mean and std count: one score per rollout in the paper, one per turn in the
+    released code. F is 1 for ``none`` and ``std P + eps`` (sample std) for ``std``. A population of one, or
+    whose spread is within ``spread_tolerance * max(1, max |P|)``, gives exactly 0.
     """
     counted = np.array(population, dtype=np.float64)
     return _deviations(np.array(scores, dtype=np.float64), counted, normalization, eps, spread_tolerance)
@@ -124,6 +124,7 @@ def _leaders(anchors: Sequence[str], *, threshold: float) -> dict[str, str]:
     if not 0.0 < threshold <= 1.0:
         raise ValueError(f"a similarity threshold must lie in (0, 1], got {threshold}")
     leaders: dict[str, str] = {}
+    # Sorted: a set's order changes from process to process, and leaders depend on it.
     for text in sorted(set(anchors)):
         # autojunk would ignore frequent characters from 200 characters on: the ratio of long texts would mean
         # something else.

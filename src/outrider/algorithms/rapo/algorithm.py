@@ -188,7 +188,7 @@ class Rapo(Algorithm):
         return self.objective.label if self.hooks else "grpo"
 
     def counts(self) -> list[dict[str, int]]:
-        """What the retrieval hook has counted."""
+        """Counts of the retrieval hook."""
         return [dict(hook.counts) for hook in self._retrieval]
 
     def restore_counts(self, saved: Sequence[Mapping[str, int]]) -> None:
@@ -202,6 +202,7 @@ class Rapo(Algorithm):
         rollouts = list(trace.rollouts())
         rewards = [self.retrieval_reward(path) for _, path in rollouts]
         scored = [
+            # The rollouts that the outcome cannot score: both advantages have to span the same ones.
             None if leaf.episode_return is None else reward.value
             for (leaf, _), reward in zip(rollouts, rewards, strict=True)
         ]

@@ -94,6 +94,7 @@ def retrieval_reward_per_rollout(
     num_without_after = num_floored = 0
     for before, after in zip(entropies_before, entropies_after, strict=True):
         if after is None or math.isnan(after):
+            # Left out and not 0: a budget that ran out says nothing about the retrieval.
             num_without_after += 1
             continue
         change = step_entropy_change(entropy_before=before, entropy_after=after, entropy_floor=entropy_floor)

@@ -80,6 +80,7 @@ class RetrievalHook:
         """A retrieved step or nothing. Step 0 is always on-policy."""
         if state.mode != "hybrid" or state.turn == 0:
             return ()
+        # A retry of the rollout draws the same: the stream is named by step, task, rollout and turn.
         random = state.stream("retrieval")
         self.counts["opportunities"] += 1
         if random.random() >= scheduled_probability(
@@ -115,6 +116,7 @@ class RetrievalHook:
             fresh = next((hit for hit in near if _words(hit.record) not in seen), None)
             if fresh is not None or len(near) < num_asked:
                 return fresh
+            # Equal words may lie under many ids, so excluding the ids that were shown is not enough.
             num_asked *= 4
 
     def _draw(
@@ -122,6 +124,7 @@ class RetrievalHook:
     ) -> Hit | None:
         while (record := self.buffer.sample(allowed, random)) is not None:
             if _words(record) not in seen:
+                # Nobody measured it; the mean over similarities leaves NaN out.
                 return Hit(record=record, similarity=float("nan"))
             allowed = replace(allowed, exclude=allowed.exclude | {record.step_id})
         return None
@@ -194,7 +197,7 @@ def _inserted(state: EpisodeState) -> frozenset[int]:
 
 
 def _words(record: StepRecord) -> tuple[str, str]:
-    """What makes a step the same as another one: a buffer holds equal steps of sibling trajectories."""
+    """Identity of a step by its texts: a buffer holds equal steps of sibling trajectories."""
     return record.text, record.observation
 
 

@@ -98,7 +98,7 @@ class RolloutReplaySettings(ObjectiveSettings):
         )
 
     def _measure(self, inputs: "TokenLossInputs") -> None:
-        """What the replayed tokens look like to the policy; they are in no other measure of the update."""
+        """Measures the replayed tokens under the policy; they are in no other measure of the update."""
         from outrider.algorithms.common.ratios import log_ratio
 
         replayed_T, measures = inputs.is_foreign_T, inputs.measures
@@ -229,6 +229,6 @@ class RolloutReplay(OnPolicyGroup):
         return {"groups": groups, "estimates": self.estimates}, arrays
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """What :meth:`state` saved."""
+        """Puts back what :meth:`state` saved."""
         self.stored = restored_groups(state["groups"], arrays)
         self.estimates = dict(state["estimates"])

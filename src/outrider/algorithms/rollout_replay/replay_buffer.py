@@ -137,7 +137,7 @@ def snapshot_groups(groups: Sequence[StoredGroup]) -> tuple[list[dict[str, Any]]
 def restored_groups(
     plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]]
 ) -> list[StoredGroup]:
-    """What :func:`snapshot_groups` was given. Raises CheckpointError where data and arrays do not belong
+    """Groups as :func:`snapshot_groups` got them. Raises CheckpointError where data and arrays do not belong
     together.
     """
     ids = arrays["replay_ids"].tolist() if "replay_ids" in arrays else []

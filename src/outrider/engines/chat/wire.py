@@ -1,4 +1,4 @@
-"""What goes over the wire to a chat server, and what its answers mean."""
+"""Requests to a chat server, and the meaning of its answers."""
 
 import json
 import re

@@ -2,7 +2,7 @@
 
 Linear layers see one packed row of tokens without padding; only attention knows where sequences begin. Two
 plans exist: :class:`TreePlan` (training: a segment attends to its ancestors and itself, so a shared prefix is
-computed once) and :class:`CachePlan` (generation: keys and values live in slots, one a rollout).
+computed once) and :class:`CachePlan` (generation: keys and values live in slots, one per rollout).
 
 Shape letters: N packed tokens, B rows, S slots, T cache positions, H query heads, K key-value heads, D head
 size.
@@ -58,7 +58,7 @@ class TreePlan:
         row = (tensor.transpose(1, 2)[0] for tensor in (query_1HND, key_1KND, value_1KND))
         runs = self._runs()
         lengths = [sum(self.segments[index].length for index in run) for run in runs]
-        # split and not slices: the gradient of a slice is a whole row of zeros, once a run and layer
+        # split and not slices: the gradient of a slice is a whole row of zeros, once per run and layer
         queries, keys, values = (tensor.split(lengths) if len(runs) > 1 else (tensor,) for tensor in row)
         numbers = {run[0]: number for number, run in enumerate(runs)}
         outputs = []
@@ -109,7 +109,7 @@ def _untouched(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class SlotCache:
-    """Keys and values of up to S rollouts, T positions each: one [S, K, T, D] pair a layer, grown on
+    """Keys and values of up to S rollouts, T positions each: one [S, K, T, D] pair per layer, grown on
     demand.
     """
 
@@ -228,6 +228,7 @@ class DecodePlan:
         values[self.rows_B, :, self.lengths_B] = value_BK1D[:, :, 0]
         batch, heads, _, size = query_BH1D.shape
         num_seen = self.mask_B11T.shape[3]
+        # So keys and values are read once per group of heads, and not repeated for each.
         query = query_BH1D.reshape(batch, keys.shape[1], heads // keys.shape[1], size)
         output = scaled_dot_product_attention(
             query,

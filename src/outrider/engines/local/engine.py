@@ -114,9 +114,11 @@ class LocalEngine:
                     f"not fit a context of {self.context_length}"
                 )
         was_training = self._model.training
+        # The trainer shares the model and may have left it in training mode, with dropout.
         self._model.eval()
         try:
             rows = [self._row(index, request) for index, request in enumerate(requests)]
+            # All positions at once: growing in the middle of decoding would copy every slot.
             self._reserve(1, max(row.length + row.room for row in rows))
             # asked every time: adapters may have come since the last one
             self._takes_few_rows = self._few_rows.is_supported
@@ -172,6 +174,7 @@ class LocalEngine:
 
     def _prefill(self, rows: list[_Row]) -> None:
         """Compute what no slot holds yet: first the contexts that others begin with, then the rest."""
+        # Shorter contexts first, because longer ones may begin with them; equal ones in the order asked.
         waiting = deque(sorted(rows, key=lambda row: (row.length, row.index)))
         held = Prefixes((slot, ids) for slot, (_, ids) in enumerate(self._slots))
         computed: dict[tuple[int, ...], _Row] = {}
@@ -209,8 +212,10 @@ class LocalEngine:
             if batch and num_tokens > self._prefill_tokens:
                 waiting.appendleft(row)
                 break
+            # Its own slot often holds them: an episode's turns go on in place.
             if source is not None and self._slots[row.slot][1][:cached] != wanted[:cached]:
                 self._cache.copy(source, row.slot, cached)
+            # Only what is there now: a later row of this batch must not copy what is still to be computed.
             self._hold(row, wanted[:cached], held)
             batch.append((row, cached))
             begun.add(row.slot, row.request.token_ids)
@@ -241,6 +246,7 @@ class LocalEngine:
             row.num_prefilled = len(new)
         plan = PrefillPlan(cache=self._cache, rows=tuple(plan_rows))
         hidden = self._lm.hidden(torch.tensor([ids]), torch.tensor([positions]), plan)[0]
+        # Of each row's last token only: logits of a whole prompt would need more memory than all else.
         logits = self._lm.head(hidden[[p.end - 1 for p in plan_rows]])
         for (row, _), row_logits in zip(batch, logits, strict=True):
             row.logits = row_logits
@@ -274,6 +280,7 @@ class LocalEngine:
         row.logprobs.append(logprob)
         row.entropies.append(entropy)
         ends = self._lm.eos_texts
+        # An end in the last token that there was room for is an end and no truncation.
         if token in self._lm.eos_token_ids or (ends and self._stops.completed(row.ids, ends)):
             row.reason = FinishReason.EOS
         elif row.request.stop and self._stops.completed(row.ids, row.request.stop):
@@ -305,6 +312,7 @@ class LocalEngine:
         return active[:num]
 
     def _next_logits(self, active: list[_Row]) -> torch.Tensor:
+        # The newest token is not in the cache yet: this step writes it at position `length`.
         lengths = torch.tensor([row.length + len(row.ids) - 1 for row in active], device=self._device)
         num_seen = int(lengths.max()) + 1
         unseen = (

@@ -84,6 +84,7 @@ class FewRows:
             self._head = _Linear(self._model.get_output_embeddings())
         states = backbone.embed_tokens(ids_BN)
         cos, sin = backbone.rotary_emb(states, positions_BN)
+        # The embedding repeats its angles for the second half of a head.
         half = cos.shape[-1] // 2
         rotation = cos[:, :, None, :half], sin[:, :, None, :half]
         for layer in self._layers:
@@ -119,6 +120,7 @@ def _norm(module: Any) -> Norm:
     weight, epsilon = module.weight.detach(), module.variance_epsilon
 
     def normalised(x: Tensor) -> Tensor:
+        # In float32, and rounded before the weight, as the modules do.
         exact = x.to(torch.float32)
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(epsilon))
         return (exact * scale).to(x.dtype).mul_(weight)

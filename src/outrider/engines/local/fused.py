@@ -60,6 +60,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight_E: torch.Tensor, epsilon: float) -> torch.Tensor:
         x_NE = x.reshape(-1, x.shape[-1])
         output_NE = torch.empty_like(x_NE)
+        # Kept for the backward pass in float32 whatever the model's precision: one number per row.
         inverse_N1 = x_NE.new_empty((len(x_NE), 1), dtype=torch.float32)
         size = _rows(x_NE)
         for block, output, inverse in zip(

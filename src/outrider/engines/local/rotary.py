@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from outrider.engines.local.attention import IMPLEMENTATION
 
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
-_BLOCK = 2**16  # elements of a block, a thread: a few of them fit its second-level cache
+_BLOCK = 2**16  # elements of a block per thread: a few of them fit its second-level cache
 
 
 def attention(
@@ -71,6 +71,7 @@ class _Rotate(torch.autograd.Function):
 
 def _rotated(x_BNHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     output = torch.empty(x_BNHD.shape, dtype=x_BNHD.dtype, device=x_BNHD.device)
+    # Every thread gets a block of its own.
     rows = max(1, torch.get_num_threads() * _BLOCK // (x_BNHD.shape[2] * x_BNHD.shape[3]))
     tensors = (x_BNHD.flatten(0, 1), output.flatten(0, 1), cos, sin)
     for x, y, c, s in zip(*(tensor.split(rows) for tensor in tensors), strict=True):

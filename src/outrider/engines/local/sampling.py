@@ -14,7 +14,7 @@ from outrider.tokens import Tokenizer, text_of
 
 _PART = "\ufffd"  # what a decoder writes for bytes that are no whole character
 _ROWS = 16  # rows at a time: their float32 values (3 MB at 49,152 entries) stay in the processor's cache
-# consecutive ids; 49,152 entries need 192 + 256 draws a token where a race of all would need 49,152
+# consecutive ids; 49,152 entries need 192 + 256 draws per token where a race of all would need 49,152
 _BLOCK = 256
 _LEAST = 2.0**-54  # an exponential draw is 0 once in 2**53: nothing may be divided by it
 
@@ -27,8 +27,8 @@ def request_stream(seed: int) -> np.random.Generator:
 def sample(
     logits_BV: torch.Tensor, temperatures: Sequence[float], streams: Sequence[np.random.Generator]
 ) -> tuple[list[int], list[float], list[float]]:
-    """One token a row: ids, log-probs at the row's temperature (1 when greedy), entropies at temperature 1 in
-    nats.
+    """One token per row: ids, log-probs at the row's temperature (1 when greedy), entropies at temperature 1
+    in nats.
 
     ``streams`` are the rows' own (:func:`request_stream`); every call takes equally many draws from each. A
     token is drawn by a race of exponentials (the Gumbel-max trick) on two levels, which is exact: first for a
@@ -68,6 +68,7 @@ def exponentials(streams: Sequence[np.random.Generator], vocabulary_size: int) -
     uniforms_BN = np.empty((len(streams), -(-vocabulary_size // _BLOCK) + _BLOCK))
     for stream, row in zip(streams, uniforms_BN, strict=True):
         stream.random(out=row)
+    # log1p(-u) and not log(u): u may be 0 and is never 1.
     return torch.from_numpy(uniforms_BN).neg_().log1p_().neg_().clamp_(min=_LEAST).float()
 
 
@@ -82,6 +83,7 @@ def _sample(
     logits_BV = logits_BV.float()
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
     probs_BV = torch.softmax(logits_BV, dim=-1)
+    # Before any temperature: rules of branching and retrieval compare entropies of the policy itself.
     entropies = -(probs_BV * logprobs_BV).sum(dim=-1)
     if not plain:
         scaled_BV = logits_BV / scale_B1
@@ -106,6 +108,7 @@ def _race(probs_BV: torch.Tensor, draws_BN: torch.Tensor) -> torch.Tensor:
     masses_BK = torch.cat([whole_BKL.sum(dim=-1), rest_B1], dim=1)[:, : draws_BN.shape[-1] - _BLOCK]
     first_B1 = (masses_BK / draws_BN[:, :-_BLOCK]).argmax(dim=-1, keepdim=True) * _BLOCK
     ids_BL = first_B1 + torch.arange(_BLOCK, device=probs_BV.device)
+    # A mask and not a shorter row: rows win in different blocks, and only the vocabulary's last one is short.
     inside_BL = probs_BV.gather(1, ids_BL.clamp(max=num_ids - 1)).masked_fill_(ids_BL >= num_ids, 0.0)
     return first_B1[:, 0] + (inside_BL / draws_BN[:, -_BLOCK:]).argmax(dim=-1)
 

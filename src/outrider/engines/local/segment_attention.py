@@ -6,7 +6,7 @@ what bfloat16 is chosen for there. So the forward is fused, and the backward com
 and uses plain products, a block of queries at a time: what lies after the block is never computed. In float32
 the fused backward pass is the faster one (benchmarks/update_profile.py prints both).
 
-Shape letters: B sequences, H query heads, K key-value heads, G query heads a key-value head, N queries, T
+Shape letters: B sequences, H query heads, K key-value heads, G query heads per key-value head, N queries, T
 keys, D head size.
 """
 
@@ -85,6 +85,7 @@ class _CpuAttention(torch.autograd.Function):
         repeats = query_BHND.shape[1] // key_BKTD.shape[1]
         exact = torch.promote_types(query_BHND.dtype, torch.float32)
         grad_query = torch.empty_like(query_BHND)
+        # Sums over query blocks, in which bfloat16 would lose small terms.
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=exact) for tensor in (key_BKTD, value_BKTD))
         for row, head in product(range(len(key_BKTD)), range(key_BKTD.shape[1])):
             queries = slice(head * repeats, (head + 1) * repeats)
@@ -115,6 +116,7 @@ def _block_gradients(
     exact = torch.promote_types(query.dtype, torch.float32)
     num_own = len(query) // repeats
     scores = (query @ key.t()).to(exact).mul_(scale)
+    # Only the block's own keys can lie after one of its queries: the mask covers no others.
     hidden = torch.ones(num_own, num_own, dtype=torch.bool, device=query.device).triu(1)
     scores.view(repeats, num_own, -1)[:, :, len(key) - num_own :].masked_fill_(hidden, float("-inf"))
     probs = torch.softmax(scores, dim=-1)

@@ -94,7 +94,7 @@ def read_entries(folder: Path) -> dict[str, Json]:
 
 
 def parse_factbook(entries: Mapping[str, Json]) -> Factbook:
-    """Passages (one a field) and cleaned facts from raw entries, in the order given."""
+    """Passages (one per field) and cleaned facts from raw entries, in the order given."""
     named = {name: entry for entry in entries.values() if (name := _name(entry)) is not None}
     passages = tuple(passage for name, entry in named.items() for passage in _passages(name, entry))
     countries = {name: _country(name, entry, named) for name, entry in sorted(named.items())}
@@ -135,8 +135,8 @@ def _is_sovereign(entry: Json) -> bool:
 
 
 def _passages(name: str, entry: Json) -> list[Passage]:
-    """One passage a field; remarks get one of their own, so that the facts of a field are short and survive a
-    cut.
+    """One passage per field; remarks get one of their own, so that the facts of a field are short and survive
+    a cut.
     """
     found: dict[str, Passage] = {}
     for section in entry.values() if isinstance(entry, dict) else ():

@@ -50,9 +50,7 @@ class FactbookConfig(EpisodeConfig):
     seed: int = 0
     """Order of the tasks within a split; it moves nothing between splits."""
     passages: Literal["fields", "facts"] = "fields"
-    """What a search looks through: the book's fields as they are, or one line per fact that questions ask
-    for.
-    """
+    """Texts that a search covers: the book's fields as they are, or one line per fact that questions ask."""
     tuning: bool = False
     """Splits of the training countries alone (a third of them plays ``test``): to tune without touching the
     test panel.

@@ -35,7 +35,7 @@ _OPERATOR = re.compile(r"[+*/^_<>=]|(?<![A-Za-z]{2})-|-(?![A-Za-z]{2})")
 
 
 class Verdict(StrEnum):
-    """What comparing two answers gave. ``undecided``: different strings, and no value within the limits."""
+    """Result of comparing two answers. ``undecided``: different strings, and no value within the limits."""
 
     EQUAL = "equal"
     DIFFERENT = "different"

@@ -1,5 +1,5 @@
-r"""What a mathematical answer looks like before it is compared: one spelling for what means the same, and its
-unit apart.
+r"""Normal form of mathematical answers before they are compared: one spelling for what means the same, and
+the unit apart.
 
 ``math-verify`` reads LaTeX. Model answers and data sets also have ``1e3``, ``x**2``, ``½``, ``10,\!080``, ``1
 1/2`` or ``18 dollars``.

@@ -27,9 +27,7 @@ _VERDICTS = {b"1": True, b"0": False, b"?": None}
 
 
 def main(parent: int, cpu_seconds: int) -> None:
-    """Serve until standard input ends, or ``parent``, whose process id this is, has ended. ``cpu_seconds``
-    limits a pair.
-    """
+    """Serve until standard input or the process with id ``parent`` ends. ``cpu_seconds`` limits a pair."""
     from outrider.environments.grading.math_values import is_same_value
 
     logging.disable(logging.CRITICAL)

@@ -46,7 +46,7 @@ class HouseConfig(EnvironmentSettings):
 
     @property
     def name(self) -> str:
-        """What tells these houses from others, for task keys."""
+        """Name of these houses in task keys."""
         return f"{self.house.name}-{self.house_seed}"
 
 
@@ -152,7 +152,7 @@ class HouseEnvironment:
         return False, f"You take the {thing}."
 
     def _visible(self) -> str | None:
-        """What lies in the room's open furniture."""
+        """Things in the room's open furniture."""
         here = self._episode.room
         held = self._plan.contents.get(here) if here in self._episode.opened else None
         return None if held in self._episode.carried else held

@@ -69,7 +69,7 @@ class HouseSettings(Settings):
 
     @property
     def name(self) -> str:
-        """What tells houses of these settings from others, for task keys."""
+        """Name of houses of these settings in task keys."""
         return f"{self.num_rooms}-{self.num_things}-{self.depth}-{self.num_locked}"
 
 
@@ -96,7 +96,7 @@ class HousePlan:
         return next(room for room, held in self.contents.items() if held == thing)
 
     def things(self) -> tuple[str, ...]:
-        """What can be looked for, in alphabetical order; keys are not."""
+        """Things that can be looked for, in alphabetical order; keys are not among them."""
         return tuple(sorted(held for held in self.contents.values() if held not in KEYS))
 
     def way(self, start: str, goal: str) -> tuple[str, ...]:

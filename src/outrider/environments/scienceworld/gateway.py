@@ -7,8 +7,8 @@ time-out for all calls. Facts that the code relies on (ScienceWorld 1.2.3, Py4J 
   drained.
 * It seeds its random draws from the variation when it loads, but its object sets are ordered by identity
   hash. Making that constant (``-XX:hashCode=2``) makes every task replay identically, also in a fresh
-  process; measured cost: none (3-10 ms a step either way). Without it the order of a room's contents changes
-  between two loads, and with it what draws pick.
+  process; measured cost: none (3-10 ms per step either way). Without it the order of a room's contents
+  changes between two loads, and with it what draws pick.
 * ``load`` answers an empty text on success and a text that starts with ERROR otherwise.
 """
 
@@ -70,8 +70,8 @@ class Reply:
 
 
 class Simulator(Protocol):
-    """What the environment needs of a simulator. Every method raises :class:`EnvironmentFault` when it died
-    or stalled.
+    """A simulator as the environment needs it. Every method raises :class:`EnvironmentFault` when it died or
+    stalled.
     """
 
     def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:

@@ -58,7 +58,7 @@ class SimulatorPool:
             raise
 
     def give_back(self, loan: Loan) -> None:
-        """Return a borrowed simulator, dead or alive; call it once a loan."""
+        """Return a borrowed simulator, dead or alive; call it once per loan."""
         if not loan.simulator.is_alive():
             loan.simulator.close()
         self._free.put(loan.slot)

@@ -15,7 +15,7 @@ class ScienceWorldConfig(EnvironmentSettings):
     task_names: Annotated[tuple[str, ...], Field(min_length=1)] = ("find-animal",)
     """Names as in the simulator; the order fixes the order of the task list."""
     num_train_variations: Annotated[int, Field(ge=1)] | None = 5
-    """First variations of the simulator's train split a task (fewer where it has fewer); None for all."""
+    """First variations of the simulator's train split per task (fewer where it has fewer); None for all."""
     num_valid_variations: Annotated[int, Field(ge=1)] | None = 5
     num_test_variations: Annotated[int, Field(ge=1)] | None = 20
     max_moves: Annotated[int, Field(ge=1)] = 100
@@ -25,7 +25,7 @@ class ScienceWorldConfig(EnvironmentSettings):
     simplification: str = ""
     """Comma-separated names out of the simulator's list, or ``easy``."""
     show_valid_actions: bool = False
-    """Append the list of understood commands to every observation (20-80 ms and thousands of characters a
+    """Append the list of understood commands to every observation (20-80 ms and thousands of characters per
     step).
     """
     num_shown_actions: Annotated[int, Field(ge=1)] = 200
@@ -38,7 +38,7 @@ class ScienceWorldConfig(EnvironmentSettings):
     reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Reward and return are score times this; 0.01 gives returns up to 1."""
     num_workers: Annotated[int, Field(ge=1)] = 1
-    """Java processes; more than one a core gains nothing."""
+    """Java processes; more than one per core gains nothing."""
     heap: Annotated[str, Field(pattern=r"^[1-9][0-9]*[mg]$")] = "512m"
     deterministic: bool = True
     """Fix the order of objects, so that equal actions give equal episodes; the published simulator does

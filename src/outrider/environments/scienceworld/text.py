@@ -1,4 +1,4 @@
-"""What a ScienceWorld agent reads and writes: the prompt, the action tag, the simulator's refusals."""
+"""Texts of a ScienceWorld agent: the prompt, the action tag, the simulator's refusals."""
 
 import re
 from collections.abc import Sequence

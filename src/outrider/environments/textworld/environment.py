@@ -33,7 +33,7 @@ INSTRUCTIONS: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class _Record:
-    """What is counted of one episode."""
+    """Counts of one episode."""
 
     score: int = 0
     max_score: int = 1

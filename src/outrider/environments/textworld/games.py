@@ -76,7 +76,7 @@ class GameShelf:
         return self.root / self.name / f"{split}-{index}" / "game.z8"
 
     def ensure(self, wanted: Sequence[tuple[Split, int]]) -> None:
-        """Make what is missing (2-5 s a game), with up to ``num_makers`` processes.
+        """Make what is missing (2-5 s per game), with up to ``num_makers`` processes.
 
         Raises :class:`ConfigError` where the settings allow no game and :class:`EnvironmentFault` where
         making fails.
@@ -117,7 +117,7 @@ class GameShelf:
 
 
 class _Order(Settings):
-    """What the child is asked to make."""
+    """Order to the child for one game."""
 
     root: Path
     game: GameSettings

@@ -24,7 +24,7 @@ _DONE: Final = re.compile(r"\[[^]()]+ - succeeded\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a game answered: its text, the points so far, and whether the game has ended.
+    """Answer of a game: its text, the points so far, and whether the game has ended.
 
     ``refused``: the command was not done, whether the game did not understand it or did not allow it.
     """
@@ -141,7 +141,7 @@ def walkthrough(story: Path) -> tuple[str, ...]:
 
 
 def clean(text: str) -> str:
-    """What a player reads: without the banner, the prompt with its status line, the question after the end,
+    """A game's text for a player: without banner, status line and prompt, the question after the end, and
     empty lines.
     """
     text = re.sub(r"(?m)^[ _|\\/$<>]*[_|$][ _|\\/$<>]*$", "", text)

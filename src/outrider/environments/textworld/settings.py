@@ -18,7 +18,7 @@ class TextWorldConfig(EnvironmentSettings):
 
     type: Literal["textworld"] = "textworld"
     game: GameSettings = QuestGame()
-    """What kind of game: ``quest``, ``coin_collector``, ``treasure_hunter`` or ``cooking``, each with its own
+    """Kind of game: ``quest``, ``coin_collector``, ``treasure_hunter`` or ``cooking``, each with its own
     sizes.
     """
     num_train: Annotated[int, Field(ge=0)] = 8
@@ -44,11 +44,11 @@ class TextWorldConfig(EnvironmentSettings):
     """
     make_ahead: bool = True
     """Make all games before the first rollout, so that impossible settings stop the run at its start and no
-    episode waits (2-5 s a game, once). Otherwise one game is made then and each other one, in turn, when it
+    episode waits (2-5 s per game, once). Otherwise one game is made then and each other one, in turn, when it
     is first played: the rollout's limit of a step must leave time for that.
     """
     num_makers: Annotated[int, Field(ge=1)] = 2
-    """Processes that make games; more than one a core gains nothing."""
+    """Processes that make games; more than one per core gains nothing."""
     make_limit_s: Annotated[float, Field(gt=0)] = 120.0
     """Seconds a game, after which its making counts as broken."""
 

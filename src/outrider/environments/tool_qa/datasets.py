@@ -45,9 +45,7 @@ class DatasetConfig(Settings):
     answer_after: str | None = None
     """Only what follows the last occurrence of this mark is the answer (``####`` in GSM8K)."""
     blank_answers: Literal["error", "drop"] = "error"
-    """What a row with a blank answer does: stop the run, or be left out with a warning that counts such
-    rows.
-    """
+    """Rows with a blank answer stop the run, or are left out with a warning that counts them."""
     limit: int | None = Field(default=None, ge=1)
     """Only the first rows."""
 

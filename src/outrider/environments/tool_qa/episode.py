@@ -42,7 +42,7 @@ class EpisodeConfig(EnvironmentSettings):
     max_invalid: int = Field(default=3, ge=1)
     """Unreadable turns (and refused repetitions) after which an episode ends as invalid."""
     repeated: Literal["answer", "refuse"] = "answer"
-    """What a call gets that repeats an earlier one of the episode; either way it is counted."""
+    """Reply to a call that repeats an earlier one of the episode; either way it is counted."""
     reward: RewardConfig = RewardConfig()
 
 

@@ -91,7 +91,7 @@ def score_turns(
 
 
 def _prediction(text: str, tools: Sequence[str]) -> str:
-    """What the last turn answered: its last box, else the answer's text; empty when it does not answer."""
+    """Answer of the last turn: its last box, else the answer's text; empty when it does not answer."""
     action = parse_action(text, tools)
     if not isinstance(action, Answer):
         return ""

@@ -47,8 +47,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """What a shopper asks for. ``options`` are the (name, value) pairs wanted, the name empty where none is
-    known; None stands for every combination of the product's options, each a goal of its own.
+    """A shopper's wish. ``options`` are the (name, value) pairs wanted, the name empty where none is known;
+    None stands for every combination of the product's options, each a goal of its own.
     """
 
     text: str

@@ -48,7 +48,7 @@ class WebShopConfig(EnvironmentSettings):
     goal_seed: int = 0
     """Draws the prices and orders the goals, for all workers alike. Another value gives another benchmark."""
     split_by: SplitBy = "goal"
-    """What no two splits share: a goal and its wording, or even a product."""
+    """Unit that no two splits share: a goal and its wording, or even a product."""
     num_train: Annotated[int, Field(ge=1)] | None = None
     """Only the first goals of the split; None keeps all."""
     num_valid: Annotated[int, Field(ge=1)] | None = None

@@ -32,7 +32,7 @@ _NUM_LIMITS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What one episode asks for. ``text`` is the whole instruction; ``options`` are (name, value) pairs, the
+    """The task of one episode. ``text`` is the whole instruction; ``options`` are (name, value) pairs, the
     name empty where it is not known; ``price_limit`` is in dollars, None for no limit. ``key`` is unique in a
     list of goals.
     """
@@ -51,7 +51,7 @@ class Goal:
 
 
 def draw_prices(catalogue: Catalogue, seed: int) -> dict[str, float]:
-    """One price a product in dollars: its own, or a point drawn uniformly from its range."""
+    """One price per product in dollars: its own, or a point drawn uniformly from its range."""
     return {key: _price(found, seed) for key, found in catalogue.products.items()}
 
 

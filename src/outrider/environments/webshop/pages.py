@@ -117,7 +117,7 @@ class Shop:
         return replace(page, sub=sub) if sub is not None else self._choose(page, name)
 
     def look(self, page: Page) -> Sight:
-        """What the page shows, in the order of the original's text mode."""
+        """Text of the page, in the order of the original's text mode."""
         if page.kind == "search":
             return Sight(fields=("Search",))
         if page.kind == "results":
@@ -193,7 +193,7 @@ def _fields(*texts: str) -> tuple[str, ...]:
 
 
 def _passage(found: Product) -> Passage:
-    """What the original indexes: title, description, first feature, options."""
+    """The text that the original indexes: title, description, first feature, options."""
     options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in found.options.items())
     return Passage(
         passage_id=found.product_id,

@@ -45,8 +45,8 @@ COLOURS: Final = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurchaseScore:
-    """What of a goal a purchase fulfilled. ``type_factor`` is 0, 0.1, 0.5 or 1; ``value`` is the task score
-    in [0, 1].
+    """Degree to which a purchase fulfils a goal. ``type_factor`` is 0, 0.1, 0.5 or 1; ``value`` is the task
+    score in [0, 1].
     """
 
     num_attributes_hit: int

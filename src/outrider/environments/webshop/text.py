@@ -1,6 +1,4 @@
-"""What a WebShop agent reads and writes: the prompt, the pages as text, the action tag and what is said about
-a bad one.
-"""
+"""Texts of a WebShop agent: the prompt, the pages, the action tag and what is said about a bad one."""
 
 import re
 from collections.abc import Sequence

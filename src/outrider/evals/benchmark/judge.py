@@ -136,7 +136,7 @@ class Judge:
 
 
 def read_verdict(reply: str, *, rule: Rule = "strict") -> bool | None:
-    """What a reply decides; None when it decides nothing (``strict`` only).
+    """Verdict in a reply; None when it decides nothing (``strict`` only).
 
     ``strict``: the last judgment tag; else a reply that opens with the bare word; else the words in it where
     they do not contradict each other and nothing negates or doubts them. ``arpo-eval``: the first tag or else

@@ -43,7 +43,7 @@ class Player(Protocol):
         ...
 
     def notes(self) -> list[str]:
-        """What should be told about the play besides its results."""
+        """Notes on the play beside its results."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What grading again says: both tables side by side, the verdicts that changed, and the same as JSON."""
+"""Report of grading again: both tables side by side, the verdicts that changed, and the same as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

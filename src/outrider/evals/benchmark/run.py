@@ -145,7 +145,7 @@ def play_panel(
 def make_report(
     settings: PanelSettings, panel: PlayedPanel, player: Player, store: PanelStore
 ) -> PanelReport:
-    """What is on file for this panel; samples beyond ``num_samples`` of an earlier call do not count."""
+    """Report of the panel's results on file, without an earlier call's samples beyond ``num_samples``."""
     return report_of(
         settings,
         panel.panel,

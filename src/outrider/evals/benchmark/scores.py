@@ -25,7 +25,7 @@ class SampleResult:
 
     ``answered`` is how the rollout ended where only the judge failed: the answer stands, and only the judge
     is asked again. ``num_tokens`` is None where a server did not count them. ``turns`` is the reply, all that
-    the policy wrote, a text a turn; None after a fault, and where an earlier Outrider did not keep it.
+    the policy wrote, a text per turn; None after a fault, and where an earlier Outrider did not keep it.
     ``token_ids`` has the same in ids, where the player has them.
     """
 

@@ -76,7 +76,7 @@ class PanelSettings(Settings):
     rules: Literal["default", "arpo-train", "arpo-eval", "squad"] = "default"
     """Extraction and normalisation of answers (``evals.extraction``)."""
     metric: Scorer | None = None
-    """What scores questions; None is the judge where one is given, else the task set's own."""
+    """Scorer of questions; None is the judge where one is given, else the task set's own."""
     judge: JudgeSettings | None = None
     batch_size: int = Field(32, ge=1)
     """Episodes that a model plays together: their results go to disk, and count, when all of them have ended.

@@ -78,7 +78,7 @@ class PanelStore:
         return [result for result in self.results if result.answered is not None]
 
     def owed(self, tasks: Sequence[Task], *, num_samples: int) -> list[tuple[Task, int]]:
-        """What is missing or ended in a fault other than the judge's, in the panel's order."""
+        """Samples that are missing or ended in a fault other than the judge's, in the panel's order."""
         with self._lock:
             return [
                 (task, sample)
@@ -122,7 +122,7 @@ class PanelStore:
 
 
 def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
-    """What a closed file is of, and its results by task key and sample number. Raises DataError naming the
+    """Identity of a closed file, and its results by task key and sample number. Raises DataError naming the
     line.
     """
     lines = read_lines(path)[0] or [b""]
@@ -168,7 +168,7 @@ def _outcomes(record: Mapping[str, Any]) -> dict[str, Outcome | None]:
 
 
 def _reply(record: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
-    """Raises TypeError for what is no text a turn, and no list of ids a turn."""
+    """Raises TypeError for what is no text per turn, and no list of ids per turn."""
     turns, ids = record.get("turns"), record.get("token_ids")
     texts = turns is None or (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns))
     if not texts or not (ids is None or (isinstance(ids, list) and all(_are_ids(turn) for turn in ids))):

@@ -1,4 +1,4 @@
-"""What an evaluation says in the end: every score with its interval, faults apart, and the same as JSON."""
+"""Table of an evaluation: every score with its interval, faults apart, and the same as JSON."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,7 +131,7 @@ class PanelReport:
         return table
 
     def lines(self) -> Sequence[str]:
-        """What the table has no column for."""
+        """Lines for what the table has no column for."""
         summary = self.summary
         scored = f"{summary.num_scored} of {self.num_owed} samples scored"
         lines = [

@@ -74,7 +74,7 @@ class TaskSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """What an evaluation plays: tasks in a fixed order and the hash of all that is in them.
+    """Tasks of an evaluation in a fixed order, and the hash of all that is in them.
 
     ``num_left_out`` counts rows that need an attachment.
     """

@@ -56,7 +56,7 @@ class Pair:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Everything that is shown. ``num_tasks`` are those that every run scored (None: only means are on file),
-    ``num_left_out`` those that only some did. ``settings`` are (key, one value a group) of the settings in
+    ``num_left_out`` those that only some did. ``settings`` are (key, one value per group) of the settings in
     which groups differ.
     """
 

@@ -40,8 +40,8 @@ def grouped(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
 
 
 def differing(groups: Mapping[str, Sequence[Run]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(key, one value a group) of the settings in which groups differ; of paths with one name, the ends that
-    differ.
+    """(key, one value per group) of the settings in which groups differ; of paths with one name, the ends
+    that differ.
     """
     shown = [_comparable(members[0].config) for members in groups.values()]
     exact = [_comparable(members[0].settings) for members in groups.values()]

@@ -39,7 +39,7 @@ def html_page(comparison: Comparison) -> str:
 
 
 def _figure_names(comparison: Comparison) -> dict[str, str]:
-    """What a group is called in a figure: its label where all labels fit into the legend, else a letter."""
+    """Names of groups in a figure: the label where all labels fit into the legend, else a letter."""
     labels = [group.label for group in comparison.groups][:MAX_SERIES]
     fits = sum(44 + 7 * len(label) for label in labels) <= _LEGEND_WIDTH
     return {label: label if fits else string.ascii_uppercase[index] for index, label in enumerate(labels)}

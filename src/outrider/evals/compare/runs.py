@@ -30,7 +30,7 @@ class Incomparable(OutriderError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """What an evaluation was made on: scores of different panels are not compared."""
+    """Tasks and draws of an evaluation: scores of different panels are not compared."""
 
     split: str
     temperature: float
@@ -58,7 +58,7 @@ class Run:
     (``watch.run_directory``).
 
     ``costs`` are totals since step 0 after each training step, by axis; ``rewards`` are the mean training
-    rewards of the steps, NaN where not known. Evaluations ascend by step, one a step (the last made there).
+    rewards of the steps, NaN where not known. Evaluations ascend by step, one per step (the last made there).
     """
 
     name: str
@@ -75,7 +75,7 @@ class Run:
         return int(self.costs[STEPS][-1]) if len(self.rewards) else 0
 
     def cost_at(self, axis: str, step: int) -> float:
-        """What the run had spent after ``step`` training steps; NaN where the record does not tell."""
+        """Cost of the run up to ``step`` training steps; NaN where the record does not tell."""
         if step == 0 or axis == STEPS:
             return float(step)
         found = np.flatnonzero(self.costs[STEPS] == step)
@@ -121,7 +121,7 @@ def short_ends(names: Sequence[Sequence[str]]) -> list[str]:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """What runs are called: ends of their paths. Raises :class:`Incomparable` where two are one folder."""
+    """Names of runs: ends of their paths. Raises :class:`Incomparable` where two are one folder."""
     parts = [path.resolve().parts for path in paths]
     if len(set(parts)) < len(parts):
         raise Incomparable("a run directory is given twice")

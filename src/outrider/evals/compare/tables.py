@@ -1,6 +1,4 @@
-"""What a comparison says, as plain text that every output draws in its own way: tables, verdicts and
-notes.
-"""
+"""Tables, verdicts and notes of a comparison, as plain text that every output draws in its own way."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ def verdicts(comparison: Comparison) -> list[str]:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What a reader must know beside the numbers."""
+    """Notes that a reader must know beside the numbers."""
     runs = [run for group in comparison.groups for run in group.runs]
     said = [
         *comparison.notes,

@@ -38,7 +38,7 @@ class ExactResult(BaseModel):
 
     @property
     def name(self) -> str:
-        """What the row is called in a pack."""
+        """Name of the row in a pack."""
         return f"{self.toy}/{self.method}-{self.seed}"
 
     @property
@@ -48,7 +48,7 @@ class ExactResult(BaseModel):
 
     @property
     def num_policy_tokens(self) -> int:
-        """What it wrote in training."""
+        """Tokens that it wrote in training."""
         return int(self.result.get("num_policy_tokens", 0))
 
 

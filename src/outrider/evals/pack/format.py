@@ -7,7 +7,7 @@ packed.
     runs/NAME/          what a run folder has, without paths of the machine: config.toml, evaluations.jsonl,
                         metrics.jsonl
     panels/HASH.json    task keys of a panel
-    exact.jsonl         exact returns of trainings that have no held-out panel, one line a seed
+    exact.jsonl         exact returns of trainings that have no held-out panel, one line per seed
     tables.json         what follows from the results: scores, intervals, costs, comparisons
 
 A pack may come from anybody: nothing is read outside its folder, no link is followed, and no command in it is
@@ -85,7 +85,7 @@ class PackedPanel(_Part):
 
 
 class Manifest(_Part):
-    """What a pack holds. ``packed_on`` are facts of the machine that packed, which need not be the one that
+    """Contents of a pack. ``packed_on`` are facts of the machine that packed, which need not be the one that
     computed.
     """
 

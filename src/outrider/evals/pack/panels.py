@@ -27,7 +27,7 @@ class _Chosen(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelCheck:
-    """What became of a panel: ``rebuilt`` from its environment and equal, or why that could not be tried."""
+    """Result for a panel: ``rebuilt`` from its environment and equal, or why that could not be tried."""
 
     panel_hash: str
     num_tasks: int

@@ -55,7 +55,7 @@ class Replayed:
 
     @property
     def sentence(self) -> str:
-        """What came out, in words."""
+        """The result in words."""
         packed = score(self.recorded, self.low, self.high, is_share=self.is_share)
         found = score(self.found, is_share=self.is_share)
         kind = "" if self.is_share else "expected return (no share) "

@@ -101,7 +101,7 @@ def _command(name: str, recipe: Mapping[str, Any]) -> str:
 
 
 def _versions(folder: Path) -> dict[str, str]:
-    """What the newest checkpoint recorded; none for a run without any."""
+    """Versions in the newest checkpoint; none for a run without any."""
     for checkpoint in reversed(_checkpoints(folder)):
         try:
             versions = json.loads((checkpoint / _STATE).read_text(encoding="utf-8")).get("versions", {})

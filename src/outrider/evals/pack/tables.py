@@ -1,5 +1,4 @@
-"""What follows from a pack's results: every score and interval computed again from single tasks, costs, and
-comparisons.
+"""Tables of a pack: every score and interval computed again from single tasks, costs, and comparisons.
 
 Packing writes it as ``tables.json``; verifying computes it anew and compares.
 """
@@ -62,7 +61,7 @@ def _tables(pack: Path, manifest: Manifest, trained: Sequence[str]) -> dict[str,
 
 
 def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
-    """One row an evaluation, in the order of the file; where it has scores of tasks, all follows from
+    """One row per evaluation, in the order of the file; where it has scores of tasks, all follows from
     them.
     """
     file = pack / "runs" / name / "evaluations.jsonl"

@@ -57,7 +57,7 @@ def verified_tables(pack: Path) -> tuple[Manifest, dict[str, Any]]:
 
 
 def show(pack: Path, verified: Verified, console: Console) -> None:
-    """What was checked, and every panel that could not be made again."""
+    """Prints what was checked, and every panel that could not be made again."""
     tables = verified.tables
     table = Table(
         "check",

@@ -37,7 +37,7 @@ _QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What queries search; replaced as a whole by every batch, so that a query sees one revision only."""
+    """Index that queries search; every batch replaces it as a whole, so that a query sees one revision."""
 
     rows: NDArray[np.void]
     vectors_ND: Vectors
@@ -185,7 +185,7 @@ class StepTraceBuffer:
     def query_batch(
         self, histories: Sequence[str], filters: Sequence[StepFilter], *, k: int = 1
     ) -> list[list[Hit]]:
-        """One list of hits a history, best first, ties to the lower step id; shorter than ``k`` when fewer
+        """One list of hits per history, best first, ties to the lower step id; shorter than ``k`` when fewer
         steps pass.
         """
         return self.query_vectors(self.embedder.embed(histories), filters, k=k)
@@ -288,6 +288,7 @@ class StepTraceBuffer:
 
     def _write(self, selections: Sequence[Selection]) -> None:
         """One batch: embed, commit, then show it to queries."""
+        # In a transaction of its own: a process that dies while it embeds leaves a trace.
         self._store.announce_batch()
         added = [item for chosen in selections for item in chosen.added]
         histories = [history for chosen in selections for keys in chosen.histories for history in keys]
@@ -299,8 +300,10 @@ class StepTraceBuffer:
         new["task"] = [tasks.setdefault(item.task_key, len(tasks)) for item in added for _ in item.steps]
         rows = np.concatenate([view.rows, new])
         revision = view.revision + 1
+        # `rows` is a copy: queries that run now still see the old revision.
         rows["removed"][: len(view.rows)][np.isin(view.rows["trajectory"], removed)] = revision
         self._matrix.append(vectors)
+        # One assignment, last: a query has the old view or the new one, never half of each.
         self._view = _View(
             rows=rows,
             vectors_ND=self._matrix.view(),
@@ -339,6 +342,7 @@ def _live(rows: NDArray[np.void], revision: int) -> Mask:
 
 def _mask(view: _View, step_filter: StepFilter) -> Mask:
     """Which rows pass a filter, ``[N]``."""
+    # A copy, because all queries share the view.
     mask = view.live.copy()
     if not step_filter.include_terminal:
         mask &= ~view.rows["terminal"]

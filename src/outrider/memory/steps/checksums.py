@@ -17,7 +17,7 @@ TRAJECTORY_COLUMNS: Final = (
     "trajectory_row, added, removed, reward, checksum, num_tokens, first_step_id, num_steps, "
     "task_key, trajectory_id, agent, question"
 )
-"""What :func:`trajectory_checksum` is made of, in the order in which it takes it."""
+"""Columns of :func:`trajectory_checksum`, in the order in which it takes them."""
 
 _COUNTERS_CHECKSUM: Final = "counters_checksum"
 

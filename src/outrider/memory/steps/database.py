@@ -38,14 +38,17 @@ class Database:
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         self.path = path
+        # Reentrant: a guarded call may make another one.
         self._lock = threading.RLock()
         with self._our_errors():
+            # A reader opens read-only: it must not make the file that it misses.
             uri = f"{path.resolve().as_uri()}?mode={'rwc' if writable else 'ro'}"
             self.db = sqlite3.connect(
                 uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
             )
             if writable:
                 self.db.execute("PRAGMA journal_mode = WAL")
+                # A crash of the process loses nothing; StepStore.flush forces what a checkpoint counts on.
                 self.db.execute("PRAGMA synchronous = NORMAL")
 
     def close(self) -> None:
@@ -68,6 +71,7 @@ class Database:
                 yield db
                 db.execute("COMMIT")
             except BaseException:
+                # SQLite rolls back on its own where a disk is full; a second ROLLBACK would hide that error.
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
@@ -88,5 +92,6 @@ def checksum(*parts: str | bytes) -> int:
     value = 0
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
+        # The length first, so that moving a letter from one part to the next shows.
         value = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), value))
     return value

@@ -28,7 +28,7 @@ ROW_DTYPE = np.dtype(
     [(name, "i8") for name in ("step_id", "trajectory", "task", "added", "removed")]
     + [("reward", "f8"), ("terminal", "?")]
 )
-"""What the search needs to know of a step; ``task`` is a code given by the loader."""
+"""A step as the search needs it; ``task`` is a code given by the loader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +106,7 @@ def _load_steps(
     done = 0
     while chunk := cursor.fetchmany(4096):
         end = done + len(chunk)
+        # The count was read in this transaction: more rows than that are damage, told below.
         if end > len(rows):
             break
         for step_id, row, terminal, crc, vector, num in chunk:

@@ -62,7 +62,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildReport:
-    """What one call of ``add_trajectories`` did.
+    """Counts of one call of ``add_trajectories``.
 
     ``num_offered`` is the sum of ``num_inserted``, ``num_present`` (id already in the buffer),
     ``num_duplicate`` (id twice in the call), ``num_empty`` (no step), ``num_below_min_reward`` and
@@ -85,8 +85,8 @@ class BuildReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenReport:
-    """What opening found. ``lost_batch``: the last writer died inside a batch, which is not in the buffer;
-    offer it again.
+    """Findings of an opening. ``lost_batch``: the last writer died inside a batch, which is not in the
+    buffer; offer it again.
     """
 
     num_trajectories: int
@@ -97,9 +97,7 @@ class OpenReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackReport:
-    """What a rollback undid: additions after the revision dropped, removals after it restored
-    (trajectories).
-    """
+    """Trajectories in a rollback: additions after the revision dropped, removals after it restored."""
 
     revision: int
     num_dropped: int

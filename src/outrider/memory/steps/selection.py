@@ -42,7 +42,7 @@ class _Prepared:
 def build_report(
     selections: Sequence[Selection], num_different: int, *, num_duplicate: int, revision: int
 ) -> BuildReport:
-    """What the decisions for all offered tasks come to."""
+    """Sums up the decisions for all offered tasks."""
     return BuildReport(
         num_offered=num_different + num_duplicate,
         num_inserted=sum(len(chosen.added) for chosen in selections),

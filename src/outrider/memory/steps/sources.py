@@ -147,6 +147,7 @@ def _trajectory(record: object, agent: str, answer_marks: Sequence[str]) -> tupl
     prompt, steps = _split(messages, answer_marks)
     agent = _text(record, "agent", agent)
     task_key = _text(record, "task_key", question_key(question))
+    # Everything that tells trajectories apart: a second import has to find the same ids.
     content = json.dumps([task_key, agent, float(reward), [(m.role, m.content) for m in messages]])
     return question, Trajectory(
         trajectory_id=_text(record, "trajectory_id", f"{task_key}-{_digest(content)}"),
@@ -171,7 +172,7 @@ def _text(record: Mapping[str, object], key: str, default: str | None = None) ->
 
 
 def _message(value: object, index: int) -> Message:
-    """One chat message; tool calls of an assistant are written out after its text, one JSON object a call."""
+    """One chat message; an assistant's tool calls follow its text, one JSON object per call."""
     if not isinstance(value, dict):
         raise ValueError(f"message {index} must be an object")
     role = value.get("role")

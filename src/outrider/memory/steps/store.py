@@ -28,7 +28,7 @@ from outrider.types import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTrajectory:
-    """A trajectory ready to be written: texts are well-formed, ``step_num_tokens`` has one entry a step."""
+    """A trajectory ready to be written: texts are well-formed, ``step_num_tokens`` has one entry per step."""
 
     trajectory_id: str
     task_key: str
@@ -152,6 +152,7 @@ class StepStore:
             self._set_meta("num_trajectories", self._meta("num_trajectories") + len(added))
             self._set_meta("num_steps", self._meta("num_steps") + len(rows))
             seal_counters(db, self._format)
+            # In the batch's own transaction: a marker that is still there means that the batch is not.
             db.execute("DELETE FROM meta WHERE key = 'open_batch'")
         return np.array(rows, ROW_DTYPE)
 
@@ -252,6 +253,7 @@ class StepStore:
         ):
             crc = checksum(step.text, step.observation)
             steps.append((step_id, row, num_tokens, int(step.is_terminal), crc, step.text, step.observation))
+            # Little-endian whatever the machine: the file may move.
             blob = vector.astype("<f4").tobytes()
             terminal = int(step.is_terminal)
             crc = vector_checksum(
@@ -262,6 +264,7 @@ class StepStore:
         self._database.db.executemany("INSERT INTO vectors VALUES (?,?,?)", vectors)
 
     def _delete(self, trajectory_rows: str, revision: int) -> int:
+        # Vectors first: their ids are looked up among the steps.
         for table in ("vectors", "steps"):
             ids = f"SELECT step_id FROM steps WHERE trajectory_row IN ({trajectory_rows})"
             self._database.db.execute(f"DELETE FROM {table} WHERE step_id IN ({ids})", (revision,))
@@ -288,6 +291,7 @@ class StepStore:
         query = """SELECT checksum, num_tokens, text, observation, is_terminal FROM steps
                    WHERE step_id BETWEEN ? AND ? ORDER BY step_id"""
         until = self._database.db.execute(query, (first, step_id)).fetchall()
+        # All steps up to this one: its history is made of them.
         for index, (crc, _, text, observation, _) in enumerate(until):
             if crc != checksum(text, observation):
                 raise BufferCorrupt(f"{self.path}: step {first + index} fails its checksum")

@@ -124,7 +124,7 @@ def _whole_tasks(trajectories: Sequence[Trajectory], size: int) -> Iterator[list
 
 
 def print_stats(file: Path, *, embedder: str) -> int:
-    """What a buffer holds."""
+    """Prints the contents of a buffer."""
     with StepTraceBuffer(file, load_embedder(embedder), mode="read") as buffer:
         stats = buffer.stats()
         _print_counts(

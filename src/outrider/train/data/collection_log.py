@@ -12,7 +12,7 @@ from outrider.rollout.collect import Collected
 
 
 class CollectionLog:
-    """One JSON line a rollout that ended without a fault, beside the buffer file.
+    """One JSON line per rollout that ended without a fault, beside the buffer file.
 
     A torn line is passed over: its rollout is played again and found in the buffer.
     """

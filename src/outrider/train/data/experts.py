@@ -30,9 +30,9 @@ class ExpertPlay:
 
 @dataclass(slots=True, kw_only=True)
 class FillReport:
-    """What asking the experts did: ``present`` tasks had theirs in the buffer, ``without_expert`` have none,
+    """Counts of asking the experts: ``present`` tasks had theirs in the buffer, ``without_expert`` have none,
     ``fault`` ones broke, ``unsolved`` ones were offered with the return that they got. ``builds`` holds one
-    report a portion.
+    report per portion.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -65,7 +65,7 @@ def ask_experts(
     on_asked: Callable[[int], None] = lambda num_asked: None,
 ) -> tuple[dict[str, Sequence[Step] | None], list[str]]:
     """Task key -> steps (None: there is no expert) of every task, and why the others could not be asked, one
-    reason a task.
+    reason per task.
 
     Each is asked for the episode that the task's rollouts play in ``training_step``: their reset has the same
     seed. A fault is tried again ``train.max_retries`` times. What the family started for its experts is

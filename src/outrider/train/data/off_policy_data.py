@@ -1,5 +1,5 @@
-"""What joins a step's rollouts before the update: whatever the algorithm adds to them or plays beside
-them.
+"""Off-policy data that joins a step before the update: rollouts that the algorithm adds or plays beside the
+policy's.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class ExpertsOfStep:
         return ask_experts(self.parts.family, tasks, self.parts.settings, training_step=self.step)
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
-        """One rollout a task, in the state that its group began in."""
+        """One rollout per task, in the state that its group began in."""
         return expert_rollouts(self.parts, tasks, lambda task: paths[task.key], training_step=self.step)
 
 

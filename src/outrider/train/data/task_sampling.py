@@ -64,7 +64,7 @@ class SampledStep:
     cursor: int
 
     def metrics(self, wanted: int) -> dict[str, float]:
-        """What dynamic sampling did; ``wanted`` groups make a step."""
+        """Metrics of dynamic sampling; ``wanted`` groups make a step."""
         return {
             "group/num_dropped": float(len(self.traces) - len(self.trained)),
             "group/num_missing": float(wanted - len(self.trained)),
@@ -111,7 +111,10 @@ def sample_step(
     filtered, num_groups = choice.groups, choice.num_groups
     while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
         tasks, cursor = order.take(
-            num_groups - len(trained), cursor=cursor, seen={trace.task.key for trace in played}
+            # Only what is missing, and no task twice: groups of one key would share their random streams.
+            num_groups - len(trained),
+            cursor=cursor,
+            seen={trace.task.key for trace in played},
         )
         if not tasks:
             break

@@ -1,6 +1,4 @@
-"""What ``outrider doctor`` says of the processor: what it has, which ways are taken, how fast it
-multiplies.
-"""
+"""The processor's part of ``outrider doctor``: what it has, which ways are taken, how fast it multiplies."""
 
 import torch
 

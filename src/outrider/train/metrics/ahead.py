@@ -1,4 +1,4 @@
-"""What a training run has still to do, counted from its settings and where it is: for the time that is
+"""Work that a training run has still to do, counted from its settings and where it is: for the time that is
 left.
 """
 

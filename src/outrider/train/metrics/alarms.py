@@ -1,4 +1,4 @@
-"""What a run must not do in silence, as lines for the person who watches."""
+"""Alarms, as lines for the person who watches: nothing of this may happen in silence."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What one step's rollouts say: declared metrics from traces and credits (meanings: docs/metrics.md)."""
+"""Declared metrics of one step's rollouts, from traces and credits (meanings: docs/metrics.md)."""
 
 import re
 import resource
@@ -128,7 +128,7 @@ def _num_discarded(traces: Sequence[Trace]) -> int:
 def timing_metrics(
     *, rollout_s: float, update_s: float, num_policy_tokens: float, num_computed_tokens: int
 ) -> dict[str, float]:
-    """Seconds, tokens a second, and the largest resident memory so far."""
+    """Seconds, tokens per second, and the largest resident memory so far."""
     return {
         "time/rollout": rollout_s,
         "time/update": update_s,
@@ -170,7 +170,7 @@ def credit_metrics(credits_: Sequence[GroupCredit]) -> dict[str, float]:
 
 
 def branch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
-    """What the branching rule saw and did, for a run that branches."""
+    """Metrics of the branching rule, for a run that branches."""
     decided = [node.metadata for trace in traces for node in trace.nodes if "entropy_change" in node.metadata]
     if not decided:
         return {"branch/num_decisions": 0.0, "branch/num_forks": 0.0, "branch/num_refused": 0.0}

@@ -1,4 +1,4 @@
-"""What a training step writes down: its declared metrics, from rollouts, credit and update."""
+"""The record of a training step: its declared metrics, from rollouts, credit and update."""
 
 from collections.abc import Mapping, Sequence
 

@@ -10,7 +10,7 @@ from outrider.watch.traces import TraceRow
 
 
 def rows_of(traces: Sequence[Trace], *, step: int, tokenizer: Tokenizer) -> list[TraceRow]:
-    """One row a node that belongs to a finished rollout; what a fault left behind is not written."""
+    """One row per node that belongs to a finished rollout; what a fault left behind is not written."""
     rows = []
     for number, trace in enumerate(traces):
         owners: dict[int, int] = {}
@@ -46,7 +46,7 @@ def rows_of(traces: Sequence[Trace], *, step: int, tokenizer: Tokenizer) -> list
 
 
 def _of_leaf(leaf: Leaf, trace: Trace) -> dict[str, object]:
-    """What explains a leaf's advantage besides its return, and what it said after its end."""
+    """Reasons of a leaf's advantage beside its return, and its reflection."""
     mode = trace.modes[leaf.rollout] if trace.modes else ""
     found = {"mode": mode, "intrinsic": leaf.intrinsic, "remark": leaf.reflection}
     return {name: value for name, value in found.items() if value}

@@ -50,6 +50,7 @@ def save_checkpoint(
             _write(temporary, policy, state, arrays or {})
             if records is not None:
                 write_sealed(temporary / RECORDS, records)
+            # Only now, when the new one is whole: until here the earlier checkpoint of this step stands.
             _make_room(folder)
     except (OSError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
@@ -71,12 +72,14 @@ def _write(
     temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]
 ) -> None:
     save_file(
+        # safetensors takes no views with strides.
         {name: tensor.contiguous() for name, tensor in policy.masters.items()},
         temporary / "masters.safetensors",
     )
     save_file(_optimizer_tensors(policy), temporary / "optimizer.safetensors")
     if arrays:
         save_arrays(dict(arrays), temporary / _MEMORY)
+    # On disk before the state is, which vouches for them.
     for path in temporary.iterdir():
         sync(path)
     checksums = {path.name: file_checksum(path) for path in sorted(temporary.iterdir())}
@@ -101,6 +104,7 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
     """
     try:
         state = read_sealed(folder / STATE)
+        # Both tensor files, also where the state forgot to name them: nothing is loaded unchecked.
         for name in sorted({*_TENSORS, *state["checksums"]}):
             if file_checksum(folder / name) != state["checksums"][name]:
                 raise ValueError(f"the contents of {name} are not what was written")
@@ -116,6 +120,7 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
         )
     policy.optimizer.state.clear()
     for name, master in policy.masters.items():
+        # In place: the optimiser refers to these very tensors.
         master.copy_(masters[name])
         moments = {
             key.split("/", 1)[0]: value.to(master.device)
@@ -125,6 +130,7 @@ def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
         if moments:
             policy.optimizer.state[master] = moments
     policy.num_steps = num_optimizer_steps
+    # The working copy is in no checkpoint: it follows from the masters.
     policy.round_masters()
     return state
 

@@ -19,6 +19,7 @@ def file_checksum(path: Path) -> int:
     """CRC-32 of a file: finds damage, not malice. Raises OSError."""
     value = 0
     with path.open("rb") as file:
+        # In pieces: a file of masters need not fit into memory beside the model.
         while piece := file.read(2**22):
             value = zlib.crc32(piece, value)
     return value
@@ -32,8 +33,8 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What :func:`write_sealed` wrote; a file of an earlier Outrider, which has no checksum, is taken as it
-    is (:func:`is_sealed` asks for it).
+    """Reads what :func:`write_sealed` wrote; a file of an earlier Outrider, which has no checksum, is taken
+    as it is (:func:`is_sealed` asks for it).
 
     Raises OSError, and ValueError for what is damaged.
     """

@@ -13,7 +13,7 @@ from outrider.watch.traces import TraceReader
 
 
 def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
-    """What differs from the settings that the run began with and may.
+    """Differences from the settings that the run began with, as far as they are allowed.
 
     Raises CheckpointError where other settings decide the results, and for a run that has trained and has no
     checkpoint left: it would begin again, over its own records.
@@ -40,8 +40,8 @@ def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
 
 
 def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
-    """What only a run has that has written a checkpoint: the first one comes behind the cold start and the
-    first evaluation.
+    """Evidence that a run had written a checkpoint: the first one comes behind the cold start and the first
+    evaluation.
     """
     if steps := TraceReader(run.path / "traces").steps():
         return f"traces of {len(steps)} training step(s)"

@@ -1,4 +1,4 @@
-"""What a run wrote down about its settings, also where an earlier version wrote it."""
+"""A run's own record of its settings, also where an earlier version wrote it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

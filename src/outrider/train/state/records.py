@@ -1,5 +1,5 @@
-"""What a run has written beside its checkpoints, counted and with checksums in each of them: what vanishes
-later is noticed.
+"""A run's records beside its checkpoints, counted and with checksums in each of them: what vanishes later is
+noticed.
 
 It lies beside ``state.json`` and not in it, because metrics hold times: two runs of the same bits differ in
 them.
@@ -29,7 +29,7 @@ class Records:
         self._known: dict[str, tuple[int, int, int]] = {}  # trace files never change: size, time, checksum
 
     def written(self) -> dict[str, Any]:
-        """What is there now, as a checkpoint holds it. Raises OSError."""
+        """Counts and checksums of what is there now, as a checkpoint holds them. Raises OSError."""
         lines = {name: self._lines(name) for name in (_METRICS, _EVALUATIONS)}
         counted = {
             name: {"num_lines": len(found), "checksum": _of_lines(found)} for name, found in lines.items()
@@ -46,7 +46,7 @@ class Records:
         write_sealed(checkpoint / RECORDS, self.written())
 
     def problems(self, checkpoint: Path) -> list[str]:
-        """What is gone or is not what was written, one phrase each; empty where the checkpoint does not
+        """Names what is gone or is not what was written, one phrase each; empty where the checkpoint does not
         know.
         """
         try:

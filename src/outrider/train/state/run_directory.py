@@ -125,7 +125,7 @@ class RunDirectory:
             replace_file(self.path / "config.toml", _as_toml(self._grown))
 
     def lock(self) -> None:
-        """One process a run; the kernel frees the lock when the process dies, however it dies."""
+        """One process per run; the kernel frees the lock when the process dies, however it dies."""
         try:
             self._lock = FileLock(self.path / "lock")
         except BlockingIOError as error:

@@ -32,8 +32,8 @@ _COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evalua
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """What a run has done so far. ``task_cursor`` counts the tasks taken, ``saved_step`` is -1 before the
-    first checkpoint.
+    """Progress of a run. ``task_cursor`` counts the tasks taken, ``saved_step`` is -1 before the first
+    checkpoint.
 
     All that decides how the run goes on is here, in ``parts`` or in a random stream keyed by the step.
     """
@@ -88,6 +88,7 @@ class RunState:
         were.
         """
         buffer = self.parts.buffer
+        # Before the revision is written down: a power failure may take commits that were not flushed.
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
         state: dict[str, Any] = {
@@ -111,6 +112,7 @@ class RunState:
         folder = self.run.checkpoints / f"step-{self.step:06d}"
         save_checkpoint(folder, self.parts.policy, state, arrays, records=self.records.written())
         self.saved_step = self.step
+        # Only once the new one is on disk.
         prune_checkpoints(
             self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints, newest=self.step
         )
@@ -187,8 +189,7 @@ class RunState:
 
         The evaluation at the end of a run that goes on (``last_label``) stays, as that of its step.
 
-        Raises CheckpointError where that cannot be, because tasks, buffer or reference are others than then,
-        or records are gone.
+        Raises CheckpointError where that cannot be: other tasks, buffer or reference, or records are gone.
         """
         self.records.require_lines(state)
         for name, panel in state.get("tasks", {}).items():
@@ -223,12 +224,14 @@ class RunState:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
         if (began_with := state.get("buffer_digest")) is not None:
             other_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
+        # From here on files are cut: whatever can refuse has spoken.
         num_kept = self._keep_last_evaluation(state, last_label)
         self.metrics.cut(int(state["num_metric_records"]) + num_kept)
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_kept)
         self.traces.resume(self.step)
         if num_kept and are_whole:
             self.seal_records()  # else a kill before the next checkpoint would leave the new label as damage
+        # Its keys and values, if any, are of other weights.
         self.parts.engine.weights_changed()
         self.note(f"continuing from step {self.step}")
 

@@ -1,6 +1,4 @@
-"""What a run reads beside its settings and tasks and what decides its bits, as digests: tokenizer, template,
-files, buffer.
-"""
+"""Digests of what decides a run's bits beside its settings and tasks: tokenizer, template, files, buffer."""
 
 import hashlib
 import json
@@ -86,6 +84,7 @@ def _of_file(path: Path) -> str:
 
 def _tokenizer(tokenizer: Any) -> str:
     """All that maps text to ids; padding and truncation are set anew by every call."""
+    # Sorted: the order of a vocabulary's dict says nothing.
     vocabulary = sorted(tokenizer.get_vocab().items())
     if not tokenizer.is_fast:
         return json.dumps(vocabulary)
@@ -109,6 +108,7 @@ def _frozen_weights(policy: Policy) -> str | None:
     for name, parameter in policy.model.named_parameters():
         if name not in policy.masters:
             content = parameter.detach().contiguous().cpu().view(torch.uint8).numpy()
+            # The name too: weights that changed places are others.
             value = zlib.crc32(content.reshape(-1).data, zlib.crc32(name.encode(), value or 0))
     return None if value is None else f"{value:08x}"
 

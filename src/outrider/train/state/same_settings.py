@@ -43,9 +43,7 @@ _LENGTH: Final = {"train.num_steps", "train.max_policy_tokens", "evaluation.ever
 
 
 def flat_settings(settings: RunSettings) -> dict[str, Any]:
-    """Plain values by dotted key, with what ``auto`` means here, without paths, and without what no number
-    depends on.
-    """
+    """Plain values by dotted key, with ``auto`` resolved, without paths and what no number depends on."""
     from outrider.engines.local.model import resolve_precision  # torch: the tables above are read without it
 
     resolved = resolve_precision(settings.model.precision, settings.model.device)
@@ -110,9 +108,7 @@ def _plain(value: Any) -> Any:
 
 
 def _differs(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """A key of a section that was switched on or off (``none`` in its place) differs; one of another version
-    does not.
-    """
+    """A key of a section that is ``none`` on one side differs; one of another version does not."""
     if key in one and key in other:
         return bool(one[key] != other[key])
     without = other if key in one else one

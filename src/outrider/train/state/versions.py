@@ -1,4 +1,4 @@
-"""What decides a run's bits beside its seed and settings: packages, libraries, the processor and its use.
+"""Packages, libraries, the processor and its use: they decide a run's bits beside its seed and settings.
 
 Every checkpoint holds it; a run that goes on under another one says so. Which variables act where is in
 docs/portability.md.

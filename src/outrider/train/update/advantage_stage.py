@@ -13,5 +13,6 @@ def credit_step(parts: Components, traces: Sequence[Trace]) -> list[GroupCredit]
     measured first.
     """
     if parts.settings.algorithm.rewards_kl and parts.reference is not None:
+        # Before the update, so that the KL is that of the policy which wrote the tokens.
         measure_kl(parts.policy, parts.reference, traces, max_tokens=parts.settings.update.max_tokens)
     return parts.algorithm.advantages(traces)

@@ -17,16 +17,16 @@ from outrider.algorithms.common.sampler_correction import (
     sampler_weights_per_token,
 )
 from outrider.algorithms.common.token_loss import Denominators, TokenLoss, TokenLossInputs
-from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.pack import PackedBatch
 
 TokenLossOf = Callable[[TokenLossInputs], TokenLoss]
 
 
 def loss_inputs(
-    logprobs_T: Tensor, batch: PackedBatch, denominators: Denominators, tally: Tally
+    logprobs_T: Tensor, batch: PackedBatch, denominators: Denominators, accumulator: MetricAccumulator
 ) -> TokenLossInputs:
-    """What the token loss of a micro-batch is computed from."""
+    """Inputs of the token loss of a micro-batch."""
     return TokenLossInputs(
         logprobs_T=logprobs_T,
         denominators=denominators,
@@ -36,7 +36,7 @@ def loss_inputs(
         is_foreign_T=batch.is_foreign_T,
         rollout_T=batch.rollout_index_T,
         turn_T=batch.turn_T,
-        measures=tally,
+        measures=accumulator,
     )
 
 
@@ -47,7 +47,7 @@ def batch_loss(
     weights_T: Tensor,
     objective: ObjectiveSettings,
     token_loss: TokenLossOf,
-    tally: Tally,
+    accumulator: MetricAccumulator,
 ) -> Tensor:
     """The weighted loss of one micro-batch; ``reference_T`` are the reference policy's log-probs (None: no KL
     term).
@@ -57,11 +57,12 @@ def batch_loss(
     # what the engine sampled in this step: only there does it make sense to compare it
     own_T = ~inputs.is_foreign_T
     if objective.sampler_correction is not None and bool(own_T.any()):
-        losses = losses * _sampler_weights(inputs, objective, own_T, tally)
+        losses = losses * _sampler_weights(inputs, objective, own_T, accumulator)
     if objective.sampler_rejection is not None:
-        weights_T = weights_T * _agreed(objective.sampler_rejection, inputs, own_T, tally)
+        # Weight 0 and no new denominator: one counted here would depend on the split into micro-batches.
+        weights_T = weights_T * _agreed(objective.sampler_rejection, inputs, own_T, accumulator)
     loss = weighted_loss(losses=losses, weights=weights_T)
-    tally.add_loss("loss/policy", float(loss.detach()))
+    accumulator.add_loss("loss/policy", float(loss.detach()))
     if reference_T is not None:
         old = inputs.old_T if objective.kl_estimator == "k3_ratio" else None
         kl = kl_per_token(
@@ -70,16 +71,19 @@ def batch_loss(
             reference_logprobs=reference_T,
             old_logprobs=old,
         )
+        # The estimators need samples of the policy, and these tokens are not.
         kl_losses = kl.masked_fill(inputs.is_foreign_T, 0.0)
         loss = loss + objective.kl_weight * weighted_loss(losses=kl_losses, weights=weights_T)
-        tally.add("loss/kl", float(kl.detach()[own_T].sum()) / max(1, int(own_T.sum())), float(own_T.sum()))
+        accumulator.add(
+            "loss/kl", float(kl.detach()[own_T].sum()) / max(1, int(own_T.sum())), float(own_T.sum())
+        )
     if bool(own_T.any()):
-        _measure_ratios(inputs, surrogate, own_T, tally)
+        _measure_ratios(inputs, surrogate, own_T, accumulator)
     return loss
 
 
 def _sampler_weights(
-    inputs: TokenLossInputs, objective: ObjectiveSettings, own_T: Tensor, tally: Tally
+    inputs: TokenLossInputs, objective: ObjectiveSettings, own_T: Tensor, accumulator: MetricAccumulator
 ) -> Tensor:
     """[T] trainer / sampler within its bounds; 1 for tokens that no engine sampled in this step."""
     correction = objective.sampler_correction
@@ -98,11 +102,13 @@ def _sampler_weights(
     stats = correction_stats(
         applied, old_logprobs=trainer_T, sampler_logprobs=inputs.engine_logprobs_T, mask=own_T
     )
-    tally.add_importance(stats)
+    accumulator.add_importance(stats)
     return applied.weights.masked_fill(inputs.is_foreign_T, 1.0)
 
 
-def _agreed(rejection: RejectionMask, inputs: TokenLossInputs, own_T: Tensor, tally: Tally) -> Tensor:
+def _agreed(
+    rejection: RejectionMask, inputs: TokenLossInputs, own_T: Tensor, accumulator: MetricAccumulator
+) -> Tensor:
     """[T], False for own tokens on which engine and trainer disagree; neither the policy term nor the KL term
     has them.
     """
@@ -117,19 +123,21 @@ def _agreed(rejection: RejectionMask, inputs: TokenLossInputs, own_T: Tensor, ta
         upper=rejection.upper,
         lower=rejection.lower,
     )
-    tally.add_sum("ratio/num_rejected", float((own_T & ~kept_T).sum()))
+    accumulator.add_sum("ratio/num_rejected", float((own_T & ~kept_T).sum()))
     return kept_T | inputs.is_foreign_T
 
 
-def _measure_ratios(inputs: TokenLossInputs, surrogate: TokenLoss, own_T: Tensor, tally: Tally) -> None:
+def _measure_ratios(
+    inputs: TokenLossInputs, surrogate: TokenLoss, own_T: Tensor, accumulator: MetricAccumulator
+) -> None:
     """Clips and ratios of the policy's own tokens."""
     ratio_O = (inputs.logprobs_T.detach() - inputs.old_T).exp()[own_T]
     scale_O = inputs.ratio_scale_T[own_T]
     acted = {"high": surrogate.clipped_high, "low": surrogate.clipped_low, "dual": surrogate.dual_clipped}
     for name, mask in acted.items():
-        tally.add(f"ratio/clip_fraction_{name}", float(mask[own_T].float().mean()), len(ratio_O))
+        accumulator.add(f"ratio/clip_fraction_{name}", float(mask[own_T].float().mean()), len(ratio_O))
     ratio = ratio_O * scale_O
-    tally.add("ratio/mean", float(ratio.mean()), len(ratio))
-    tally.add("ratio/shaping_mean", float(scale_O.mean()), len(ratio))
-    tally.add_min("ratio/min", float(ratio.min()))
-    tally.add_max("ratio/max", float(ratio.max()))
+    accumulator.add("ratio/mean", float(ratio.mean()), len(ratio))
+    accumulator.add("ratio/shaping_mean", float(scale_O.mean()), len(ratio))
+    accumulator.add_min("ratio/min", float(ratio.min()))
+    accumulator.add_max("ratio/max", float(ratio.max()))

@@ -23,6 +23,7 @@ def score_tokens(hidden_TE: Tensor, targets_T: Tensor, head: nn.Module) -> tuple
     """Log-probs of ``targets_T`` (with gradient) and entropies in nats over the whole vocabulary
     (without).
     """
+    # Exactly this class: a subclass may compute something else than its weight says.
     if type(head) is nn.Linear:
         result: tuple[Tensor, Tensor] = _ScoreTokens.apply(  # type: ignore[no-untyped-call]
             hidden_TE, targets_T, head.weight, head.bias, torch.is_grad_enabled()
@@ -69,6 +70,7 @@ class _ScoreTokens(torch.autograd.Function):
         bias_V: Tensor | None,
         is_trained: bool,
     ) -> tuple[Tensor, Tensor]:
+        # bfloat16 logits have no room for probabilities: they would be rounded before the backward pass.
         keeps = is_trained and _exact(hidden_TE[:0]).dtype == hidden_TE.dtype
         kept_BV: Tensor | None = None
         size, pieces = _chunk(hidden_TE), []
@@ -76,6 +78,7 @@ class _ScoreTokens(torch.autograd.Function):
             logits_BV = linear(hidden_BE, weight_VE, bias_V)
             for logits_CV, targets_C in zip(logits_BV.split(size), targets_B.split(size), strict=True):
                 logprobs_CV = torch.log_softmax(_exact(logits_CV), dim=-1)
+                # The logits are spent once their log-probs are there.
                 probs_CV = torch.exp(logprobs_CV, out=logits_CV) if keeps else logprobs_CV.exp()
                 pieces.append((_chosen(logprobs_CV, targets_C), _entropies(probs_CV, logprobs_CV)))
             if keeps:
@@ -128,6 +131,7 @@ def _grad_logits(memory_BV: Tensor, targets_B: Tensor, grad_B: Tensor, is_known:
         probs_CV = memory_CV if is_known else torch.softmax(_exact(memory_CV), dim=-1)
         scale_C = grad_C.to(probs_CV.dtype)
         probs_CV.mul_(-scale_C[:, None])
+        # By index and not by a one-hot matrix, which would be as large as the logits.
         probs_CV[torch.arange(len(probs_CV), device=probs_CV.device), targets_C] += scale_C
         if not is_known:
             memory_CV.copy_(probs_CV)

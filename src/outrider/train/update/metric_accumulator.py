@@ -1,11 +1,9 @@
-"""What an update measures: weighted means, sums, extremes, and losses, over micro-batches however it was
-split.
-"""
+"""Metrics of an update: weighted means, sums, extremes, and losses, however it was split."""
 
 from outrider.algorithms.common.ratios import ImportanceStats
 
 
-class Tally:
+class MetricAccumulator:
     """Collects the measures of one update; :meth:`means` are its metrics."""
 
     def __init__(self) -> None:

@@ -31,6 +31,7 @@ class ActingLogprobs:
         """[T], NaN where the entry's rollout had no tips to lose."""
         entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
         values = [
+            # NaN, where a 0 would pass for a log-prob: nobody can divide by it unnoticed.
             self._by_rollout[rollout][ordinal] if rollout in self._by_rollout else math.nan
             for rollout, ordinal in entries
         ]

@@ -106,6 +106,7 @@ class _Builder:
         first one here.
         """
         start = len(self.ids)
+        # None stands for a rollout that has ended: it parts from those that go on.
         while len({_tokens(sequence, depth) for sequence in sequences}) == 1 and depth < len(
             sequences[0].nodes
         ):
@@ -115,6 +116,7 @@ class _Builder:
         if len(self.ids) > start:
             self.segments.append(Segment(length=len(self.ids) - start, ancestors=ancestors))
             ancestors = (*ancestors, len(self.segments) - 1)
+        # A dict, not a set: the order of the row, and so of every float sum over it, is that of the rollouts.
         branches: dict[tuple[int, ...] | None, list[RolloutPath]] = {}
         for sequence in sequences:
             if depth < len(sequence.nodes):
@@ -126,20 +128,24 @@ class _Builder:
         self, depth: int, sequences: Sequence[RolloutPath], previous: int | None, position: int
     ) -> int | None:
         trained = _credits_at(depth, sequences)
+        # One number per rollout that trains the turn: turn-level ratios and masks never mix two rollouts.
         first_turn, self.num_turns = self.num_turns, self.num_turns + len(trained)
         for offset, token in enumerate(sequences[0].nodes[depth].token_ids):
+            # Nothing predicts the first token of a root, so it has no log-prob.
             if trained and previous is not None:
                 for turn, (sequence, credit, scale) in enumerate(trained, start=first_turn):
                     node = sequence.nodes[depth]
                     index = sequence.rollout_index
+                    # Along the rollout, not the row: the same in any split and in the other rendering.
                     ordinal = self.num_trained.get(index, 0)
                     self.num_trained[index] = ordinal + 1
-                    foreign = sequence.is_replayed or not node.trainable
+                    off_policy = sequence.is_replayed or not node.trainable
                     # a demonstrator is taken to have been certain
                     engine = node.logprobs[offset] if node.trainable else 0.0
                     self.entries.append(
-                        (len(self.scored), credit[offset], scale, engine, index, ordinal, turn, foreign)
+                        (len(self.scored), credit[offset], scale, engine, index, ordinal, turn, off_policy)
                     )
+                # Once, however many entries refer to it.
                 self.scored.append((previous, token))
             previous = len(self.ids)
             self.ids.append(token)
@@ -148,7 +154,7 @@ class _Builder:
 
     def batch(self) -> PackedBatch:
         predictors, targets = zip(*self.scored, strict=True)
-        tokens, credit, scale, engine, owner, ordinal, turn, foreign = zip(*self.entries, strict=True)
+        tokens, credit, scale, engine, owner, ordinal, turn, off_policy = zip(*self.entries, strict=True)
         return PackedBatch(
             ids_N=torch.tensor(self.ids),
             positions_N=torch.tensor(self.positions),
@@ -156,13 +162,14 @@ class _Builder:
             predictors_U=torch.tensor(predictors),
             targets_U=torch.tensor(targets),
             token_T=torch.tensor(tokens),
+            # As exact as on the trace: `like` rounds once, to the precision of the scores.
             credit_T=torch.tensor(credit, dtype=torch.float64),
             ratio_scale_T=torch.tensor(scale, dtype=torch.float64),
             engine_logprobs_T=torch.tensor(engine, dtype=torch.float64),
             rollout_index_T=torch.tensor(owner),
             ordinal_T=torch.tensor(ordinal),
             turn_T=torch.tensor(turn),
-            is_foreign_T=torch.tensor(foreign),
+            is_foreign_T=torch.tensor(off_policy),
         )
 
 
@@ -174,6 +181,7 @@ def _credits_at(
     depth: int, sequences: Sequence[RolloutPath]
 ) -> list[tuple[RolloutPath, Sequence[float], float]]:
     """Of nodes with the same tokens: each node's own credits, of the rollouts that go through it."""
+    # By identity: equal tokens on two nodes are one computation, but each node has credits of its own.
     through: dict[int, list[RolloutPath]] = {}
     for sequence in sequences:
         through.setdefault(id(sequence.nodes[depth]), []).append(sequence)
@@ -183,7 +191,7 @@ def _credits_at(
 def credits_by_rollout(
     node: Node, sequences: Sequence[RolloutPath]
 ) -> list[tuple[RolloutPath, Sequence[float], float]]:
-    """Which of these rollouts train the node's tokens, with their credit a token and their ratio scale.
+    """Which of these rollouts train the node's tokens, with their credit per token and their ratio scale.
 
     Raises ValueError for a node that several rollouts share and whose credit belongs to none of them.
     """

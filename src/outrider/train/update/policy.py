@@ -49,6 +49,7 @@ class Scorer:
         logprobs_U, entropies_U = score_tokens(hidden, targets, self.language_model.head)
         if len(batch.token_T) == len(logprobs_U):  # nothing is shared
             return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
+        # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.
         entries = batch.token_T.to(device)
         return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
 
@@ -81,6 +82,7 @@ class Policy(Scorer):
                     module.forward = MethodType(_checkpointed, module)
         if lora is not None:
             _inject_lora(self.model, lora, seed)
+        # Tied embeddings have one name here, hence one master and one optimiser state.
         self.working: dict[str, nn.Parameter] = {
             name: p for name, p in self.model.named_parameters() if p.requires_grad
         }
@@ -88,6 +90,7 @@ class Policy(Scorer):
             name: _master(parameter) for name, parameter in self.working.items()
         }
         for name, parameter in self.working.items():
+            # In the backward pass: micro-batches add up in float32, one working gradient alive at a time.
             parameter.register_post_accumulate_grad_hook(self._collect(name))
         self.num_steps = 0
         self.optimizer = torch.optim.AdamW(
@@ -124,6 +127,7 @@ class Policy(Scorer):
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm))
         if norm != 0.0:
             self.num_steps += 1
+        # Every time, because the rate of a warm-up depends on num_steps.
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate if learning_rate is None else learning_rate
         if math.isfinite(norm) and norm != 0.0:
@@ -165,8 +169,10 @@ def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
     """A layer that keeps its inputs only. transformers' own switch works in training mode, which would turn
     dropout on.
     """
+    # The class's method: the instance's own `forward` is this function.
     forward = partial(type(self).forward, self)
     return (
+        # Reentrant checkpointing has no gradient where only weights inside, not the inputs, ask for one.
         checkpoint(forward, *arguments, use_reentrant=False, **options)
         if torch.is_grad_enabled()
         else forward(*arguments, **options)

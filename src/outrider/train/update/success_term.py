@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.algorithms.common.losses import weighted_loss
-from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.pack import PackedBatch, RolloutPath
 
 
@@ -24,11 +24,12 @@ def success_weights(paths: Sequence[RolloutPath], batches: Sequence[PackedBatch]
     succeeded = torch.tensor([path.succeeded for path in paths])
     masks = [succeeded[batch.rollout_index_T] & ~batch.is_foreign_T for batch in batches]
     num = sum(int(mask.sum()) for mask in masks)
+    # The count over all micro-batches: the mean must not depend on how they were split.
     return [mask.double() / max(1, num) for mask in masks]
 
 
-def success_nll(logprobs_T: Tensor, weights_T: Tensor, tally: Tally) -> Tensor:
+def success_nll(logprobs_T: Tensor, weights_T: Tensor, accumulator: MetricAccumulator) -> Tensor:
     """The micro-batch's share of the mean; reported before its weight."""
     loss = weighted_loss(losses=-logprobs_T, weights=weights_T.to(logprobs_T))
-    tally.add_loss("loss/positive_nll", float(loss.detach()))
+    accumulator.add_loss("loss/positive_nll", float(loss.detach()))
     return loss

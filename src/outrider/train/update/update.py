@@ -19,7 +19,7 @@ from outrider.errors import EngineFault
 from outrider.trace import Leaf, Node, Trace, without_memory
 from outrider.train.learning_settings import UpdateSettings
 from outrider.train.update.batch_loss import TokenLossOf, batch_loss, loss_inputs
-from outrider.train.update.metric_accumulator import Tally
+from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.off_policy import ActingLogprobs, acting_logprobs
 from outrider.train.update.pack import PackedBatch, RolloutPath, credits_by_rollout, pack
 from outrider.train.update.policy import Policy, Scorer, TokenScores
@@ -39,6 +39,7 @@ class UpdateReport:
 def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
     """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
     scored = [(leaf, path, trace) for trace in traces for leaf, path in trace.scored_rollouts()]
+    # Before they are numbered: a pruned rollout stands in no denominator.
     kept = [one for one in scored if one[0].rollout not in one[2].pruned]
     return [_rendered(path, index, leaf, trace) for index, (leaf, path, trace) in enumerate(kept)]
 
@@ -81,6 +82,7 @@ def update(
     """
     if objective.kl_weight > 0 and reference is None:
         raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
+    # Cut between groups, never inside one: siblings share the beginning that packing computes once.
     bounds = [len(traces) * i // settings.num_mini_batches for i in range(settings.num_mini_batches + 1)]
     mini_batches = [rollout_paths(traces[start:end]) for start, end in pairwise(bounds) if end > start]
     running = _Update(
@@ -92,7 +94,9 @@ def update(
         reference=reference if objective.kl_weight > 0 else None,
         on_batch=on_batch or (lambda num_tokens: None),
     )
+    # A single step: pi_old is the policy being scored, so the pass that trains gives the old log-probs too.
     once = len(mini_batches) == 1 and settings.num_epochs == 1
+    # All of them before the first step: pi_old is one policy, whatever mini-batch or epoch it divides.
     olds = [None if once else running.old_scores(paths) for paths in mini_batches]
     actings = [running.acting(paths) for paths in mini_batches]
     for _ in range(settings.num_epochs):
@@ -101,8 +105,8 @@ def update(
             gate = gate_always or (first and policy.num_steps == 0)
             running.mini_batch(paths, olds=old, acting=acting, gate=gate)
     if not mini_batches:
-        running.tally.add("grad/norm", 0.0)
-    running.report.metrics |= running.tally.means()
+        running.accumulator.add("grad/norm", 0.0)
+    running.report.metrics |= running.accumulator.means()
     return running.report
 
 
@@ -117,7 +121,7 @@ class _Update:
     reference: Scorer | None
     on_batch: Callable[[int], None]
     report: UpdateReport = field(default_factory=UpdateReport)
-    tally: Tally = field(default_factory=Tally)
+    accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
 
     def old_scores(self, paths: Sequence[RolloutPath]) -> list[TokenScores]:
         """pi_old and entropies of every micro-batch, recomputed by the trainer before the first of several
@@ -142,7 +146,7 @@ class _Update:
         """One optimiser step over all micro-batches, with the denominators of the whole mini-batch."""
         batches = self._packed(paths)
         if not batches:
-            self.tally.add("grad/norm", 0.0)
+            self.accumulator.add("grad/norm", 0.0)
             return
         weights = _weights(paths, self.objective, batches)
         successes = success_weights(paths, batches)
@@ -151,13 +155,15 @@ class _Update:
             scores = self.policy.score(batch)
             batch = batch.like(scores.logprobs_T)
             start = scores if olds is None else olds[index]
+            # A constant also where it comes from this very pass: x - x would have no gradient.
             start_T = start.logprobs_T.detach()
             acting_T = None if acting is None else acting.of(batch).to(start_T)
             inputs = loss_inputs(
-                scores.logprobs_T, batch, self.objective.denominators(start_T, acting_T), self.tally
+                scores.logprobs_T, batch, self.objective.denominators(start_T, acting_T), self.accumulator
             )
             gaps.append(_gap(inputs))
             reference_T = self._reference_logprobs(batch)
+            # After the gap is kept: where the engine is gated, the gate has to see the NaN.
             if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
                 self._skip(gaps if gate else ())
                 return
@@ -167,14 +173,15 @@ class _Update:
                 weights_T=weights[index].to(inputs.old_T),
                 objective=self.objective,
                 token_loss=self.token_loss,
-                tally=self.tally,
+                accumulator=self.accumulator,
             )
             if self.objective.positive_nll > 0:
-                nll = success_nll(scores.logprobs_T, successes[index], self.tally)
+                nll = success_nll(scores.logprobs_T, successes[index], self.accumulator)
                 loss = loss + self.objective.positive_nll * nll
             self._measure_gap(gaps[-1], start.entropies_T[~inputs.is_foreign_T])
-            loss.backward()
+            loss.backward()  # frees the graph; over micro-batches the gradients add up
             self._count(batch)
+        # After the backward passes, so that nothing is scored twice; still before any weight moves.
         if gate:
             _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
         self._step()
@@ -191,9 +198,9 @@ class _Update:
     def _measure_gap(self, gap_O: Tensor, entropies_O: Tensor) -> None:
         """Trainer against engine, over the O tokens that the policy wrote in this step."""
         if len(gap_O):
-            self.tally.add("entropy/trainer_mean", float(entropies_O.mean()), len(gap_O))
-            self.tally.add("gap/logprob_mean", float(gap_O.mean()), len(gap_O))
-            self.tally.add_max("gap/logprob_max", float(gap_O.max()))
+            self.accumulator.add("entropy/trainer_mean", float(entropies_O.mean()), len(gap_O))
+            self.accumulator.add("gap/logprob_mean", float(gap_O.mean()), len(gap_O))
+            self.accumulator.add_max("gap/logprob_max", float(gap_O.max()))
 
     def _count(self, batch: PackedBatch) -> None:
         self.report.num_scored_tokens += len(batch.targets_U)
@@ -205,15 +212,15 @@ class _Update:
         if gated:
             _require_agreement(self.policy, gated, self.settings.max_logprob_gap)
         self.policy.drop_gradients()
-        self.tally.add_sum("grad/num_skipped", 1.0)
-        self.tally.end_step(skipped=True)
+        self.accumulator.add_sum("grad/num_skipped", 1.0)
+        self.accumulator.end_step(skipped=True)
 
     def _step(self) -> None:
         norm = self.policy.step()
-        self.tally.end_step()
-        self.tally.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
-        self.tally.add("grad/clipped_fraction", float(norm > self.policy.settings.max_grad_norm))
-        self.tally.add("grad/norm", norm)
+        self.accumulator.end_step()
+        self.accumulator.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
+        self.accumulator.add("grad/clipped_fraction", float(norm > self.policy.settings.max_grad_norm))
+        self.accumulator.add("grad/norm", norm)
 
 
 def _gap(inputs: TokenLossInputs) -> Tensor:
@@ -239,6 +246,7 @@ def _require_agreement(policy: Policy, gaps: Sequence[Tensor], limit: float) -> 
     """The mean over all tokens of the mini-batch: that of a micro-batch would depend on the split, and a
     short one is noisy.
     """
+    # float64: near the limit the verdict must not hang on how a float32 sum was split.
     every = torch.cat(list(gaps)).double()
     gap = float(every.mean()) if len(every) else 0.0
     if not gap <= limit:  # NaN too
@@ -254,6 +262,7 @@ def _weights(
     """Token weights with global denominators: tokens of rollouts without gradient count, but are not
     computed.
     """
+    # Over all paths, not over the packed ones: a rollout without gradient is still part of the mean.
     owners = torch.tensor(
         [
             path.rollout_index
