@@ -215,3 +215,49 @@ def test_more_episodes_than_simulators_are_never_started() -> None:
         load_settings(RunSettings, file=None, overrides=[*base, "environment.num_workers=30"]).num_concurrent
         == 8
     )
+
+
+class Weighed(Settings):
+    """Its weight follows from its preset."""
+
+    preset: str = "plain"
+    weight: float = 1.0
+    size: int = 2
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        return {"weight": 10.0, **given} if given.get("preset") == "heavy" else given
+
+
+class Left(Settings):
+    left: int = 0
+
+
+class Right(Settings):
+    right: int = 0
+
+
+class Sections(Settings):
+    """Defaults of fields that differ from those of their classes."""
+
+    inner: Weighed = Weighed(size=5)
+    heavy: Weighed = Weighed(preset="heavy")
+    either: Left | Right = Left(left=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"inner": {"weight": 2.0}}, {"inner": {"preset": "plain", "weight": 2.0, "size": 5}}),
+        ({"inner": {"preset": "heavy"}}, {"inner": {"preset": "heavy", "weight": 10.0, "size": 2}}),
+        ({"heavy": {"size": 7}}, {"heavy": {"preset": "heavy", "weight": 10.0, "size": 7}}),
+        ({"heavy": {"preset": "plain"}}, {"heavy": {"preset": "plain", "weight": 1.0, "size": 2}}),
+        ({"either": {"right": 4}}, {"either": {"right": 4}}),
+    ],
+)
+def test_a_section_sets_what_it_names_and_the_rest_is_the_field_s_default(
+    given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = validate(Sections, given).model_dump()
+    assert {key: found[key] for key in expected} == expected

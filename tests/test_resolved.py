@@ -1,13 +1,15 @@
 """What ``--dry-run`` shows: what applies, who set it, and nothing that would be lost on reading it back."""
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from pydantic import Field
 
 from outrider.cli import main
-from outrider.config import load_settings
+from outrider.config import Settings, load_settings
 from outrider.plugins.names import BUILT_IN
 from outrider.plugins.registry import settings_of
 from outrider.resolved import Leaf, given_by, leaves, show
@@ -137,3 +139,24 @@ def flat(tree: dict[str, Any]) -> Any:
             yield from flat(value)
         else:
             yield value
+
+
+def test_a_text_with_any_line_break_and_a_key_with_a_dot_read_back() -> None:
+    awkward = "a\u2028b\x0bc\x85d # e"
+    settings, found = resolved(
+        None,
+        "environment.type=factbook",
+        "algorithm.type=grpo",
+        f"environment.system_prompt={json.dumps(awkward)}",
+    )
+    assert RunSettings.model_validate(tomllib.loads(show(found))) == settings
+
+
+class Rates(Settings):
+    rates: dict[str, float] = Field(default_factory=dict)
+
+
+def test_a_table_of_any_keys_is_one_value() -> None:
+    settings = Rates(rates={"learning": 2.0, "learning.rate": 1.0})
+    text = show(leaves(settings, given={"rates": "recipe"}))
+    assert Rates.model_validate(tomllib.loads(text)) == settings

@@ -173,8 +173,9 @@ def run_settings(
     sections: Mapping[str, Any] | None = None,
 ) -> "RunSettings":
     """The checked settings of a recipe. Raises ConfigError."""
+    from outrider.algorithms.common.loss_settings import in_todays_keys
     from outrider.train.settings import RunSettings
-    from outrider.train.state.recorded import RECORD, in_todays_keys
+    from outrider.train.state.recorded import RECORD
 
     if isinstance(recipe, str | Path):
         file = Path(recipe)

@@ -3,7 +3,7 @@
 import copy
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, get_args
 
@@ -55,20 +55,43 @@ class Settings(BaseModel):
         for name, field in cls.model_fields.items():
             table, default = values.get(name), field.default
             if isinstance(table, Mapping) and isinstance(default, Settings):
-                filled[name] = _merged(default.model_dump(), table)
+                filled[name] = _merged(default, table, field.annotation)
         return filled
 
 
-def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` over ``own``, section by section; a section of another ``type`` is taken as it is."""
-    if given.get("type", own.get("type")) != own.get("type"):
+def _merged(own: "Settings", given: Mapping[str, Any], annotation: Any) -> dict[str, Any]:
+    """``given`` over what the default ``own`` sets, section by section.
+
+    Only what ``own`` names itself: the rest are defaults of its class, which may follow from others. A
+    section of another ``type`` or ``preset`` is taken as it is, and so is one of a union that nothing tells
+    apart.
+    """
+    fields = type(own).model_fields
+    choices = {"type", "preset"} & fields.keys()
+    if any(given.get(key, getattr(own, key)) != getattr(own, key) for key in choices):
         return dict(given)
-    tables = {
-        key: _merged(own[key], value)
-        for key, value in given.items()
-        if isinstance(value, Mapping) and isinstance(own.get(key), Mapping)
-    }
-    return {**own, **given, **tables}
+    if any(field.alias for field in fields.values()) or (
+        "type" not in choices and len(list(_sections(annotation))) > 1
+    ):
+        return dict(given)
+    merged = {key: getattr(own, key) for key in own.model_fields_set}
+    if "type" in choices:
+        merged["type"] = getattr(own, "type")  # noqa: B009 a field that not every section has
+    for key, value in given.items():
+        inner = getattr(own, key, None) if key in fields else None
+        if isinstance(value, Mapping) and isinstance(inner, Settings):
+            merged[key] = _merged(inner, value, fields[key].annotation)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The settings classes that an annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

@@ -83,7 +83,7 @@ def show(found: Sequence[Leaf]) -> str:
             table[name] = leaf.value
     by = {leaf.key: leaf.by for leaf in found}
     lines, section = [], ""
-    for line in to_toml(tree).splitlines():
+    for line in to_toml(tree).split("\n"):  # no other line break: a text may hold one
         if line.startswith("["):
             section = line.strip("[]") + "."
         key = f"{section}{line.partition(' = ')[0]}" if " = " in line else ""
@@ -161,9 +161,8 @@ def _below(value: Any, plain: Any, default: Any, given: frozenset[str], key: str
         is_new = default is None and not any(one.startswith(f"{key}.") for one in given)
         for one in _walk(value, plain, like, given, f"{key}."):
             yield replace(one, default=_ABSENT) if is_new else one
-    elif isinstance(plain, dict) and plain:
-        # Settings of a tool, say: no model, and each of its fields has a default.
-        own = _as_dict(default)
+    elif isinstance(plain, dict) and (own := _as_dict(default)):
+        # Settings of a tool, say: no model, but fields with defaults. Any other table is a value.
         for name, inner in plain.items():
             yield _Found(f"{key}.{name}", inner, own.get(name, _ABSENT), None, False, True)
     else:

@@ -1,16 +1,18 @@
 """What earlier versions wrote down is read with today's keys."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from outrider.algorithms.common.loss_settings import ClipLoss, SamplerCorrection
+from outrider.algorithms.common.loss_settings import ClipLoss, SamplerCorrection, in_todays_keys
 from outrider.api import run_settings
 from outrider.config import to_toml
 from outrider.errors import CheckpointError, ConfigError
 from outrider.train.settings import RunSettings
-from outrider.train.state.recorded import flat_in_todays_keys, in_todays_keys, recorded_settings
+from outrider.train.state.recorded import flat_in_todays_keys, recorded_settings
 from outrider.train.state.same_settings import flat_settings, other_settings
+from outrider.watch.run_directory import read_run
 
 OLD = """
 [environment]
@@ -80,3 +82,23 @@ def test_todays_spelling_is_left_as_it_is(old: Path) -> None:
     assert flat_in_todays_keys(flat) == flat
     old.write_text(to_toml(today))
     assert recorded_settings(old).model_dump(mode="json") == today
+
+
+def test_old_keys_that_are_no_record_are_refused_and_not_lost(old: Path) -> None:
+    """Somebody may have written them into a run's file, or cut the file."""
+    for text in (
+        OLD.replace('loss = "clip"\n', ""),
+        OLD.replace("clip_low = 0.1\n", ""),
+        to_toml(recorded_settings(old).model_dump(mode="json")).replace(
+            "[algorithm]", "[algorithm]\nclip_high = 0.5"
+        ),
+    ):
+        old.write_text(text)
+        with pytest.raises(ConfigError, match="now"):
+            recorded_settings(old)
+
+
+def test_comparisons_read_old_records_as_today_s(old: Path) -> None:
+    before = read_run(old.parent).settings
+    old.write_text(to_toml(in_todays_keys(tomllib.loads(OLD))))
+    assert read_run(old.parent).settings == before and before["algorithm.loss.clip_low"] == "0.1"

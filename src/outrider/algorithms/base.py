@@ -21,6 +21,7 @@ from outrider.algorithms.common.loss_settings import (
     LossSettings,
     RejectionMask,
     SamplerCorrection,
+    require_new_fields,
     require_new_spelling,
 )
 from outrider.config import Settings
@@ -67,6 +68,12 @@ class ObjectiveSettings(Settings):
     positive_nll: float = Field(0.0, ge=0)
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse fields that an earlier version read."""
+        super().__pydantic_init_subclass__(**kwargs)
+        require_new_fields(cls.__name__, cls.model_fields)
 
     @model_validator(mode="before")
     @classmethod

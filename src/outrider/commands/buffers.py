@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from outrider.commands.parts import Commands
-from outrider.config import load_settings
 from outrider.errors import ConfigError
 
 
@@ -51,11 +50,11 @@ def add(commands: Commands) -> None:
 
 
 def _build(parsed: argparse.Namespace) -> int:
-    from outrider.train.settings import RunSettings
+    from outrider import api
 
     if parsed.endpoint is None and parsed.endpoint_model != "default":
         raise ConfigError("--endpoint-model goes with --endpoint URL")
-    settings = load_settings(RunSettings, file=parsed.recipe, overrides=parsed.overrides)
+    settings = api.run_settings(parsed.recipe, overrides=parsed.overrides)
     from outrider.train.data.buffer_commands import build_buffer
 
     return build_buffer(

@@ -13,7 +13,7 @@ from outrider.algorithms.context import AlgorithmContext
 from outrider.environments.base import TaskFamily
 from outrider.environments.families import make_family
 from outrider.environments.tool_qa.datasets import panel_hash
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.metrics import declare
@@ -172,5 +172,8 @@ def make_algorithm(
         read_demonstrations=demonstrations_of,
     )
     algorithm = cast(Algorithm, plugins.build("algorithms", settings.algorithm, context))
+    if old := [hook for hook in algorithm.hooks if hasattr(hook, "max_remark_tokens")]:
+        # It would pass for a hook that asks nothing.
+        raise ConfigError(f"{type(old[0]).__name__}.max_remark_tokens is called max_reflection_tokens now")
     declare(getattr(algorithm, "metrics", ()))
     return algorithm

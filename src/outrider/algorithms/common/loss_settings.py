@@ -145,13 +145,37 @@ _MOVED: Final[Mapping[str, str]] = {
 }
 
 
+_KINDS: Final[Mapping[str, type[Settings]]] = {
+    "clip": ClipLoss,
+    "gppo": GppoLoss,
+    "cispo": CispoLoss,
+    "gspo": GspoLoss,
+}
+
+
+def require_new_fields(name: str, fields: Mapping[str, Any]) -> None:
+    """Raises TypeError for the settings class ``name`` of a plug-in that declares what is in a section now:
+    nothing would read it.
+    """
+    for key in fields:
+        if key in _MOVED:
+            section = _MOVED[key].partition(".")[0]
+            raise TypeError(f"{name}.{key} is {_MOVED[key]} now: give the field {section} a default")
+    for key in ("loss", "sampler_correction"):
+        default = fields[key].default
+        if default is not None and not isinstance(default, Settings):
+            raise TypeError(f"{name}.{key} is a section now (outrider.algorithms.common.loss_settings)")
+
+
 def require_new_spelling(given: Mapping[str, Any]) -> None:
     """Raises ValueError for a flat key of an earlier version, with its new name."""
     for key in given:
         if key in _MOVED:
             raise ValueError(f"the key {key} is called {_MOVED[key]} now")
     if isinstance(given.get("loss"), str):
-        raise ValueError(f"loss is a section now: loss.type = {given['loss']}"[:80])
+        raise ValueError(
+            f"loss is a section now: loss.type = {given['loss']}"[:80] + ", whose clip is its own"
+        )
     if isinstance(given.get("sampler_correction"), int | float):
         raise ValueError(
             f"sampler_correction is a section now: sampler_correction.upper = {given['sampler_correction']}"
@@ -161,24 +185,27 @@ def require_new_spelling(given: Mapping[str, Any]) -> None:
 def in_new_spelling(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The ``[algorithm]`` table that a run of an earlier version wrote down, with today's keys.
 
-    A record holds every key: those that mean nothing to its loss are left out.
+    A record holds every key: those that mean nothing to its loss are left out. What is no such record stays
+    as it is, so that its old keys are refused and not lost.
     """
-    kinds: Mapping[str, type[Settings]] = {
-        "clip": ClipLoss,
-        "gppo": GppoLoss,
-        "cispo": CispoLoss,
-        "gspo": GspoLoss,
-    }
+    if not {"loss", "clip_low", "clip_high"} <= recorded.keys() or not isinstance(recorded["loss"], str):
+        return dict(recorded)
+    kind = recorded["loss"]
+    fields = _KINDS.get(kind, ReinforceLoss).model_fields
     table = {key: value for key, value in recorded.items() if key not in _MOVED}
-    if isinstance(kind := recorded.get("loss"), str):
-        fields = kinds.get(kind, ReinforceLoss).model_fields
-        table["loss"] = {key: recorded[key] for key in fields if key in recorded} | {"type": kind}
+    table["loss"] = {key: recorded[key] for key in fields if key in recorded} | {"type": kind}
     if isinstance(upper := recorded.get("sampler_correction"), int | float):
         names = {"sampler_level": "level", "sampler_floor": "lower", "sampler_outside": "outside"}
         table["sampler_correction"] = {"upper": upper} | {
             new: recorded[old] for old, new in names.items() if old in recorded
         }
     return table
+
+
+def in_todays_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded tree of settings, with the sections that were single keys in earlier versions."""
+    algorithm = tree.get("algorithm")
+    return {**tree, "algorithm": in_new_spelling(algorithm)} if isinstance(algorithm, Mapping) else dict(tree)
 
 
 def plain_clip(loss: LossSettings, *, method: str) -> ClipLoss:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from outrider.algorithms.common.loss_settings import in_todays_keys
 from outrider.config import Settings, validate
 from outrider.environments.families import EnvironmentConfig, make_family
 from outrider.environments.tool_qa.datasets import panel_hash
@@ -16,7 +17,6 @@ from outrider.errors import OutriderError, PackError
 from outrider.evals.pack.format import Manifest, PackedInput, PackedPanel, read_bytes, read_json
 from outrider.evals.pack.recipe import local
 from outrider.plugins.names import is_import_path
-from outrider.train.state.recorded import in_todays_keys
 
 _NAMING: Final = ("type", "tools", "embedder", "trackers")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.algorithms.common.loss_settings import in_new_spelling
+from outrider.algorithms.common.loss_settings import in_new_spelling, in_todays_keys
 from outrider.config import load_settings
 from outrider.train.settings import RunSettings
 
@@ -18,12 +18,6 @@ def recorded_settings(file: Path, overrides: Sequence[str] = ()) -> RunSettings:
     Raises ConfigError as :func:`~outrider.config.load_settings` does.
     """
     return load_settings(RunSettings, file=file, overrides=overrides, respelled=in_todays_keys)
-
-
-def in_todays_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded tree of settings, with the sections that were single keys in earlier versions."""
-    algorithm = tree.get("algorithm")
-    return {**tree, "algorithm": in_new_spelling(algorithm)} if isinstance(algorithm, Mapping) else dict(tree)
 
 
 def flat_in_todays_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
