@@ -116,7 +116,7 @@ def summary(groups: Mapping[Key, Steps], found: Mapping[Key, Sequence[Count]]) -
     variance = fmean(each[0].variance_kept for each in found.values())
     return (
         f"{len(found)} of {len(groups)} tasks and steps, {min(sizes)} to {max(sizes)} turns of either kind "
-        f"(mean {fmean(sizes):.1f}); the components hold {variance:.0%} of the variance"
+        f"(mean {fmean(sizes):.1f}); PCA keeps {variance:.0%} of the variance"
     )
 
 
