@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.learning import make_parser
+from benchmarks.diversity import make_parser as diversity_parser
+from benchmarks.learning import make_parser as learning_parser
 
 from outrider import cli
 from outrider.environments.scienceworld.tasks import NUM_VARIATIONS
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`\n]+)`", TEXT)
 COMMANDS = [one for one in CODE if one.startswith(("outrider ", "python ")) and one.count(" ") > 1]
+PARSERS = {"benchmarks.learning": learning_parser, "benchmarks.diversity": diversity_parser}
 
 
 class Parsed(Exception):
@@ -46,8 +48,9 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_command_would_begin(command: str, nothing_runs: None) -> None:
     program, *arguments = shlex.split(command)
     if program == "python":
-        assert arguments[:2] == ["-m", "benchmarks.learning"]
-        make_parser().parse_args(arguments[2:])
+        module, name = arguments[:2]
+        assert module == "-m"
+        PARSERS[name]().parse_args(arguments[2:])
         return
     with pytest.raises(Parsed):
         cli.main(arguments)
