@@ -52,14 +52,13 @@ class AnswerTooLarge(httpx2.RemoteProtocolError):
 
 class HttpClient:
     """Safe to use from several threads, and in a forked child. ``transport`` takes the place of the network
-    in tests. ``keeps_cookies`` False: no answer changes what a later request says.
+    in tests. ``is_bare``: no answer changes what a later request says (cookies), and no variable of the
+    environment where it goes (proxies).
     """
 
-    def __init__(
-        self, transport: httpx2.AsyncBaseTransport | None = None, *, keeps_cookies: bool = True
-    ) -> None:
+    def __init__(self, transport: httpx2.AsyncBaseTransport | None = None, *, is_bare: bool = False) -> None:
         self._transport = transport
-        self._keeps_cookies = keeps_cookies
+        self._is_bare = is_bare
         self._lock = threading.Lock()
         self._loops: dict[int, _Loop] = {}  # by process: threads do not outlive a fork
 
@@ -82,7 +81,7 @@ class HttpClient:
         with self._lock:
             loop = self._loops.get(os.getpid())
             if loop is None:
-                loop = self._loops[os.getpid()] = _Loop(self._transport, self._keeps_cookies)
+                loop = self._loops[os.getpid()] = _Loop(self._transport, self._is_bare)
                 weakref.finalize(self, loop.stop)
         extensions = {} if server_name is None else {"sni_hostname": server_name}
         work = _exchange(loop.client, url, body, headers, timeout_s, max_bytes, extensions)
@@ -92,8 +91,8 @@ class HttpClient:
 class _Loop:
     """An event loop in a thread, and its client."""
 
-    def __init__(self, transport: httpx2.AsyncBaseTransport | None, keeps_cookies: bool = True) -> None:
-        policy = DefaultCookiePolicy(allowed_domains=None if keeps_cookies else ())
+    def __init__(self, transport: httpx2.AsyncBaseTransport | None, is_bare: bool = False) -> None:
+        policy = DefaultCookiePolicy(allowed_domains=() if is_bare else None)
         limits = httpx2.Limits(max_connections=None, keepalive_expiry=_KEPT_OPEN_S)
         self.client = httpx2.AsyncClient(
             transport=transport,
@@ -102,6 +101,7 @@ class _Loop:
             limits=limits,
             follow_redirects=False,
             cookies=CookieJar(policy),
+            trust_env=not is_bare,
         )
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name="outrider-http", daemon=True).start()

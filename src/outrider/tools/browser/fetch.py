@@ -36,7 +36,7 @@ class Fetcher:
     ) -> None:
         self._settings = settings
         self._max_chars = max_chars
-        self._client = HttpClient(transport, keeps_cookies=False)
+        self._client = HttpClient(transport, is_bare=True)
         self._resolve = resolve
         self._pages: Once[Page] = Once(settings.cache_pages)
 

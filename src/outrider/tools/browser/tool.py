@@ -87,9 +87,15 @@ class Browser:
         """
         parts = text.split("|")
         for num in range(min(len(parts), _MAX_BARS), 0, -1):
-            name = "|".join(parts[:num]).strip()
-            if self._pages is not None and name and (page := self._pages.find(name)) is not None:
+            page = self._kept("|".join(parts[:num]).strip())
+            if page is not None:
                 return page, " ".join("|".join(parts[num:]).split())
         if self._fetcher is None or "://" not in parts[0]:
             raise Refused(UNKNOWN)
         return self._fetcher.page(parts[0].strip()), " ".join("|".join(parts[1:]).split())
+
+    def _kept(self, name: str) -> Page | None:
+        """The collection's page of a name, also in the brackets in which a search shows an id."""
+        if self._pages is None or not name:
+            return None
+        return self._pages.find(name) or self._pages.find(name.strip("[]"))
