@@ -142,11 +142,7 @@ def to_toml(tree: dict[str, Any], *, prefix: str = "") -> str:
 
     Raises ConfigError for what TOML cannot hold.
     """
-    lines = [
-        f"{_key(key)} = {_literal(NONE if value is None else value)}"
-        for key, value in tree.items()
-        if not isinstance(value, dict)
-    ]
+    lines = [f"{_key(key)} = {_literal(value)}" for key, value in tree.items() if not isinstance(value, dict)]
     for key, value in tree.items():
         if isinstance(value, dict):
             name = f"{prefix}{_key(key)}"
@@ -160,6 +156,8 @@ def _key(key: str) -> str:
 
 
 def _literal(value: Any) -> str:
+    if value is None:
+        return _literal(NONE)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):

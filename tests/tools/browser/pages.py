@@ -24,4 +24,4 @@ def browser(folder: Path, rows: list[dict[str, Any]] | None = None, **settings: 
     lines = (json.dumps(row) + "\n" for row in (ROWS if rows is None else rows))
     file.write_text("".join(lines), encoding="utf-8")
     chosen = BrowserSettings.model_validate(settings)
-    return Browser.build(chosen, ToolContext(environment=SimpleNamespace(corpus=file)))
+    return Browser.build(chosen, ToolContext(environment=SimpleNamespace(corpus=None, pages=file)))

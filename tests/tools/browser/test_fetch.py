@@ -266,4 +266,4 @@ def test_no_address_breaks_out_of_the_list(text: str) -> None:
 @pytest.mark.parametrize("host", ["https://a.org", "A.org", "a.org/x", "", "*", "a..org", "[::1", "*.*.org"])
 def test_what_is_no_host_cannot_be_allowed(host: str) -> None:
     with pytest.raises(ValueError, match="is no host"):
-        FetchSettings(allowed_hosts=(host,))
+        FetchSettings(allowed_hosts=[host])

@@ -101,15 +101,17 @@ def test_equal_content_is_read_once_under_any_name(tmp_path: Path) -> None:
 
 
 def test_a_run_without_pages_stops_before_its_first_rollout(tmp_path: Path) -> None:
-    nothing = ToolContext(environment=SimpleNamespace(corpus=None))
+    def having(**files: Path) -> ToolContext:
+        return ToolContext(environment=SimpleNamespace(**{"corpus": None, "pages": None} | files))
+
     with pytest.raises(ToolUnavailable, match="no pages, no corpus and no fetch"):
-        Browser.build(BrowserSettings(), nothing)
+        Browser.build(BrowserSettings(), having())
     with pytest.raises(ToolUnavailable, match=r"browser: .*gone\.jsonl: no such file"):
-        Browser.build(BrowserSettings(pages=tmp_path / "gone.jsonl"), nothing)
+        Browser.build(BrowserSettings(), having(pages=tmp_path / "gone.jsonl"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"title": "a"}\n')
     with pytest.raises(ToolUnavailable, match=r"bad\.jsonl:1: no column 'text'"):
-        Browser.build(BrowserSettings(pages=bad), nothing)
+        Browser.build(BrowserSettings(), having(corpus=bad))
 
 
 def _family(folder: Path, **settings: Any) -> ToolsFamily:

@@ -1,7 +1,6 @@
 """Settings of the browser tool: where pages come from, who reads them, and every limit."""
 
 import re
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator
@@ -19,11 +18,12 @@ class FetchSettings(Settings):
         {"private_hosts", "max_bytes", "timeout_s", "max_redirects"}
     )
 
-    allowed_hosts: tuple[str, ...] = Field(min_length=1)
+    # Lists, because a tool's table is compared with that of a checkpoint, and JSON has no tuples.
+    allowed_hosts: list[str] = Field(min_length=1)
     """The only hosts that are asked, also by way of redirects: ``en.wikipedia.org``, ``*.example.org`` for
     all names below it, ``127.0.0.1:8080`` with another port than that of the scheme.
     """
-    private_hosts: tuple[str, ...] = ()
+    private_hosts: list[str] = Field(default_factory=list)
     """Those of them that may stand for an address of this machine or of a private network (a mirror)."""
     max_bytes: int = Field(default=2 << 20, ge=1, le=16 << 20)
     """A larger page is refused, and no more of it is read."""
@@ -35,7 +35,7 @@ class FetchSettings(Settings):
 
     @field_validator("allowed_hosts", "private_hosts")
     @classmethod
-    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_hosts(cls, hosts: list[str]) -> list[str]:
         for host in hosts:
             if not _HOST.fullmatch(host):
                 raise ValueError(
@@ -79,12 +79,8 @@ Reader: TypeAlias = Annotated[NoReader | PassageReader | EndpointReader, Field(d
 
 
 class BrowserSettings(Settings):
-    """Which pages can be opened and how they are read."""
+    """How pages are read, and whether live ones are. Those of a file are the environment's ``pages``."""
 
-    pages: Path | None = None
-    """Pages: JSONL or Parquet with ``title``, ``text`` and, where there are any, ``url`` and ``id``. None
-    takes the environment's corpus. Rows of one url (without urls: of one title) are one page.
-    """
     fetch: FetchSettings | None = None
     """Live pages beside those; None asks nobody."""
     reader: Reader = PassageReader()

@@ -44,10 +44,10 @@ class Browser:
 
     @classmethod
     def build(cls, settings: BrowserSettings, context: ToolContext) -> "Browser":
-        """Over ``pages``, else the environment's corpus. Raises ToolUnavailable without any page, or where
-        the reader's server does not answer.
+        """Over the environment's ``pages``, else its ``corpus``. Raises ToolUnavailable without any page, or
+        where the reader's server does not answer.
         """
-        path = settings.pages or context.environment.corpus
+        path = getattr(context.environment, "pages", None) or context.environment.corpus
         if path is None and settings.fetch is None:
             raise ToolUnavailable("browser: no pages, no corpus and no fetch are configured")
         try:
