@@ -142,7 +142,11 @@ def to_toml(tree: dict[str, Any], *, prefix: str = "") -> str:
 
     Raises ConfigError for what TOML cannot hold.
     """
-    lines = [f"{_key(key)} = {_literal(value)}" for key, value in tree.items() if not isinstance(value, dict)]
+    lines = [
+        f"{_key(key)} = {_literal(NONE if value is None else value)}"
+        for key, value in tree.items()
+        if not isinstance(value, dict)
+    ]
     for key, value in tree.items():
         if isinstance(value, dict):
             name = f"{prefix}{_key(key)}"
@@ -156,8 +160,6 @@ def _key(key: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    if value is None:
-        return _literal(NONE)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -171,7 +173,8 @@ def _literal(value: Any) -> str:
         )
         return f'"{escaped}"'
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_literal(item)}" for key, item in value.items()) + "}"
+        plain = {key: NONE if item is None else item for key, item in value.items()}
+        return "{" + ", ".join(f"{_key(key)} = {_literal(item)}" for key, item in plain.items()) + "}"
     if isinstance(value, int | float):
         return repr(value)
     raise ConfigError(f"cannot write {type(value).__name__} as TOML")
