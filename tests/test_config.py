@@ -156,6 +156,8 @@ def test_the_awkward_trees_by_name() -> None:
         "=": {"]": 1},
     }
     assert repr_sorted(tomllib.loads(to_toml(tree))) == repr_sorted(tree)
+    # a key that is left out, as at the top: in a table within a list too
+    assert tomllib.loads(to_toml({"tools": [{"fetch": None}]})) == {"tools": [{"fetch": "none"}]}
     for impossible in ({"x": object()}, {"x": [None]}, {"x": "\ud800"}, {"\ud800": 1}):
         with pytest.raises(ConfigError, match="as TOML"):
             to_toml(impossible)

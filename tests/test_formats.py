@@ -11,6 +11,7 @@ from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.webshop.catalogue import load_catalogue
 from outrider.evals.benchmark.task_sets import load_task_set
 from outrider.memory.steps.sources import import_trajectories
+from outrider.tools.browser.pages import PageCollection
 from outrider.tools.search import SearchTool, load_passages
 from outrider.train.data.experts import demonstrations_of
 from outrider.train.data.no_expert import require_experts
@@ -72,6 +73,14 @@ def _passages(page: Path) -> None:
     assert [passage.title for passage in found] == ["Hexagon"]
 
 
+def _pages(page: Path) -> None:
+    pages = PageCollection.load(page / "pages.jsonl")
+    vienna, hexagon = pages.find("en.wikipedia.org/wiki/Vienna"), pages.find("2")
+    assert len(pages) == 2 and vienna is not None and hexagon is not None
+    assert vienna == pages.find("Vienna") and vienna.text.endswith("Danube.\nIt is the capital of Austria.")
+    assert hexagon.title == "Hexagon"
+
+
 def _trajectories(page: Path) -> None:
     found = import_trajectories(page / "trajectories.jsonl").trajectories
     assert [len(one.steps) for one in found] == [2, 1, 1]
@@ -102,7 +111,8 @@ def _webshop(page: Path) -> None:
 
 READERS: dict[str, Callable[[Path], None]] = {
     "questions.jsonl": _questions, "recipe.toml": _columns, "problems.jsonl": _columns,
-    "gsm8k.jsonl": _task_set, "passages.jsonl": _passages, "trajectories.jsonl": _trajectories,
+    "gsm8k.jsonl": _task_set, "passages.jsonl": _passages, "pages.jsonl": _pages,
+    "trajectories.jsonl": _trajectories,
     "own.toml": _recipe, "products.json": _webshop, "attributes.json": _webshop, "human_goals.json": _webshop,
 }  # fmt: skip
 

@@ -196,7 +196,8 @@ def _literal(value: Any) -> str:
         )
         return f'"{escaped}"'
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_literal(item)}" for key, item in value.items()) + "}"
+        plain = {key: NONE if item is None else item for key, item in value.items()}
+        return "{" + ", ".join(f"{_key(key)} = {_literal(item)}" for key, item in plain.items()) + "}"
     if isinstance(value, int | float):
         return repr(value)
     raise ConfigError(f"cannot write {type(value).__name__} as TOML")

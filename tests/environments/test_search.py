@@ -168,3 +168,11 @@ def test_a_bad_corpus_file_names_the_line(tmp_path: Path, content: str, message:
     (tmp_path / "c.jsonl").write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         load_passages(tmp_path / "c.jsonl")
+
+
+def test_ids_are_shown_where_they_are_wanted() -> None:
+    """Within the limit of a passage, and never part of the index."""
+    config = SearchConfig(show_ids=True, max_chars=20)
+    tool = SearchTool([passage(7, "red sky over the sea")], config)
+    assert tool.run("red").text == "[7] p7: red sky..."
+    assert tool.run("7").passages == ()

@@ -311,7 +311,7 @@ def test_a_tool_that_cannot_load_stops_before_the_first_rollout(
         ({"tools": ["search"]}, "the tool search needs a corpus"),
         ({"tools": []}, "at least one tool"),
         ({"tools": ["python", "python"]}, "each once"),
-        ({"tools": ["browser"]}, "search"),
+        ({"tools": ["browse"]}, "browser"),
         ({"tools": ["python"], "max_cals": 3}, "max_cals"),
         ({"tools": ["python"], "python": {"wall": 3}}, "wall"),
         ({"tools": ["python"], "max_calls": -1}, "max_calls"),

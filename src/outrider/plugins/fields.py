@@ -104,8 +104,9 @@ class Entry:
         return settings_of(self.kind, name)
 
     def built_in(self) -> list[type[Settings]]:
-        """None: what is built in has its settings in a section of its own."""
-        return []
+        """Those with settings of their own; the other ones have theirs in a section of the environment."""
+        own = (name for name in BUILT_IN[self.kind] if hasattr(resolve(self.kind, name), "Settings"))
+        return [settings_of(self.kind, name) for name in own]
 
 
 Marker: TypeAlias = Section | Name | Entry

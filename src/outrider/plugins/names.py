@@ -36,6 +36,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
     "tools": {
         "search": "outrider.tools.search:SearchTool",
         "python": "outrider.tools.python_text:PythonAdapter",
+        "browser": "outrider.tools.browser.tool:Browser",
     },
     "engines": {
         "local": "outrider.engines.plugins:Local",

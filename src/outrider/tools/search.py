@@ -55,7 +55,7 @@ class SearchResult:
 class SearchConfig(Settings):
     """How many passages a query returns and how long each may be."""
 
-    details: ClassVar[frozenset[str]] = frozenset({"title_weight"})
+    details: ClassVar[frozenset[str]] = frozenset({"title_weight", "show_ids"})
 
     top_k: int = Field(default=5, ge=1, le=100)
     """Passages a query returns at most."""
@@ -65,6 +65,8 @@ class SearchConfig(Settings):
     """How often a title's words count in the index; a title says what a passage is about, so 2 finds it more
     often.
     """
+    show_ids: bool = False
+    """Put a passage's id in brackets before its title: what the tool browser can open beside the title."""
     cache_dir: Path | None = None
     """Folder that keeps built indices, one a corpus content hash; None builds in memory each time."""
 
@@ -113,7 +115,7 @@ class SearchTool:
         scores = self._index.get_scores_from_ids(ids)
         hits = _top(scores, self._config.top_k)
         found = tuple(self._passages[i] for i in hits)
-        rendered = [_render(passage, self._config.max_chars) for passage in found]
+        rendered = [_render(passage, self._config) for passage in found]
         return SearchResult(
             passages=found,
             scores=tuple(float(scores[i]) for i in hits),
@@ -167,9 +169,11 @@ def _top(scores: npt.NDArray[np.float32], top_k: int) -> list[int]:
     return [int(i) for i in candidates[order]]
 
 
-def _render(passage: Passage, max_chars: int) -> tuple[str, bool]:
+def _render(passage: Passage, config: SearchConfig) -> tuple[str, bool]:
     """``title: text`` on one line, and whether it had to be cut."""
-    line = " ".join(f"{passage.title}: {passage.text}".split())
+    max_chars = config.max_chars
+    shown_id = f"[{passage.passage_id}] " if config.show_ids else ""
+    line = " ".join(f"{shown_id}{passage.title}: {passage.text}".split())
     if len(line) <= max_chars:
         return line, False
     kept = line[: max_chars - len(_CUT_MARK)]

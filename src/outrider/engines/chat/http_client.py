@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 
 import anyio
@@ -45,20 +46,34 @@ class HttpAnswer:
         return not 200 <= self.status < 300
 
 
+class AnswerTooLarge(httpx2.RemoteProtocolError):
+    """A successful answer of more bytes than were asked for."""
+
+
 class HttpClient:
     """Safe to use from several threads, and in a forked child. ``transport`` takes the place of the network
-    in tests.
+    in tests. ``is_bare``: no answer changes what a later request says (cookies), and no variable of the
+    environment where it goes (proxies).
     """
 
-    def __init__(self, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, transport: httpx2.AsyncBaseTransport | None = None, *, is_bare: bool = False) -> None:
         self._transport = transport
+        self._is_bare = is_bare
         self._lock = threading.Lock()
         self._loops: dict[int, _Loop] = {}  # by process: threads do not outlive a fork
 
     def request(
-        self, url: str, body: bytes | None, headers: Mapping[str, str], *, timeout_s: float
+        self,
+        url: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float,
+        max_bytes: int = _MAX_BYTES,
+        server_name: str | None = None,
     ) -> HttpAnswer:
-        """POST with a body, GET without one.
+        """POST with a body, GET without one. ``server_name``: whose certificate is asked for where the url
+        holds a number in place of the name.
 
         Raises TimeoutError at the deadline, httpx2.HTTPError for a broken connection or an answer that is no
         HTTP, and httpx2.InvalidURL or ValueError for an address that cannot be.
@@ -66,15 +81,18 @@ class HttpClient:
         with self._lock:
             loop = self._loops.get(os.getpid())
             if loop is None:
-                loop = self._loops[os.getpid()] = _Loop(self._transport)
+                loop = self._loops[os.getpid()] = _Loop(self._transport, self._is_bare)
                 weakref.finalize(self, loop.stop)
-        return loop.run(_exchange(loop.client, url, body, headers, timeout_s))
+        extensions = {} if server_name is None else {"sni_hostname": server_name}
+        work = _exchange(loop.client, url, body, headers, timeout_s, max_bytes, extensions)
+        return loop.run(work)
 
 
 class _Loop:
     """An event loop in a thread, and its client."""
 
-    def __init__(self, transport: httpx2.AsyncBaseTransport | None) -> None:
+    def __init__(self, transport: httpx2.AsyncBaseTransport | None, is_bare: bool = False) -> None:
+        policy = DefaultCookiePolicy(allowed_domains=() if is_bare else None)
         limits = httpx2.Limits(max_connections=None, keepalive_expiry=_KEPT_OPEN_S)
         self.client = httpx2.AsyncClient(
             transport=transport,
@@ -82,6 +100,8 @@ class _Loop:
             timeout=None,
             limits=limits,
             follow_redirects=False,
+            cookies=CookieJar(policy),
+            trust_env=not is_bare,
         )
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name="outrider-http", daemon=True).start()
@@ -112,7 +132,13 @@ class _Loop:
 
 
 async def _exchange(
-    client: httpx2.AsyncClient, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
+    client: httpx2.AsyncClient,
+    url: str,
+    body: bytes | None,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    max_bytes: int = _MAX_BYTES,
+    extensions: Mapping[str, Any] | None = None,
 ) -> HttpAnswer:
     content = bytearray()
     response: httpx2.Response | None = None
@@ -121,7 +147,9 @@ async def _exchange(
     try:
         async with (
             asyncio.timeout(timeout_s) as deadline,
-            client.stream(method, url, content=body, headers=asked) as response,
+            client.stream(
+                method, url, content=body, headers=asked, extensions=dict(extensions or {})
+            ) as response,
         ):
             async for chunk in response.aiter_raw():
                 content += chunk
@@ -129,8 +157,8 @@ async def _exchange(
                     raise TimeoutError
                 if not response.is_success and len(content) > _MAX_ERROR_BYTES:
                     break
-                if len(content) > _MAX_BYTES:
-                    raise httpx2.RemoteProtocolError(f"an answer of more than {_MAX_BYTES} bytes")
+                if len(content) > max_bytes:
+                    raise AnswerTooLarge(f"an answer of more than {max_bytes} bytes")
     except (TimeoutError, httpx2.HTTPError):
         if response is None or response.is_success:
             raise
@@ -139,7 +167,7 @@ async def _exchange(
         status=response.status_code,
         reason=response.reason_phrase,
         headers=response.headers,
-        content=bytes(content[: _MAX_BYTES if response.is_success else _MAX_ERROR_BYTES]),
+        content=bytes(content[: max_bytes if response.is_success else _MAX_ERROR_BYTES]),
     )
 
 

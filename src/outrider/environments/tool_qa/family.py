@@ -41,6 +41,10 @@ class ToolsConfig(EpisodeConfig):
     """The tools in use: names of plug-ins, or tables such as ``{type = "my_module:MyTool", digits = 3}``."""
     corpus: Path | None = None
     """Passages to search: JSONL or Parquet with the columns id, title, text. Needed by the tool search."""
+    pages: Path | None = None
+    """Pages that the tool browser opens: JSONL or Parquet with ``title``, ``text`` and, where they have any,
+    ``url`` and ``id``. None takes the corpus. Rows of one url (without urls: of one title) are one page.
+    """
     search: SearchConfig = SearchConfig()
     python: PythonToolConfig = PythonToolConfig()
     prompt: Literal["full", "short", "none"] = "full"

@@ -1,0 +1,118 @@
+"""What of a page is shown: passages within the limit, or what a chat server says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import ToolFault, ToolUnavailable
+from outrider.testing import check_tool
+from outrider.tools.browser.pages import Page
+from outrider.tools.browser.readers import NO_MATCH, NOTHING_READ, Bm25Reader, passages_of
+from tests.chat_server import Answer, Asked, chat_server, completion
+from tests.tools.browser.pages import browser
+
+SERVED = Answer({"data": [{"id": "reader", "owned_by": "x"}]})
+
+
+def page(text: str) -> Page:
+    return Page(address="a", title="A", text=text)
+
+
+@given(st.text(max_size=400), st.integers(40, 90))
+def test_passages_hold_every_word_in_order_and_the_limit(text: str, size: int) -> None:
+    pieces = list(passages_of(text, size))
+    assert all(0 < len(piece) <= size for piece in pieces)
+    assert "".join("".join(pieces).split()) == "".join(text.split())
+
+
+@given(st.text(alphabet="ab. \n", max_size=400), st.text(max_size=9), st.integers(40, 200))
+def test_the_limit_holds_whatever_the_page_and_the_question(text: str, question: str, most: int) -> None:
+    assert len(Bm25Reader(50, most).read(page(text or "."), question)) <= most
+
+
+def test_sentences_stay_whole_and_long_ones_are_cut_at_a_word() -> None:
+    assert list(passages_of("One is. Two is! Three is?", 16)) == ["One is. Two is!", "Three is?"]
+    assert list(passages_of("a" * 20 + " " + "b" * 50, 40)) == ["a" * 20, "b" * 40, "b" * 10]
+
+
+def test_the_best_passages_come_in_the_page_s_order() -> None:
+    text = "\n".join(["Red sea."] + [f"Word{i} stands here alone." for i in range(9)] + ["Red red sea sea."])
+    assert Bm25Reader(40, 60).read(page(text), "red sea").split("\n") == [
+        "Red sea. Word0 stands here alone.", "...", "Red red sea sea.",
+    ]  # fmt: skip
+
+
+def test_a_question_without_a_hit_shows_the_beginning_and_says_so() -> None:
+    shown = Bm25Reader(40, 70).read(page("Blue is the sea. " * 9), "whale")
+    assert shown.startswith(f"{NO_MATCH}\nBlue") and len(shown) == 70
+    assert Bm25Reader(40, 70).read(page("?!"), "whale") == "?!"
+
+
+def answering(*replies: Answer) -> Callable[[Asked], Answer]:
+    left = list(replies)
+    return lambda asked: SERVED if asked.body is None else (left.pop(0) if len(left) > 1 else left[0])
+
+
+def reader(url: str, **settings: Any) -> dict[str, Any]:
+    return {"type": "endpoint", "endpoint": {"base_url": url, "backoff_s": 0, "timeout_s": 5}, **settings}
+
+
+def test_a_model_reads_the_page_once_for_a_question(tmp_path: Path) -> None:
+    script = answering(completion("<think>hm</think> 330 metres."), completion("other"))
+    with chat_server(script) as server:
+        tool = browser(tmp_path, reader=reader(server.url, max_tokens=9))
+        assert tool.run_text("Tower | height").text == "Tower\n330 metres."
+        assert tool.run_text("3 | height").text == "Tower\n330 metres."
+        assert tool.run_text("Tower").text.startswith("Tower\nThe tower stands")  # nothing to ask for
+        _, (asked) = server.asked
+    assert asked.body is not None
+    assert (asked.body["model"], asked.body["max_tokens"], asked.body["temperature"]) == ("reader", 9, 0.0)
+    assert "Looked for: height" in asked.body["messages"][1]["content"]
+    assert "It is 330 metres high." in asked.body["messages"][1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "shown"),
+    [
+        (completion(""), NOTHING_READ),
+        (completion("<think>and so on", finish="length"), NOTHING_READ),
+        (completion("It is", finish="length"), "It is..."),
+        (completion("x" * 99), "x" * 37 + "..."),
+        (completion("a\ud800b"), "a?b"),
+    ],
+)
+def test_whatever_a_model_says_is_text_within_the_limit(tmp_path: Path, reply: Answer, shown: str) -> None:
+    with chat_server(answering(reply)) as server:
+        tool = browser(tmp_path, reader=reader(server.url), max_chars=40)
+        assert tool.run_text("Tower | height").text == f"Tower\n{shown}"
+
+
+def test_a_server_that_fails_is_a_fault_and_is_asked_again_later(tmp_path: Path) -> None:
+    broken = Answer("down", status=500)
+    with chat_server(answering(broken, broken, completion("330"))) as server:
+        tool = browser(tmp_path, reader=reader(server.url))
+        with pytest.raises(ToolFault, match=r"the reader's endpoint: .*status 500"):
+            tool.run_text("Tower | height")
+        assert tool.run_text("Tower | height").text == "Tower\n330"
+
+
+@pytest.mark.parametrize("status", [401, 500])
+def test_a_server_that_cannot_be_used_stops_the_run_before_it_begins(tmp_path: Path, status: int) -> None:
+    with (
+        chat_server([Answer("no", status=status)]) as server,
+        pytest.raises(ToolUnavailable, match=str(status)),
+    ):
+        browser(tmp_path, reader=reader(server.url))
+
+
+def test_the_contract_with_a_model_that_never_says_the_same_twice(tmp_path: Path) -> None:
+    number = iter(range(10**6))
+    script: Callable[[Asked], Answer] = lambda asked: (  # noqa: E731
+        SERVED if asked.body is None else completion(f"reading {next(number)}")
+    )
+    with chat_server(script) as server:
+        check_tool(browser(tmp_path, reader=reader(server.url)), texts=("Tower | height", "2 | sea"))
