@@ -31,7 +31,7 @@ class Batch:
 
 def expectile_loss(differences: Tensor, expectile: float) -> Tensor:
     """Mean of ``|τ - 1(u < 0)| u²``."""
-    weights = torch.where(differences < 0, 1 - expectile, expectile)
+    weights = (expectile - (differences < 0).to(differences.dtype)).abs()
     return (weights * differences**2).mean()
 
 
