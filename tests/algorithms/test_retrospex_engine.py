@@ -248,8 +248,6 @@ def test_what_is_no_critic_is_refused(tmp_path: Path) -> None:
             load_critic(path, load_embedder)
 
     class Other(HashEmbedder):
-        name = "other"  # type: ignore[assignment]
-
         def __init__(self) -> None:
             super().__init__()
             self.name = "other"

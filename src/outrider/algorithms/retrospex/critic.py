@@ -73,9 +73,10 @@ class Critic:
 
     def save(self, path: Path) -> None:
         """Networks, settings and the embedder's identity, in one file that is there as a whole or not."""
-        told = {"format": FORMAT, "embedder": self.embedder.name, "dim": str(self.embedder.dim)}
-        told["settings"] = self.settings.model_dump_json()
-        replace_file(path, save(self.networks.state_dict(), metadata=told))
+        told = {"embedder": self.embedder.name, "dim": self.embedder.dim}
+        told["settings"] = self.settings.model_dump(mode="json")
+        # one key: of several the order in the file is another one each time
+        replace_file(path, save(self.networks.state_dict(), metadata={FORMAT: json.dumps(told)}))
 
 
 def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
@@ -84,13 +85,14 @@ def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            told = file.metadata() or {}
+            said = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} is no critic: {' '.join(str(error).split())}") from error
-    if told.get("format") != FORMAT:
+    if FORMAT not in said:
         raise DataError(f"{path} is no critic: train one with `outrider critic`")
-    settings = validate(CriticSettings, json.loads(told["settings"]))
+    told = json.loads(said[FORMAT])
+    settings = validate(CriticSettings, told["settings"])
     embedder: Embedder = load_embedder(settings.embedder)
     if embedder.name != told["embedder"]:
         raise DataError(f"{path} was trained on vectors of {told['embedder']}, here is {embedder.name}")

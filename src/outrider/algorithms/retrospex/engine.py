@@ -41,13 +41,9 @@ class RescoringEngine:
     def __init__(self, inner: Engine, critic: "Critic", settings: RetrospexSettings) -> None:
         self.tokenizer: Tokenizer = inner.tokenizer
         self.context_length = inner.context_length
+        self.weight_version = inner.weight_version
         self._inner, self._critic, self._settings = inner, critic, settings
         self._reader = EpisodeReader(inner.tokenizer)
-
-    @property
-    def weight_version(self) -> int:
-        """The inner engine's."""
-        return self._inner.weight_version
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """All candidates of all requests in one batch."""
@@ -105,6 +101,7 @@ class RescoringEngine:
     def weights_changed(self) -> None:
         """See :class:`Engine`."""
         self._inner.weights_changed()
+        self.weight_version = self._inner.weight_version
 
 
 def _is_turn(request: Request) -> bool:

@@ -77,7 +77,7 @@ def train(
         adam.step()
         follow(target, networks, rate=settings.target_rate)
         if on_update is not None:
-            on_update(number, float(of_values), float(of_qualities))
+            on_update(number, of_values.item(), of_qualities.item())
     return networks.requires_grad_(False)
 
 
