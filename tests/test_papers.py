@@ -14,6 +14,7 @@ from benchmarks.learning import make_parser as learning_parser
 
 from outrider import cli
 from outrider.environments.scienceworld.tasks import NUM_VARIATIONS
+from outrider.evals import critic_training
 from outrider.evals.compare import render as compare_render
 from outrider.train.data import buffer_commands
 from outrider.train.state.run_directory import RunDirectory
@@ -39,7 +40,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunDirectory, "create", stop)
     for module, name in (
         (buffer_commands, "build_buffer"), (buffer_commands, "import_trajectories"),
-        (compare_render, "compare_runs"), (report, "write_report"),
+        (compare_render, "compare_runs"), (critic_training, "train_critic"), (report, "write_report"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stop)
 

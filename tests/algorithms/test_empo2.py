@@ -20,6 +20,7 @@ from outrider.algorithms.common.losses import clipped_surrogate_per_token
 from outrider.algorithms.empo2.algorithm import Empo2Settings, intrinsic_return, never_shows_a_tip, states_of
 from outrider.algorithms.empo2.hook import MemorySettings, TipHook, cleaned, record_text, rendered_tips
 from outrider.algorithms.empo2.modes import ModeSchedule, mode_of_draw
+from outrider.algorithms.empo2.novelty import CountNovelty, visit_bonus
 from outrider.config import load_settings, validate
 from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Trace
@@ -216,6 +217,7 @@ def test_novelty_is_a_task_s_own_whatever_the_tips_scope_is(scope: str) -> None:
     here.
     """
     method = algorithm(memory={"scope": scope})
+    assert isinstance(method.novelty, CountNovelty)
     for task in ("one", "other"):
         trace = played([0.0] * 4, [["start", "kitchen"]] * 4)
         trace.task = Task(key=task, question="q")
@@ -276,11 +278,11 @@ def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retriev
     """
     given_, expected = vector("intrinsic_reward_code")
     found = [
-        intrinsic_return([1 + min(10, number)], coefficient=1.0)
+        intrinsic_return([visit_bonus(1 + min(10, number))], coefficient=1.0)
         for number in given_["similar_entries_in_buffer"]
     ]
     np.testing.assert_allclose(found, expected["reward"], atol=1e-6)
-    assert intrinsic_return([1, 2, 4], coefficient=2.0) == 3.5
+    assert intrinsic_return([visit_bonus(num) for num in (1, 2, 4)], coefficient=2.0) == 3.5
 
 
 def test_every_different_action_of_an_episode_is_a_record() -> None:

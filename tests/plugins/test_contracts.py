@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from outrider.algorithms.context import AlgorithmContext
+from outrider.algorithms.retrospex.critic import Critic, Networks
+from outrider.algorithms.retrospex.settings import CriticSettings
 from outrider.engines.base import EngineContext
 from outrider.errors import ToolUnavailable
-from outrider.memory.embedder import load_embedder
+from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.plugins.names import BUILT_IN
 from outrider.plugins.registry import build, build_named, read_settings
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
@@ -80,7 +82,14 @@ def test_engines(name: str, tmp_path: Path) -> None:
         language_model=model, export=lambda folder: None, folder=tmp_path, context_length=None,
         precision="float32", device="cpu", seed=0, on_tokens=lambda num: None,
     )  # fmt: skip
-    check_engine(build("engines", read_settings("engines", {"type": name}), chosen))
+    section = {"type": name} | ({"critic": _critic(tmp_path)} if name == "retrospex" else {})
+    check_engine(build("engines", read_settings("engines", section), chosen))
+
+
+def _critic(folder: Path) -> Path:
+    settings = CriticSettings(embedder="hash", hidden=4)
+    Critic(Networks(256, 4, seed=0), HashEmbedder(), settings).save(folder / "critic.safetensors")
+    return folder / "critic.safetensors"
 
 
 @pytest.mark.parametrize("name", BUILT_IN["embedders"])

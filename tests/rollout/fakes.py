@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import Environment, EpisodeResult, StepResult
 from outrider.rollout.episode import Limits, Sampling
@@ -111,7 +111,7 @@ def scripted(script: Callable[[Request, str], str], *, context_length: int = 409
 
 
 def scheduler(
-    engine: ScriptedEngine,
+    engine: Engine,
     factory: Factory,
     *,
     limits: Limits | None = None,

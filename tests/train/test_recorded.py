@@ -1,6 +1,5 @@
 """What earlier versions wrote down is read with today's keys."""
 
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from outrider.errors import CheckpointError, ConfigError
 from outrider.train.settings import RunSettings
 from outrider.train.state.recorded import flat_in_todays_keys, recorded_settings
 from outrider.train.state.same_settings import flat_settings, other_settings
-from outrider.watch.run_directory import read_run
 
 OLD = """
 [environment]
@@ -96,9 +94,3 @@ def test_old_keys_that_are_no_record_are_refused_and_not_lost(old: Path) -> None
         old.write_text(text)
         with pytest.raises(ConfigError, match="now"):
             recorded_settings(old)
-
-
-def test_comparisons_read_old_records_as_today_s(old: Path) -> None:
-    before = read_run(old.parent).settings
-    old.write_text(to_toml(in_todays_keys(tomllib.loads(OLD))))
-    assert read_run(old.parent).settings == before and before["algorithm.loss.clip_low"] == "0.1"

@@ -83,6 +83,7 @@ def _kill_after(process: "subprocess.Popen[str] | ForkedOutrider", run: Path, de
         ("evolve", (-1.0, 0.6)),
         ("grpo", (0.4, -1.0)),
         ("empo2", (-1.0, 0.5, 0.3)),
+        ("rnd", (-1.0, 0.4)),
         ("rollout_replay", (0.4, -1.0, 0.3)),
         # No state of their own beside what the cases above have.
         pytest.param("dapo", (0.4, -1.0, 0.3), marks=pytest.mark.slow),
@@ -146,6 +147,13 @@ def test_the_run_with_tips_shows_some_and_has_all_modes(root: Path, whole: Calla
     assert (
         train[-1]["tips/state_visits"] > train[0]["tips/state_visits"] and train[-1]["tips/memory_size"] > 0
     )
+
+
+def test_the_run_with_a_predictor_learns_its_states(root: Path, whole: Callable[[str], Path]) -> None:
+    """What a restored predictor holds must matter for the comparison above."""
+    train = [record for record in metrics(whole("rnd")) if record["kind"] == "train"]
+    assert train[-1]["tips/novelty_error"] < 0.7 * train[0]["tips/novelty_error"]
+    assert len({record["tips/intrinsic_mean"] for record in train}) == len(train)
 
 
 def test_an_evolved_buffer_has_the_same_contents(root: Path, whole: Callable[[str], Path]) -> None:

@@ -40,6 +40,12 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "algorithm.memory.max_shown_tokens=120",
         "algorithm.memory.max_tip_tokens=24",
     ),
+    "rnd": (
+        "algorithm.type=empo2",
+        "algorithm.memory_probability=0",
+        "algorithm.memory.embedder=hash",
+        "algorithm.novelty=rnd",
+    ),
     "arpo": (
         "algorithm.type=arpo",
         "algorithm.first_wave=2",

@@ -154,6 +154,8 @@ OF_UPDATES: Final[tuple[Metric, ...]] = (
                    "once most groups solve the task")),
         ("state_visits", "visits", "mean visits of a state of this step, this step's included",
          "grows slowly", "novelty_threshold"),
+        ("novelty_error", "1", "mean error of the predictor at a state of this step, before it learns it "
+         "(novelty = rnd)", "falls as states become known", "rnd.learning_rate, rnd.passes"),
         ("ratio_mean", "1", "mean importance ratio of the tokens trained without their tips",
          "below 1 with the acting denominator", "tips/kl_acting_student"),
         ("kl_acting_student", "nats",

@@ -41,6 +41,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
     "engines": {
         "local": "outrider.engines.plugins:Local",
         "vllm": "outrider.engines.plugins:Vllm",
+        "retrospex": "outrider.algorithms.retrospex.engine:Retrospex",
     },
     "embedders": {
         "minilm": "outrider.memory.embedder:MiniLmEmbedder",

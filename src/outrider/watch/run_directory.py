@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
-from outrider.algorithms.common.loss_settings import in_todays_keys
 from outrider.json_lines import readable
 from outrider.types import Json
 
@@ -105,7 +104,7 @@ def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str
     """For people, and for telling runs apart."""
     try:
         with path.open("rb") as stream:
-            table = in_todays_keys(tomllib.load(stream))
+            table = tomllib.load(stream)
         return _flat(table, "", _portable), _flat(table, "", str)
     except FileNotFoundError:
         notes.append("config.toml is missing")

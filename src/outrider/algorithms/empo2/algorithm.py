@@ -25,8 +25,9 @@ from outrider.algorithms.context import AlgorithmContext
 from outrider.algorithms.empo2.hook import MemorySettings, TipHook
 from outrider.algorithms.empo2.metrics import tip_metrics
 from outrider.algorithms.empo2.modes import PLAIN, TIPS_OFF, ModeSchedule
+from outrider.algorithms.empo2.novelty import CountNovelty, DistilledNovelty, Novelty
+from outrider.memory.distillation import DistillationSettings
 from outrider.memory.embedder import Embedder
-from outrider.memory.novelty import NoveltyStore
 from outrider.rollout.hooks import Hook
 from outrider.trace import Node, Trace, played_turns
 
@@ -52,7 +53,9 @@ class Empo2Settings(OffPolicyObjective):
     without them.
 
     ``intrinsic_coefficient`` c: a state visited n times adds c / n to the return before the advantage (0:
-    off); a state is new when its cosine with all of its task's is below ``novelty_threshold``.
+    off); a state is new when its cosine with all of its task's is below ``novelty_threshold``. ``novelty`` =
+    ``rnd`` adds c times the scaled error of a predictor that has learned the states of all tasks, by the
+    section ``rnd`` (random network distillation: appendix F).
     ``intrinsic_where_tied``: also where the returns of a group tie, so that novelty alone makes the advantage
     (the paper); False leaves such a group without a signal, and its states counted. A ``preset`` fills what
     is not given.
@@ -65,12 +68,16 @@ class Empo2Settings(OffPolicyObjective):
     off_policy_probability: float = Field(2 / 3, ge=0, le=1)
     intrinsic_coefficient: float = Field(0.01, ge=0)
     intrinsic_where_tied: bool = True
+    novelty: Literal["count", "rnd"] = "count"
     novelty_threshold: float = Field(0.9, ge=-1, le=1)
+    rnd: DistillationSettings = DistillationSettings()
     memory: MemorySettings = MemorySettings()
 
     def idle(self) -> frozenset[str]:
         """How to count states that add nothing to a return, and what tips need that nobody sees."""
-        states = set() if self.intrinsic_coefficient else {"intrinsic_where_tied", "novelty_threshold"}
+        states = {"rnd"} if self.novelty == "count" else {"novelty_threshold"}
+        if not self.intrinsic_coefficient:
+            states = {"intrinsic_where_tied", "novelty", "novelty_threshold", "rnd"}
         shown = {"off_policy_probability", "memory", "old_context", "student_mask", "min_probability"}
         return super().idle() | states | (set() if self.memory_probability else shown)
 
@@ -115,7 +122,11 @@ class Empo2(Algorithm):
         self.modes: tuple[str, ...] = (PLAIN,) * settings.group_size
         self.tips = TipHook(settings.memory, embedder=embedder, num_tokens=num_tokens, seed=seed)
         self.hooks: tuple[Hook, ...] = (self.tips,) if settings.memory_probability else ()
-        self.novelty = NoveltyStore(threshold=settings.novelty_threshold)
+        self.novelty: Novelty = (
+            CountNovelty(threshold=settings.novelty_threshold)
+            if settings.novelty == "count"
+            else DistilledNovelty(embedder.dim, settings.rnd, seed=seed)
+        )
         self._embedder = embedder
         self._groups_per_step = groups_per_step
         self._schedule = ModeSchedule(
@@ -150,20 +161,21 @@ class Empo2(Algorithm):
 
     def credit(self, trace: Trace) -> GroupCredit:
         """Group-normalised returns, with what new states add, on every policy token."""
-        num_visits = self._reward_novelty(trace) if self.settings.intrinsic_coefficient else []
+        measured = self._reward_novelty(trace) if self.settings.intrinsic_coefficient else []
         advantages = outcome_advantages(trace, self.objective.advantage)
         write_credit(trace, advantages)
         trace.without_memory = trace.modes[0] == TIPS_OFF
         intrinsic = [leaf.intrinsic for leaf, _ in trace.scored_rollouts()]
         return GroupCredit(
             advantages=advantages,
-            measurements={"tips/intrinsic_mean": intrinsic, "tips/state_visits": num_visits},
+            measurements={"tips/intrinsic_mean": intrinsic, self.novelty.metric: measured},
         )
 
     def _reward_novelty(self, trace: Trace) -> list[float]:
-        """Visits of all states of the group, counted together: rollouts that see the same get the same.
+        """What is measured of all states of the group, seen together: rollouts that see the same get the
+        same.
 
-        Counted by task, whatever the tips' scope is: the reward is for what is new in this task.
+        Visits are counted by task, whatever the tips' scope is: the reward is for what is new in this task.
         """
         kept = [(leaf, states_of(path)) for leaf, path in trace.scored_rollouts()]
         texts = [text for _, states in kept for text in states]
@@ -175,18 +187,17 @@ class Empo2(Algorithm):
             or group_advantages(returns, self.objective.advantage).has_signal
         )
         # Counted even where nothing is paid: what was seen is not new the next time.
-        counts = iter(self.novelty.visit_together(trace.task.key, list(self._embedder.embed(texts))))
-        seen: list[float] = []
+        bonuses, measured = self.novelty.see(trace.task.key, list(self._embedder.embed(texts)))
+        rest = iter(bonuses)
         for leaf, states in kept:
-            mine = [next(counts) for _ in states]
+            mine = [next(rest) for _ in states]
             leaf.intrinsic = (
                 intrinsic_return(mine, coefficient=self.settings.intrinsic_coefficient) if is_paid else 0.0
             )
-            seen.extend(float(count) for count in mine)
-        return seen
+        return measured
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """Memory and novelty store, as plain data and arrays, for a checkpoint."""
+        """Memory and novelty, as plain data and arrays, for a checkpoint."""
         tips, tip_arrays = self.tips.memory.snapshot()
         novelty, novelty_arrays = self.novelty.snapshot()
         return {"tips": tips, "novelty": novelty}, {**tip_arrays, **novelty_arrays}
@@ -217,6 +228,6 @@ def states_of(path: Sequence[Node]) -> list[str]:
     return [turn.observation for turn in played_turns(path)]
 
 
-def intrinsic_return(num_visits: Sequence[int], *, coefficient: float) -> float:
-    """``sum of c / n`` over the states of an episode."""
-    return coefficient * sum(1.0 / count for count in num_visits)
+def intrinsic_return(bonuses: Sequence[float], *, coefficient: float) -> float:
+    """``c`` times the sum of what the states of an episode are worth."""
+    return coefficient * sum(bonuses)

@@ -1,0 +1,109 @@
+"""Twin Q and V on the vectors of texts, in a file. Shape letters: B turns, D dimensions of a vector."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from outrider.algorithms.retrospex.settings import CriticSettings
+from outrider.algorithms.retrospex.situations import Situation
+from outrider.atomic_io import replace_file
+from outrider.config import validate
+from outrider.errors import DataError
+from outrider.memory.embedder import Embedder
+from outrider.seeding import stream
+
+FORMAT: Final = "outrider-critic-1"
+_NUM_TEXTS = 3  # of a situation
+
+
+class Networks(nn.Module):
+    """``[B, 3 D]`` states and ``[B, D]`` actions to ``[B]`` values. Weights begin as those of torch's linear
+    layers, from the seed's own stream.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, seed: int) -> None:
+        super().__init__()
+        self.value = _layers(_NUM_TEXTS * dim, hidden)
+        self.first, self.second = (_layers((_NUM_TEXTS + 1) * dim, hidden) for _ in range(2))
+        draws = stream(seed, "critic")
+        with torch.no_grad():
+            for layer in self.modules():
+                if isinstance(layer, nn.Linear):
+                    bound = layer.in_features**-0.5
+                    for part in (layer.weight, layer.bias):
+                        part.copy_(torch.from_numpy(draws.uniform(-bound, bound, tuple(part.shape))))
+
+    def values(self, states_B: Tensor) -> Tensor:
+        """V(s)."""
+        values: Tensor = self.value(states_B)[:, 0]
+        return values
+
+    def qualities(self, states_B: Tensor, actions_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Both Q(s, a)."""
+        both = torch.cat([states_B, actions_B], dim=1)
+        return self.first(both)[:, 0], self.second(both)[:, 0]
+
+
+def _layers(num_inputs: int, hidden: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(num_inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1)
+    )
+
+
+class Critic:
+    """What has been learned, asked in words."""
+
+    def __init__(self, networks: Networks, embedder: Embedder, settings: CriticSettings) -> None:
+        self.networks, self.embedder, self.settings = networks, embedder, settings
+
+    @torch.no_grad()
+    def advantages(self, situation: Situation, actions: Sequence[str]) -> list[float]:
+        """The lesser Q less V of each action."""
+        state = torch.from_numpy(self.embedder.embed(situation.texts).reshape(1, -1))
+        states, done = state.repeat(len(actions), 1), torch.from_numpy(self.embedder.embed(actions))
+        better = torch.minimum(*self.networks.qualities(states, done)) - self.networks.values(states)
+        return [float(value) for value in better]
+
+    def save(self, path: Path) -> None:
+        """Networks, settings and the embedder's identity, in one file that is there as a whole or not."""
+        told = {"embedder": self.embedder.name, "dim": self.embedder.dim}
+        told["settings"] = self.settings.model_dump(mode="json")
+        # one key: of several the order in the file is another one each time
+        replace_file(path, save(self.networks.state_dict(), metadata={FORMAT: json.dumps(told)}))
+
+
+def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
+    """``load_embedder`` takes a name. Raises DataError for a file that is missing, damaged, or of another
+    embedder than the name has here.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} is no critic: {' '.join(str(error).split())}") from error
+    if FORMAT not in said:
+        raise DataError(f"{path} is no critic: train one with `outrider critic`")
+    told = json.loads(said[FORMAT])
+    settings = validate(CriticSettings, told["settings"])
+    embedder: Embedder = load_embedder(settings.embedder)
+    if embedder.name != told["embedder"]:
+        raise DataError(f"{path} was trained on vectors of {told['embedder']}, here is {embedder.name}")
+    networks = Networks(int(told["dim"]), settings.hidden, seed=0)
+    try:
+        networks.load_state_dict(weights)
+    except RuntimeError as error:
+        raise DataError(f"{path} holds other networks than it says") from error
+    return Critic(networks, embedder, settings)
+
+
+def rows(vectors: NDArray[Any], which: NDArray[Any]) -> Tensor:
+    """``[B, K D]`` of the vectors that ``[B, K]`` (or ``[B]``) names."""
+    return torch.from_numpy(vectors[which].reshape(len(which), -1))

@@ -1,0 +1,80 @@
+"""What an engine's contexts say: the prompt, what the environment answered, and what was done before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.algorithms.empo2.hook import said_action
+from outrider.algorithms.retrospex.situations import Situation
+from outrider.engines.base import FinishReason, Generation, Request
+from outrider.tokens import ChatRenderer, Tokenizer, text_of
+from outrider.types import Message
+
+_MARK = "@said@"
+
+
+@dataclass(slots=True)
+class _Episode:
+    """``ids`` are its tokens up to the end of the newest turn; ``num_turns`` have been played."""
+
+    prompt: str
+    ids: tuple[int, ...] = ()
+    previous: str = ""
+    num_turns: int = 0
+
+
+class EpisodeReader:
+    """Follows the rollouts of an engine by their cache keys. A context that does not go on from the last one
+    begins an episode anew: a rollout that is tried again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        renderer = ChatRenderer(tokenizer)
+        self._closing = renderer.closing
+        marked = [Message(role="user", content=_MARK)]
+        self._around_prompt = self._text(renderer.prompt(marked)).split(_MARK, 1)
+        self._around_answer = self._text(renderer.bridge((), marked)).split(_MARK, 1)
+        self._episodes: dict[str, _Episode] = {}
+
+    def read(self, request: Request) -> tuple[Situation, int]:
+        """The situation of a request with a cache key, and its turn."""
+        assert request.cache_key is not None
+        episode = self._episodes.get(request.cache_key)
+        num = 0 if episode is None else len(episode.ids)
+        if episode is None or not num or request.token_ids[:num] != episode.ids:
+            prompt = _inside(self._text(request.token_ids), self._around_prompt)
+            episode = self._episodes[request.cache_key] = _Episode(prompt)
+            return Situation(prompt=prompt), 0
+        said = _inside(self._text(request.token_ids[num:]), self._around_answer)
+        found = Situation(prompt=episode.prompt, observation=said, previous=episode.previous)
+        return found, episode.num_turns
+
+    def action(self, generation: Generation) -> str:
+        """What a turn does."""
+        text = text_of(self._tokenizer, generation.token_ids, skip_special_tokens=True)
+        return said_action(self._closing.cut(text) if generation.finish_reason is FinishReason.EOS else text)
+
+    def played(self, request: Request, chosen: Generation) -> None:
+        """The turn that the rollout goes on with."""
+        assert request.cache_key is not None
+        episode = self._episodes[request.cache_key]
+        episode.ids = (*request.token_ids, *chosen.token_ids)
+        episode.previous = self.action(chosen)
+        episode.num_turns += 1
+
+    def forget(self, cache_keys: Sequence[str]) -> None:
+        """These rollouts have ended."""
+        for key in cache_keys:
+            self._episodes.pop(key, None)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return text_of(self._tokenizer, ids, skip_special_tokens=False)
+
+
+def _inside(text: str, around: Sequence[str]) -> str:
+    """Without what the template writes around a message. The policy may have closed its turn itself: then the
+    beginning lacks what it wrote.
+    """
+    before, after = around
+    begin = next(before[at:] for at in range(len(before) + 1) if text.startswith(before[at:]))
+    return text.removeprefix(begin).removesuffix(after)

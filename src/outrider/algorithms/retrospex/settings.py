@@ -1,0 +1,57 @@
+"""What a critic is trained with, and how it is asked while a policy plays."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field, model_validator
+
+from outrider.algorithms.common.group_settings import with_preset
+from outrider.config import Settings
+from outrider.engines.base import LocalSettings
+from outrider.plugins.fields import EmbedderName
+
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "scienceworld": {"num_candidates": 6, "decay": 0.97, "floor": 0.6},
+    "webshop": {"num_candidates": 4, "decay": 0.9, "floor": 0.5},
+}
+
+
+class CriticSettings(Settings):
+    """Implicit Q-learning (Kostrikov et al., arXiv 2110.06169) as Retrospex runs it.
+
+    V is the ``expectile`` of Q over the recorded actions; ``discount`` a turn; the target network moves by
+    ``target_rate`` an update. ``num_updates`` of Adam with ``learning_rate`` on batches of ``batch_size``
+    turns. Texts are vectors of ``embedder``; networks have two layers of ``hidden`` units.
+    """
+
+    embedder: EmbedderName = "minilm"
+    hidden: int = Field(128, ge=1)
+    expectile: float = Field(0.7, gt=0, lt=1)
+    discount: float = Field(0.99, ge=0, le=1)
+    target_rate: float = Field(0.005, gt=0, le=1)
+    learning_rate: float = Field(1e-4, gt=0)
+    batch_size: int = Field(128, ge=1)
+    num_updates: int = Field(200_000, ge=1)
+    seed: int = 0
+
+
+class RetrospexSettings(LocalSettings):
+    """The local engine, which draws ``num_candidates`` turns a request and gives the one that the critic of
+    the file ``critic`` and the policy together like best.
+
+    In turn t (from 0) the policy's word counts with the weight max(``floor``, ``decay`` to the power of t). A
+    ``preset`` fills what is not given, with the values of the released scripts.
+    """
+
+    type: Literal["retrospex"] = "retrospex"  # type: ignore[assignment]
+    critic: Path
+    preset: Literal["scienceworld", "webshop"] = "scienceworld"
+    num_candidates: int = Field(6, ge=1)
+    decay: float = Field(0.97, ge=0, le=1)
+    floor: float = Field(0.6, ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        return with_preset(PRESETS, given, default="scienceworld")

@@ -1,0 +1,36 @@
+"""``outrider critic``: a critic from recorded trajectories, for ``engine.type = "retrospex"``."""
+
+import argparse
+from pathlib import Path
+
+from outrider.commands.parts import Commands
+from outrider.config import load_settings
+from outrider.errors import ConfigError
+
+
+def add(commands: Commands) -> None:
+    """The command ``critic``."""
+    parser = commands.add_parser("critic", help="train a critic on recorded trajectories (Retrospex)")
+    parser.add_argument("overrides", nargs="*", help="key=value (docs/algorithms/retrospex.md)")
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        type=Path,
+        action="append",
+        required=True,
+        metavar="SOURCE",
+        help="a run directory, or a file of trajectories (docs/formats.md); may be given again",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the critic, a new file")
+    parser.set_defaults(command=_critic)
+
+
+def _critic(parsed: argparse.Namespace) -> int:
+    from outrider.algorithms.retrospex.settings import CriticSettings
+
+    settings = load_settings(CriticSettings, file=None, overrides=parsed.overrides)
+    if parsed.out.exists():
+        raise ConfigError(f"{parsed.out} exists: name a new file with --out")
+    from outrider.evals.critic_training import train_critic
+
+    return train_critic(parsed.sources, out=parsed.out, settings=settings)

@@ -1,0 +1,53 @@
+"""What ``outrider critic`` does: read what was recorded, learn from it, write the critic."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from outrider.algorithms.retrospex.critic import Critic
+from outrider.algorithms.retrospex.iql import train
+from outrider.algorithms.retrospex.settings import CriticSettings
+from outrider.algorithms.retrospex.situations import turns_of
+from outrider.evals.recorded import recorded_trajectories
+from outrider.memory.embedder import load_embedder
+
+_TOLD = 20  # lines of progress in the whole
+
+
+class _Told:
+    """Prints the mean losses of each part of the updates."""
+
+    def __init__(self, num_updates: int) -> None:
+        self._num_updates, self._every = num_updates, max(1, num_updates // _TOLD)
+        self._losses: list[tuple[float, float]] = []
+
+    def __call__(self, number: int, of_values: float, of_qualities: float) -> None:
+        self._losses.append((of_values, of_qualities))
+        if number % self._every == 0 or number == self._num_updates:
+            values, qualities = (fmean(part) for part in zip(*self._losses, strict=True))
+            progress = f"{number} of {self._num_updates} updates"
+            print(f"critic: {progress}, loss of V {values:.3g}, of Q {qualities:.3g}")
+            self._losses.clear()
+
+
+def train_critic(sources: Sequence[Path], *, out: Path, settings: CriticSettings) -> int:
+    """Exit status 0. On one thread: layers this small gain nothing of more, and bits depend on their number.
+
+    Raises DataError and ModelError before anything is learned.
+    """
+    embedder = load_embedder(settings.embedder)
+    trajectories = [one for source in sources for one in recorded_trajectories(source)]
+    turns = turns_of(trajectories, embedder)
+    mean = fmean(one.reward for one in trajectories)
+    print(f"critic: {len(trajectories)} trajectories, {len(turns.rewards_N)} turns, mean return {mean:.3g}")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        networks = train(turns, settings, on_update=_Told(settings.num_updates))
+    finally:
+        torch.set_num_threads(num_threads)
+    Critic(networks, embedder, settings).save(out)
+    print(f"{out}: play with it by engine.type=retrospex engine.critic={out}")
+    return 0
