@@ -1,16 +1,17 @@
 """What earlier versions wrote down is read with today's keys."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from outrider.algorithms.common.loss_settings import ClipLoss, SamplerCorrection, in_todays_keys
 from outrider.api import run_settings
-from outrider.config import to_toml
+from outrider.config import Settings, to_toml
 from outrider.errors import CheckpointError, ConfigError
 from outrider.train.settings import RunSettings
 from outrider.train.state.recorded import flat_in_todays_keys, recorded_settings
-from outrider.train.state.same_settings import flat_settings, other_settings
+from outrider.train.state.same_settings import _plain, flat_settings, other_settings
 
 OLD = """
 [environment]
@@ -94,3 +95,22 @@ def test_old_keys_that_are_no_record_are_refused_and_not_lost(old: Path) -> None
         old.write_text(text)
         with pytest.raises(ConfigError, match="now"):
             recorded_settings(old)
+
+
+class Reads(Settings):
+    """A tool's own settings, in a table within a list."""
+
+    type: str = "reads"
+    page: Path = Path("/somewhere/page")
+    hosts: tuple[str, ...] = ("one", "two")
+
+
+class Tools(Settings):
+    tools: tuple[Reads, ...] = (Reads(),)
+
+
+def test_tables_in_a_list_are_plain_too() -> None:
+    """A checkpoint holds them as JSON, without paths."""
+    found = _plain(Tools().model_dump()["tools"])
+    assert found == [{"type": "reads", "page": "(a path)", "hosts": ["one", "two"]}]
+    assert json.loads(json.dumps(found)) == found

@@ -103,7 +103,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return _A_PATH
     if isinstance(value, list | tuple):
-        return [dict(flatten(one, "")) if isinstance(one, dict) else _plain(one) for one in value]
+        return [
+            {key: _plain(inner) for key, inner in flatten(one)} if isinstance(one, dict) else _plain(one)
+            for one in value
+        ]
     return value
 
 
