@@ -13,9 +13,8 @@ import outrider
 
 SOURCE = Path(outrider.__file__).parent
 MODULES = [path for path in sorted(SOURCE.rglob("*.py")) if path.stat().st_size]
-LONGEST_FILE, MEDIAN_FILE, LONGEST_FUNCTION = 400, 124, 50
+LONGEST_FILE, MEDIAN_FILE, LONGEST_FUNCTION = 400, 120, 50
 SHARE_WITH_WORDS = 0.99
-# one list of rules, one line each, that is read from top to bottom
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
