@@ -116,9 +116,12 @@ def _meant(kind: type[BaseModel], path: list[str], sections: Sequence[type[BaseM
     if found is not None:
         return f", did you mean {'.'.join([*above, found])}?"
     elsewhere = sorted(
-        other
-        for other in set(_paths(kind, ""))
-        if other.rpartition(".")[2] == key and other != ".".join(path)
+        (
+            other
+            for other in set(_paths(kind, ""))
+            if other.rpartition(".")[2] == key and other != ".".join(path)
+        ),
+        key=lambda other: (other.count("."), other),  # what every run has before what one plug-in has
     )
     return f", did you mean {' or '.join(elsewhere[:2])}?" if elsewhere else ""
 
