@@ -42,7 +42,7 @@ def test_the_page_does_what_it_says(
     sys.modules.pop("guess", None)
     printed = capsys.readouterr().out
     assert 'type = "guess:Guess"  # recipe' in printed and "rapo" in printed
-    assert (tmp_path / "runs" / "grpo" / "report.html").exists()
+    assert (tmp_path / "runs" / "grpo" / "report.html").exists(), printed[-2000:]
 
 
 def test_the_expert_finds_every_number_in_its_turns(tmp_path: Path) -> None:
