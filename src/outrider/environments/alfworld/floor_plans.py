@@ -32,8 +32,8 @@ _VALID: Final = range(27, 31)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FloorPlan:
-    """One room, of which there is one object. ``receptacles``: how many of each kind it has; ``things``: kinds
-    that can lie in them.
+    """One room, of which there is one object. ``receptacles``: how many it has of each kind; ``things``:
+    kinds that can lie in them.
     """
 
     number: int

@@ -48,7 +48,7 @@ class MadeGame:
         """At the start, or in a state that the game takes over."""
         self.scene = scene
         self.state = state or opening_state(scene)
-        self.opening = texts.opening(scene, opening_state(scene))
+        self.opening = texts.opening(scene)
 
     def act(self, command: str) -> Reply:
         """Do one of :meth:`commands`; any other leaves the game as it is."""

@@ -1,7 +1,8 @@
 """What can be done in a made game: the actions of ALFWorld's PDDL domain (``alfred.pddl``), with their
 preconditions and effects, and the commands of its grammar (``alfred.twl2``).
 
-As there, a microwave and a fridge work shut, and a lamp inside a shut receptacle can be switched on.
+As there, a microwave and a fridge work shut, and a thing is examined only in the hand: the domain's
+precondition for one that lies in sight names a type that there is none of (``location,``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -97,8 +98,6 @@ def _here(scene: Scene, state: State) -> Iterator[Command]:
         is_lamp = scene.things[thing] == LAMP
         if is_lamp:
             yield Command(verb="use", thing=thing, text=f"use {thing}")
-        if is_seen:
-            yield Command(verb="examine", thing=thing, text=f"examine {thing}")
         if is_seen and not is_lamp and state.held is None:
             yield Command(verb="take", thing=thing, receptacle=here, text=f"take {thing} from {here}")
 

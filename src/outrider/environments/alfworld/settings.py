@@ -1,15 +1,15 @@
 """Which ALFWorld games there are, and by which rules they are played."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
 from outrider.environments.alfworld.floor_plans import TASK_TYPES, Split, TaskType
 from outrider.environments.base import EnvironmentSettings
 
-# Seconds that a step of the package's engine may take; its steps wait for one another.
-_STEP_S = 0.5
+# Seconds that the package's engine may take to load a kitchen; loads and steps wait for one another.
+_LOAD_S: Final = 20.0
 
 
 class AlfworldConfig(EnvironmentSettings):
@@ -54,7 +54,7 @@ class AlfworldConfig(EnvironmentSettings):
 
     def waiting_s(self, num_concurrent: int) -> float:
         """Steps of the package's engine take turns; those of games made offline do not wait."""
-        return 0.0 if self.data is None else _STEP_S * num_concurrent
+        return 0.0 if self.data is None else _LOAD_S * num_concurrent
 
     def num_tasks(self, split: Split) -> int | None:
         """Games of a split; None for all that there are."""

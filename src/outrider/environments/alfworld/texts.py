@@ -5,11 +5,12 @@ from typing import Final
 
 from outrider.environments.alfworld.floor_plans import tables
 from outrider.environments.alfworld.rules import Command, is_accessible
-from outrider.environments.alfworld.scene import LAMP, Scene, State, contents
+from outrider.environments.alfworld.scene import Scene, State, contents
 
 NOTHING_HAPPENS: Final = "Nothing happens."
+_MIDDLE: Final = "You are in the middle of a room. Looking quickly around you, you see {seen}."
 _HELP: Final = (
-    "\nAvailable commands:\n"
+    "Available commands:\n"
     "  look:                             look around your current location\n"
     "  inventory:                        check your current inventory\n"
     "  go to (receptacle):               move to a receptacle\n"
@@ -36,9 +37,9 @@ _DONE: Final = {
 }
 
 
-def opening(scene: Scene, state: State) -> str:
+def opening(scene: Scene) -> str:
     """The first observation: the room and the task."""
-    room = around(scene, state)
+    room = _MIDDLE.format(seen=listed(tuple(scene.receptacles)))
     return f"-= Welcome to TextWorld, ALFRED! =-\n\n{room}\n\nYour task is to: {scene.goal.text}."
 
 
@@ -47,7 +48,7 @@ def feedback(scene: Scene, state: State, command: Command) -> str:
     thing, receptacle = command.thing, command.receptacle
     match command.verb:
         case "look":
-            return around(scene, state)
+            return around(state)
         case "inventory":
             held = [] if state.held is None else [state.held]
             return f"You are carrying: {listed(held)}." if held else "You are not carrying anything."
@@ -62,11 +63,12 @@ def feedback(scene: Scene, state: State, command: Command) -> str:
     return _DONE[command.verb].format(o=thing, r=receptacle)
 
 
-def around(scene: Scene, state: State) -> str:
-    """What ``look`` tells."""
+def around(state: State) -> str:
+    """What ``look`` tells. In the middle of the room the grammar asks for receptacles at that very place, and
+    there is none; only the opening names them all.
+    """
     if state.here is None:
-        seen = listed(tuple(scene.receptacles))
-        return f"You are in the middle of a room. Looking quickly around you, you see {seen}."
+        return _MIDDLE.format(seen="nothing")
     return f"You are facing the {state.here}. Next to it, you see nothing."
 
 
@@ -96,8 +98,6 @@ def condition(scene: Scene, state: State, thing: str) -> str:
         return f"This is a hot {sliced}{thing}."
     if is_cool:
         return f"This is a {'cool' if sliced else 'cold'} {sliced}{thing}."
-    if kind == LAMP:
-        return f"This {thing} is {'on' if thing in state.toggled else 'off'}."
     return f"This is a sliced {thing}." if sliced else f"There's nothing special about {thing}."
 
 
