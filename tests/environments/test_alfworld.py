@@ -386,6 +386,13 @@ def test_a_won_game_pays_once_and_ends() -> None:
         act(environment, "look")
 
 
+def test_a_won_game_pays_what_the_settings_say() -> None:
+    environment = start(reward_scale=10.0)
+    assert act(environment, "look").reward == environment.result().episode_return == 0.0
+    last = [act(environment, command) for command in shortest_plan(KITCHEN)][-1]
+    assert last.reward == environment.result().episode_return == 10.0
+
+
 def test_what_is_not_done_is_refused_and_what_is_no_command_invalid() -> None:
     environment = start(max_moves=4)
     refused, invalid, mute = (

@@ -42,7 +42,7 @@ class _Record:
 
 class AlfworldEnvironment:
     """One episode. Chat protocol: the command in ``<action>...</action>``, the observation as a user message.
-    The return is 1 when the goal is reached, else 0.
+    The return is ``reward_scale`` when the goal is reached, else 0.
     """
 
     def __init__(self, *, config: AlfworldConfig, open_game: Callable[[], Game]) -> None:
@@ -76,14 +76,18 @@ class AlfworldEnvironment:
         return self._act(game, parsed.action)
 
     def result(self) -> EpisodeResult:
-        """1 for a game that was won."""
+        """The return and success of a game that was won, and what was counted."""
         record = self._record
         counts = ("num_moves", "num_turns", "num_invalid", "num_refused", "cut_by_moves")
         return EpisodeResult(
-            episode_return=float(record.won),
+            episode_return=self._reward,
             success=record.won,
             metrics={name: float(getattr(record, name)) for name in counts},
         )
+
+    def admitted(self) -> tuple[str, ...]:
+        """The commands that do or tell something now, sorted; none where no game is held."""
+        return () if self._game is None else self._game.commands()
 
     def copy(self) -> "AlfworldEnvironment":
         """The same episode at the same point; neither sees what the other does from then on."""
@@ -97,6 +101,10 @@ class AlfworldEnvironment:
         game, self._game = self._game, None
         if game is not None:
             game.close()
+
+    @property
+    def _reward(self) -> float:
+        return self._config.reward_scale * self._record.won
 
     def _act(self, game: Game, command: str) -> StepResult:
         record = self._record
@@ -112,7 +120,7 @@ class AlfworldEnvironment:
         observation = reply.text if record.done else reply.text + self._listing(game)
         return StepResult(
             message=Message(role="user", content=observation),
-            reward=float(record.won),
+            reward=self._reward,
             done=record.done,
             invalid=unreadable,
             refused=refused,

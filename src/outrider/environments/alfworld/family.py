@@ -2,8 +2,8 @@
 published.
 
 Six types: put a thing somewhere, look at it under a lamp, put it there clean, hot or cool, or put two there.
-The return is 1 for the goal, else 0. Games made offline come from the package's floor plans, rules and texts;
-the published ones are played by the package itself.
+A game that is won pays 1 at its end, else 0. Games made offline come from the package's floor plans, rules
+and texts; the published ones are played by the package itself.
 """
 
 from collections.abc import Callable, Sequence

@@ -34,6 +34,8 @@ class AlfworldConfig(EnvironmentSettings):
     """Commands given to the game after which an episode is cut, done or not; text without a command costs
     none.
     """
+    reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Reward and return of a game that is won; GiGPO's released code pays 10."""
     show_admissible: bool = False
     """Append the list of commands that do something now to every observation, as agents of published scores
     are often given.
