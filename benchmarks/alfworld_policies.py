@@ -3,8 +3,8 @@
     python -m benchmarks.alfworld_policies [--games 120] [--samples 10] [--max-moves 50]
 
 Of the held-out games: commands of the shortest plan, and the share that is won by drawing every command from
-those that the game admits (``--samples`` draws a game). Prints Markdown; intervals are Wilson's, over games
-for the planner and over draws for chance. No model is needed.
+those that the game admits (``--samples`` draws a game). Prints Markdown; the planner's intervals are
+Wilson's, over games. No model is needed.
 """
 
 import argparse
@@ -48,15 +48,12 @@ def rows(family: AlfworldFamily, num_samples: int) -> list[Sequence[str]]:
 
 def _row(name: str, found: Sequence[tuple[int | None, list[bool]]]) -> Sequence[str]:
     lengths = [length for length, _ in found if length is not None]
-    solved = _share([length is not None for length, _ in found])
-    drawn = _share([one for _, won in found for one in won])
+    wins = [float(length is not None) for length, _ in found]
+    solved = score(fmean(wins), *interval(wins, binary=True))
+    draws = [one for _, won in found for one in won]
+    drawn = f"{sum(draws)} of {len(draws):,}"
     told = f"{fmean(lengths):.1f} ({min(lengths)} to {max(lengths)})" if lengths else "none"
     return (name, str(len(found)), solved, told, drawn)
-
-
-def _share(won: Sequence[bool]) -> str:
-    scores = [float(one) for one in won]
-    return score(fmean(scores), *interval(scores, binary=True))
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -68,7 +65,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-moves", type=int, default=50)
     arguments = parser.parse_args(given)
     family = AlfworldFamily(AlfworldConfig(num_test=arguments.games, max_moves=arguments.max_moves))
-    header = ("task type", "games", "planner", "its commands", "chance")
+    header = ("task type", "games", "planner", "its commands", "won by chance")
     print(markdown(header, rows(family, arguments.samples)))
     return 0
 
