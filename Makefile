@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup textworld demo demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm lint mutation figures figures-check docs docs-serve benchmarks clean
+.PHONY: setup textworld alfworld demo demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm lint mutation figures figures-check docs docs-serve benchmarks clean
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
@@ -32,6 +32,10 @@ $(VENV)/.complete: $(VENV)/.demo
 # The text games' interpreter is compiled at installation (a minute, 230 MB); without it their tests are skipped.
 textworld: setup
 	$(PIP) -e '.[textworld]'
+
+# The engine of ALFWorld's published games, whose planner is compiled too; games made offline need none of it.
+alfworld: setup
+	$(PIP) -e '.[alfworld]'
 
 demo: $(VENV)/.demo
 	@if [ -e $(DEMO)/config.toml ]; then $(BIN)/outrider train --resume $(DEMO); \

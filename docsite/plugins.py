@@ -42,6 +42,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "webshop": "../environments.md#webshop",
     "textworld": "../environments.md#textworld",
     "house": "../environments.md#houses",
+    "alfworld": "../environments.md#alfworld",
 }
 _IN_SECTION: Final[Mapping[Kind, str]] = {
     "algorithms": "algorithm",

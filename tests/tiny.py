@@ -61,9 +61,9 @@ def tiny_model(
     )
 
 
-def save_tiny_model(folder: Path, *, seed: int = 0) -> Path:
+def save_tiny_model(folder: Path, *, seed: int = 0, **sizes: int) -> Path:
     """The same as a folder that ``--model`` takes."""
-    language_model = tiny_model(seed=seed)
+    language_model = tiny_model(seed=seed, **sizes)
     language_model.model.config._attn_implementation = "sdpa"
     language_model.model.generation_config.eos_token_id = 1
     language_model.model.save_pretrained(folder)

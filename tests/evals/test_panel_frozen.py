@@ -43,7 +43,7 @@ def test_a_task_set_goes_by_the_name_that_papers_give_it(written: str, name: str
     assert panel.task_set.name == name and panel.tasks[0].key == f"{name}-0"
 
 
-@pytest.mark.parametrize("written", ["Factbook", "ScienceWorld", "WebShop", "TextWorld"])
+@pytest.mark.parametrize("written", ["Factbook", "ScienceWorld", "WebShop", "TextWorld", "ALFWorld"])
 def test_an_environment_goes_by_its_own_name(written: str) -> None:
     found = settings(tasks=written)
     assert found.is_played and found.tasks == written.lower()
@@ -55,7 +55,7 @@ def test_an_unknown_name_is_answered_with_all_that_there_are() -> None:
         ConfigError,
         match=(
             r"'factbok', did you mean factbook\?; give one of gsm8k, .*, factbook, scienceworld, "
-            r"webshop, textworld, house, or a file"
+            r"webshop, textworld, house, alfworld, or a file"
         ),
     ):
         open_panel(settings(tasks="factbok"))

@@ -32,6 +32,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "webshop": "outrider.environments.webshop.family:WebShopFamily",
         "textworld": "outrider.environments.textworld.family:TextWorldFamily",
         "house": "outrider.environments.house.family:HouseFamily",
+        "alfworld": "outrider.environments.alfworld.family:AlfworldFamily",
     },
     "tools": {
         "search": "outrider.tools.search:SearchTool",

@@ -17,7 +17,7 @@ device = "cpu"                  # or "cuda"
 
 [environment]
 type = "factbook"               # | "tools" (your own data) | "scienceworld" (needs Java) \
-| "webshop" | "textworld" | "house"
+| "webshop" | "textworld" | "house" | "alfworld"
 hops = [2]                      # searches that a question needs
 num_test = 200
 

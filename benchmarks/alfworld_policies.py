@@ -1,0 +1,74 @@
+"""ALFWorld's games made offline: what the planner needs, and what chance solves.
+
+    python -m benchmarks.alfworld_policies [--games 120] [--samples 10] [--max-moves 50]
+
+Of the held-out games: commands of the shortest plan, and the share that is won by drawing every command from
+those that the game admits (``--samples`` draws a game). Prints Markdown; the planner's intervals are
+Wilson's, over games. No model is needed.
+"""
+
+import argparse
+from collections.abc import Sequence
+from statistics import fmean
+
+from benchmarks.markdown_table import markdown
+from outrider.environments.alfworld.family import AlfworldFamily
+from outrider.environments.alfworld.floor_plans import TASK_TYPES
+from outrider.environments.alfworld.settings import AlfworldConfig
+from outrider.environments.scienceworld.text import render_action
+from outrider.printing import score
+from outrider.rollout.evaluate import interval
+from outrider.seeding import stream
+from outrider.types import Message, Task
+
+
+def chance(family: AlfworldFamily, task: Task, sample: int) -> bool:
+    """Whether commands drawn from those that are admitted win the game within the moves that there are."""
+    draw = stream(sample, "alfworld chance", task.key)
+    environment = family.make()(task)
+    environment.reset(0)
+    done = False
+    while not done:
+        admitted = environment.admitted()
+        text = render_action(admitted[int(draw.integers(len(admitted)))])
+        done = environment.step(Message(role="assistant", content=text)).done
+    return environment.result().success
+
+
+def rows(family: AlfworldFamily, num_samples: int) -> list[Sequence[str]]:
+    """One a task type, and all of them."""
+    played: dict[str, list[tuple[int | None, list[bool]]]] = {one: [] for one in (*TASK_TYPES, "all")}
+    for task in family.tasks("test"):
+        steps = family.expert(task, 0)
+        won = [chance(family, task, sample) for sample in range(num_samples)]
+        for name in (str(task.metadata["task_type"]), "all"):
+            played[name].append((None if steps is None else len(steps), won))
+    return [_row(name, found) for name, found in played.items() if found]
+
+
+def _row(name: str, found: Sequence[tuple[int | None, list[bool]]]) -> Sequence[str]:
+    lengths = [length for length, _ in found if length is not None]
+    wins = [float(length is not None) for length, _ in found]
+    solved = score(fmean(wins), *interval(wins, binary=True))
+    draws = [one for _, won in found for one in won]
+    drawn = f"{sum(draws)} of {len(draws):,}"
+    told = f"{fmean(lengths):.1f} ({min(lengths)} to {max(lengths)})" if lengths else "none"
+    return (name, str(len(found)), solved, told, drawn)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--games", type=int, default=120)
+    parser.add_argument("--samples", type=int, default=10)
+    parser.add_argument("--max-moves", type=int, default=50)
+    arguments = parser.parse_args(given)
+    family = AlfworldFamily(AlfworldConfig(num_test=arguments.games, max_moves=arguments.max_moves))
+    header = ("task type", "games", "planner", "its commands", "won by chance")
+    print(markdown(header, rows(family, arguments.samples)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

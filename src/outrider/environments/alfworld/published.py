@@ -1,0 +1,124 @@
+"""Playing one of the published games in the package's own engine (extra ``alfworld``)."""
+
+import importlib.metadata
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from outrider.environments.alfworld.play import Reply
+from outrider.errors import EnvironmentFault, ToolUnavailable
+
+PACKAGE_VERSION: Final = "0.4.2"
+# The package's parsers of texts are shared by all games of a process and not re-entrant.
+_ENGINE: Final = threading.Lock()
+
+
+class Engine(Protocol):
+    """What is used of TextWorld's environment for PDDL games."""
+
+    def load(self, path: str, /) -> None:
+        """Read a game file."""
+        ...
+
+    def reset(self) -> Any:
+        """Start it; the state has ``feedback``, ``admissible_commands`` and ``policy_commands``."""
+        ...
+
+    def step(self, command: str, /) -> tuple[Any, float, bool]:
+        """Act; the state has ``won`` besides."""
+        ...
+
+
+class PublishedGame:
+    """A game file in an engine of its own. All engines of a process take turns."""
+
+    def __init__(self, path: Path, new_engine: Callable[[], Engine]) -> None:
+        """Load and start it. Raises EnvironmentFault."""
+        self._path = path
+        self._new_engine = new_engine
+        self._acted: list[str] = []
+        with _turn(f"cannot start the game {path}"):
+            self._engine: Engine | None = new_engine()
+            self._engine.load(str(path))
+            state = self._engine.reset()
+            self.opening = str(state["feedback"])
+            self._commands = tuple(sorted(state["admissible_commands"]))
+
+    def act(self, command: str) -> Reply:
+        """Play one command. Raises EnvironmentFault where the engine breaks, or was closed."""
+        engine = self._engine
+        if engine is None:
+            raise EnvironmentFault("the ALFWorld game is closed")
+        refused = command not in self._commands
+        with _turn("the game broke"):
+            state, _, _ = engine.step(command)
+            reply = Reply(text=str(state["feedback"]), won=bool(state["won"]), refused=refused)
+            self._commands = tuple(sorted(state["admissible_commands"]))
+        self._acted.append(command)
+        return reply
+
+    def commands(self) -> tuple[str, ...]:
+        """Those that the engine admits now."""
+        return self._commands
+
+    def copy(self) -> "PublishedGame":
+        """A new engine in which the same commands are done again: these games hold no chance."""
+        twin = PublishedGame(self._path, self._new_engine)
+        for command in self._acted:
+            twin.act(command)
+        return twin
+
+    def close(self) -> None:
+        """Give the engine up; a thread that is inside ends its step first."""
+        self._engine = None
+
+
+def planned(path: Path, new_engine: Callable[[], Engine]) -> tuple[str, ...]:
+    """The commands of the engine's own planner from the start of a game; empty where it finds none. Raises
+    EnvironmentFault.
+    """
+    with _turn(f"cannot plan the game {path}"):
+        engine = new_engine()
+        engine.load(str(path))
+        return tuple(engine.reset()["policy_commands"])
+
+
+def new_engine(*, with_plan: bool = False) -> Engine:
+    """The package's engine, with names as players see them. Raises :class:`ToolUnavailable`."""
+    check_package()
+    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+    from textworld import EnvInfos
+    from textworld.envs import PddlEnv
+
+    infos = EnvInfos(feedback=True, won=True, admissible_commands=True, policy_commands=with_plan)
+    engine: Engine = AlfredDemangler(PddlEnv(infos))
+    return engine
+
+
+def check_package() -> None:
+    """Raises :class:`ToolUnavailable` where the package or its planner is missing, or of another version."""
+    missing = [
+        name for name in ("alfworld", "textworld", "fast_downward") if not importlib.util.find_spec(name)
+    ]
+    if missing:
+        raise ToolUnavailable(
+            f"the published ALFWorld games need {', '.join(missing)}: pip install 'outrider[alfworld]'"
+        )
+    version = importlib.metadata.version("alfworld")
+    if version != PACKAGE_VERSION:
+        raise ToolUnavailable(f"ALFWorld {version} found, {PACKAGE_VERSION} is what its games are read with")
+
+
+@contextmanager
+def _turn(what: str) -> Iterator[None]:
+    try:
+        with _ENGINE:
+            yield
+    except ToolUnavailable:
+        raise
+    # whatever packages of this size raise, the episode is lost and the run goes on
+    except Exception as error:
+        raise EnvironmentFault(f"ALFWorld: {what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,27 @@
+"""What chance and the planner solve of ALFWorld's games made offline."""
+
+import re
+
+import pytest
+
+from benchmarks import alfworld_policies
+from outrider.environments.alfworld.family import AlfworldFamily
+from outrider.environments.alfworld.settings import AlfworldConfig
+
+
+def test_a_row_a_type_and_one_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert alfworld_policies.main(["--games", "8", "--samples", "2", "--max-moves", "5"]) == 0
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()
+    ]
+    assert [row[1] for row in rows[2:]] == ["2", "2", "1", "1", "1", "1", "8"]
+    plans = [re.match(r"([\d.]+) %", row[2]) for row in rows[2:]]
+    assert [float(found[1]) for found in plans if found] == [100, 100, 0, 0, 0, 0, 50]
+
+
+def test_chance_is_the_same_for_a_sample_and_another_for_another() -> None:
+    family = AlfworldFamily(AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=3000))
+    [task] = family.tasks("test")
+    assert alfworld_policies.chance(family, task, 0) is alfworld_policies.chance(family, task, 0) is True
+    short = AlfworldFamily(AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=2))
+    assert not alfworld_policies.chance(short, task, 0)

@@ -1,0 +1,79 @@
+"""The goals of ALFWorld as formulas, read and checked apart from the games' own code: facts in, truth out."""
+
+import itertools
+from typing import Any
+
+from outrider.environments.alfworld.scene import Scene, State
+
+# gen/goal_library.py of the package alfworld 0.4.2, a variable's first letter is its type.
+_PLACED = """(exists (?r) (exists (?o) (and
+    (inReceptacle ?o ?r) (objectType ?o {obj}) (receptacleType ?r {recep}){more})))"""
+FORMULAS = {
+    "pick_and_place_simple": _PLACED,
+    "pick_clean_then_place_in_recep": _PLACED.replace("{more}", " (isClean ?o)"),
+    "pick_heat_then_place_in_recep": _PLACED.replace("{more}", " (isHot ?o)"),
+    "pick_cool_then_place_in_recep": _PLACED.replace("{more}", " (isCool ?o)"),
+    "pick_two_obj_and_place": """(exists (?r) (exists (?o1) (and
+        (objectType ?o1 {obj}) (receptacleType ?r {recep}) (inReceptacle ?o1 ?r)
+        (exists (?o2) (and (not (= ?o1 ?o2)) (objectType ?o2 {obj}) (receptacleType ?r {recep})
+            (inReceptacle ?o2 ?r))))))""",
+    "look_at_obj_in_light": """(and
+        (exists (?ot) (and (objectType ?ot DeskLamp) (isToggled ?ot) (exists (?r) (and
+            (atLocation agent ?r) (inReceptacle ?ot ?r)))))
+        (exists (?o) (and (objectType ?o {obj}) (holds agent ?o))))""",
+}
+
+
+def holds(scene: Scene, state: State) -> bool:
+    """Whether the goal's formula is true of the facts."""
+    formula = FORMULAS[scene.goal.task_type].format(
+        obj=scene.goal.thing, recep=scene.goal.receptacle, more=""
+    )
+    tokens = iter(formula.replace("(", " ( ").replace(")", " ) ").split())
+    assert next(tokens) == "("
+    return _true(_read(tokens), facts(scene, state), {"o": list(scene.things), "r": list(scene.receptacles)})
+
+
+def facts(scene: Scene, state: State) -> set[tuple[str, ...]]:
+    found = {("objectType", name, kind) for name, kind in scene.things.items()}
+    found |= {("receptacleType", name, kind) for name, kind in scene.receptacles.items()}
+    found |= {("inReceptacle", thing, place) for thing, place in state.places.items()}
+    found |= {("atLocation", "agent", str(state.here)), ("holds", "agent", str(state.held))}
+    for name, things in (
+        ("isClean", state.clean), ("isHot", state.hot), ("isCool", state.cool), ("isToggled", state.toggled),
+    ):  # fmt: skip
+        found |= {(name, thing) for thing in things}
+    return found
+
+
+def _read(tokens: Any) -> list[Any]:
+    parts: list[Any] = []
+    for token in tokens:
+        if token == ")":
+            break
+        parts.append(_read(tokens) if token == "(" else token)
+    return parts
+
+
+def _true(formula: Any, known: set[tuple[str, ...]], names: dict[str, list[str]]) -> bool:
+    head, *rest = formula
+    match head:
+        case "and":
+            return all(_true(one, known, names) for one in rest)
+        case "not":
+            return not _true(rest[0], known, names)
+        case "=":
+            return bool(rest[0] == rest[1])
+        case "exists":
+            variables, body = rest
+            return any(
+                _true(_filled(body, dict(zip(variables, chosen, strict=True))), known, names)
+                for chosen in itertools.product(*(names[one[1]] for one in variables))
+            )
+    return (head, *rest) in known
+
+
+def _filled(formula: Any, values: dict[str, str]) -> Any:
+    if isinstance(formula, list):
+        return [_filled(one, values) for one in formula]
+    return values.get(formula, formula)

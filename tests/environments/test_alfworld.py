@@ -1,0 +1,488 @@
+"""ALFWorld's games made offline: rules by property, transcripts of the package's own engine, the planner,
+what is frozen.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from outrider.environments.alfworld import texts
+from outrider.environments.alfworld.environment import AlfworldEnvironment
+from outrider.environments.alfworld.family import AlfworldFamily
+from outrider.environments.alfworld.floor_plans import SPLITS, TASK_TYPES, floor_plans, plans_of, tables
+from outrider.environments.alfworld.making import make_scene
+from outrider.environments.alfworld.planner import shortest_plan
+from outrider.environments.alfworld.play import MadeGame
+from outrider.environments.alfworld.rules import VERBS, commands
+from outrider.environments.alfworld.scene import Goal, Scene, contents, is_reached
+from outrider.environments.alfworld.settings import AlfworldConfig
+from outrider.environments.base import CopyableEnvironment, StepResult
+from outrider.environments.families import make_family
+from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.errors import ConfigError
+from outrider.testing import check_environment
+from outrider.types import Message, Task
+from tests.environments.alfworld_goals import holds
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "alfworld.json").read_text())
+KITCHEN = Scene(
+    floor_plan=1,
+    receptacles={
+        "countertop 1": "CounterTop", "fridge 1": "Fridge", "microwave 1": "Microwave",
+        "sinkbasin 1": "SinkBasin",
+    },
+    things={
+        "bread 1": "Bread", "knife 1": "Knife", "apple 2": "Apple", "apple 1": "Apple", "cup 1": "Cup",
+    },
+    places={
+        "bread 1": "fridge 1", "knife 1": "countertop 1", "apple 2": "countertop 1", "apple 1": "fridge 1",
+        "cup 1": "countertop 1",
+    },
+    goal=Goal(
+        task_type="pick_heat_then_place_in_recep", thing="Apple", receptacle="Fridge",
+        text="put a hot apple in fridge",
+    ),
+)  # fmt: skip
+IN_FRIDGE = "The fridge 1 is open. In it, you see a bread 1, and a apple 1."
+ON_COUNTERTOP = "On the countertop 1, you see a knife 1, a apple 2, and a cup 1."
+
+
+@st.composite
+def scenes(draw: Any) -> Scene:
+    return make_scene(
+        draw(st.integers(0, 50)), draw(st.sampled_from(SPLITS)), draw(st.sampled_from(TASK_TYPES)),
+        draw(st.integers(0, 99)),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1000)
+def near_commands(scene: Scene) -> st.SearchStrategy[str]:
+    """Text that looks like a command of this room, whether one is admitted or not."""
+    verbs, names = st.sampled_from(VERBS), st.sampled_from([*scene.things, *scene.receptacles])
+    return st.one_of(
+        st.text(max_size=20),
+        st.builds("{} {}".format, verbs, names),
+        st.builds("{} {} with {}".format, verbs, names, names),
+        st.builds("take {} from {}".format, names, names),
+        st.builds("move {} to {}".format, names, names),
+    )
+
+
+def walk(data: Any, game: MadeGame, most: int = 25) -> Iterator[str]:
+    """Commands by chance, rather such as do something; done one after the other by the caller."""
+    for _ in range(data.draw(st.integers(1, most), label="length")):
+        found = game.commands()
+        near = [one for one in found if one.partition(" ")[0] not in ("go", "look", "help", "inventory")]
+        yield data.draw(st.sampled_from(near if near and data.draw(st.booleans()) else found))
+
+
+def start(scene: Scene = KITCHEN, **changes: Any) -> AlfworldEnvironment:
+    environment = AlfworldEnvironment(config=AlfworldConfig(**changes), open_game=lambda: MadeGame(scene))
+    environment.reset(0)
+    return environment
+
+
+def act(environment: AlfworldEnvironment, command: str) -> StepResult:
+    return environment.step(Message(role="assistant", content=f"I think. <action>{command}</action>"))
+
+
+# --- the rules ---
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda one: "-".join(map(str, one["game"][2:])))
+def test_a_game_plays_as_in_the_package_s_own_engine(vector: dict[str, Any]) -> None:
+    """Recorded there by ``python -m tests.environments.alfworld_pddl``: texts, what is admitted, who wins."""
+    scene = make_scene(*vector["game"])
+    for part in ("walk", "plan"):
+        game = MadeGame(scene)
+        assert (game.opening, list(game.commands())) == (vector["opening"], vector["commands"])
+        for turn in vector[part]:
+            reply = game.act(turn["command"])
+            assert (reply.text, reply.won, reply.refused) == (turn["text"], turn["won"], turn["refused"])
+            admitted = "\n".join(game.commands()).encode()
+            assert hashlib.sha256(admitted).hexdigest() == turn["admitted"], turn["command"]
+    assert vector["plan"][-1]["won"] and [turn["command"] for turn in vector["plan"]] == list(
+        shortest_plan(scene)
+    )
+
+
+def test_the_recorded_walks_try_every_command() -> None:
+    done = {
+        turn["command"].partition(" ")[0] for one in VECTORS for part in ("walk", "plan")
+        for turn in one[part] if not turn["refused"]
+    }  # fmt: skip
+    assert done == set(VERBS) - {"put"}
+    assert {one["game"][2] for one in VECTORS} == set(TASK_TYPES)
+    assert any(turn["refused"] for one in VECTORS for turn in one["walk"])
+
+
+@given(scene=scenes(), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_what_is_not_admitted_changes_nothing_and_what_is_keeps_the_room_in_order(
+    scene: Scene, data: Any
+) -> None:
+    game = MadeGame(scene)
+    for command in walk(data, game, 12):
+        before = game.state.copy()
+        verb, rest = command.partition(" ")[::2]
+        other = data.draw(near_commands(scene))
+        if other not in game.commands():
+            reply = game.act(other)
+            assert reply.refused and reply.text == "Nothing happens." and game.state == before
+        reply = game.act(command)
+        after = game.state
+        assert not reply.refused and reply.won == is_reached(scene, after)
+        assert (
+            set(after.places) | ({after.held} - {None}) == set(scene.things)
+            and after.held not in after.places
+        )
+        if verb in ("look", "inventory", "help", "examine"):
+            assert after == before
+        if verb in ("heat", "cool", "clean"):
+            kind = {"heat": "Microwave", "cool": "Fridge", "clean": "SinkBasin"}[verb]
+            assert (
+                scene.receptacles[rest.rpartition(" with ")[2]] == kind == scene.receptacles[str(after.here)]
+            )
+            assert rest.startswith(str(after.held))
+        if verb in ("take", "move"):
+            here = scene.receptacles[str(after.here)]
+            assert here not in tables().openable or after.here in after.opened
+            assert (before.held is None) == (verb == "take")
+        if verb == "move":
+            assert scene.things[str(before.held)] in tables().can_hold[scene.receptacles[str(after.here)]]
+        assert not after.hot & after.cool
+
+
+@given(scene=scenes(), data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_the_goal_is_reached_exactly_by_the_formula_of_the_original(scene: Scene, data: Any) -> None:
+    game = MadeGame(scene)
+    script = data.draw(st.sampled_from([list(shortest_plan(scene)), []]))
+    assert not holds(scene, game.state)
+    for command in script[:-1]:
+        assert not game.act(command).won and not holds(scene, game.state)
+    if script:
+        assert game.act(script[-1]).won and holds(scene, game.state)
+    for command in walk(data, game, 8):
+        assert game.act(command).won == holds(scene, game.state)
+
+
+@given(scene=scenes(), data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_what_lies_in_something_shut_is_neither_told_nor_taken(scene: Scene, data: Any) -> None:
+    game = MadeGame(scene)
+    for command in walk(data, game):
+        reply, here = game.act(command), game.state.here
+        if here is None:
+            continue
+        is_shut = scene.receptacles[here] in tables().openable and here not in game.state.opened
+        inside = contents(scene, game.state, here)
+        if command.startswith(("go to", f"examine {here}", "open")):
+            assert reply.text.endswith(f"The {here} is closed.") is is_shut
+            assert is_shut or all(f"a {name}" in reply.text for name in inside)
+        assert not is_shut or not any(one.startswith(("take", "move")) for one in game.commands())
+
+
+def test_a_kitchen_from_hand() -> None:
+    game = MadeGame(KITCHEN)
+    assert game.opening.splitlines()[2:] == [
+        "You are in the middle of a room. Looking quickly around you, you see a countertop 1, a fridge 1, "
+        "a microwave 1, and a sinkbasin 1.",
+        "",
+        "Your task is to: put a hot apple in fridge.",
+    ]
+    for command, told in (
+        ("inventory", "You are not carrying anything."),
+        ("take knife 1 from countertop 1", "Nothing happens."),
+        ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
+        ("take bread 1 from fridge 1", "Nothing happens."),
+        ("open fridge 1", f"You open the fridge 1. {IN_FRIDGE}"),
+        ("close fridge 1", "You close the fridge 1."),
+        ("go to countertop 1", f"You arrive at countertop 1. {ON_COUNTERTOP}"),
+        ("take knife 1 from countertop 1", "You pick up the knife 1 from the countertop 1."),
+        ("inventory", "You are carrying: a knife 1."),
+        ("slice apple 2 with knife 1", "You sliced the apple 2 with the knife 1."),
+        ("heat knife 1 with microwave 1", "Nothing happens."),
+        ("look", "You are facing the countertop 1. Next to it, you see nothing."),
+        ("move knife 1 to countertop 1", "You move the knife 1 to the countertop 1."),
+        ("take apple 2 from countertop 1", "You pick up the apple 2 from the countertop 1."),
+        ("examine apple 2", "This is a sliced apple 2."),
+        ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
+        ("cool apple 2 with fridge 1", "You cool the apple 2 using the fridge 1."),
+        ("examine apple 2", "This is a cool sliced apple 2."),
+        ("go to microwave 1", "You arrive at microwave 1. The microwave 1 is closed."),
+        ("heat apple 2 with microwave 1", "You heat the apple 2 using the microwave 1."),
+        ("examine apple 2", "This is a hot sliced apple 2."),
+        ("go to sinkbasin 1", "You arrive at sinkbasin 1. On the sinkbasin 1, you see nothing."),
+        ("clean apple 2 with sinkbasin 1", "You clean the apple 2 using the sinkbasin 1."),
+        ("examine apple 2", "This is a hot and clean sliced apple 2."),
+        ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
+        ("move apple 2 to fridge 1", "Nothing happens."),
+        ("open fridge 1", f"You open the fridge 1. {IN_FRIDGE}"),
+    ):  # fmt: skip
+        reply = game.act(command)
+        assert (reply.text, reply.won) == (told, False), command
+    assert game.act("move apple 2 to fridge 1").won
+
+
+# --- games and splits ---
+
+
+def test_splits_share_no_floor_plan_and_hold_out_what_the_original_does() -> None:
+    numbers = {split: {plan.number for plan in plans_of(split)} for split in SPLITS}
+    assert [len(numbers[split]) for split in SPLITS] == [80, 16, 24]
+    assert set.union(*numbers.values()) == {plan.number for plan in floor_plans()}
+    assert numbers["test"] == {base + one for base in (0, 200, 300, 400) for one in range(1, 7)}
+    family = AlfworldFamily(AlfworldConfig(num_train=120, num_valid=120, num_test=120))
+    for split in SPLITS:
+        played = {task.metadata["floor_plan"] for task in family.tasks(split)}
+        assert played <= numbers[split] and len(played) > len(numbers[split]) / 2
+        assert {task.metadata["task_type"] for task in family.tasks(split)} == set(TASK_TYPES)
+
+
+@given(scene=scenes())
+@settings(max_examples=60, deadline=None)
+def test_games_are_well_formed(scene: Scene) -> None:
+    known, goal = tables(), scene.goal
+    [plan] = [one for one in floor_plans() if one.number == scene.floor_plan]
+    assert plan.room in known.goal_rooms[goal.task_type]
+    assert set(scene.places) == set(scene.things) and set(scene.places.values()) <= set(scene.receptacles)
+    for thing, place in scene.places.items():
+        kind, receptacle = scene.things[thing], scene.receptacles[place]
+        assert kind == "DeskLamp" or kind in known.can_hold[receptacle]
+        assert (kind, receptacle) != (goal.thing, goal.receptacle)
+    assert goal.receptacle == "" or goal.thing in known.can_hold[goal.receptacle]
+    number = sum(kind == goal.thing for kind in scene.things.values())
+    assert (2 if goal.task_type == "pick_two_obj_and_place" else 1) <= number <= 3
+    assert goal.thing.lower() in goal.text and "{" not in goal.text
+
+
+@given(scene=scenes())
+@settings(max_examples=25, deadline=None)
+def test_no_plan_is_shorter(scene: Scene) -> None:
+    assert len(shortest_plan(scene)) == fewest_commands(scene)
+
+
+def fewest_commands(scene: Scene) -> int:
+    """By breadth-first search in the game itself, over the things and receptacles that can matter."""
+    goal = scene.goal
+    things = {name for name, kind in scene.things.items() if kind in (goal.thing, "DeskLamp")}
+    kinds = {goal.receptacle, "SinkBasin", "Microwave", "Fridge"}
+    near = {scene.places[name] for name in things} | {
+        name for name, kind in scene.receptacles.items() if kind in kinds
+    }
+    # Of equal receptacles that nothing of it lies in, one is as good as another; two hands are not needed.
+    spare: dict[str, int] = {}
+    occupied = {scene.places[name] for name in things}
+    for name in sorted(near - occupied):
+        spare[scene.receptacles[name]] = spare.get(scene.receptacles[name], 0) + 1
+        if spare[scene.receptacles[name]] > 1:
+            near.discard(name)
+    wanted = ("go", "open", "take", "move", "heat", "cool", "clean", "use")
+    border, seen, depth = [MadeGame(scene)], set(), 0
+    while True:
+        depth += 1
+        following = []
+        for game in border:
+            for command in commands(scene, game.state).values():
+                about = {command.thing, command.receptacle} - {""}
+                if command.verb not in wanted or not about <= things | near:
+                    continue
+                twin = game.copy()
+                if twin.act(command.text).won:
+                    return depth
+                state = twin.state
+                places = frozenset((name, state.places.get(name)) for name in things)
+                done = (
+                    frozenset(state.hot),
+                    frozenset(state.cool),
+                    frozenset(state.clean),
+                    frozenset(state.toggled),
+                )
+                mark = (state.here, state.held, places, frozenset(state.opened), done)
+                if mark not in seen:
+                    seen.add(mark)
+                    following.append(twin)
+        border = following
+
+
+def test_the_expert_solves_a_thousand_games_with_admitted_commands() -> None:
+    family = AlfworldFamily(AlfworldConfig(num_train=600, num_valid=200, num_test=200))
+    lengths = set()
+    for task in (task for split in SPLITS for task in family.tasks(split)):
+        steps = family.expert(task, seed=0)
+        assert steps is not None and steps[-1].is_terminal and not any(one.is_terminal for one in steps[:-1])
+        assert not any(one.observation == texts.NOTHING_HAPPENS for one in steps)
+        lengths.add(len(steps))
+    assert min(lengths) >= 3 and max(lengths) <= 12
+
+
+def test_an_expert_who_needs_more_moves_than_there_are_is_none() -> None:
+    family = AlfworldFamily(AlfworldConfig(max_moves=5, num_test=24))
+    lengths = [(task, len(shortest_plan(scene_of(task)))) for task in family.tasks("test")]
+    assert min(length for _, length in lengths) < 5 < max(length for _, length in lengths)
+    for task, length in lengths:
+        steps = family.expert(task, 0)
+        assert steps is None if length > 5 else steps is not None and len(steps) == length
+
+
+def scene_of(task: Task) -> Scene:
+    found = task.metadata
+    return make_scene(0, found["split"], found["task_type"], found["index"])  # type: ignore[arg-type]
+
+
+def test_games_are_the_same_on_every_machine_and_more_games_leave_the_first() -> None:
+    frozen = {
+        "train": "b2324ed46d7091eb6b2f45ba0427bc896494893191dcbfb1f14f9dbcd19fc0c9",
+        "valid": "68f5b66615c94bfd65ca62c51596dee11a7582c6ca9784882efc8c30e79cf923",
+        "test": "6954986cce166c6f74deb6167d95e415f01bf75324e2bded68b6d294628544ab",
+    }
+    family = AlfworldFamily(AlfworldConfig())
+    assert {split: panel_hash(family.tasks(split)) for split in SPLITS} == frozen
+    more = AlfworldFamily(AlfworldConfig(num_test=80)).tasks("test")
+    assert list(family.tasks("test")) == list(more[:60])
+    heated = AlfworldFamily(AlfworldConfig(task_types=("pick_heat_then_place_in_recep",), num_test=5))
+    assert all(task in more for task in heated.tasks("test"))
+    others = AlfworldFamily(AlfworldConfig(game_seed=1)).tasks("test")
+    assert not {task.metadata["digest"] for task in others} & {task.metadata["digest"] for task in more}
+
+
+def test_the_digest_tells_every_difference() -> None:
+    changed: list[dict[str, Any]] = [
+        {"floor_plan": 2}, {"receptacles": {**KITCHEN.receptacles, "safe 1": "Safe"}},
+        {"things": {**KITCHEN.things, "cup 1": "Mug"}}, {"places": {**KITCHEN.places, "cup 1": "fridge 1"}},
+        {"goal": Goal(task_type="pick_and_place_simple", thing="Cup", receptacle="Fridge", text="t")},
+    ]  # fmt: skip
+    digests = {KITCHEN.digest, *(replace(KITCHEN, **one).digest for one in changed)}
+    assert len(digests) == 6 and replace(KITCHEN).digest == KITCHEN.digest
+
+
+# --- an episode ---
+
+
+def test_the_contract_of_an_environment_holds() -> None:
+    for show_admissible in (False, True):
+        check_environment(AlfworldFamily(AlfworldConfig(show_admissible=show_admissible)), num_tasks=6)
+
+
+def test_a_won_game_pays_once_and_ends() -> None:
+    environment = start()
+    plan = shortest_plan(KITCHEN)
+    results = [act(environment, command) for command in plan]
+    assert [one.reward for one in results] == [0.0] * (len(plan) - 1) + [1.0]
+    assert [one.done for one in results] == [False] * (len(plan) - 1) + [True] and not results[-1].truncated
+    record = environment.result()
+    assert (record.episode_return, record.success, record.metrics["num_moves"]) == (1.0, True, len(plan))
+    with pytest.raises(RuntimeError, match="has ended"):
+        act(environment, "look")
+
+
+def test_a_won_game_pays_what_the_settings_say() -> None:
+    environment = start(reward_scale=10.0)
+    assert act(environment, "look").reward == environment.result().episode_return == 0.0
+    last = [act(environment, command) for command in shortest_plan(KITCHEN)][-1]
+    assert last.reward == environment.result().episode_return == 10.0
+
+
+def test_what_is_not_done_is_refused_and_what_is_no_command_invalid() -> None:
+    environment = start(max_moves=4)
+    refused, invalid, mute = (
+        act(environment, "open microwave 1"),
+        act(environment, "fly away"),
+        environment.step(Message(role="assistant", content="hm")),
+    )
+    assert (refused.refused, refused.invalid, refused.text) == (True, False, "Nothing happens.")
+    assert (invalid.refused, invalid.invalid, invalid.text) == (False, True, "Nothing happens.")
+    assert mute.invalid and "<action>" in mute.text
+    assert act(environment, "go to microwave 1").carried_out
+    last = act(environment, "inventory")
+    assert last.done and last.truncated and last.reward == 0.0 and not environment.result().success
+    assert environment.result().metrics == {
+        "num_moves": 4.0, "num_turns": 5.0, "num_invalid": 2.0, "num_refused": 1.0, "cut_by_moves": 1.0,
+    }  # fmt: skip
+
+
+def test_the_last_move_may_win() -> None:
+    plan = shortest_plan(KITCHEN)
+    environment = start(max_moves=len(plan))
+    last = [act(environment, command) for command in plan][-1]
+    assert last.done and not last.truncated and environment.result().success
+
+
+def test_the_commands_are_listed_where_that_is_wanted() -> None:
+    environment = start(show_admissible=True, num_shown_actions=3)
+    listing = (
+        "Commands understood now:\ngo to countertop 1\ngo to fridge 1\ngo to microwave 1\n... and 4 more"
+    )
+    assert environment.reset(0)[0].content.endswith(listing)
+    assert (
+        "Commands understood now:\nexamine fridge 1\ngo to countertop 1\n"
+        in act(environment, "go to fridge 1").text
+    )
+    assert "understood" not in act(start(), "look").text
+
+
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_a_copy_goes_its_own_way_and_a_replay_the_same_way(data: Any) -> None:
+    task = data.draw(st.sampled_from(AlfworldFamily(AlfworldConfig()).tasks("valid")))
+    factory = AlfworldFamily(AlfworldConfig()).make()
+    environment, again = factory(task), factory(task)
+    assert isinstance(environment, CopyableEnvironment) and environment.reset(0) == again.reset(5)
+    done = []
+    for command in walk(data, environment._game, 10):  # type: ignore[arg-type]
+        done.append((command, act(environment, command)))
+        if done[-1][1].done:
+            break
+    assert [act(again, command) for command, _ in done] == [result for _, result in done]
+    if done[-1][1].done:
+        return
+    twin = environment.copy()
+    state = environment._game.state.copy()  # type: ignore[union-attr]
+    for command in walk(data, twin._game, 5):  # type: ignore[arg-type]
+        if act(twin, command).done:
+            break
+    assert environment._game.state == state == again._game.state  # type: ignore[union-attr]
+    assert act(environment, "inventory") == act(again, "inventory")
+
+
+# --- settings and the family ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_train": 0, "num_valid": 0, "num_test": 0}, "nothing to play"),
+        ({"num_test": None}, "num_test none: all games there are only of published ones"),
+        ({"task_types": ["look_at_obj_in_light"] * 2}, "a type twice"),
+        ({"task_types": []}, "at least 1 item"), ({"task_types": ["pick_and_wash"]}, "pick_and_place_simple"),
+        ({"max_moves": 0}, "greater than or equal to 1"),
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        AlfworldConfig.model_validate(changes)
+
+
+def test_the_family_is_made_from_its_settings_and_knows_its_own_tasks() -> None:
+    family = make_family(AlfworldConfig())
+    assert isinstance(family, AlfworldFamily) and family.stateful and family.stop == ("</action>",)
+    assert AlfworldConfig().replayed_differently() == [] and AlfworldConfig().waiting_s(64) == 0.0
+    with pytest.raises(ConfigError, match="unknown split 'dev'"):
+        family.tasks("dev")
+    [task] = AlfworldFamily(AlfworldConfig(num_test=1)).tasks("test")
+    for changed, told in (
+        ({"games": "offline-9"}, "no task of the ALFWorld games"), ({"digest": "0"}, "another game"),
+        ({"task_type": "wash"}, "of no type"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=told):
+            family.make()(Task(key="t", question="q", metadata={**task.metadata, **changed}))
