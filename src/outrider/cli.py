@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from outrider.commands import make_parser
 from outrider.errors import ConfigError, OutriderError
 from outrider.printing import say
-from outrider.stopping import second_signal_ends
+from outrider.stopping import lost_interruptions_return, second_signal_ends
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parsed(arguments)
         command: Command = parsed.command
-        with second_signal_ends(_how_to_go_on(parsed)):
+        with second_signal_ends(_how_to_go_on(parsed)), lost_interruptions_return():
             return command(parsed)
     except ConfigError as error:
         say(f"outrider: {error}", to_stderr=True)
