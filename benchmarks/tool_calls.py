@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.tools.python import PythonTool, PythonToolConfig
-from outrider.train.machine.processor import processor
 
 _CODE = "print(sum(i * i for i in range(1000)))"
 _ROOT = Path(__file__).resolve().parents[1]
@@ -127,6 +126,9 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(measure(arguments.calls, arguments.threads)))
         return
+    # an earlier commit, which only measures, need not have it
+    from outrider.train.machine.processor import processor
+
     with TemporaryDirectory() as folder:
         sources = {"here": _ROOT / "src"}
         if arguments.against:

@@ -1,10 +1,25 @@
-"""One way of writing scores (F10)."""
+"""One way of writing scores (F10), and one way to the terminal, which no text of others steers (D6)."""
 
+import ast
+import io
+import json
 import math
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from outrider.printing import points, score
+import outrider
+from outrider.cli import main
+from outrider.config import Settings, load_settings, to_toml
+from outrider.printing import points, say, score
+from outrider.terminal import Terminal
+
+ESCAPES = "a\x1b[2Jb\x1b]0;owned\x07c\x9b31md\u202ee\x00\x7ff"
 
 
 @pytest.mark.parametrize(
@@ -28,3 +43,82 @@ def test_f10_a_score_is_per_cent_with_its_interval_and_a_return_is_a_number(
 def test_f10_differences_are_points_with_their_sign() -> None:
     assert points(0.287, 0.16, 0.401) == "+28.7 points [+16.0, +40.1]"
     assert points(-0.05) == "-5.0 points" and points(math.nan) == "not measured"
+
+
+def is_calm(text: str) -> bool:
+    """Nothing but characters that show and line breaks."""
+    return text.replace("\n", "").isprintable()
+
+
+def test_d6_a_line_stays_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"first\n{ESCAPES}\r", "second \ud800")
+    say("third\u2028", to_stderr=True)
+    told = capsys.readouterr()
+    assert is_calm(told.out) and told.out.splitlines()[1:] == ["second  "] and told.out.startswith("first a")
+    assert told.err == "third \n"
+
+
+def shown(*cells: str, styled: bool = False) -> str:
+    """A table in a frame, as text."""
+    stream = io.StringIO()
+    table = Table("what", "said", title=Text(cells[0]))
+    table.add_row(*(Text(cell, style="bold red") for cell in cells))
+    Terminal(file=stream, width=60, force_terminal=styled).print(Panel(table))
+    return stream.getvalue()
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_d6_no_text_in_a_table_steers_the_terminal(one: str, other: str) -> None:
+    assert is_calm(shown(one, other)) and is_calm(shown(ESCAPES, f"{one}\n{other}"))
+
+
+def test_d6_the_styles_of_a_table_are_its_own_and_its_columns_stay() -> None:
+    styled = shown(ESCAPES, "two\nlines", styled=True)
+    assert "\x1b[1;31m" in styled and "\x1b[2J" not in styled and not {"\x07", "\x9b"} & set(styled)
+    lines = shown(ESCAPES, "two\nlines").splitlines()
+    assert len({len(line) for line in lines}) == 1 and any("lines" in line for line in lines)
+
+
+def test_d6_a_buffer_of_others_is_shown_in_peace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Agents, tasks and steps are as others wrote them: `buffer query` sent their escapes to the terminal."""
+    record = {
+        "question": ESCAPES, "messages": [{"role": "assistant", "content": f"look {ESCAPES}"},
+                                          {"role": "user", "content": ESCAPES},
+                                          {"role": "assistant", "content": "done"}],
+        "reward": 1.0, "agent": ESCAPES, "task_key": ESCAPES, "trajectory_id": ESCAPES,
+    }  # fmt: skip
+    file, buffer = tmp_path / "a.jsonl", str(tmp_path / "a.sqlite")
+    file.write_text(json.dumps(record) + "\n" + json.dumps(record | {"reward": ESCAPES}) + "\n")
+    given = ("--embedder", "hash")
+    assert main(["buffer", "import", str(file), "--out", buffer, "--skip-malformed", *given]) == 0
+    assert main(["buffer", "stats", buffer, *given]) == 0
+    assert main(["buffer", "query", buffer, "look", *given]) == 0
+    told = capsys.readouterr()
+    assert "owned" in told.out and is_calm(told.out) and is_calm(told.err)
+
+
+class Named(Settings):
+    name: str = ""
+
+
+@given(st.text(max_size=30))
+def test_d6_a_configuration_is_shown_and_read_back_in_printable_text(name: str) -> None:
+    if any("\ud800" <= one <= "\udfff" for one in name):
+        return  # TOML cannot hold it
+    text = to_toml(Named(name=name).model_dump())
+    assert is_calm(text)
+    assert load_settings(Named, file=None, overrides=[text]).name == name or name == "none"
+
+
+def test_d6_nothing_else_prints() -> None:
+    """Or the next table would be of a console that anybody may steer."""
+    source = Path(outrider.__file__).parent
+    own = {"printing.py", "terminal.py", "watch/progress.py"}
+    without_terminal = {"tools/python_worker.py", "environments/textworld/games.py"}  # a parent reads these
+    found = set()
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            if called in ("print", "Console"):
+                found.add(path.relative_to(source).as_posix())
+    assert found <= own | without_terminal and "printing.py" in found

@@ -3,11 +3,17 @@
 import signal
 from typing import NoReturn
 
-from outrider.cli import main
-
 
 def program() -> NoReturn:
-    """The command line as a process. A Ctrl-C while the interpreter winds up ends it without a traceback."""
+    """The command line as a process. A Ctrl-C while the interpreter imports it or winds up ends it without a
+    traceback.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # else the shell wants it ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from outrider.cli import main
+
+    signal.signal(signal.SIGINT, handler)
     status = main()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise SystemExit(status)

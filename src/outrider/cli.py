@@ -3,13 +3,13 @@
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 
+from outrider.allocator import share_one_arena
 from outrider.commands import make_parser
 from outrider.errors import ConfigError, OutriderError
-from outrider.printing import one_line
-from outrider.stopping import second_signal_ends
+from outrider.printing import say
+from outrider.stopping import lost_interruptions_return, second_signal_ends
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -22,23 +22,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products on a GPU
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    share_one_arena()
     parsed = None
     try:
         parsed = _parsed(arguments)
         command: Command = parsed.command
-        with second_signal_ends(_how_to_go_on(parsed)):
+        with second_signal_ends(_how_to_go_on(parsed)), lost_interruptions_return():
             return command(parsed)
     except ConfigError as error:
-        _say(f"outrider: {error}")
+        say(f"outrider: {error}", to_stderr=True)
         return 2
     except OutriderError as error:
-        _say(f"outrider: {error}")
+        say(f"outrider: {error}", to_stderr=True)
         return 1
     except OSError as error:  # a full disk, a folder without permission
-        _say(f"outrider: {error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        where = f": {error.filename}" if error.filename else ""
+        say(f"outrider: {error.strerror or error}{where}", to_stderr=True)
         return 1
     except KeyboardInterrupt:
-        print(f"outrider: interrupted{_how_to_go_on(parsed) if parsed is not None else ''}", file=sys.stderr)
+        say(f"outrider: interrupted{_how_to_go_on(parsed) if parsed is not None else ''}", to_stderr=True)
         return 130
 
 
@@ -60,10 +62,3 @@ def _how_to_go_on(parsed: argparse.Namespace) -> str:
     told: str = parsed.interrupted
     run = vars(parsed).get("resume") or vars(parsed).get("run")
     return told.replace("{run}", shlex.quote(str(run or "RUN")))
-
-
-def _say(text: str) -> None:
-    """An error may quote a file, a server or a model: no line break or terminal escape of theirs gets
-    through.
-    """
-    print(one_line(text).encode("utf-8", "replace").decode("utf-8"), file=sys.stderr)

@@ -190,8 +190,9 @@ def _literal(value: Any) -> str:
     if isinstance(value, str):
         if any("\ud800" <= c <= "\udfff" for c in value):
             raise ConfigError(f"cannot write {value!r} as TOML: it is not valid Unicode")
+        # what a terminal might obey is spelled out, not only what TOML asks for
         escaped = "".join(
-            f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c
+            c if c.isprintable() else f"\\u{ord(c):04x}" if ord(c) < 2**16 else f"\\U{ord(c):08x}"
             for c in value.replace("\\", "\\\\").replace('"', '\\"')
         )
         return f'"{escaped}"'

@@ -3,6 +3,7 @@ alike.
 """
 
 import math
+import sys
 
 
 def one_line(text: str) -> str:
@@ -10,6 +11,16 @@ def one_line(text: str) -> str:
     space.
     """
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+def say(*lines: str, to_stderr: bool = False) -> None:
+    """Print each on a line of its own, whatever it holds; tables go through
+    :class:`outrider.terminal.Terminal`.
+    """
+    stream = sys.stderr if to_stderr else sys.stdout
+    encoding = stream.encoding or "utf-8"
+    for line in lines:
+        print(one_line(line).encode(encoding, "replace").decode(encoding), file=stream)
 
 
 def score(value: float, low: float = math.nan, high: float = math.nan, *, is_share: bool = True) -> str:

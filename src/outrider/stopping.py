@@ -6,8 +6,10 @@ The second one is a thread's work, which hears of a signal where the interpreter
 waits, or in code that swallows KeyboardInterrupt, and would never come to run a handler.
 """
 
+import _thread
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from typing import Final
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _REPEAT_S: Final = 0.1  # `timeout` signals its child and the child's group: one request, which comes twice
+_BEHIND_S: Final = 0.001  # what Python calls back ends within it, mostly; else once more
 _TELL_S: Final = 0.5  # a pipe that nobody reads must not hold up the end
 _SHOW_CURSOR: Final = b"\x1b[?25h"  # the live display has hidden it
 STOPPING: Final = "stopping (an update in flight ends first); Ctrl-C again ends at once"  # within 80 columns
@@ -48,6 +51,37 @@ def second_signal_ends(how_to_go_on: str) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         os.close(told)  # which ends the thread
+
+
+@contextmanager
+def lost_interruptions_return() -> Iterator[None]:
+    """Within the block a KeyboardInterrupt that Python would print and forget is raised again a moment later.
+
+    It cannot raise one out of what it calls back itself: a finaliser, or the end of an import's lock, which
+    every import has. In another thread than the main one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = sys.unraisablehook
+
+    def hook(lost: "sys.UnraisableHookArgs") -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            before(lost)
+            return
+        # No Thread object: whoever was called back may hold the locks that one takes.
+        _thread.start_new_thread(_interrupt_again, ())
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _interrupt_again() -> None:
+    time.sleep(_BEHIND_S)
+    _thread.interrupt_main()
 
 
 def cleared_before_the_end(clear: Callable[[], None]) -> Callable[[], None]:

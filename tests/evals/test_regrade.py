@@ -1,6 +1,7 @@
 """F3: an evaluation keeps the replies, and they are graded again without the model that wrote them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,9 @@ def test_f3_other_rules_are_told_with_task_old_and_new_and_the_old_summary_stays
     told = capsys.readouterr().out
     assert "1 of 5 verdicts changed\n  q-0, sample 0: was right, 'Paris.'; is wrong, 'Paris.'" in told
     (row,) = [line for line in told.splitlines() if "exact match" in line]
-    assert row.index("0.6000") < row.index("0.4000") and "rules: punctuation stays" in told
+    assert "rules: punctuation stays" in told
+    # F10: in per cent, as in the table of the evaluation itself
+    assert re.search(r"60\.0 % \[\d+\.\d, \d+\.\d\].*40\.0 % \[\d+\.\d, \d+\.\d\]", row)
     (changed,) = found(run)["changed"]
     assert (changed["task_key"], changed["old"]["success"], changed["new"]["success"]) == ("q-0", True, False)
     assert regrade(run, "--rules", "squad") == 0

@@ -178,6 +178,66 @@ def test_e8_an_interrupted_command_says_how_it_goes_on_where_it_does(
     assert capsys.readouterr().err == told
 
 
+class Lost:
+    """What Python calls back, and whose errors it prints and forgets."""
+
+    def __del__(self) -> None:
+        press()
+
+
+def test_an_interruption_that_python_would_print_and_forget_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It met a finaliser, or the callback at the end of an import: a traceback, and the run went on."""
+
+    def command(*_: object) -> int:
+        lost = Lost()
+        del lost
+        return int(not threading.Event().wait(20))
+
+    monkeypatch.setattr(looking, "_view", command)
+    before = sys.unraisablehook
+    assert cli.main(["view", "r"]) == 130
+    assert capsys.readouterr().err == "outrider: interrupted\n" and sys.unraisablehook is before
+
+
+def test_what_else_python_forgets_is_still_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
+
+    class Broken:
+        def __del__(self) -> None:
+            raise LookupError
+
+    def command(*_: object) -> int:
+        Broken()
+        return 0
+
+    monkeypatch.setattr(looking, "_view", command)
+    assert cli.main(["view", "r"]) == 0 and told == [LookupError]
+
+
+IMPORTING = """
+import builtins, os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+real = builtins.__import__
+
+def imported(name, *rest, **named):
+    if name == "argparse":
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(name, *rest, **named)
+
+builtins.__import__ = imported
+sys.argv = ["outrider", "--version"]
+runpy.run_module("outrider.__main__", run_name="__main__")
+"""
+
+
+def test_an_interruption_while_the_command_line_is_imported_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_an_interruption_while_the_arguments_are_read_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.config import Settings
+from outrider.printing import say
 from outrider.resolved import given_by, leaves
 from outrider.resolved import show as as_toml
 
@@ -14,5 +15,6 @@ def show(
     """The resolved configuration, which :func:`load_settings` reads back, and who set what of it."""
     from outrider.train.state.same_settings import UNSEEN
 
-    print(as_toml(leaves(settings, given=given_by(recipe, overrides), unseen=UNSEEN, others=others)))
+    shown = as_toml(leaves(settings, given=given_by(recipe, overrides), unseen=UNSEEN, others=others))
+    say(*shown.split("\n"))
     return 0

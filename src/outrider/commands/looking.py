@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from outrider.commands.parts import Commands
+from outrider.printing import say
 
 
 def add(commands: Commands) -> None:
@@ -39,7 +40,7 @@ def add(commands: Commands) -> None:
 def _view(parsed: argparse.Namespace) -> int:
     from outrider.watch.report import write_report
 
-    print(write_report(parsed.run))
+    say(str(write_report(parsed.run)))
     return 0
 
 
@@ -50,8 +51,7 @@ def _replay(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from outrider.evals.compare.render import compare_runs
+    from outrider.terminal import Terminal
 
-    return compare_runs(parsed.runs, markdown=parsed.markdown, html=parsed.html, console=Console())
+    return compare_runs(parsed.runs, markdown=parsed.markdown, html=parsed.html, console=Terminal())

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 
 from outrider.commands.parts import Commands
 from outrider.errors import ConfigError
+from outrider.printing import say
 
 
 def add(commands: Commands) -> None:
@@ -45,25 +46,24 @@ def _pack(parsed: argparse.Namespace) -> int:
     from outrider.evals.pack.make import make_pack
 
     manifest = make_pack(parsed.runs, parsed.out, commands=parsed.commands, weights=parsed.weights)
-    print(f"{parsed.out}: {len(manifest.files)} files; check it with: outrider verify {parsed.out}")
+    say(f"{parsed.out}: {len(manifest.files)} files; check it with: outrider verify {parsed.out}")
     return 0
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from outrider.evals.pack.verify import show, verify
+    from outrider.terminal import Terminal
 
     if wrong := [item for item in parsed.overrides if not all(item.partition("="))]:
         raise ConfigError(f"{wrong[0]!r} is not of the form section.key=PATH")
     given = {key: Path(path) for key, _, path in (item.partition("=") for item in parsed.overrides)}
     verified = verify(parsed.pack, given=given)
-    show(parsed.pack, verified, Console())
+    show(parsed.pack, verified, Terminal())
     if parsed.no_replay:
         return 0
     from outrider.evals.pack.replay import replay_row
 
     with TemporaryDirectory() as folder:
         chosen = {"folder": parsed.run or Path(folder), "given": given, "progress": parsed.progress}
-        print(replay_row(parsed.pack, verified, parsed.replay, **chosen))
+        say(*replay_row(parsed.pack, verified, parsed.replay, **chosen).split("\n"))
     return 0

@@ -12,6 +12,7 @@ from outrider.algorithms.retrospex.settings import CriticSettings
 from outrider.algorithms.retrospex.situations import turns_of
 from outrider.evals.recorded import recorded_trajectories
 from outrider.memory.embedder import load_embedder
+from outrider.printing import say
 
 _TOLD = 20  # lines of progress in the whole
 
@@ -28,7 +29,7 @@ class _Told:
         if number % self._every == 0 or number == self._num_updates:
             values, qualities = (fmean(part) for part in zip(*self._losses, strict=True))
             progress = f"{number} of {self._num_updates} updates"
-            print(f"critic: {progress}, loss of V {values:.3g}, of Q {qualities:.3g}")
+            say(f"critic: {progress}, loss of V {values:.3g}, of Q {qualities:.3g}")
             self._losses.clear()
 
 
@@ -41,7 +42,7 @@ def train_critic(sources: Sequence[Path], *, out: Path, settings: CriticSettings
     trajectories = [one for source in sources for one in recorded_trajectories(source)]
     turns = turns_of(trajectories, embedder)
     mean = fmean(one.reward for one in trajectories)
-    print(f"critic: {len(trajectories)} trajectories, {len(turns.rewards_N)} turns, mean return {mean:.3g}")
+    say(f"critic: {len(trajectories)} trajectories, {len(turns.rewards_N)} turns, mean return {mean:.3g}")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -49,5 +50,5 @@ def train_critic(sources: Sequence[Path], *, out: Path, settings: CriticSettings
     finally:
         torch.set_num_threads(num_threads)
     Critic(networks, embedder, settings).save(out)
-    print(f"{out}: play with it by engine.type=retrospex engine.critic={out}")
+    say(f"{out}: play with it by engine.type=retrospex engine.critic={out}")
     return 0

@@ -10,11 +10,12 @@ from rich.text import Text
 from outrider.errors import ConfigError
 from outrider.plugins.names import BUILT_IN, Kind, known_names, package_of, registered
 from outrider.plugins.registry import origin, resolve
+from outrider.terminal import Terminal
 
 
 def print_plugins(kinds: Sequence[Kind], console: Console | None = None) -> int:
     """Print one table per kind; 1 where a plug-in cannot be imported, else 0."""
-    console = console or Console()
+    console = console or Terminal()
     status = 0
     for kind in kinds:
         table = Table(

@@ -14,6 +14,7 @@ from outrider import __version__
 from outrider.atomic_io import replace_file
 from outrider.errors import ConfigError
 from outrider.plugins.names import BUILT_IN, Kind
+from outrider.printing import say
 
 _KINDS: Final[Mapping[str, Kind]] = {
     "environment": "environments",
@@ -42,8 +43,12 @@ def write_package(kind: str, name: str, folder: Path | None = None) -> int:
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / path, text.encode())
-    print(f"{folder}: {len(files)} files. Next:\n  pip install -e {folder}\n  pytest {folder}")
-    print(f"  outrider train {folder / 'recipe.toml'} --run runs/{name}")
+    say(
+        f"{folder}: {len(files)} files. Next:",
+        f"  pip install -e {folder}",
+        f"  pytest {folder}",
+        f"  outrider train {folder / 'recipe.toml'} --run runs/{name}",
+    )
     return 0
 
 

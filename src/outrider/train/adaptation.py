@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +25,7 @@ from outrider.rollout.evaluate import Evaluation, evaluate, interval
 from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
+from outrider.terminal import Terminal
 from outrider.trace import Leaf, Trace
 from outrider.train.building import build
 from outrider.train.components import Components, token_counter
@@ -129,7 +129,7 @@ def adapt(
     finally:
         display.close()
         run.release()
-    Console().print(table)
+    Terminal().print(table)
     return 0
 
 
@@ -157,8 +157,9 @@ def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabou
     def record(evaluation: Evaluation) -> None:
         run.add_evaluation(evaluation, split=chosen.split, temperature=chosen.temperature, panel_hash=panel)
         solved = score(evaluation.score, evaluation.ci_low, evaluation.ci_high)
+        returned = score(evaluation.mean_return, is_share=False)
         counts = (str(evaluation.num_tasks), str(evaluation.num_faults))
-        table.add_row(evaluation.label, Text(solved), f"{evaluation.mean_return:.3f}", *counts)
+        table.add_row(evaluation.label, Text(solved), returned, *counts)
 
     adaptation = Adaptation(parts=parts, hook=hook, display=display)
     meter.num_done = lambda: adaptation.num_done

@@ -9,15 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.environments.base import EnvironmentFactory, StepResult
 from outrider.environments.families import make_family
 from outrider.errors import DataError, EnvironmentFault, ToolFault
+from outrider.printing import say
 from outrider.rollout.scripted_play import DirectEpisode, outcome_of, play_texts
 from outrider.seeding import reset_seed
+from outrider.terminal import Terminal
 from outrider.train.settings import RunSettings
 from outrider.train.state.recorded import recorded_settings
 from outrider.types import Origin, Outcome, Task
@@ -252,9 +253,9 @@ def _print(step: int, found: Sequence[tuple[_Recorded, Difference | None]], *, n
             recorded, replayed = _around(difference.recorded, difference.replayed)
             cells = (one.task_key, str(one.leaf.rollout), turn, difference.what, recorded, replayed)
             table.add_row(*(Text(cell) for cell in cells))
-        Console().print(table)
+        Terminal().print(table)
         if len(differing) > _SHOWN:
-            print(f"... and {len(differing) - _SHOWN} more rollouts that differ")
+            say(f"... and {len(differing) - _SHOWN} more rollouts that differ")
     summary = Table("rollouts", "count", title=f"step {step}")
     counts = {
         "replayed": len(found),
@@ -264,7 +265,7 @@ def _print(step: int, found: Sequence[tuple[_Recorded, Difference | None]], *, n
     }
     for name, count in counts.items():
         summary.add_row(name, str(count))
-    Console().print(summary)
+    Terminal().print(summary)
 
 
 def _around(recorded: str, replayed: str) -> tuple[str, str]:

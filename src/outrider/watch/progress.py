@@ -15,6 +15,7 @@ from rich.text import Text
 from outrider.errors import ConfigError
 from outrider.printing import one_line
 from outrider.stopping import STOPPING, cleared_before_the_end
+from outrider.terminal import Terminal
 from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, TimeLeft, duration, shown
 
 _log = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ class RichProgress:
     """
 
     def __init__(self, *, console: Console | None = None, clock: Clock = time.monotonic) -> None:
-        self._console = console if console is not None else Console()
+        self._console = console if console is not None else Terminal()
         self._clocks = StageClocks(clock)
         self._stage: StageClock | None = None
         self._message = ""
@@ -262,7 +263,7 @@ def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Pr
     if mode == "plain":
         return PlainProgress()
     if mode in ("auto", "rich"):
-        console = Console()
+        console = Terminal()
         can_redraw = console.is_terminal and not console.is_dumb_terminal
         return RichProgress(console=console) if mode == "rich" or can_redraw else PlainProgress()
     raise ConfigError(f"progress mode {mode!r} is not one of auto, rich, plain, none")

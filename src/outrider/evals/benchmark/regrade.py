@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-
 from outrider.atomic_io import replace_file
 from outrider.config import load_settings
 from outrider.environments.families import make_family
@@ -27,6 +25,8 @@ from outrider.evals.benchmark.settings import PanelSettings
 from outrider.evals.benchmark.store import RESULTS, SETTINGS, SUMMARY, read_results
 from outrider.evals.benchmark.task_sets import Panel
 from outrider.evals.benchmark.tasks import judge_identity, load_tasks, scorer_of
+from outrider.printing import say
+from outrider.terminal import Terminal
 from outrider.types import Json
 
 _OF_GRADING: Final = {"rules", "metric", "judge", "tasks", "panel", "max_faults_in_a_row", "watchdog_s"}
@@ -45,10 +45,8 @@ def regrade_replies(folder: Path, overrides: Sequence[str] = ()) -> int:
     replace_file(
         path, (json.dumps(as_json(regraded), indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     )
-    Console().print(side_by_side(regraded))
-    for line in told(regraded):
-        print(line)
-    print(f"{path}; {folder / SUMMARY} is as it was")
+    Terminal().print(side_by_side(regraded))
+    say(*told(regraded), f"{path}; {folder / SUMMARY} is as it was")
     return 0
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from outrider import __version__
 from outrider.evals.benchmark.scores import SampleResult
 from outrider.evals.benchmark.table import PanelReport, Score
-from outrider.printing import one_line
+from outrider.printing import one_line, score
 from outrider.types import Json
 
 FORMAT: Final = "outrider regrade 1"
@@ -30,7 +30,7 @@ class Regraded:
 def _said(one: SampleResult) -> str:
     if one.score is None:
         return "not scored"
-    partly = f" ({one.score:.4f})" if one.score not in (0.0, 1.0) else ""
+    partly = f" ({score(one.score)})" if one.score not in (0.0, 1.0) else ""
     return f"{'right' if one.success else 'wrong'}{partly}, {one.prediction!r}"
 
 
@@ -59,13 +59,8 @@ def side_by_side(regraded: Regraded) -> Table:
     return table
 
 
-def _cell(score: Score | None) -> Text:
-    if score is None:
-        return Text("-")
-    return Text(
-        f"{score.value:.4f} "
-        + (f"[{score.low:.4f}, {score.high:.4f}]" if score.low < score.high else "all equal")
-    )
+def _cell(one: Score | None) -> Text:
+    return Text("-" if one is None else one.text)
 
 
 def as_json(regraded: Regraded) -> dict[str, Json]:

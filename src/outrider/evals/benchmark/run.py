@@ -6,7 +6,6 @@ scored.
 """
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Literal
-
-from rich.console import Console
 
 from outrider.atomic_io import replace_file
 from outrider.errors import ConfigError, EngineFault
@@ -29,7 +26,9 @@ from outrider.evals.benchmark.settings import PanelSettings, keep_settings
 from outrider.evals.benchmark.store import RESULTS, SUMMARY, PanelStore
 from outrider.evals.benchmark.table import PanelReport
 from outrider.evals.benchmark.tasks import PlayedPanel, open_panel
+from outrider.printing import say
 from outrider.rollout.whereabouts import Whereabouts
+from outrider.terminal import Terminal
 from outrider.watch.progress import Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
 from outrider.watch.watchdog import WatchedProgress
@@ -61,13 +60,12 @@ def evaluate_tasks(
         report, notes = run_panel(settings, folder, display=display, whereabouts=whereabouts)
     finally:
         display.close()
-    Console().print(report.table())
-    for line in (*report.lines(), *notes, f"{time.monotonic() - began:.1f} s; {folder / SUMMARY}"):
-        print(line)
+    Terminal().print(report.table())
+    say(*report.lines(), *notes, f"{time.monotonic() - began:.1f} s; {folder / SUMMARY}")
     if not report.summary.num_scored:
-        print(
+        say(
             "outrider: no sample could be scored; once the cause is gone, the same command tries again",
-            file=sys.stderr,
+            to_stderr=True,
         )
         return 1
     return 0

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -19,7 +18,9 @@ from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import sources
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.memory.steps.records import BuildReport
+from outrider.printing import say
 from outrider.rollout.collect import Collector
+from outrider.terminal import Terminal
 from outrider.train.data.collection_log import CollectionLog
 from outrider.train.data.experts import fill_buffer
 from outrider.train.settings import RunSettings
@@ -50,7 +51,7 @@ def build_buffer(
     try:
         with StepTraceBuffer(out, embedder, mode="write") as buffer:
             if buffer.report.lost_batch:
-                print("the last writer was killed inside a batch: that batch is added again")
+                say("the last writer was killed inside a batch: that batch is added again")
             if agent is None:
                 _ask_experts(buffer, family, factory, tasks, settings)
             else:
@@ -66,7 +67,7 @@ def build_buffer(
                 _ask_endpoint(buffer, collector, log, tasks, settings, num_trajectories)
             if len(buffer) == 0:
                 raise DataError(f"{out}: no trajectory has entered the buffer")
-            print(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
+            say(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
     finally:
         family.close()
         factory.close()
@@ -96,13 +97,13 @@ def import_trajectories(
             )
             done += len(portion)
             left = (time.monotonic() - began) / done * (len(imported.trajectories) - done)
-            print(
+            say(
                 f"import: {done} of {len(imported.trajectories)} trajectories, "
                 f"{len(buffer)} steps, about {left:.0f} s left"
             )
         _print_counts(f"import of {file.name}", {"num_malformed": len(imported.problems), **_totals(reports)})
         _print_some("malformed", imported.problems)
-        print(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
+        say(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
     return 0
 
 
@@ -158,7 +159,7 @@ def print_hits(file: Path, *, embedder: str, history: str, k: int) -> int:
     with StepTraceBuffer(file, load_embedder(embedder), mode="read") as buffer:
         hits = buffer.query(history, k=k)
     if not hits:
-        print("no step to show: the buffer is empty, or all its steps end an episode")
+        say("no step to show: the buffer is empty, or all its steps end an episode")
         return 0
     table = Table(
         *(
@@ -174,7 +175,7 @@ def print_hits(file: Path, *, embedder: str, history: str, k: int) -> int:
         said = f"{record.text.strip()}\n{record.observation.strip()}".strip()
         cells = (f"{hit.similarity:.4f}", place, record.agent, f"{record.reward:g}", said)
         table.add_row(*(Text(cell) for cell in cells))
-    Console().print(table)
+    Terminal().print(table)
     return 0
 
 
@@ -185,7 +186,7 @@ def _agent(endpoint: str, model: str, seed: int) -> ChatEndpoint:
     settings = validate(EndpointSettings, {"base_url": endpoint, "model": model, "seed": seed})
     found = ChatEndpoint(settings).discovered()
     form = "continues one assistant message" if found.continues_messages else "gets results as user messages"
-    print(f"{found.base_url}: agent {found.model}, {form}")
+    say(f"{found.base_url}: agent {found.model}, {form}")
     return ChatEndpoint(found)
 
 
@@ -196,7 +197,7 @@ def _ask_experts(
     tasks: Sequence[Task],
     settings: RunSettings,
 ) -> None:
-    filled = fill_buffer(buffer, family, factory, tasks, settings, print)
+    filled = fill_buffer(buffer, family, factory, tasks, settings, say)
     names = ("present", "without_expert", "unsolved", "fault", "retries")
     counts = {
         f"num_tasks_{name}" if name != "retries" else "num_retries": filled.counts[name] for name in names
@@ -236,7 +237,7 @@ def _ask_endpoint(
         details += [
             f"{one.trajectory_id}: {one.detail}" for one in report.collected if one.trajectory is None
         ]
-        print(f"buffer: {start + len(portion)} of {len(tasks)} tasks played, {len(buffer)} steps")
+        say(f"buffer: {start + len(portion)} of {len(tasks)} tasks played, {len(buffer)} steps")
     counts.update(
         {f"num_retries_{kind}": number for kind, number in sorted(collector.endpoint.retries.items())}
     )
@@ -263,11 +264,11 @@ def _print_counts(title: str, values: Mapping[str, object]) -> None:
     table = Table(*(Column(name, overflow="fold") for name in ("what", "value")), title=Text(title))
     for name, value in values.items():
         table.add_row(Text(name), Text(str(value)))
-    Console().print(table)
+    Terminal().print(table)
 
 
 def _print_some(kind: str, lines: Sequence[str]) -> None:
     for line in lines[:_SHOWN_FAULTS]:
-        print(f"{kind}: {line}")
+        say(f"{kind}: {line}")
     if len(lines) > _SHOWN_FAULTS:
-        print(f"... and {len(lines) - _SHOWN_FAULTS} more of this kind")
+        say(f"... and {len(lines) - _SHOWN_FAULTS} more of this kind")

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, OutriderError, ToolUnavailable
+from outrider.printing import say
+from outrider.terminal import Terminal
 from outrider.train.machine.starting_recipe import RECIPE
 
 _TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
@@ -70,7 +71,7 @@ def examine() -> int:
         table.add_row(
             finding.name, state, Text(finding.detail), Text("" if finding.works else finding.advice)
         )
-    Console().print(table)
+    Terminal().print(table)
     return int(any(finding.required and not finding.works for finding in findings))
 
 
@@ -83,7 +84,7 @@ def write_recipe(file: Path) -> int:
         raise ConfigError(f"{file} exists and is not overwritten") from error
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}") from error
-    print(f"{file}: next, outrider train {file} --run runs/first")
+    say(f"{file}: next, outrider train {file} --run runs/first")
     return 0
 
 
