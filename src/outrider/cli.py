@@ -5,7 +5,6 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 
-from outrider.allocator import share_one_arena
 from outrider.commands import make_parser
 from outrider.errors import ConfigError, OutriderError
 from outrider.printing import say
@@ -22,7 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products on a GPU
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    share_one_arena()
     parsed = None
     try:
         parsed = _parsed(arguments)
