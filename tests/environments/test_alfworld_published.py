@@ -117,6 +117,7 @@ def test_the_games_that_count_are_those_of_the_package(data: Path) -> None:
     write(test, "pick_and_place_with_movable_recep-A/trial_1")
     write(test, "pick_heat_then_place_in_recep-AppleSliced-None/trial_1")
     write(test, "pick_two_obj_and_place-X/trial_1", solvable=False)
+    write(test, "pick_two_obj_and_place-X/trial_2", solvable=None)
     write(test, "look_at_obj_in_light-A/trial_1", task_type="another")
     (test / "without-a-game").mkdir()
     (test / "without-a-game" / "traj_data.json").write_text("{}")

@@ -13,7 +13,8 @@ from outrider.environments.alfworld.play import Reply
 from outrider.errors import EnvironmentFault, ToolUnavailable
 
 PACKAGE_VERSION: Final = "0.4.2"
-# The package's parsers of texts are shared by all games of a process and not re-entrant.
+# The package's parsers of texts are shared by all games of a process and not re-entrant; and while its
+# translator reads a game, it keeps what the process prints and its arguments for itself.
 _ENGINE: Final = threading.Lock()
 
 
