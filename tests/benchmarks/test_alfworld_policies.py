@@ -20,8 +20,11 @@ def test_a_row_a_type_and_one_of_all(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_chance_is_the_same_for_a_sample_and_another_for_another() -> None:
-    family = AlfworldFamily(AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=3000))
-    [task] = family.tasks("test")
-    assert alfworld_policies.chance(family, task, 0) is alfworld_policies.chance(family, task, 0) is True
-    short = AlfworldFamily(AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=2))
-    assert not alfworld_policies.chance(short, task, 0)
+    def won(sample: int, max_moves: int = 500) -> bool:
+        family = AlfworldFamily(
+            AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=max_moves)
+        )
+        return alfworld_policies.chance(family, family.tasks("test")[0], sample)
+
+    assert [won(sample) for sample in (0, 3, 0, 3)] == [False, True, False, True]
+    assert not won(3, max_moves=2)

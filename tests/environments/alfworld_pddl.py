@@ -101,13 +101,13 @@ def record(folder: Path) -> None:
     from outrider.environments.alfworld.planner import shortest_plan
     from outrider.seeding import stream
 
-    games = []
+    engines, games = published.Engines(published.new_engine), []
     for task_type in TASK_TYPES:
         for index in range(3):
             scene = make_scene(7, "train", task_type, index)
             path = write_game(folder / task_type / str(index), scene)
             game, draw, walk = (
-                published.PublishedGame(path, published.new_engine),
+                published.PublishedGame(path, engines),
                 stream(0, path.name, index),
                 [],
             )
@@ -120,7 +120,7 @@ def record(folder: Path) -> None:
                 walk.append(_turn(game, (*game.commands(), "put that there")[drawn]))
                 if walk[-1]["won"]:
                     break
-            solved = published.PublishedGame(path, published.new_engine)
+            solved = published.PublishedGame(path, engines)
             plan = [_turn(solved, command) for command in shortest_plan(scene)]
             games.append({
                 "game": [7, "train", task_type, index], "opening": opening, "commands": list(first),

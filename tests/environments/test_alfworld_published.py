@@ -117,6 +117,7 @@ def test_the_games_that_count_are_those_of_the_package(data: Path) -> None:
     write(test, "pick_and_place_with_movable_recep-A/trial_1")
     write(test, "pick_heat_then_place_in_recep-AppleSliced-None/trial_1")
     write(test, "pick_two_obj_and_place-X/trial_1", solvable=False)
+    write(test, "pick_two_obj_and_place-X/trial_2", solvable=None)
     write(test, "look_at_obj_in_light-A/trial_1", task_type="another")
     (test / "without-a-game").mkdir()
     (test / "without-a-game" / "traj_data.json").write_text("{}")
@@ -200,6 +201,54 @@ def test_engines_of_a_process_take_turns(data: Path) -> None:
         told = list(pool.map(play, range(4)))
     assert [len(set(one)) for one in told] == [1] * 4
     assert AlfworldConfig(data=data).waiting_s(8) > 0
+
+
+def test_a_closed_game_s_engine_plays_the_next_one_and_a_broken_one_none(data: Path) -> None:
+    made: list[StrictEngine] = []
+
+    def engine() -> StrictEngine:
+        made.append(StrictEngine(breaks_at="inventory"))
+        return made[-1]
+
+    ours = family(data, engine)
+    factory = ours.make()
+    for task in ours.tasks("train"):
+        environment = factory(task)
+        prompt = environment.reset(0)
+        assert task.question in prompt[0].content and act(environment, "look").carried_out
+        environment.close()
+        environment.close()
+    assert len(made) == 1
+    with pytest.raises(EnvironmentFault, match="the game broke"):
+        environment.reset(0)
+        act(environment, "inventory")
+    with pytest.raises(EnvironmentFault, match="it is closed"):
+        act(environment, "look")
+    environment.close()
+    factory(task).reset(0)
+    assert len(made) == 2
+
+
+def test_a_game_closed_while_a_thread_is_inside_gives_no_engine_away(data: Path) -> None:
+    """The loop closes what takes too long; the thread that is inside must not act in somebody else's game."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(StrictEngine):
+        def step(self, command: str, /) -> tuple[Mapping[str, Any], float, bool]:
+            inside.set()
+            assert go_on.wait(30)
+            return super().step(command)
+
+    engines = published.Engines(Slow)
+    path = next((data / "train").rglob("game.tw-pddl"))
+    game = published.PublishedGame(path, engines)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(game.act, "look")
+        assert inside.wait(30)
+        game.close()
+        go_on.set()
+        assert late.result().text
+    assert engines._free == []
 
 
 def test_an_engine_that_breaks_is_a_fault_and_no_reward(data: Path) -> None:

@@ -102,7 +102,7 @@ class RapoSettings(ObjectiveSettings):
         if self.retrieval.mode == "execute" and not is_stateful(run.environment):
             raise ValueError(
                 "retrieval.mode = execute needs a stateful environment "
-                "(scienceworld, webshop, textworld, house)"
+                "(scienceworld, webshop, textworld, house, alfworld)"
             )
         if self.retrieval.form == "turn" and not is_inline(run.environment):
             raise ValueError(

@@ -95,6 +95,8 @@ class PublishedGames:
         self._config = config
         self._data = data
         self._substitute = new_engine
+        self._players = published.Engines(new_engine or published.new_engine)
+        self._planners = published.Engines(new_engine or partial(published.new_engine, with_plan=True))
 
     def tasks(self, split: Split) -> tuple[Task, ...]:
         """In the order of their folders' names. Raises DataError where there is none."""
@@ -123,14 +125,12 @@ class PublishedGames:
             raise ToolUnavailable(f"ALFWorld does not run here: {error}") from error
 
     def opener(self, task: Task) -> Callable[[], Game]:
-        """Every game has an engine of its own."""
-        return partial(published.PublishedGame, self._path(task), self._substitute or published.new_engine)
+        """Every game that is played has an engine of its own."""
+        return partial(published.PublishedGame, self._path(task), self._players)
 
     def plan(self, task: Task) -> tuple[str, ...]:
         """By the engine's planner."""
-        return published.planned(
-            self._path(task), self._substitute or partial(published.new_engine, with_plan=True)
-        )
+        return published.planned(self._path(task), self._planners)
 
     def _path(self, task: Task) -> Path:
         folder = self._data / published_files.FOLDERS[split_of(task, self._config)]

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from outrider.environments.alfworld.play import Reply
 from outrider.errors import EnvironmentFault, ToolUnavailable
 
 PACKAGE_VERSION: Final = "0.4.2"
-# The package's parsers of texts are shared by all games of a process and not re-entrant.
+# The package's parsers of texts are shared by all games of a process and not re-entrant; and while its
+# translator reads a game, it keeps what the process prints and its arguments for itself.
 _ENGINE: Final = threading.Lock()
 
 
@@ -32,16 +34,38 @@ class Engine(Protocol):
         ...
 
 
+class Engines:
+    """Engines to borrow. Each loads a copy of the planner's library, which a process never gives back: so one
+    that is free plays the next game.
+    """
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        """Make none yet."""
+        self._make = make
+        self._free: list[Engine] = []
+
+    def borrow(self) -> Engine:
+        """A free one, or a new one."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._make()
+
+    def give_back(self, engine: Engine) -> None:
+        """It will load another game."""
+        self._free.append(engine)
+
+
 class PublishedGame:
     """A game file in an engine of its own. All engines of a process take turns."""
 
-    def __init__(self, path: Path, new_engine: Callable[[], Engine]) -> None:
+    def __init__(self, path: Path, engines: Engines) -> None:
         """Load and start it. Raises EnvironmentFault."""
         self._path = path
-        self._new_engine = new_engine
+        self._engines = engines
         self._acted: list[str] = []
         with _turn(f"cannot start the game {path}"):
-            self._engine: Engine | None = new_engine()
+            self._engine: Engine | None = engines.borrow()
             self._engine.load(str(path))
             state = self._engine.reset()
             self.opening = str(state["feedback"])
@@ -49,14 +73,16 @@ class PublishedGame:
 
     def act(self, command: str) -> Reply:
         """Play one command. Raises EnvironmentFault where the engine breaks, or was closed."""
-        engine = self._engine
-        if engine is None:
-            raise EnvironmentFault("the ALFWorld game is closed")
         refused = command not in self._commands
         with _turn("the game broke"):
+            # Looked at inside: another thread may have closed the game while this one waited for its turn.
+            engine, self._engine = self._engine, None
+            if engine is None:
+                raise RuntimeError("it is closed")
             state, _, _ = engine.step(command)
             reply = Reply(text=str(state["feedback"]), won=bool(state["won"]), refused=refused)
             self._commands = tuple(sorted(state["admissible_commands"]))
+            self._engine = engine
         self._acted.append(command)
         return reply
 
@@ -65,25 +91,29 @@ class PublishedGame:
         return self._commands
 
     def copy(self) -> "PublishedGame":
-        """A new engine in which the same commands are done again: these games hold no chance."""
-        twin = PublishedGame(self._path, self._new_engine)
+        """Another engine in which the same commands are done again: these games hold no chance."""
+        twin = PublishedGame(self._path, self._engines)
         for command in self._acted:
             twin.act(command)
         return twin
 
     def close(self) -> None:
-        """Give the engine up; a thread that is inside ends its step first."""
-        self._engine = None
+        """Give the engine back. One that broke, or that a thread is inside of, is not used again."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._engines.give_back(engine)
 
 
-def planned(path: Path, new_engine: Callable[[], Engine]) -> tuple[str, ...]:
+def planned(path: Path, engines: Engines) -> tuple[str, ...]:
     """The commands of the engine's own planner from the start of a game; empty where it finds none. Raises
     EnvironmentFault.
     """
     with _turn(f"cannot plan the game {path}"):
-        engine = new_engine()
+        engine = engines.borrow()
         engine.load(str(path))
-        return tuple(engine.reset()["policy_commands"])
+        plan = tuple(engine.reset()["policy_commands"])
+        engines.give_back(engine)
+        return plan
 
 
 def new_engine(*, with_plan: bool = False) -> Engine:
@@ -114,11 +144,14 @@ def check_package() -> None:
 
 @contextmanager
 def _turn(what: str) -> Iterator[None]:
-    try:
-        with _ENGINE:
+    with _ENGINE:
+        given = sys.argv  # the planner's translator puts its own there
+        try:
             yield
-    except ToolUnavailable:
-        raise
-    # whatever packages of this size raise, the episode is lost and the run goes on
-    except Exception as error:
-        raise EnvironmentFault(f"ALFWorld: {what}: {type(error).__name__}: {error}") from error
+        except ToolUnavailable:
+            raise
+        # whatever packages of this size raise, the episode is lost and the run goes on
+        except Exception as error:
+            raise EnvironmentFault(f"ALFWorld: {what}: {type(error).__name__}: {error}") from error
+        finally:
+            sys.argv = given

@@ -58,7 +58,7 @@ def _read(file: Path, name: str, task_types: Sequence[TaskType]) -> PublishedFil
         content = path.read_bytes()
         game = json.loads(content)
         task = _TASK.search(game["grammar"])
-        is_wanted = task_type in task_types and bool(game["solvable"])
+        is_wanted = task_type in task_types and bool(game.get("solvable"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file.parent} is no ALFWorld game: {type(error).__name__}: {error}") from error
     if not is_wanted:

@@ -31,8 +31,9 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scene:
-    """``receptacles`` and ``things``: kind of each name, in the order in which they are listed (``cabinet 2``
-    before ``cabinet 1``, as the original lists them). ``places``: the receptacle of each thing at the start.
+    """A game. ``receptacles`` and ``things``: kind of each name, in the order in which they are listed
+    (``cabinet 2`` before ``cabinet 1``, as the original lists them). ``places``: the receptacle of each thing
+    at the start.
     """
 
     floor_plan: int
