@@ -198,7 +198,15 @@ def evaluation_settings(
     method: str,
     sections: Mapping[str, Any] | None = None,
 ) -> "RunSettings":
-    """Those of :func:`evaluate`: the recipe's, without any training."""
+    """Those of :func:`evaluate`: the recipe's, without any training.
+
+    Raises ConfigError for overrides that would train.
+    """
+    own = dict(setting.split("=") for setting in _EVALUATION)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if value.strip() != own.get(key.strip(), value.strip()):
+            raise ConfigError(f"an evaluation has {key}={own[key.strip()]}: leave {override!r} out")
     given_ = [*_EVALUATION, *overrides]
     if checkpoint is not None:
         given_.append(f"model.initial_checkpoint={checkpoint}")

@@ -103,6 +103,13 @@ def test_evaluate_by_name_and_with_the_weights_of_a_run(tmp_path: Path) -> None:
     assert run.config["environment"]["max_moves"] == 2 and run.evaluations().num_rows == 1
 
 
+@pytest.mark.parametrize("override", ["train.num_steps=1", "evaluation.at_start=false"])
+def test_an_evaluation_refuses_to_train_and_to_leave_itself_out(override: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"an evaluation has .*: leave '{override}' out"):
+        outrider.evaluate(tree(tmp_path), run=tmp_path / "eval", overrides=["seed=2", override])
+    assert not (tmp_path / "eval").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
