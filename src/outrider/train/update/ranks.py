@@ -55,5 +55,6 @@ def passes(batches: Sequence[PackedBatch], ranks: Ranks) -> Iterator[PackedBatch
 
     For None a rank calls :meth:`outrider.train.update.policy.Scorer.idle` where the others score.
     """
+    most = max(ranks.gather(len(batches)))  # before the first: the ranks are at one place now, and not later
     yield from batches
-    yield from [None] * (max(ranks.gather(len(batches))) - len(batches))
+    yield from [None] * (most - len(batches))
