@@ -9,12 +9,15 @@ import pytest
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import validate
+from outrider.trace import Trace
+from outrider.train.data.sft import cold_start, successful_paths
 from outrider.train.learning_settings import UpdateSettings
 from outrider.train.settings import RunSettings
+from outrider.train.update.reward_kl import measure_kl
 from tests.algorithms.test_every_objective import EVERY
 from tests.scale.forked_ranks import ForkedRanks
 from tests.scale.groups import groups
-from tests.scale.probe import SETTINGS, Found, alone, distance, near_the_truth, run
+from tests.scale.probe import SETTINGS, Found, alone, distance, near_the_truth, rank_settings, run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 PROMISE = 1e-6
@@ -110,3 +113,34 @@ def test_ranks_without_work_wait_with_the_others(ranks_of: RanksOf, folder: Path
     assert wanted.gradients
     found = ranks_of(3).call("found", [trace], objective, SETTINGS)[0]
     assert differs(found, wanted) == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_cold_start_and_the_reward_s_kl_are_those_of_one_process(
+    ranks_of: RanksOf, folder: Path, size: int
+) -> None:
+    policy, reference = alone(folder)
+    ranks = ranks_of(size)
+    told: list[float] = []
+    cold_start(
+        policy,
+        successful_paths(lone_groups()),
+        rank_settings(folder).cold_start,
+        run_seed=0,
+        max_tokens=SETTINGS.max_tokens,
+        on_step=lambda done, total, values: told.append(values["sft/loss"]),
+    )
+    found = ranks.call("fit", successful_paths(lone_groups()))[0]
+    assert [values["sft/loss"] for *_, values in found] == pytest.approx(told, rel=1e-5) and len(told) >= 2
+    assert distance(ranks.call("state")[0], dict(policy.masters)) < PROMISE
+    traces = lone_groups()
+    measure_kl(policy, reference, traces, max_tokens=SETTINGS.max_tokens)
+    wanted = [value for trace in traces for node in trace.nodes for value in node.kl or ()]
+    kls = ranks.call("score", lone_groups())[0]
+    flat = [value for trace in kls for node in trace for value in node or ()]
+    assert flat == pytest.approx(wanted, rel=1e-3, abs=2e-5) and max(map(abs, wanted)) > 1e-3
+
+
+def lone_groups() -> list[Trace]:
+    """Without forks, whose shared tokens neither a cold start nor the reward's KL takes."""
+    return [groups(1, seed=seed, longest=20)[0] for seed in range(4)]

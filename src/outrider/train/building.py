@@ -41,16 +41,14 @@ def build(
     start: StartLearner = local_learner,
 ) -> Components:
     """Load model, tasks, tools and buffer. Raises typed errors; nothing has been trained or played yet.
-    ``start`` makes what learns.
 
-    A ``resumed`` run has its weights in a checkpoint and its buffer filled: neither is made again.
+    A ``resumed`` run has weights and a filled buffer: neither is made again. ``start`` makes what learns.
     """
     require_experts(settings)
     set_threads(settings.num_threads, device=settings.model.device)
     tasks = _read_tasks(settings, resumed=resumed)
-    family = tasks.family
     with ExitStack() as made:  # closed again where a later part cannot be made
-        factory = family.make()
+        factory = tasks.family.make()
         made.callback(factory.close)
         learner, renderer = learner_and_renderer(settings, resumed=resumed, note=note, start=start)
         made.callback(learner.close)
@@ -58,7 +56,7 @@ def build(
         buffer = open_buffer(
             settings,
             path=buffer_path,
-            family=family,
+            family=tasks.family,
             factory=factory,
             train_tasks=tasks.train,
             resumed=resumed,
@@ -72,7 +70,7 @@ def build(
             learner=learner,
             engine=engine,
             renderer=renderer,
-            family=family,
+            family=tasks.family,
             factory=factory,
             train_tasks=tasks.train,
             test_tasks=tasks.test,

@@ -230,8 +230,7 @@ class RunState:
         if num_kept and are_whole:
             self.seal_records()  # else a kill before the next checkpoint would leave the new label as damage
         # Its keys and values, if any, are of other weights.
-        version = state.get("weight_version", self.parts.engine.weight_version + 1)
-        self.parts.engine.load(int(version))
+        self.parts.engine.load(int(state.get("weight_version", self.parts.engine.weight_version + 1)))
         self.note(f"continuing from step {self.step}")
 
     def _keep_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:
