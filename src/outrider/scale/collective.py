@@ -44,9 +44,3 @@ def join(host: str, port: int, *, rank: int, size: int, timeout_s: float) -> Non
     limit = timedelta(seconds=timeout_s)
     store = TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-
-
-def leave() -> None:
-    """Take the group down; nothing to do where there is none."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -18,9 +18,11 @@ from outrider.scale.session import Session
 from outrider.trace import Trace
 from outrider.train.learner import OnStep
 from outrider.train.settings import RunSettings
+from outrider.train.state.checkpoint import require_intact
 from outrider.train.state.checkpoint_state import file_checksum
 from outrider.train.update.pack import RolloutPath
 from outrider.train.update.update import UpdateReport
+from outrider.train.update.weight_files import tensor_files
 
 _PIECE_BYTES: Final = 256 * 2**20  # of weights that are on their way at a time
 
@@ -129,6 +131,9 @@ def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
 
         folder = Path(snapshot_download(settings.model.name, local_files_only=True))
     given = settings.model.initial_checkpoint if initial else None
+    if given is not None:
+        for name in tensor_files(Path(given)):
+            require_intact(Path(given), name)
     return RankSettings(
         folder=str(folder.resolve()),
         precision=resolve_precision(settings.model.precision, settings.model.device),

@@ -168,10 +168,6 @@ class Rank:
         """The whole parameters of these names, from rank 0; the others help and return nothing."""
         return _whole({name: self.policy.masters[name] for name in names}, keep=self._rank == 0)
 
-    def leave(self) -> None:
-        """Take the group down before the process ends."""
-        collective.leave()
-
     def _tensors(self) -> dict[str, DTensor]:
         return {name: one for name, one in self.policy.masters.items() if isinstance(one, DTensor)}
 

@@ -27,7 +27,6 @@ class Session:
         self._folder: Path | None = None
         self.ray: Any = import_module("ray")
         self.is_local = settings.ray_address == "local"
-        # not the first SIGTERM, but the one that Ray takes for itself
         with _own_sigterm():
             self._start()
 
