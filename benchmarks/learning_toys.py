@@ -177,7 +177,7 @@ def imitate(run: ToyRun) -> Result:
         max_tokens=100_000,
         on_step=lambda done, total, values: None,
     )
-    run.engine.weights_changed()
+    run.engine.load(run.engine.weight_version + 1)
     return Result(
         expected_return=run.expected_return(), sampled_return=run.sampled_return(), num_policy_tokens=0,
         num_rollouts=0, num_steps=num_steps, num_on_policy_rewards=0, num_hybrid_rewards=0,

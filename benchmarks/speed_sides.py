@@ -98,7 +98,7 @@ class Outrider:
         self.engine = LocalEngine(language_model)
 
     def begin(self) -> None:
-        self.engine.weights_changed()
+        self.engine.load(self.engine.weight_version + 1)
 
     def turn(self, contexts: Contexts, new: int) -> Sequence[Sequence[int]]:
         requests = [

@@ -71,7 +71,7 @@ def generated(
     """Prefill and decode rate of different prompts; one token more tells the two apart."""
     seconds = []
     for length in (1, new + 1):
-        engine.weights_changed()
+        engine.load(engine.weight_version + 1)
         requests = [
             Request(
                 request_id=str(i), token_ids=tokens(prompt, i), max_tokens=length, seed=i, cache_key=str(i)

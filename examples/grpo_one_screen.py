@@ -69,7 +69,7 @@ def train(language_model, *, num_steps=8, group_size=8, learning_rate=1e-5, max_
         surrogate.losses.mean().backward()
         # 4. One optimiser step. The engine samples with the new weights from here on.
         policy.step()
-        engine.weights_changed()
+        engine.load(engine.weight_version + 1)
         every = [one for of_group in returns for one in of_group if one is not None]  # None: a fault
         rewards.append(sum(every) / len(every))
         print(f"step {step + 1}  reward {rewards[-1]:.3f}  loss {surrogate.losses.mean().item():+.4f}")

@@ -251,9 +251,9 @@ class TabularEngine:
     def free_cache(self) -> None:
         """Nothing is kept."""
 
-    def weights_changed(self) -> None:
+    def load(self, version: int) -> None:
         """The table is shared with the trainer; only the version moves."""
-        self.weight_version += 1
+        self.weight_version = version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +345,7 @@ class ToyRun:
                 self.policy, traces, objective=self.algorithm.objective,
                 settings=UpdateSettings(max_tokens=100_000), reference=None, first=num_steps == 0,
             )  # fmt: skip
-            self.engine.weights_changed()
+            self.engine.load(self.engine.weight_version + 1)
             num_steps += 1
         return Result(
             expected_return=self.expected_return(), sampled_return=self.sampled_return(),

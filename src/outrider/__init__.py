@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from outrider.api import evaluate, evaluate_tasks, load_run
     from outrider.api import train as train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["__version__", "evaluate", "evaluate_tasks", "load_run", "train"]
 
 

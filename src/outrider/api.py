@@ -22,6 +22,7 @@ from outrider.runs import Run
 
 if TYPE_CHECKING:
     from outrider.evals.benchmark.settings import PanelSettings
+    from outrider.train.models import StartLearner
     from outrider.train.settings import RunSettings
 
 Recipe: TypeAlias = "str | Path | Mapping[str, Any] | RunSettings"
@@ -68,7 +69,7 @@ def train(
         from outrider.train.state.run_directory import RunDirectory
 
         opened = RunDirectory.create(folder, settings), settings
-        run_training(opened, progress=progress, on_start=on_start)
+        run_training(opened, progress=progress, on_start=on_start, start=_learner_of(settings))
     return load_run(folder)
 
 
@@ -93,8 +94,19 @@ def _resume(
         raise
     from outrider.train.launch import run_training
 
-    run_training(opened, progress=progress, on_start=on_start)
+    run_training(opened, progress=progress, on_start=on_start, start=_learner_of(opened[1]))
     return load_run(folder)
+
+
+def _learner_of(settings: "RunSettings") -> "StartLearner":
+    """What makes the learner: Ray is loaded where several processes train, and nowhere else."""
+    if settings.cluster.num_trainers > 1:
+        from outrider.scale.start import sharded_learner
+
+        return sharded_learner
+    from outrider.train.models import local_learner
+
+    return local_learner
 
 
 def _require_same_objects(settings: "RunSettings", again: Mapping[str, Mapping[str, Any]]) -> None:

@@ -43,5 +43,11 @@ class EngineFault(OutriderError):
     """An inference engine failed to answer. Retried, then masked; never a reward."""
 
 
+class ClusterFault(OutriderError):
+    """A process of a run on several ones that died, is silent, or cannot be placed; the run goes on with
+    ``--resume``.
+    """
+
+
 class PackError(OutriderError):
     """A pack that is malformed, or whose files or tables are not what its manifest and its results say."""

@@ -341,14 +341,11 @@ def test_two_rollouts_that_share_a_turn_need_an_attribution() -> None:
     ("weight", "has_reference", "is_batch"), [(0.1, True, True), (0.1, False, False), (0.0, True, True)]
 )
 def test_credit_of_a_step_measures_the_kl_that_the_reward_counts_first(
-    weight: float, has_reference: bool, is_batch: bool, monkeypatch: pytest.MonkeyPatch
+    weight: float, has_reference: bool, is_batch: bool
 ) -> None:
     calls: list[Any] = []
-    policy, reference = object(), object() if has_reference else None
     traces: list[Any] = ["one", "two"]
-    monkeypatch.setattr(
-        advantage_stage, "measure_kl", lambda *given, **options: calls.append((given, options))
-    )
+    learner = SimpleNamespace(has_reference=has_reference, score=lambda given: calls.append(("KL", given)))
 
     class Each(Algorithm):
         def credit(self, trace: Any) -> Any:
@@ -360,12 +357,8 @@ def test_credit_of_a_step_measures_the_kl_that_the_reward_counts_first(
             calls.append(traces)
             return [f"of {trace}" for trace in traces]
 
-    run = SimpleNamespace(
-        algorithm=GroupSettings(reward_kl_weight=weight), update=SimpleNamespace(max_tokens=77)
-    )
-    parts: Any = SimpleNamespace(
-        settings=run, policy=policy, reference=reference, algorithm=Batch() if is_batch else Each()
-    )
+    run = SimpleNamespace(algorithm=GroupSettings(reward_kl_weight=weight))
+    parts: Any = SimpleNamespace(settings=run, learner=learner, algorithm=Batch() if is_batch else Each())
     assert advantage_stage.credit_step(parts, traces) == ["of one", "of two"]
-    measured = [((policy, reference, traces), {"max_tokens": 77})] if weight and has_reference else []
+    measured = [("KL", traces)] if weight and has_reference else []
     assert calls == [*measured, *([traces] if is_batch else traces)]

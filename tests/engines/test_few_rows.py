@@ -99,7 +99,7 @@ def test_an_engine_whose_weights_moved_does_not_decode_with_the_old_ones() -> No
     with torch.no_grad():
         for parameter in lm.model.parameters():
             parameter.mul_(1.2)
-    engine.weights_changed()
+    engine.load(engine.weight_version + 1)
     fresh = LocalEngine(lm).generate([Request(request_id="b", token_ids=(5, 6, 7, 8), max_tokens=6, seed=3)])[
         0
     ]
@@ -131,7 +131,7 @@ def test_an_adapter_is_decoded_with(built_before: bool) -> None:
                 master.fill_(0.3)
     policy.round_masters()
     if built_before:
-        engine.weights_changed()
+        engine.load(engine.weight_version + 1)
     else:
         engine = LocalEngine(lm)
     generation = engine.generate([request])[0]

@@ -169,8 +169,8 @@ def test_new_weights_are_read_once_before_the_next_batch_and_no_cached_block_sur
     exported: list[Path] = []
     engine = made(stand_in.model, tmp_path, exported=exported)
     engine.generate(asked(stand_in.model, "a"))
-    engine.weights_changed()
-    engine.weights_changed()
+    engine.load(engine.weight_version + 1)
+    engine.load(engine.weight_version + 1)
     assert len(exported) == 1 and stand_in.calls == []
     assert engine.generate(asked(stand_in.model, "a"))[0].weight_version == 2
     engine.generate(asked(stand_in.model, "a"))
@@ -279,7 +279,7 @@ def test_the_contract_with_the_real_package_and_model(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in lm.model.parameters():
             parameter.mul_(1.02)
-    engine.weights_changed()
+    engine.load(engine.weight_version + 1)
     moved = engine.generate(requests[2:])[0]
     assert moved.weight_version == version + 1 and moved.logprobs[0] != stopped.logprobs[0]
     assert moved.logprobs[0] == pytest.approx(exact_logprobs(lm, ids, moved.token_ids)[0], abs=1e-2)
@@ -297,7 +297,7 @@ def check_forks_and_company(engine: VllmEngine, prompt: tuple[int, ...]) -> None
     forked = engine.generate(forks)
     in_company = engine.generate([*strangers[:3], *forks, *strangers[3:]])[3:6]
     for fork, one, among in zip(forks, forked, in_company, strict=True):
-        engine.weights_changed()  # the weights are the same: only what is cached is forgotten
+        engine.load(engine.weight_version + 1)  # the weights are the same: only what is cached is forgotten
         (fresh,) = engine.generate([fork])
         assert fresh.token_ids == one.token_ids == among.token_ids
         assert one.logprobs == pytest.approx(fresh.logprobs, abs=1e-3)

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from outrider.config import validate
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.tokens import Tokenizer
-from outrider.train import trainer as trainer_module
+from outrider.train import learner as learner_module
 from outrider.train.building import build
 from outrider.train.components import Components
 from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.trainer import Trainer
+from outrider.train.update import policy as policy_module
 from outrider.train.update.policy import Policy
 from outrider.watch.progress import make_progress
 from outrider.watch.trackers import make_trackers
@@ -93,7 +96,7 @@ class _Probe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        update, step = trainer_module.update, Policy.step
+        update, step = learner_module.update, Policy.step
 
         def watched_update(policy: Policy, traces: Sequence[Any], **options: Any) -> Any:
             self.steps.append(
@@ -108,10 +111,32 @@ class _Probe:
             return step(policy, **options)
 
         with (
-            mock.patch.object(trainer_module, "update", watched_update),
+            mock.patch.object(learner_module, "update", watched_update),
             mock.patch.object(Policy, "step", watched_step),
+            _norm_of_0_2_0(),
         ):
             yield
+
+
+@contextmanager
+def _norm_of_0_2_0() -> Iterator[None]:
+    """The norm in float32, and torch's clipping by it, as they were when the record was written.
+
+    Since 0.3.0 the norm is float64 (tests/train/test_gradient_norm.py), which moves every clipped step: the
+    record shows that nothing else has moved.
+    """
+
+    def norm(self: Policy, gradients: Sequence[torch.Tensor]) -> float:
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def clip(gradients: Sequence[torch.Tensor], *, norm: float, max_norm: float) -> None:
+        # in a tensor of float32, as `clip_grad_norm_` had it
+        scale = torch.clamp(max_norm / (torch.tensor(norm) + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale)
+
+    with mock.patch.object(Policy, "_norm", norm), mock.patch.object(policy_module, "clip", clip):
+        yield
 
 
 def scripted(made: Components) -> ScriptedEngine:

@@ -188,7 +188,7 @@ def _too_long(self: Script, requests: Sequence[Request]) -> list[Generation]:
     [
         ({"generate": _shuffled}, "not in the order of the requests"),
         ({"generate": _too_long}, "asked for 1 to"),
-        ({"weights_changed": lambda self: None}, "does not raise weight_version"),
+        ({"load": lambda self, version: None}, "does not take the version"),
         ({"generate": lambda self, requests: []}, "not in the order"),
     ],
 )

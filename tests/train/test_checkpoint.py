@@ -10,11 +10,10 @@ from outrider.train.models import load_weights
 from outrider.train.state.checkpoint import (
     checkpoints_newest_first,
     load_checkpoint,
-    load_reference,
     prune_checkpoints,
     save_checkpoint,
-    save_reference,
 )
+from outrider.train.state.reference import load_reference, save_reference
 from outrider.train.update.policy import OptimizerSettings, Policy
 from tests.tiny import tiny_model
 

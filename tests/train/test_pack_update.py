@@ -25,7 +25,7 @@ from outrider.algorithms.common.loss_settings import RejectionMask
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
 from outrider.trace import Leaf, Node, Trace
-from outrider.train.state.checkpoint import load_reference, save_reference
+from outrider.train.state.reference import load_reference, save_reference
 from outrider.train.update.pack import PackedBatch, RolloutPath, pack
 from outrider.train.update.policy import LoraSettings, OptimizerSettings, Policy
 from outrider.train.update.update import UpdateSettings, rollout_paths, update

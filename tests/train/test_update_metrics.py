@@ -17,6 +17,7 @@ from outrider.trace import Trace
 from outrider.train.learning_settings import OptimizerSettings
 from outrider.train.update.pack import PackedBatch
 from outrider.train.update.policy import Policy, Scorer, TokenScores
+from outrider.train.update.ranks import Alone
 from outrider.train.update.update import UpdateReport, UpdateSettings, update
 from outrider.types import Message, Origin
 from tests.algorithms.grouped import Played, trace_of
@@ -34,6 +35,7 @@ class TablePolicy:
     """Scores tokens from a table: one for every optimiser step, and one for the rendering with tips."""
 
     settings = OptimizerSettings()
+    ranks = Alone()
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""``outrider view``, ``replay`` and ``compare``: looking at runs that are on disk."""
+"""``outrider view``, ``replay``, ``compare`` and ``export``: what is done with runs that are on disk."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from outrider.printing import say
 
 
 def add(commands: Commands) -> None:
-    """The commands ``view``, ``replay`` and ``compare``."""
+    """The commands ``view``, ``replay``, ``compare`` and ``export``."""
     view = commands.add_parser("view", help="write report.html of a run")
     view.add_argument("run", type=Path)
     view.set_defaults(command=_view)
@@ -18,6 +18,10 @@ def add(commands: Commands) -> None:
     replay.add_argument("run", type=Path)
     replay.add_argument("--step", type=int, required=True)
     replay.set_defaults(command=_replay)
+    export = commands.add_parser("export", help="a run's newest weights as a Hugging Face folder")
+    export.add_argument("run", type=Path)
+    export.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
+    export.set_defaults(command=_export)
     compare = commands.add_parser(
         "compare", help="compare runs over seeds: scores with intervals, tests, curves at equal cost"
     )
@@ -48,6 +52,14 @@ def _replay(parsed: argparse.Namespace) -> int:
     from outrider.train.replay import replay_step
 
     return replay_step(parsed.run, parsed.step)
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    from outrider.train.export import export_run
+
+    checkpoint = export_run(parsed.run, parsed.out)
+    print(f"{parsed.out}: the weights of {checkpoint}")
+    return 0
 
 
 def _compare(parsed: argparse.Namespace) -> int:

@@ -139,6 +139,9 @@ class Engine(Protocol):
         """Give back what memory the engine can spare until its next batch."""
         ...
 
-    def weights_changed(self) -> None:
-        """The policy's weights moved: raise ``weight_version`` and drop every cached key and value."""
+    def load(self, version: int) -> None:
+        """The policy's weights moved, and are of this ``version`` now: drop every cached key and value.
+
+        The caller counts versions; ``weight_version`` is the one that :meth:`generate` answers with.
+        """
         ...

@@ -72,6 +72,6 @@ class ScriptedEngine:
     def free_cache(self) -> None:
         """Nothing is kept."""
 
-    def weights_changed(self) -> None:
+    def load(self, version: int) -> None:
         """A script has no weights; only the version moves."""
-        self.weight_version += 1
+        self.weight_version = version

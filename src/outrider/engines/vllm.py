@@ -55,11 +55,11 @@ class VllmEngine:
         export(folder)
         self._llm = _load(folder, context_length, precision, device, settings)
 
-    def weights_changed(self) -> None:
-        """Raise the version; the weights are read before the next generation, and nothing cached before is
+    def load(self, version: int) -> None:
+        """Take the version; the weights are read before the next generation, and nothing cached before is
         used again.
         """
-        self.weight_version += 1
+        self.weight_version = version
         self._stale = True
 
     def release(self, cache_keys: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from outrider.engines.base import Engine
 from outrider.environments.base import Environment, EnvironmentFactory, RoundAware
@@ -41,6 +42,16 @@ class RolloutReport:
     num_retries: int
     faults: Counter[str] = field(default_factory=Counter)
     fault_reasons: tuple[str, ...] = ()
+
+
+class Rollouts(Protocol):
+    """Whatever plays the groups of a training step: :class:`Scheduler` in this process."""
+
+    def run(
+        self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
+    ) -> RolloutReport:
+        """See :meth:`Scheduler.run`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -10,6 +10,7 @@ from typing import cast
 
 from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.context import AlgorithmContext
+from outrider.engines.local.model import LanguageModel
 from outrider.environments.base import TaskFamily
 from outrider.environments.families import make_family
 from outrider.environments.tool_qa.datasets import panel_hash
@@ -24,9 +25,9 @@ from outrider.train.components import Components, token_counter
 from outrider.train.data.buffer_opening import open_buffer
 from outrider.train.data.experts import demonstrations_of
 from outrider.train.data.no_expert import require_experts
-from outrider.train.models import make_engine, policy_and_renderer
+from outrider.train.models import StartLearner, learner_and_renderer, local_learner, make_engine
 from outrider.train.settings import RunSettings
-from outrider.train.update.policy import Policy, set_threads
+from outrider.train.update.policy import set_threads
 from outrider.types import Step, Task
 
 
@@ -37,24 +38,25 @@ def build(
     resumed: bool,
     on_tokens: Callable[[int], None],
     note: Callable[[str], None],
+    start: StartLearner = local_learner,
 ) -> Components:
     """Load model, tasks, tools and buffer. Raises typed errors; nothing has been trained or played yet.
 
-    A ``resumed`` run has its weights in a checkpoint and its buffer filled: neither is made again.
+    A ``resumed`` run has weights and a filled buffer: neither is made again. ``start`` makes what learns.
     """
     require_experts(settings)
     set_threads(settings.num_threads, device=settings.model.device)
     tasks = _read_tasks(settings, resumed=resumed)
-    family = tasks.family
     with ExitStack() as made:  # closed again where a later part cannot be made
-        factory = family.make()
+        factory = tasks.family.make()
         made.callback(factory.close)
-        policy, renderer = policy_and_renderer(settings, resumed=resumed, note=note)
-        engine = make_engine(settings, policy, folder=buffer_path.parent / "engine", on_tokens=on_tokens)
+        learner, renderer = learner_and_renderer(settings, resumed=resumed, note=note, start=start)
+        made.callback(learner.close)
+        engine = make_engine(settings, learner, folder=buffer_path.parent / "engine", on_tokens=on_tokens)
         buffer = open_buffer(
             settings,
             path=buffer_path,
-            family=family,
+            family=tasks.family,
             factory=factory,
             train_tasks=tasks.train,
             resumed=resumed,
@@ -65,16 +67,15 @@ def build(
             made.callback(buffer.close)
         parts = Components(
             settings=settings,
-            policy=policy,
-            reference=policy.frozen_copy() if settings.algorithm.needs_reference else None,
+            learner=learner,
             engine=engine,
             renderer=renderer,
-            family=family,
+            family=tasks.family,
             factory=factory,
             train_tasks=tasks.train,
             test_tasks=tasks.test,
             buffer=buffer,
-            algorithm=_algorithm(settings, tasks, buffer, policy=policy, renderer=renderer),
+            algorithm=_algorithm(settings, tasks, buffer, model=learner.language_model, renderer=renderer),
             demonstrations=tasks.demonstrations,
         )
         made.pop_all()
@@ -133,13 +134,13 @@ def _algorithm(
     tasks: _Tasks,
     buffer: StepTraceBuffer | None,
     *,
-    policy: Policy,
+    model: LanguageModel,
     renderer: ChatRenderer,
 ) -> Algorithm:
     return make_algorithm(
         settings,
         buffer,
-        vocabulary_size=int(policy.model.config.get_text_config().vocab_size),
+        vocabulary_size=int(model.model.config.get_text_config().vocab_size),
         stateful=tasks.family.stateful,
         num_tokens=token_counter(renderer),
         train_tasks=tasks.train,

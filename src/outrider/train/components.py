@@ -14,18 +14,15 @@ from outrider.train.settings import RunSettings
 from outrider.types import Message, Step, Task
 
 if TYPE_CHECKING:
-    from outrider.train.update.policy import Policy, Scorer
+    from outrider.train.learner import Learner
 
 
 @dataclass(slots=True, kw_only=True)
 class Components:
-    """The parts of a run. ``buffer`` is None for algorithms that do not retrieve, ``reference`` without a KL
-    term.
-    """
+    """The parts of a run. ``buffer`` is None for algorithms that do not retrieve."""
 
     settings: RunSettings
-    policy: "Policy"
-    reference: "Scorer | None"
+    learner: "Learner"
     engine: Engine
     renderer: ChatRenderer
     family: TaskFamily

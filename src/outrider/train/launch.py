@@ -11,6 +11,7 @@ from outrider.printing import score
 from outrider.rollout.paired import gain_over_start
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.train.building import build
+from outrider.train.models import StartLearner, local_learner
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import newest_step
 from outrider.train.state.continuing import require_continuable
@@ -28,8 +29,10 @@ def run_training(
     *,
     progress: Literal["auto", "rich", "plain", "none"],
     on_start: Callable[[Callable[[], bool]], None],
+    start: StartLearner = local_learner,
 ) -> None:
-    """Run or continue. ``on_start`` receives a function that asks the trainer to stop soon, and returns
+    """Run or continue; ``start`` makes what learns. ``on_start`` gets a function that asks the trainer to
+    stop soon, and returns
     whether the display says so.
 
     Raises ConfigError for the folder of an adaptation, and what set-up and training raise; all that was
@@ -58,7 +61,7 @@ def run_training(
         )
         ending.callback(display.close)
         displays.append(display)
-        trainer = _set_up(run, settings, display, whereabouts, stop, ending)
+        trainer = _set_up(run, settings, display, whereabouts, stop, ending, start)
         write_origins(settings, run.path)  # where they are now: a run that goes on may have found others
         run.settle()
         run.keep()
@@ -73,6 +76,7 @@ def _set_up(
     whereabouts: Whereabouts,
     stop: Event,
     ending: ExitStack,
+    start: StartLearner,
 ) -> Trainer:
     """All parts of the run and its trainer; ``ending`` closes what was opened, last in, first out."""
     display.stage("set-up", None)
@@ -86,7 +90,9 @@ def _set_up(
         resumed=newest is not None,
         on_tokens=meter,
         note=display.note,
+        start=start,
     )
+    ending.callback(parts.learner.close)
     parts.whereabouts = whereabouts
     if parts.buffer is not None:
         ending.callback(parts.buffer.close)

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from outrider.engines.base import Engine, EngineContext
 from outrider.engines.local.model import load_model, resolve_precision
@@ -13,23 +12,40 @@ from outrider.engines.local.positions import check_positions
 from outrider.errors import CheckpointError
 from outrider.plugins import registry as plugins
 from outrider.tokens import ChatRenderer
+from outrider.train.learner import Learner, LocalLearner
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first, require_intact
 from outrider.train.state.checkpoint_state import STATE
 from outrider.train.update.policy import Policy
+from outrider.train.update.weight_files import OPTIMIZER, read_tensors, tensor_files
 
 
-def policy_and_renderer(
-    settings: RunSettings, *, resumed: bool, note: Callable[[str], None]
-) -> tuple[Policy, ChatRenderer]:
+class StartLearner(Protocol):
+    """Makes what learns; ``initial``: with the weights that a run begins with."""
+
+    def __call__(self, settings: RunSettings, *, initial: bool) -> Learner:
+        """Raises what a model that cannot be loaded raises."""
+        ...
+
+
+def local_learner(settings: RunSettings, *, initial: bool) -> Learner:
+    """The policy in this process, with a reference where the algorithm has use for one."""
+    policy = make_policy(settings, initial=initial)
+    reference = policy.frozen_copy() if settings.algorithm.needs_reference else None
+    return LocalLearner(settings=settings, policy=policy, reference=reference)
+
+
+def learner_and_renderer(
+    settings: RunSettings, *, resumed: bool, note: Callable[[str], None], start: StartLearner
+) -> tuple[Learner, ChatRenderer]:
     """The model with its chat template, and what a person should know of them."""
-    policy = make_policy(settings, initial=not resumed)
-    longest = policy.language_model.context_length
+    learner = start(settings, initial=not resumed)
+    longest = learner.language_model.context_length
     check_positions(settings, model=settings.model.name, longest=longest, note=note, resumed=resumed)
-    renderer = ChatRenderer(policy.language_model.tokenizer)
+    renderer = ChatRenderer(learner.language_model.tokenizer)
     if not renderer.takes_system:
         note("the chat template has no system message: a prompt's goes in front of its first user message")
-    return policy, renderer
+    return learner, renderer
 
 
 def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
@@ -51,12 +67,12 @@ def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
 
 
 def make_engine(
-    settings: RunSettings, policy: Policy, *, folder: Path, on_tokens: Callable[[int], None]
+    settings: RunSettings, learner: Learner, *, folder: Path, on_tokens: Callable[[int], None]
 ) -> Engine:
     """The engine that ``engine.type`` names; ``folder`` is where one with weights of its own reads them."""
     context = EngineContext(
-        language_model=policy.language_model,
-        export=policy.export,
+        language_model=learner.language_model,
+        export=learner.export,
         folder=folder,
         context_length=settings.model.context_length,
         precision=resolve_precision(settings.model.precision, settings.model.device),
@@ -69,11 +85,13 @@ def make_engine(
 
 def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Weights of a checkpoint without its optimiser. Raises CheckpointError."""
-    if not any((checkpoint / name).is_file() for name in ("masters.safetensors", STATE)):
+    files = [name for name in tensor_files(checkpoint) if name != OPTIMIZER]
+    if not any((checkpoint / name).is_file() for name in (*files, STATE)):
         raise CheckpointError(f"{checkpoint} is no checkpoint: {_instead_of(checkpoint)}")
-    require_intact(checkpoint, "masters.safetensors")
+    for name in files:
+        require_intact(checkpoint, name)
     try:
-        masters = load_file(checkpoint / "masters.safetensors")
+        masters = read_tensors(checkpoint, with_optimizer=False)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read weights from {checkpoint}: {str(error).splitlines()[0]}"

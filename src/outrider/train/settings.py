@@ -11,6 +11,7 @@ from outrider.environments.families import EnvironmentConfig
 from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.episode import Limits
 from outrider.rollout.evaluate import EvaluationSettings
+from outrider.train.cluster_settings import ClusterSettings
 from outrider.train.learning_settings import (
     ColdStartSettings,
     LoraSettings,
@@ -92,6 +93,7 @@ class RunSettings(Settings):
     update: UpdateSettings = UpdateSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     trackers: tuple[TrackerName, ...] = ()
+    cluster: ClusterSettings = ClusterSettings()
 
     @property
     def num_concurrent(self) -> int:
@@ -116,6 +118,7 @@ class RunSettings(Settings):
         no_cold_start = not self.cold_start.num_examples
         reads_buffer = self.algorithm.retrieves or self.cold_start.retrieve_share > 0
         rules = {
+            "cluster": self.cluster.num_trainers == 1,
             "buffer": not reads_buffer,
             "rollout.max_splice_tokens": not reads_buffer,
             "cold_start": no_cold_start,
@@ -139,6 +142,7 @@ class RunSettings(Settings):
         self._possible_buffer()
         self._possible_adapters()
         self._possible_experts()
+        self._possible_cluster()
         self.algorithm.require_possible(self)
         return self
 
@@ -177,3 +181,17 @@ class RunSettings(Settings):
             )
         if self.algorithm.asks_experts and not self.environment.has_experts:
             raise ValueError("data sets come without experts: name a file with algorithm.demonstrations")
+
+    def _possible_cluster(self) -> None:
+        cluster = self.cluster
+        if cluster.num_trainers > 1:
+            if self.model.lora is not None or self.model.trained_layers is not None:
+                raise ValueError(
+                    "cluster.num_trainers shards all weights: without model.lora and model.trained_layers"
+                )
+            if self.model.device != "cpu":
+                raise ValueError("cluster.num_trainers above 1 is for model.device = cpu so far")
+            if not self.train.num_steps and not self.cold_start.num_examples:
+                raise ValueError("cluster.num_trainers above 1 has nothing to train here")
+        if cluster.max_staleness and self.algorithm.sampler_correction is None:
+            raise ValueError("cluster.max_staleness needs algorithm.sampler_correction: old tokens need it")

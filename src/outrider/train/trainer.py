@@ -31,7 +31,7 @@ from outrider.train.state.checkpoint import checkpoints_newest_first
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.run_state import RunState
 from outrider.train.update.advantage_stage import credit_step
-from outrider.train.update.update import UpdateReport, update
+from outrider.train.update.update import UpdateReport
 from outrider.watch.progress import Progress
 from outrider.watch.run_pace import RunPace
 from outrider.watch.trackers import TrackerSet
@@ -256,7 +256,7 @@ class Trainer:
         parts.engine.free_cache()
         credits_ = credit_step(parts, report.trained)
         updated = self._update(interleaved(report.trained, replayed))
-        parts.engine.weights_changed()
+        parts.engine.load(parts.engine.weight_version + 1)
         state.step += 1
         state.task_cursor = report.cursor
         ended = time.perf_counter()
@@ -297,16 +297,9 @@ class Trainer:
 
     def _update(self, traces: Sequence[Trace]) -> UpdateReport:
         """The optimiser steps on these rollouts."""
-        parts = self.parts
-        return update(
-            parts.policy,
+        return self.parts.learner.update(
             traces,
-            objective=parts.algorithm.objective,
-            settings=parts.settings.update,
-            token_loss=parts.algorithm.token_loss,
-            reference=parts.reference,
-            first=parts.policy.num_steps == 0,
-            gate_always=not parts.settings.engine.is_exact,
+            self.parts.algorithm,
             on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
         )
 
@@ -315,7 +308,7 @@ class Trainer:
         parts, state = self.parts, self.state
         state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
         values["tokens/policy_total"] = float(state.num_policy_tokens)
-        values["grad/learning_rate"] = parts.policy.learning_rate
+        values["grad/learning_rate"] = parts.learner.learning_rate
         if (seconds := self.pace.seconds("checkpoint")) is not None:
             values["time/checkpoint"] = seconds
         state.traces.write(

@@ -98,9 +98,9 @@ class RescoringEngine:
         """See :class:`Engine`."""
         self._inner.free_cache()
 
-    def weights_changed(self) -> None:
+    def load(self, version: int) -> None:
         """See :class:`Engine`."""
-        self._inner.weights_changed()
+        self._inner.load(version)
         self.weight_version = self._inner.weight_version
 
 

@@ -77,9 +77,9 @@ class LocalEngine:
         # slot -> (cache key or None where it is free, the ids whose keys and values it holds)
         self._slots: list[tuple[str | None, tuple[int, ...]]] = []
 
-    def weights_changed(self) -> None:
-        """Raise the version and forget every cached key and value."""
-        self.weight_version += 1
+    def load(self, version: int) -> None:
+        """Take the version and forget every cached key and value."""
+        self.weight_version = version
         self._drop_packed()
         self._slots = [(None, ()) for _ in self._slots]
 

@@ -16,6 +16,7 @@ from outrider.train.settings import ModelSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first
 from outrider.train.state.recorded import recorded_settings
 from outrider.train.update.policy import Policy
+from outrider.train.update.weight_files import MASTERS, SHARDS
 
 
 def resolve(chosen: ModelSettings) -> ModelSettings:
@@ -25,7 +26,7 @@ def resolve(chosen: ModelSettings) -> ModelSettings:
     Raises CheckpointError for a run without a checkpoint and a checkpoint outside of its run.
     """
     folder = Path(chosen.name)
-    if (folder / "masters.safetensors").exists():
+    if any((folder / name).exists() for name in (MASTERS, SHARDS)):
         run, checkpoint = folder.resolve().parent.parent, folder
         if not (run / "config.toml").exists():
             raise CheckpointError(

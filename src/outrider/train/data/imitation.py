@@ -15,7 +15,7 @@ from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
 from outrider.train.data.experts import ask_experts
-from outrider.train.data.sft import cold_start, successful_paths
+from outrider.train.data.sft import successful_paths
 from outrider.types import Step, Task
 
 _STEP: Final = 0  # whose initial states the cold start is played in
@@ -121,16 +121,8 @@ def imitate_experts(
         "cold start: fine-tuning",
         settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size),
     )
-    cold_start(
-        parts.policy,
-        paths,
-        settings.cold_start,
-        run_seed=settings.seed,
-        max_tokens=settings.update.max_tokens,
-        on_step=lambda done, _, values: on_step(done, values),
-    )
-    parts.policy.fresh_optimizer()
-    parts.engine.weights_changed()
+    parts.learner.fit(paths, on_step=lambda done, _, values: on_step(done, values))
+    parts.engine.load(parts.engine.weight_version + 1)
 
 
 def _experts(

@@ -10,8 +10,9 @@ from outrider.errors import DataError
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.learning_settings import ColdStartSettings
-from outrider.train.update.pack import RolloutPath, pack
+from outrider.train.update.pack import RolloutPath
 from outrider.train.update.policy import Policy
+from outrider.train.update.ranks import packed, passes
 
 
 def successful_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
@@ -27,7 +28,7 @@ def successful_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
             for node in path:
                 if node.trainable:
                     node.credit = (1.0,) * len(node.token_ids)
-            paths.append(RolloutPath(nodes=path, rollout_index=len(paths)))
+            paths.append(RolloutPath(nodes=path, rollout_index=len(paths), group=len(paths)))
     if not paths:
         raise DataError("no expert rollout solved its task: there is nothing to imitate")
     return paths
@@ -69,13 +70,18 @@ def _step(
 ) -> dict[str, float]:
     num_tokens = sum(len(node.token_ids) for path in batch for node in path.nodes if node.credit is not None)
     total = 0.0
-    for packed in pack(batch, max_tokens=max_tokens):
-        scores = policy.score(packed)
-        packed = packed.like(scores.logprobs_T)
-        weights = torch.full_like(packed.credit_T, 1.0 / num_tokens)  # of the batch, not of the micro-batch
-        loss = weighted_loss(losses=-scores.logprobs_T * packed.credit_T, weights=weights)
+    ranks = policy.ranks
+    for micro in passes(packed(ranks.share(batch), ranks, max_tokens=max_tokens), ranks):
+        if micro is None:
+            policy.idle().backward()
+            continue
+        scores = policy.score(micro)
+        micro = micro.like(scores.logprobs_T)
+        weights = torch.full_like(micro.credit_T, 1.0 / num_tokens)  # of the batch, not of the micro-batch
+        loss = weighted_loss(losses=-scores.logprobs_T * micro.credit_T, weights=weights)
         loss.backward()
         total += float(loss.detach())
+    total = sum(ranks.gather(total))
     norm = policy.step(learning_rate=learning_rate)
     return {
         "sft/loss": total,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.algorithms.algorithm import TaskChoice
-from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.rollout.scheduler import RolloutReport, Rollouts
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.components import Components
@@ -72,14 +72,14 @@ class SampledStep:
         }
 
 
-def play_step(parts: Components, scheduler: Scheduler, *, step: int, cursor: int) -> SampledStep:
+def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) -> SampledStep:
     """The groups of a training step, by the run's settings; ``cursor`` is where the step before left the
     order of tasks.
     """
     settings = parts.settings
     size = settings.train.tasks_per_step
     return sample_step(
-        scheduler,
+        rollouts,
         TaskOrder(tasks=parts.train_tasks, tasks_per_step=size, seed=settings.seed),
         cursor=cursor,
         choice=parts.algorithm.choose_tasks(parts.train_tasks, step=step, num_groups=size),
@@ -89,7 +89,7 @@ def play_step(parts: Components, scheduler: Scheduler, *, step: int, cursor: int
 
 
 def sample_step(
-    scheduler: Scheduler,
+    rollouts: Rollouts,
     order: TaskOrder,
     *,
     cursor: int,
@@ -101,7 +101,7 @@ def sample_step(
     missing or its bound.
     """
     if choice.tasks is not None:
-        report = scheduler.run(choice.tasks, modes=modes, training_step=step)
+        report = rollouts.run(choice.tasks, modes=modes, training_step=step)
         return _as_chosen(report, choice, cursor=cursor)
     played: list[Trace] = []
     trained: list[Trace] = []
@@ -119,7 +119,7 @@ def sample_step(
         if not tasks:
             break
         numbered = partial(_modes_behind, modes, len(played))
-        report = scheduler.run(tasks, modes=numbered, training_step=step, continued=num_batches > 0)
+        report = rollouts.run(tasks, modes=numbered, training_step=step, continued=num_batches > 0)
         played += report.traces
         trained += report.traces if filtered is None else filtered.keep(report.traces)
         faults += report.faults

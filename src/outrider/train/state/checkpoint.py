@@ -8,30 +8,43 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from outrider.atomic_io import remove, replacing_by_name, replacing_folder, sync
+from outrider.atomic_io import remove, replacing_folder, sync
 from outrider.errors import CheckpointError
 from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
 from outrider.train.state.records import RECORDS
-from outrider.train.update.policy import Policy, Scorer
+from outrider.train.update.weight_files import tensor_files
 
 _MEMORY = "memory.safetensors"
 _NAME = re.compile(r"step-(\d+)")
-_TENSORS = ("masters.safetensors", "optimizer.safetensors")
+
+
+class Weights(Protocol):
+    """What a checkpoint holds the weights and the optimiser of."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write them as safetensors into a folder. Raises OSError."""
+        ...
+
+    def load(self, folder: Path, *, num_steps: int) -> None:
+        """Put them back. Raises CheckpointError, and OSError, ValueError or SafetensorError for damage."""
+        ...
 
 
 def save_checkpoint(
     folder: Path,
-    policy: Policy,
+    weights: Weights,
     state: dict[str, Any],
     arrays: Mapping[str, NDArray[Any]] | None = None,
     *,
@@ -47,7 +60,7 @@ def save_checkpoint(
     """
     try:
         with replacing_folder(folder) as temporary:
-            _write(temporary, policy, state, arrays or {})
+            _write(temporary, weights, state, arrays or {})
             if records is not None:
                 write_sealed(temporary / RECORDS, records)
             # Only now, when the new one is whole: until here the earlier checkpoint of this step stands.
@@ -69,69 +82,37 @@ def _make_room(folder: Path) -> None:
 
 
 def _write(
-    temporary: Path, policy: Policy, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]
+    temporary: Path, weights: Weights, state: dict[str, Any], arrays: Mapping[str, NDArray[Any]]
 ) -> None:
-    save_file(
-        # safetensors takes no views with strides.
-        {name: tensor.contiguous() for name, tensor in policy.masters.items()},
-        temporary / "masters.safetensors",
-    )
-    save_file(_optimizer_tensors(policy), temporary / "optimizer.safetensors")
+    weights.save(temporary)
     if arrays:
         save_arrays(dict(arrays), temporary / _MEMORY)
+    written = sorted(path for path in temporary.rglob("*") if path.is_file())
     # On disk before the state is, which vouches for them.
-    for path in temporary.iterdir():
+    for path in [*written, *{path.parent for path in written} - {temporary}]:
         sync(path)
-    checksums = {path.name: file_checksum(path) for path in sorted(temporary.iterdir())}
+    checksums = {path.relative_to(temporary).as_posix(): file_checksum(path) for path in written}
     write_sealed(
-        temporary / STATE, {**state, "num_optimizer_steps": policy.num_steps, "checksums": checksums}
+        temporary / STATE, {**state, "num_optimizer_steps": weights.num_steps, "checksums": checksums}
     )
     sync(temporary)
 
 
-def _optimizer_tensors(policy: Policy) -> dict[str, Tensor]:
-    tensors = {}
-    for name, master in policy.masters.items():
-        for key, value in policy.optimizer.state.get(master, {}).items():
-            tensors[f"{key}/{name}"] = torch.as_tensor(value).contiguous()
-    return tensors
-
-
-def load_checkpoint(folder: Path, policy: Policy) -> dict[str, Any]:
+def load_checkpoint(folder: Path, weights: Weights) -> dict[str, Any]:
     """Put masters, working copy and optimiser back; the saved state.
 
     Raises CheckpointError when files are missing, damaged, or belong to another model.
     """
     try:
         state = read_sealed(folder / STATE)
-        # Both tensor files, also where the state forgot to name them: nothing is loaded unchecked.
-        for name in sorted({*_TENSORS, *state["checksums"]}):
+        # All tensor files, also where the state forgot to name them: nothing is loaded unchecked.
+        for name in sorted({*tensor_files(folder), *state["checksums"]}):
             if file_checksum(folder / name) != state["checksums"][name]:
                 raise ValueError(f"the contents of {name} are not what was written")
-        masters, optimizer = (load_file(folder / name) for name in _TENSORS)
         num_optimizer_steps = int(state["num_optimizer_steps"])
+        weights.load(folder, num_steps=num_optimizer_steps)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise damaged(folder, error) from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in masters.items()}
-    if shapes != {name: tuple(tensor.shape) for name, tensor in policy.masters.items()}:
-        raise CheckpointError(
-            f"checkpoint {folder} belongs to another model or adapter: set model.name, model.lora and "
-            "model.trained_layers as they were"
-        )
-    policy.optimizer.state.clear()
-    for name, master in policy.masters.items():
-        # In place: the optimiser refers to these very tensors.
-        master.copy_(masters[name])
-        moments = {
-            key.split("/", 1)[0]: value.to(master.device)
-            for key, value in optimizer.items()
-            if key.split("/", 1)[1] == name
-        }
-        if moments:
-            policy.optimizer.state[master] = moments
-    policy.num_steps = num_optimizer_steps
-    # The working copy is in no checkpoint: it follows from the masters.
-    policy.round_masters()
     return state
 
 
@@ -157,43 +138,6 @@ def load_memory(folder: Path) -> dict[str, NDArray[Any]]:
     without any.
     """
     return load_arrays(folder / _MEMORY) if (folder / _MEMORY).exists() else {}
-
-
-def save_reference(path: Path, reference: Scorer) -> int:
-    """The frozen weights of the KL term; written once, because they differ from the model's after a cold
-    start. Their checksum.
-    """
-    with replacing_by_name(path) as temporary:
-        save_file(
-            {name: p.detach().contiguous() for name, p in reference.model.named_parameters()}, temporary
-        )
-    return file_checksum(path)
-
-
-@torch.no_grad()
-def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> None:
-    """Put the frozen weights back. ``checksum`` is what :func:`save_reference` gave, None where nobody wrote
-    it down.
-
-    Raises CheckpointError when they are missing, damaged or of another model.
-    """
-    try:
-        if checksum is not None and file_checksum(path) != checksum:
-            raise ValueError("the contents are not what was written")
-        weights = load_file(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is missing: it holds the weights that the KL term refers to; put it back"
-        ) from error
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"reference weights {path} are damaged: {str(error).splitlines()[0]}"
-        ) from error
-    parameters = dict(reference.model.named_parameters())
-    if {name: p.shape for name, p in parameters.items()} != {name: w.shape for name, w in weights.items()}:
-        raise CheckpointError(f"reference weights {path} belong to another model or adapter")
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
 
 
 def checkpoints_newest_first(folder: Path) -> list[Path]:

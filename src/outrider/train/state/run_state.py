@@ -14,10 +14,8 @@ from outrider.train.components import Components
 from outrider.train.state.checkpoint import (
     load_checkpoint,
     load_memory,
-    load_reference,
     prune_checkpoints,
     save_checkpoint,
-    save_reference,
 )
 from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, is_sealed
 from outrider.train.state.records import Records
@@ -79,9 +77,8 @@ class RunState:
 
     def freeze_reference(self) -> None:
         """The KL term holds the policy to what it was when reinforcement learning began."""
-        if self.parts.reference is not None:
-            self.parts.reference = self.parts.policy.frozen_copy()
-            self._reference_checksum = save_reference(self._reference_path, self.parts.reference)
+        if self.parts.learner.has_reference:
+            self._reference_checksum = self.parts.learner.freeze_reference(self._reference_path)
 
     def save(self) -> None:
         """Write the checkpoint of this step. Raises CheckpointError, which leaves the earlier ones as they
@@ -96,6 +93,7 @@ class RunState:
             "num_policy_tokens": self.num_policy_tokens,
             "task_cursor": self.task_cursor,
             "num_metric_records": self.metrics.num_records,
+            "weight_version": self.parts.engine.weight_version,
             "num_evaluations": len(self.run.finished_evaluations()),
             "buffer_revision": buffer.revision if buffer is not None else None,
             "hook_counts": self.parts.algorithm.counts(),
@@ -110,7 +108,7 @@ class RunState:
         if self.parts.algorithm.remembers:
             state["memory"], arrays = self.parts.algorithm.state()
         folder = self.run.checkpoints / f"step-{self.step:06d}"
-        save_checkpoint(folder, self.parts.policy, state, arrays, records=self.records.written())
+        save_checkpoint(folder, self.parts.learner, state, arrays, records=self.records.written())
         self.saved_step = self.step
         # Only once the new one is on disk.
         prune_checkpoints(
@@ -160,7 +158,7 @@ class RunState:
         raise CheckpointError(f"{self.run.path} has no checkpoint")
 
     def _load(self, checkpoint: Path) -> dict[str, Any]:
-        state = load_checkpoint(checkpoint, self.parts.policy)
+        state = load_checkpoint(checkpoint, self.parts.learner)
         try:
             for name in _COUNTS:
                 int(state[name])
@@ -215,8 +213,8 @@ class RunState:
             self.note(difference)
         are_whole = self.check_records()
         self._reference_checksum = state.get("reference_checksum")
-        if self.parts.reference is not None:
-            load_reference(self._reference_path, self.parts.reference, checksum=self._reference_checksum)
+        if self.parts.learner.has_reference:
+            self.parts.learner.load_reference(self._reference_path, checksum=self._reference_checksum)
         if (buffer := self.parts.buffer) is not None and buffer.revision != state["buffer_revision"]:
             if self.parts.settings.buffer.evolve:
                 buffer.rollback(int(state["buffer_revision"]))
@@ -232,7 +230,7 @@ class RunState:
         if num_kept and are_whole:
             self.seal_records()  # else a kill before the next checkpoint would leave the new label as damage
         # Its keys and values, if any, are of other weights.
-        self.parts.engine.weights_changed()
+        self.parts.engine.load(int(state.get("weight_version", self.parts.engine.weight_version + 1)))
         self.note(f"continuing from step {self.step}")
 
     def _keep_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:

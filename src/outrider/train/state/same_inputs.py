@@ -5,7 +5,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -13,7 +13,9 @@ from outrider.config import Settings
 from outrider.errors import CheckpointError
 from outrider.plugins.record import PREFIX, plugin_digests
 from outrider.train.components import Components
-from outrider.train.update.policy import Policy
+
+if TYPE_CHECKING:
+    from outrider.train.learner import Learner
 
 BUFFER: Final = "step-trace buffer"
 # another version of transformers may write them in another way
@@ -25,13 +27,13 @@ def input_digests(parts: Components) -> dict[str, str]:
     tasks are made of is left out, because tasks are compared themselves, and a buffer, because its revision
     changes.
     """
-    tokenizer = parts.policy.language_model.tokenizer
+    tokenizer = parts.learner.language_model.tokenizer
     found = {
         "chat template": _of_text(json.dumps(tokenizer.chat_template, sort_keys=True)),
         "tokenizer": _of_text(_tokenizer(tokenizer)),
-        "model configuration": _of_text(_configuration(parts.policy)),
+        "model configuration": _of_text(_configuration(parts.learner)),
     }
-    if (frozen := _frozen_weights(parts.policy)) is not None:
+    if (frozen := _frozen_weights(parts.learner)) is not None:
         found["frozen weights"] = frozen
     files = {f"environment.{key}": path for key, path in _files(parts.settings.environment)}
     if named := parts.settings.algorithm.model_dump().get("demonstrations"):
@@ -94,19 +96,19 @@ def _tokenizer(tokenizer: Any) -> str:
     )
 
 
-def _configuration(policy: Policy) -> str:
+def _configuration(learner: "Learner") -> str:
     """Without where the model lies, and in which precision it is kept."""
-    content = policy.model.config.to_dict()
+    content = learner.language_model.model.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         content.pop(name, None)
     return json.dumps(content, sort_keys=True, default=str)
 
 
-def _frozen_weights(policy: Policy) -> str | None:
+def _frozen_weights(learner: "Learner") -> str | None:
     """CRC-32 of the weights that no checkpoint holds, because they do not train; None where all train."""
     value = None
-    for name, parameter in policy.model.named_parameters():
-        if name not in policy.masters:
+    for name, parameter in learner.language_model.model.named_parameters():
+        if name not in learner.trained:
             content = parameter.detach().contiguous().cpu().view(torch.uint8).numpy()
             # The name too: weights that changed places are others.
             value = zlib.crc32(content.reshape(-1).data, zlib.crc32(name.encode(), value or 0))

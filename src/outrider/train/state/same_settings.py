@@ -27,11 +27,13 @@ FREE: Final = {
     "environment.load_limit_s", "environment.step_limit_s", "environment.borrow_limit_s",
     "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
     "environment.python.num_servers", "engine.memory", "trackers",
+    "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
 }  # fmt: skip
 # The same numbers in exact arithmetic: what is added in which order, and on what.
 ROUNDING: Final = {
     "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent",
     "environment.num_workers", "update.max_tokens", "update.checkpoint_activations",
+    "cluster.num_trainers",
 }  # fmt: skip
 UNSEEN: Final = {
     **dict.fromkeys(FREE, "moves no number"),

@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.train.update.pack import PackedBatch, RolloutPath, pack
+from outrider.train.update.pack import PackedBatch, RolloutPath
 from outrider.train.update.policy import Policy
+from outrider.train.update.ranks import packed, passes
 
 
 class ActingLogprobs:
@@ -43,11 +44,16 @@ def acting_logprobs(
     policy: Policy, paths: Sequence[RolloutPath], *, max_tokens: int
 ) -> ActingLogprobs | None:
     """Score the rollouts among ``paths`` that have another rendering, in the one that they were acted in;
-    None without any.
+    None where this rank has none.
     """
-    acted = [replace(path, nodes=path.acted, acted=None) for path in paths if path.acted is not None]
+    # Whose rollout it is, the rendering that is trained decides: the same rank needs both.
+    own = policy.ranks.share(paths)
+    acted = [replace(path, nodes=path.acted, acted=None) for path in own if path.acted is not None]
     found: dict[int, dict[int, float]] = {}
-    for batch in pack(acted, max_tokens=max_tokens):
+    for batch in passes(packed(acted, policy.ranks, max_tokens=max_tokens), policy.ranks):
+        if batch is None:
+            policy.idle()
+            continue
         entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
         for (rollout, ordinal), value in zip(entries, policy.score(batch).logprobs_T.tolist(), strict=True):
             found.setdefault(rollout, {})[ordinal] = value

@@ -24,6 +24,7 @@ class RolloutPath:
     """One rollout to train on: its nodes from the root, its number in the global mini-batch, and in its group
     (``rollout``).
 
+    ``group`` is the number of its group there: rollouts of one group share their beginnings.
     ``acted`` are the nodes of the rendering that the policy acted in, where that is another one (tips that
     the update leaves out). ``succeeded`` is the environment's verdict. ``is_replayed``: an earlier policy
     wrote it.
@@ -32,6 +33,7 @@ class RolloutPath:
     nodes: Sequence[Node]
     rollout_index: int
     rollout: int = 0
+    group: int = 0
     acted: Sequence[Node] | None = None
     succeeded: bool = False
     is_replayed: bool = False

@@ -7,7 +7,7 @@ U scored tokens, T entries of :class:`~outrider.train.update.pack.PackedBatch`, 
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,20 @@ from types import MethodType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import ModelError
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
-from outrider.train.update.chunked_logprobs import score_tokens
+from outrider.train.update.gradient_norm import clip, sum_of_squares
 from outrider.train.update.pack import PackedBatch
+from outrider.train.update.ranks import Alone, Ranks
+from outrider.train.update.scoring import Scoring
+from outrider.train.update.weight_files import MASTERS, OPTIMIZER, read_tensors, require_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,21 +42,33 @@ class TokenScores:
 class Scorer:
     """A language model that scores packed tokens; alone it is a frozen reference (KL term)."""
 
-    def __init__(self, language_model: LanguageModel) -> None:
+    def __init__(self, language_model: LanguageModel, *, ranks: Ranks | None = None) -> None:
         self.language_model = language_model
         self.model = language_model.model
+        self.ranks: Ranks = ranks or Alone()
+        self.scoring: nn.Module = Scoring(language_model.model)
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
-        states = self.language_model.hidden(batch.ids_N[None], batch.positions_N[None], batch.plan)
-        device = states.device
-        hidden, targets = states[0, batch.predictors_U.to(device)], batch.targets_U.to(device)
-        logprobs_U, entropies_U = score_tokens(hidden, targets, self.language_model.head)
+        device = self.language_model.device
+        ids_N, positions_N = batch.ids_N.to(device), batch.positions_N.to(device)
+        predictors_U, targets_U = batch.predictors_U.to(device), batch.targets_U.to(device)
+        logprobs_U, entropies_U = self.scoring(ids_N, positions_N, batch.plan, predictors_U, targets_U)
         if len(batch.token_T) == len(logprobs_U):  # nothing is shared
             return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
         # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.
         entries = batch.token_T.to(device)
         return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
+
+    def idle(self) -> Tensor:
+        """A pass for the sake of other ranks, over two tokens; a loss of 0, which has a gradient of zeros."""
+        device = self.language_model.device
+        ids_N, one = torch.zeros(2, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long)
+        plan = TreePlan(segments=(Segment(length=2),))
+        positions_N = torch.arange(2, device=device)
+        logprobs_U, _ = self.scoring(ids_N, positions_N, plan, one.to(device), one.to(device))
+        loss: Tensor = 0.0 * logprobs_U.sum()
+        return loss
 
 
 class Policy(Scorer):
@@ -77,9 +94,7 @@ class Policy(Scorer):
         if trained_layers is not None:
             _freeze_below(self.model, trained_layers)
         if checkpoint_activations:
-            for module in self.model.modules():
-                if isinstance(module, GradientCheckpointingLayer):
-                    module.forward = MethodType(_checkpointed, module)
+            checkpoint_layers(self.model)
         if lora is not None:
             _inject_lora(self.model, lora, seed)
         # Tied embeddings have one name here, hence one master and one optimiser state.
@@ -124,7 +139,9 @@ class Policy(Scorer):
         A gradient of zero is no step: the moments alone would move the weights. A norm that is not finite
         skips the step (the caller counts it): one bad batch must not destroy the weights.
         """
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm))
+        gradients = [one.grad for one in self.masters.values() if one.grad is not None]
+        norm = self._norm(gradients)
+        clip(gradients, norm=norm, max_norm=self.settings.max_grad_norm)
         if norm != 0.0:
             self.num_steps += 1
         # Every time, because the rate of a warm-up depends on num_steps.
@@ -135,6 +152,9 @@ class Policy(Scorer):
             self.round_masters()
         self.drop_gradients()
         return norm
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        return math.sqrt(sum_of_squares(gradients))
 
     def drop_gradients(self) -> None:
         """Forget what was accumulated."""
@@ -152,6 +172,40 @@ class Policy(Scorer):
         self.model.save_pretrained(folder)
         self.language_model.tokenizer.save_pretrained(folder)
 
+    def save(self, folder: Path) -> None:
+        """Masters and moments into an existing folder. Raises OSError and SafetensorError."""
+        # safetensors takes no views with strides.
+        save_file({name: one.contiguous() for name, one in self.masters.items()}, folder / MASTERS)
+        moments = {
+            f"{key}/{name}": torch.as_tensor(value).contiguous()
+            for name, master in self.masters.items()
+            for key, value in self.optimizer.state.get(master, {}).items()
+        }
+        save_file(moments, folder / OPTIMIZER)
+
+    @torch.no_grad()
+    def load(self, folder: Path, *, num_steps: int) -> None:
+        """Masters, working copy and moments of a checkpoint. Raises CheckpointError for one of another model,
+        OSError, ValueError and SafetensorError for one that is damaged.
+        """
+        found = read_tensors(folder, with_optimizer=True)
+        masters = {name: one for name, one in found.items() if "/" not in name}
+        require_shapes(folder, _shapes(self.masters), _shapes(masters))
+        self.optimizer.state.clear()
+        for name, master in self.masters.items():
+            # In place: the optimiser refers to these very tensors.
+            master.copy_(masters[name])
+            moments = {
+                key.split("/", 1)[0]: value.to(master.device)
+                for key, value in found.items()
+                if "/" in key and key.split("/", 1)[1] == name
+            }
+            if moments:
+                self.optimizer.state[master] = moments
+        self.num_steps = num_steps
+        # The working copy is in no checkpoint: it follows from the masters.
+        self.round_masters()
+
     def fresh_optimizer(self) -> None:
         """Forget the moments: the cold start's do not belong to reinforcement learning."""
         self.optimizer.state.clear()
@@ -163,6 +217,13 @@ class Policy(Scorer):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         return Scorer(replace(self.language_model, model=model))
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Its layers keep their inputs only, and are computed again in the backward pass."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.forward = MethodType(_checkpointed, module)
 
 
 def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -177,6 +238,10 @@ def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         if torch.is_grad_enabled()
         else forward(*arguments, **options)
     )
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in tensors.items()}
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

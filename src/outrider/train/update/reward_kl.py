@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from outrider.trace import Node, Trace
-from outrider.train.update.pack import RolloutPath, pack
+from outrider.train.update.pack import RolloutPath
 from outrider.train.update.policy import Scorer
+from outrider.train.update.ranks import packed, passes
 
 
 @torch.no_grad()
@@ -19,8 +20,11 @@ def measure_kl(policy: Scorer, reference: Scorer, traces: Sequence[Trace], *, ma
 
     Raises ValueError for a node that several rollouts share.
     """
-    scored = [path for trace in traces for _, path in trace.scored_rollouts()]
-    paths = [path for path in scored if any(node.trainable and node.token_ids for node in path)]
+    scored = [(group, path) for group, trace in enumerate(traces) for _, path in trace.scored_rollouts()]
+    scored = [
+        (group, path) for group, path in scored if any(node.trainable and node.token_ids for node in path)
+    ]
+    paths = [path for _, path in scored]
     # packing scores what has credit, which is not there yet; shared prompts stay shared
     copies: dict[int, Node] = {}
     for node in (node for path in paths for node in path):
@@ -29,15 +33,21 @@ def measure_kl(policy: Scorer, reference: Scorer, traces: Sequence[Trace], *, ma
         )
     found: dict[int, list[tuple[int, float]]] = {}
     rollouts = [
-        RolloutPath(nodes=[copies[id(node)] for node in path], rollout_index=i)
-        for i, path in enumerate(paths)
+        RolloutPath(nodes=[copies[id(node)] for node in path], rollout_index=i, group=group)
+        for i, (group, path) in enumerate(scored)
     ]
-    for batch in pack(rollouts, max_tokens=max_tokens):
+    ranks = policy.ranks
+    for batch in passes(packed(ranks.share(rollouts), ranks, max_tokens=max_tokens), ranks):
+        if batch is None:
+            policy.idle()
+            reference.idle()
+            continue
         values = (policy.score(batch).logprobs_T - reference.score(batch).logprobs_T).tolist()
         for rollout, ordinal, value in zip(
             batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), values, strict=True
         ):
             found.setdefault(rollout, []).append((ordinal, value))
+    found = {rollout: values for each in ranks.gather(found) for rollout, values in each.items()}
     for number, path in enumerate(paths):
         each = iter(value for _, value in sorted(found[number]))
         for node in path:

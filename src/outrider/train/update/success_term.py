@@ -11,20 +11,23 @@ from torch import Tensor
 from outrider.algorithms.common.losses import weighted_loss
 from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.pack import PackedBatch, RolloutPath
+from outrider.train.update.ranks import Alone, Ranks
 
 
-def success_weights(paths: Sequence[RolloutPath], batches: Sequence[PackedBatch]) -> list[Tensor]:
+def success_weights(
+    paths: Sequence[RolloutPath], batches: Sequence[PackedBatch], ranks: Ranks | None = None
+) -> list[Tensor]:
     """For every micro-batch [T]: one over the trained tokens of all successful rollouts of the mini-batch,
     and 0 for other tokens.
 
     Tokens that the policy did not write in this step count for nothing: demonstrations and replayed rollouts
     have a term of their own. ``paths`` are numbered as ``rollout_index`` says, and ``batches`` hold every
-    successful one.
+    successful one, those of all ``ranks`` together (None: there is one).
     """
     succeeded = torch.tensor([path.succeeded for path in paths])
     masks = [succeeded[batch.rollout_index_T] & ~batch.is_foreign_T for batch in batches]
-    num = sum(int(mask.sum()) for mask in masks)
-    # The count over all micro-batches: the mean must not depend on how they were split.
+    num = sum((ranks or Alone()).gather(sum(int(mask.sum()) for mask in masks)))
+    # The count over all micro-batches of all ranks: the mean must not depend on how they were split.
     return [mask.double() / max(1, num) for mask in masks]
 
 

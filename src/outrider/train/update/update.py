@@ -6,7 +6,7 @@ Shape letters: T scored tokens of a micro-batch.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -21,8 +21,9 @@ from outrider.train.learning_settings import UpdateSettings
 from outrider.train.update.batch_loss import TokenLossOf, batch_loss, loss_inputs
 from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.off_policy import ActingLogprobs, acting_logprobs
-from outrider.train.update.pack import PackedBatch, RolloutPath, credits_by_rollout, pack
+from outrider.train.update.pack import PackedBatch, RolloutPath, credits_by_rollout
 from outrider.train.update.policy import Policy, Scorer, TokenScores
+from outrider.train.update.ranks import packed, passes
 from outrider.train.update.success_term import success_nll, success_weights
 from outrider.types import Origin
 
@@ -41,7 +42,11 @@ def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
     scored = [(leaf, path, trace) for trace in traces for leaf, path in trace.scored_rollouts()]
     # Before they are numbered: a pruned rollout stands in no denominator.
     kept = [one for one in scored if one[0].rollout not in one[2].pruned]
-    return [_rendered(path, index, leaf, trace) for index, (leaf, path, trace) in enumerate(kept)]
+    groups = {id(trace): number for number, trace in enumerate(traces)}
+    return [
+        replace(_rendered(path, index, leaf, trace), group=groups[id(trace)])
+        for index, (leaf, path, trace) in enumerate(kept)
+    ]
 
 
 def _rendered(path: Sequence[Node], index: int, leaf: Leaf, trace: Trace) -> RolloutPath:
@@ -105,9 +110,8 @@ def update(
             gate = gate_always or (first and policy.num_steps == 0)
             running.mini_batch(paths, olds=old, acting=acting, gate=gate)
     if not mini_batches:
-        running.accumulator.add("grad/norm", 0.0)
-    running.report.metrics |= running.accumulator.means()
-    return running.report
+        running.common.add("grad/norm", 0.0)
+    return running.whole_report()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,13 +126,35 @@ class _Update:
     on_batch: Callable[[int], None]
     report: UpdateReport = field(default_factory=UpdateReport)
     accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
+    common: MetricAccumulator = field(init=False)
+
+    def __post_init__(self) -> None:
+        # What all ranks know is counted by one of them.
+        self.common = self.accumulator if self.policy.ranks.rank == 0 else MetricAccumulator()
+
+    def whole_report(self) -> UpdateReport:
+        """What all ranks have measured."""
+        first, *others = self.policy.ranks.gather((self.report, self.accumulator))
+        report, accumulator = first
+        for other, measured in others:
+            report.num_scored_tokens += other.num_scored_tokens
+            report.num_computed_tokens += other.num_computed_tokens
+            accumulator.merge(measured)
+        report.metrics |= accumulator.means()
+        return report
 
     def old_scores(self, paths: Sequence[RolloutPath]) -> list[TokenScores]:
         """pi_old and entropies of every micro-batch, recomputed by the trainer before the first of several
         steps.
         """
+        found = []
         with torch.no_grad():
-            return [self.policy.score(batch) for batch in self._packed(paths)]
+            for batch in passes(self._packed(_trained(paths, self.objective)), self.policy.ranks):
+                if batch is None:
+                    self.policy.idle()
+                else:
+                    found.append(self.policy.score(batch))
+        return found
 
     def acting(self, paths: Sequence[RolloutPath]) -> ActingLogprobs | None:
         """Log-probs in the context that the rollouts acted in, where the update renders another one."""
@@ -144,50 +170,81 @@ class _Update:
         gate: bool,
     ) -> None:
         """One optimiser step over all micro-batches, with the denominators of the whole mini-batch."""
-        batches = self._packed(paths)
-        if not batches:
-            self.accumulator.add("grad/norm", 0.0)
+        trained = _trained(paths, self.objective)
+        if not trained:
+            self.common.add("grad/norm", 0.0)
             return
+        batches = self._packed(trained)
         weights = _weights(paths, self.objective, batches)
-        successes = success_weights(paths, batches)
+        successes = success_weights(paths, batches, self.policy.ranks)
         gaps: list[Tensor] = []
-        for index, batch in enumerate(batches):
-            scores = self.policy.score(batch)
-            batch = batch.like(scores.logprobs_T)
-            start = scores if olds is None else olds[index]
-            # A constant also where it comes from this very pass: x - x would have no gradient.
-            start_T = start.logprobs_T.detach()
-            acting_T = None if acting is None else acting.of(batch).to(start_T)
-            inputs = loss_inputs(
-                scores.logprobs_T, batch, self.objective.denominators(start_T, acting_T), self.accumulator
-            )
-            gaps.append(_gap(inputs))
-            reference_T = self._reference_logprobs(batch)
-            # After the gap is kept: where the engine is gated, the gate has to see the NaN.
-            if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
-                self._skip(gaps if gate else ())
+        for index, batch in enumerate(passes(batches, self.policy.ranks)):
+            if batch is None:
+                loss, is_finite = self._idle(), True
+            else:
+                given = _Given(
+                    batch=batch,
+                    start=None if olds is None else olds[index],
+                    acting=acting,
+                    weights_T=weights[index],
+                    success_T=successes[index],
+                )
+                loss, is_finite = self._pass(given, gaps)
+            # Asked of all before any of them leaves: the backward pass needs every rank.
+            if not all(self.policy.ranks.gather(is_finite)):
+                self._skip(gaps, gate=gate)
                 return
-            loss = batch_loss(
-                inputs,
-                reference_T=reference_T,
-                weights_T=weights[index].to(inputs.old_T),
-                objective=self.objective,
-                token_loss=self.token_loss,
-                accumulator=self.accumulator,
-            )
-            if self.objective.positive_nll > 0:
-                nll = success_nll(scores.logprobs_T, successes[index], self.accumulator)
-                loss = loss + self.objective.positive_nll * nll
-            self._measure_gap(gaps[-1], start.entropies_T[~inputs.is_foreign_T])
             loss.backward()  # frees the graph; over micro-batches the gradients add up
-            self._count(batch)
+            if batch is not None:
+                self._count(batch)
         # After the backward passes, so that nothing is scored twice; still before any weight moves.
         if gate:
             _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
         self._step()
 
-    def _packed(self, paths: Sequence[RolloutPath]) -> list[PackedBatch]:
-        return list(pack(_trained(paths, self.objective), max_tokens=self.settings.max_tokens))
+    def _pass(self, given: "_Given", gaps: list[Tensor]) -> tuple[Tensor, bool]:
+        """The loss of a micro-batch, and whether its log-probs are finite (else the loss means nothing);
+        ``gaps`` gets the trainer's to the engine.
+        """
+        scores = self.policy.score(given.batch)
+        batch = given.batch.like(scores.logprobs_T)
+        start = given.start or scores
+        # A constant also where it comes from this very pass: x - x would have no gradient.
+        start_T = start.logprobs_T.detach()
+        acting_T = None if given.acting is None else given.acting.of(batch).to(start_T)
+        inputs = loss_inputs(
+            scores.logprobs_T, batch, self.objective.denominators(start_T, acting_T), self.accumulator
+        )
+        gaps.append(_gap(inputs))
+        reference_T = self._reference_logprobs(batch)
+        # After the gap is kept: where the engine is gated, the gate has to see the NaN.
+        if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
+            return scores.logprobs_T, False
+        loss = batch_loss(
+            inputs,
+            reference_T=reference_T,
+            weights_T=given.weights_T.to(inputs.old_T),
+            objective=self.objective,
+            token_loss=self.token_loss,
+            accumulator=self.accumulator,
+        )
+        if self.objective.positive_nll > 0:
+            nll = success_nll(scores.logprobs_T, given.success_T, self.accumulator)
+            loss = loss + self.objective.positive_nll * nll
+        self._measure_gap(gaps[-1], start.entropies_T[~inputs.is_foreign_T])
+        return loss, True
+
+    def _idle(self) -> Tensor:
+        """What :meth:`_pass` asks of the models, without a rollout."""
+        loss = self.policy.idle()
+        if self.reference is not None:
+            with torch.no_grad():
+                self.reference.idle()
+        return loss
+
+    def _packed(self, trained: Sequence[RolloutPath]) -> list[PackedBatch]:
+        ranks = self.policy.ranks
+        return packed(ranks.share(trained), ranks, max_tokens=self.settings.max_tokens)
 
     def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:
         if self.reference is None:
@@ -207,20 +264,37 @@ class _Update:
         self.report.num_computed_tokens += batch.num_tokens
         self.on_batch(self.report.num_scored_tokens)
 
-    def _skip(self, gated: Sequence[Tensor]) -> None:
+    def _skip(self, gaps: Sequence[Tensor], *, gate: bool) -> None:
         """A log-prob that is not finite makes no step; where the engine is checked, it may be the reason."""
-        if gated:
-            _require_agreement(self.policy, gated, self.settings.max_logprob_gap)
+        if gate:
+            _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
         self.policy.drop_gradients()
-        self.accumulator.add_sum("grad/num_skipped", 1.0)
-        self.accumulator.end_step(skipped=True)
+        self.common.add_sum("grad/num_skipped", 1.0)
+        self._end_step(skipped=True)
+
+    def _end_step(self, *, skipped: bool = False) -> None:
+        for share in self.policy.ranks.gather(self.accumulator.take_losses()):
+            for name, value in share.items():
+                self.common.add_loss(name, value)
+        self.common.end_step(skipped=skipped)
 
     def _step(self) -> None:
         norm = self.policy.step()
-        self.accumulator.end_step()
-        self.accumulator.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
-        self.accumulator.add("grad/clipped_fraction", float(norm > self.policy.settings.max_grad_norm))
-        self.accumulator.add("grad/norm", norm)
+        self._end_step()
+        self.common.add_sum("grad/num_skipped", float(not math.isfinite(norm)))
+        self.common.add("grad/clipped_fraction", float(norm > self.policy.settings.max_grad_norm))
+        self.common.add("grad/norm", norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Given:
+    """What a pass needs beside the weights. ``start`` None: the pass that trains gives the old log-probs."""
+
+    batch: PackedBatch
+    start: TokenScores | None
+    acting: ActingLogprobs | None
+    weights_T: Tensor
+    success_T: Tensor
 
 
 def _gap(inputs: TokenLossInputs) -> Tensor:
@@ -247,7 +321,7 @@ def _require_agreement(policy: Policy, gaps: Sequence[Tensor], limit: float) -> 
     short one is noisy.
     """
     # float64: near the limit the verdict must not hang on how a float32 sum was split.
-    every = torch.cat(list(gaps)).double()
+    every = torch.cat([gap for each in policy.ranks.gather(list(gaps)) for gap in each]).double()
     gap = float(every.mean()) if len(every) else 0.0
     if not gap <= limit:  # NaN too
         policy.drop_gradients()

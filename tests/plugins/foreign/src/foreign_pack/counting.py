@@ -49,5 +49,5 @@ class Counting:
     def free_cache(self) -> None:
         self._inner.free_cache()
 
-    def weights_changed(self) -> None:
-        self._inner.weights_changed()
+    def load(self, version: int) -> None:
+        self._inner.load(version)

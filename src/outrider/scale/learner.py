@@ -1,0 +1,177 @@
+"""The learner of a run with several trainer ranks; rollouts are played in this process, with a copy of the
+weights.
+"""
+
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from outrider.algorithms.algorithm import Algorithm
+from outrider.engines.local.model import LanguageModel, load_model, resolve_model, resolve_precision
+from outrider.errors import CheckpointError, ConfigError
+from outrider.scale.group import RankGroup
+from outrider.scale.rank import RankSettings
+from outrider.scale.session import Session
+from outrider.trace import Trace
+from outrider.train.learner import OnStep
+from outrider.train.settings import RunSettings
+from outrider.train.state.checkpoint import require_intact
+from outrider.train.state.checkpoint_state import file_checksum
+from outrider.train.update.pack import RolloutPath
+from outrider.train.update.update import UpdateReport
+from outrider.train.update.weight_files import tensor_files
+
+_PIECE_BYTES: Final = 256 * 2**20  # of weights that are on their way at a time
+
+
+class ShardedLearner:
+    """Calls every rank; :attr:`language_model` gets the weights after whatever moves them."""
+
+    def __init__(self, settings: RunSettings, *, initial: bool) -> None:
+        self.num_steps = 0
+        self.learning_rate = 0.0
+        self.has_reference = settings.algorithm.needs_reference
+        self.language_model = _loaded(settings)
+        self.trained = frozenset(name for name, _ in self.language_model.model.named_parameters())
+        self._session = Session(settings.cluster)
+        try:
+            self._group = RankGroup(
+                self._session, _rank_settings(settings, initial=initial), size=settings.cluster.num_trainers
+            )
+            self._pieces = _pieces(self._group.call("sizes")[0])
+            if initial and settings.model.initial_checkpoint is not None:
+                self._sync()
+        except BaseException:
+            self._session.close()
+            raise
+
+    def update(
+        self, traces: Sequence[Trace], algorithm: Algorithm, *, on_batch: Callable[[int], None]
+    ) -> UpdateReport:
+        """See :class:`outrider.train.learner.Learner`."""
+        [first, *_] = self._group.call("update", list(traces), algorithm.objective, _own_loss(algorithm))
+        report: UpdateReport
+        report, self.num_steps, self.learning_rate = first
+        on_batch(report.num_scored_tokens)
+        self._sync()
+        return report
+
+    def score(self, traces: Sequence[Trace]) -> None:
+        """See :class:`outrider.train.learner.Learner`."""
+        [found, *_] = self._group.call("score", list(traces))
+        for trace, values in zip(traces, found, strict=True):
+            for node, kl in zip(trace.nodes, values, strict=True):
+                node.kl = kl
+
+    def fit(self, paths: Sequence[RolloutPath], *, on_step: OnStep) -> None:
+        """See :class:`outrider.train.learner.Learner`. What the steps tell comes at the end."""
+        [told, *_] = self._group.call("fit", list(paths))
+        self._sync()
+        for done, total, values in told:
+            on_step(done, total, values)
+
+    def save(self, folder: Path) -> None:
+        """See :class:`outrider.train.learner.Learner`."""
+        self._group.call("save", str(folder))
+
+    def load(self, folder: Path, *, num_steps: int) -> None:
+        """See :class:`outrider.train.learner.Learner`."""
+        [(self.num_steps, self.learning_rate), *_] = self._group.call("load", str(folder), num_steps)
+        self._sync()
+
+    def freeze_reference(self, path: Path) -> int:
+        """See :class:`outrider.train.learner.Learner`."""
+        self._group.call("freeze_reference", str(path))
+        return file_checksum(path)
+
+    def load_reference(self, path: Path, *, checksum: int | None) -> None:
+        """See :class:`outrider.train.learner.Learner`."""
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing: it holds the weights that the KL term refers to; put it back"
+            )
+        if checksum is not None and file_checksum(path) != checksum:
+            raise CheckpointError(
+                f"reference weights {path} are damaged: the contents are not what was written"
+            )
+        self._group.call("load_reference", str(path.parent))
+
+    def export(self, folder: Path) -> None:
+        """See :class:`outrider.train.learner.Learner`."""
+        self.language_model.model.save_pretrained(folder)
+        self.language_model.tokenizer.save_pretrained(folder)
+
+    def close(self) -> None:
+        """See :class:`outrider.train.learner.Learner`."""
+        self._group.close()
+        self._session.close()
+
+    @torch.no_grad()
+    def _sync(self) -> None:
+        """The weights of all ranks into the copy that rollouts are played with, a piece at a time."""
+        own = dict(self.language_model.model.named_parameters())
+        for names in self._pieces:
+            for name, whole in self._group.call("weights", names)[0].items():
+                own[name].copy_(whole)
+
+
+def _loaded(settings: RunSettings) -> LanguageModel:
+    model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
+    model.model.requires_grad_(False)
+    return model
+
+
+def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
+    folder = Path(resolve_model(settings.model.name)).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(settings.model.name, local_files_only=True))
+    given = settings.model.initial_checkpoint if initial else None
+    if given is not None:
+        for name in tensor_files(Path(given)):
+            require_intact(Path(given), name)
+    return RankSettings(
+        folder=str(folder.resolve()),
+        precision=resolve_precision(settings.model.precision, settings.model.device),
+        initial=None if given is None else str(Path(given).resolve()),
+        has_reference=settings.algorithm.needs_reference,
+        optimizer=settings.optimizer,
+        update=settings.update,
+        cold_start=settings.cold_start,
+        seed=settings.seed,
+        num_threads=settings.num_threads,
+        timeout_s=settings.cluster.update_timeout_s,
+    )
+
+
+def _pieces(sizes: dict[str, int]) -> list[list[str]]:
+    """Names in order, in pieces of about as many bytes as may be on their way at a time."""
+    pieces: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not pieces or size > room:
+            pieces.append([])
+            room = _PIECE_BYTES
+        pieces[-1].append(name)
+        room -= size
+    return pieces
+
+
+def _own_loss(algorithm: Algorithm) -> Any:
+    """None where the objective has the loss, which every algorithm of this package leaves to it. Raises
+    ConfigError for one whose object cannot be sent.
+    """
+    if type(algorithm).token_loss is Algorithm.token_loss:
+        return None
+    try:
+        pickle.dumps(algorithm.token_loss)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(algorithm).__name__}.token_loss cannot be sent to other processes: "
+            "put it on the settings of the algorithm, or train with cluster.num_trainers = 1"
+        ) from error
+    return algorithm.token_loss

@@ -1,0 +1,181 @@
+"""One trainer rank: an actor that holds its shards, and does what all ranks are told at the same time."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.atomic_io import replacing_by_name
+from outrider.scale import collective
+from outrider.scale.placement import Shape
+from outrider.scale.policy import ShardedPolicy, ShardedScorer
+from outrider.scale.sharding import allocate, empty_model, fill, shard
+from outrider.trace import Trace
+from outrider.train.data.sft import cold_start
+from outrider.train.learning_settings import ColdStartSettings, OptimizerSettings, UpdateSettings
+from outrider.train.update.batch_loss import TokenLossOf
+from outrider.train.update.pack import RolloutPath
+from outrider.train.update.policy import checkpoint_layers, set_threads
+from outrider.train.update.reward_kl import measure_kl
+from outrider.train.update.update import UpdateReport, update
+from outrider.train.update.weight_files import tensor_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """What a rank has to know of a run. ``folder`` holds the model's configuration and safetensors;
+    ``initial`` is a checkpoint to begin with, None: the folder's weights.
+    """
+
+    folder: str
+    precision: str
+    initial: str | None
+    has_reference: bool
+    optimizer: OptimizerSettings
+    update: UpdateSettings
+    cold_start: ColdStartSettings
+    seed: int
+    num_threads: int
+    timeout_s: float
+
+
+class Rank:
+    """Every method is called on all ranks at once; what it returns is the same on all of them."""
+
+    def __init__(self, settings: RankSettings, rank: int, size: int) -> None:
+        self._settings, self._rank, self._size = settings, rank, size
+        self._store: Any = None
+        set_threads(settings.num_threads)
+
+    def open_store(self, host: str) -> int:
+        """Of rank 0 alone: where the others meet it, a port."""
+        limit = self._settings.timeout_s
+        self._store = collective.open_store(host, size=self._size, timeout_s=limit)
+        return int(self._store.port)
+
+    def build(self, host: str, port: int) -> tuple[int, int]:
+        """Meet, and load the weights. The process id, and the parameters that this rank holds."""
+        collective.join(host, port, rank=self._rank, size=self._size, timeout_s=self._settings.timeout_s)
+        self.policy = self._policy()
+        self.reference: ShardedScorer | None = None
+        if self._settings.has_reference:
+            self._copy_reference()
+        held = sum(one.to_local().numel() for one in self._tensors().values())
+        return os.getpid(), held
+
+    def _policy(self) -> ShardedPolicy:
+        settings = self._settings
+        model = empty_model(settings.folder)
+        if settings.update.checkpoint_activations:
+            checkpoint_layers(model.model)
+        scoring = shard(model.model, size=self._size, precision=getattr(torch, settings.precision))
+        allocate(scoring, model.model)
+        num_parameters = sum(one.numel() for one in model.model.parameters())
+        self.ranks = collective.GlooRanks(Shape.of(model.model.config, num_parameters=num_parameters))
+        policy = ShardedPolicy(model, scoring, settings.optimizer, ranks=self.ranks)
+        if settings.initial is None:
+            fill(Path(settings.folder), policy.masters)
+        else:
+            fill(tensor_folder(Path(settings.initial)), policy.masters)
+        return policy
+
+    def _copy_reference(self) -> None:
+        """A second model in shards with the policy's weights: FSDP2 refuses to copy the first."""
+        model = empty_model(self._settings.folder)
+        model.model.requires_grad_(False)
+        precision = getattr(torch, self._settings.precision)
+        scoring = shard(model.model, size=self._size, precision=precision)
+        allocate(scoring, model.model)
+        self.reference = ShardedScorer(model, scoring, self.ranks)
+        with torch.no_grad():
+            for name, parameter in model.model.named_parameters():
+                # rounded as the working copy is, which a reference in one process is a copy of
+                parameter.copy_(self.policy.masters[name].to(precision))
+
+    def update(
+        self, traces: Sequence[Trace], objective: ObjectiveSettings, token_loss: TokenLossOf | None
+    ) -> tuple[UpdateReport, int, float]:
+        """The update; its report, the optimiser steps so far, and the learning rate."""
+        report = update(
+            self.policy,
+            traces,
+            objective=objective,
+            settings=self._settings.update,
+            token_loss=token_loss,
+            reference=self.reference,
+            first=self.policy.num_steps == 0,
+            gate_always=True,  # the engine has weights of its own
+        )
+        return report, self.policy.num_steps, self.policy.learning_rate
+
+    def score(self, traces: Sequence[Trace]) -> list[list[tuple[float, ...] | None]]:
+        """The KL to the reference of every node of every trace."""
+        assert self.reference is not None
+        measure_kl(self.policy, self.reference, traces, max_tokens=self._settings.update.max_tokens)
+        return [[node.kl for node in trace.nodes] for trace in traces]
+
+    def fit(self, paths: Sequence[RolloutPath]) -> list[tuple[int, int, dict[str, float]]]:
+        """The cold start; what each of its steps has to tell."""
+        told: list[tuple[int, int, dict[str, float]]] = []
+        cold_start(
+            self.policy,
+            paths,
+            self._settings.cold_start,
+            run_seed=self._settings.seed,
+            max_tokens=self._settings.update.max_tokens,
+            on_step=lambda done, total, values: told.append((done, total, values)),
+        )
+        self.policy.fresh_optimizer()
+        return told
+
+    def save(self, folder: str) -> None:
+        """Every rank its shards into the folder."""
+        self.policy.save(Path(folder))
+
+    def load(self, folder: str, num_steps: int) -> tuple[int, float]:
+        """A checkpoint; optimiser steps and learning rate."""
+        self.policy.load(Path(folder), num_steps=num_steps)
+        return self.policy.num_steps, self.policy.learning_rate
+
+    def freeze_reference(self, path: str) -> None:
+        """The reference becomes the policy as it is; rank 0 writes it into one file."""
+        self._copy_reference()
+        assert self.reference is not None
+        whole = _whole(dict(self.reference.model.named_parameters()), keep=self._rank == 0)
+        if self._rank == 0:
+            precision = getattr(torch, self._settings.precision)
+            with replacing_by_name(Path(path)) as temporary:
+                save_file({name: one.to(precision) for name, one in whole.items()}, temporary)
+
+    def load_reference(self, folder: str) -> None:
+        """The weights of the one file of a folder."""
+        assert self.reference is not None
+        with torch.no_grad():
+            fill(Path(folder), dict(self.reference.model.named_parameters()))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every parameter in float32, in order."""
+        return {name: 4 * one.numel() for name, one in self.policy.masters.items()}
+
+    def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The whole parameters of these names, from rank 0; the others help and return nothing."""
+        return _whole({name: self.policy.masters[name] for name in names}, keep=self._rank == 0)
+
+    def _tensors(self) -> dict[str, DTensor]:
+        return {name: one for name, one in self.policy.masters.items() if isinstance(one, DTensor)}
+
+
+def _whole(tensors: dict[str, Any], *, keep: bool) -> dict[str, Tensor]:
+    found = {}
+    for name, one in tensors.items():  # one at a time: only one rank keeps them
+        whole = one.detach().full_tensor()
+        if keep:
+            found[name] = whole.contiguous()
+    return found

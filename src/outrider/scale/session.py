@@ -1,0 +1,113 @@
+"""A Ray of the run's own, or the one of a cluster, and places in it; everything that waits has a limit."""
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.errors import ClusterFault
+from outrider.train.cluster_settings import ClusterSettings
+
+_PREFIX: Final = "outrider-ray-"
+_STORE_BYTES: Final = 2**30  # traces of a step, and a piece of the weights
+
+
+class Session:
+    """Ray for as long as the run lasts. Raises ClusterFault where it cannot be reached."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self._settings = settings
+        self._folder: Path | None = None
+        self.ray: Any = import_module("ray")
+        self.is_local = settings.ray_address == "local"
+        with _own_sigterm():
+            self._start()
+
+    def _start(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: the ranks are the work, not beside it
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if self.is_local:
+            _remove_stale()
+            # a short name: sockets inside have to fit into 107 characters
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+            options |= {
+                "num_cpus": max(os.cpu_count() or 1, self._settings.num_trainers),
+                "include_dashboard": False,
+                "object_store_memory": _STORE_BYTES,
+                "_temp_dir": str(self._folder),
+                "_node_ip_address": "127.0.0.1",
+            }
+        until = time.monotonic() + self._settings.placement_timeout_s
+        try:
+            self._init(options, until)
+        except Exception as error:  # whatever a cluster that is not there raises
+            self.close()
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ClusterFault(
+                f"cluster.ray_address = {self._settings.ray_address}: {reason[:300]}"
+            ) from error
+
+    def _init(self, options: dict[str, Any], until: float) -> None:
+        """A machine under load starts Ray too slowly for Ray's own limit of half a minute: again, then."""
+        while True:
+            try:
+                self.ray.init(address=self._settings.ray_address, namespace="outrider", **options)
+                return
+            except Exception:
+                if not self.is_local or time.monotonic() > until:
+                    raise
+                self.ray.shutdown()
+
+    def places(self, num: int) -> Any:
+        """A processor for each of ``num`` actors. Raises ClusterFault where they do not come in time: Ray
+        itself would wait for ever.
+        """
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        group = placement_group([{"CPU": 1}] * num, strategy="PACK")
+        limit = self._settings.placement_timeout_s
+        if not group.wait(limit):
+            there = self.ray.cluster_resources().get("CPU", 0)
+            free = self.ray.available_resources().get("CPU", 0)
+            remove_placement_group(group)
+            raise ClusterFault(
+                f"cluster.num_trainers = {num} needs {num} processors, and {free:g} of {there:g} were free "
+                f"within {limit:g} s (cluster.placement_timeout_s)"
+            )
+        return group
+
+    def close(self) -> None:
+        """End Ray where it is the run's own, and what it left on disk; may be called twice."""
+        with suppress(Exception), _own_sigterm():
+            self.ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray puts a handler of its own in the place of the one that asks the trainer to stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _remove_stale() -> None:
+    """Folders of runs that were killed, and could not."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        owner = folder.name.removeprefix(_PREFIX).split("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists() and Path("/proc").exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Several processes: real Ray and real gloo ranks on the CPU."""

@@ -1,0 +1,69 @@
+"""Groups of rollouts with forks, ragged lengths and groups without a signal, for updates of any kind."""
+
+import random
+
+import numpy as np
+
+from outrider.algorithms.base import write_credit
+from outrider.algorithms.common.advantages import GroupAdvantages
+from outrider.trace import Leaf, Node, Trace
+from outrider.types import Message, Origin, Outcome, Task
+
+TEXT = Message(role="user", content="")
+VOCABULARY = 99  # of the tiny model
+
+
+def groups(num: int, *, rollouts: int = 4, seed: int = 0, longest: int = 40) -> list[Trace]:
+    """Every second group has a fork; the third has equal returns, and so no gradient."""
+    dice = random.Random(seed)
+    return [_group(number, rollouts, dice, longest) for number in range(num)]
+
+
+def _group(number: int, rollouts: int, dice: random.Random, longest: int) -> Trace:
+    trace = Trace(task=Task(key=f"task {number}", question=""), modes=("plain",) * rollouts)
+
+    def add(parent: Node | None, origin: Origin, size: int) -> Node:
+        ids = tuple(dice.randrange(VOCABULARY) for _ in range(size))
+        measured = {
+            "logprobs": tuple(-3 * dice.random() for _ in ids),
+            "entropies": (0.5,) * size,
+            "weight_version": 0,
+        }
+        return trace.append(
+            parent=None if parent is None else parent.node_id,
+            origin=origin,
+            token_ids=ids,
+            message=TEXT,
+            **(measured if origin is Origin.POLICY else {}),
+        )
+
+    root = add(None, Origin.PROMPT, dice.randint(10, longest))
+    shared = add(root, Origin.POLICY, dice.randint(5, longest // 2)) if number % 2 else None
+    for rollout in range(rollouts):
+        tip = shared if shared is not None and rollout % 2 else root
+        for _ in range(dice.randint(1, 2)):
+            tip = add(tip, Origin.POLICY, dice.randint(3, longest))
+            tip = add(tip, Origin.ENVIRONMENT, 5)
+        tip = add(tip, Origin.POLICY, 2)
+        value = 1.0 if number == 2 else dice.choice([0.0, 1.0])
+        trace.finish(
+            Leaf(
+                node_id=tip.node_id,
+                rollout=rollout,
+                outcome=Outcome.FINISHED,
+                episode_return=value,
+                success=value > 0.5,
+            )
+        )
+    trace.number_by_rollout()
+    credit(trace)
+    return trace
+
+
+def credit(trace: Trace) -> None:
+    """Standardised returns; a group of equal ones gets zeros."""
+    returns = np.array([leaf.episode_return for leaf, _ in trace.rollouts()], dtype=float)
+    values = (returns - returns.mean()) / (returns.std() + 1e-6)
+    assigned = np.ones(len(values), dtype=bool)
+    given = GroupAdvantages(values=values, assigned=assigned, has_signal=bool(values.any()), reason=None)
+    write_credit(trace, given, attribution="soft")

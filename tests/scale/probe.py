@@ -1,0 +1,148 @@
+"""A rank whose gradients, metrics and weights a test can ask for, and the same of one process."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.engines.local.model import load_model
+from outrider.scale.group import RankGroup
+from outrider.scale.rank import Rank, RankSettings, _whole
+from outrider.scale.session import Session
+from outrider.scale.sharding import fill
+from outrider.trace import Trace
+from outrider.train.learning_settings import ColdStartSettings, OptimizerSettings, UpdateSettings
+from outrider.train.update.pack import pack
+from outrider.train.update.policy import Policy, Scorer
+from outrider.train.update.update import rollout_paths, update
+
+SETTINGS = UpdateSettings(max_tokens=160, max_logprob_gap=1e9)
+
+
+@dataclass
+class Found:
+    """Of an update: the gradient of its first step before clipping, its norms, metrics, and what it left."""
+
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_computed: int = 0
+
+
+def run(
+    policy: Policy,
+    reference: Scorer | None,
+    traces: Sequence[Trace],
+    objective: ObjectiveSettings,
+    settings: UpdateSettings,
+    *,
+    keep: bool = True,
+    first: bool = True,
+) -> Found:
+    """One update of any policy from where it stands."""
+    found, step = Found(), policy.step
+
+    def watched(**options: Any) -> float:
+        given = {name: one.grad for name, one in policy.masters.items() if one.grad is not None}
+        if not found.norms:
+            found.gradients = whole(given, keep=keep)
+        found.norms.append(step(**options))
+        return found.norms[-1]
+
+    policy.step = watched  # type: ignore[method-assign]
+    try:
+        report = update(
+            policy, traces, objective=objective, settings=settings, reference=reference, first=first
+        )
+    finally:
+        policy.step = step  # type: ignore[method-assign]
+    found.metrics, found.num_computed = report.metrics, report.num_computed_tokens
+    found.weights = whole(dict(policy.masters), keep=keep)
+    return found
+
+
+def whole(tensors: dict[str, Any], *, keep: bool) -> dict[str, torch.Tensor]:
+    if all(isinstance(one, torch.distributed.tensor.DTensor) for one in tensors.values()):
+        return _whole(tensors, keep=keep)
+    return {name: one.detach().clone() for name, one in tensors.items()}
+
+
+class ProbedRank(Rank):
+    """Begins anew whenever it is asked."""
+
+    def anew(self) -> None:
+        fill(Path(self._settings.folder), self.policy.masters)
+        self.policy.fresh_optimizer()
+        self.policy.scoring.reshard()  # type: ignore[operator]
+
+    def found(
+        self,
+        traces: Sequence[Trace],
+        objective: ObjectiveSettings,
+        settings: UpdateSettings,
+        first: bool = True,
+    ) -> Found:
+        """``first``: log-probs are compared with the engine's."""
+        reference = self.reference if objective.kl_weight > 0 else None
+        keep = self._rank == 0
+        return run(self.policy, reference, traces, objective, settings, keep=keep, first=first)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.weights(list(self.policy.masters))
+
+    def hang_up(self) -> None:
+        os._exit(1)
+
+
+def rank_settings(folder: Path, **changed: Any) -> RankSettings:
+    given: dict[str, Any] = {
+        "folder": str(folder), "precision": "float32", "initial": None, "has_reference": True,
+        "optimizer": OptimizerSettings(learning_rate=1e-3), "update": SETTINGS,
+        "cold_start": ColdStartSettings(num_examples=4, batch_size=3), "seed": 0, "num_threads": 1,
+        "timeout_s": 60.0,
+    }  # fmt: skip
+    return RankSettings(**{**given, **changed})
+
+
+def rank_group(session: Session, folder: Path, size: int, **changed: Any) -> RankGroup:
+    return RankGroup(session, rank_settings(folder, **changed), size=size, kind=ProbedRank)
+
+
+def alone(folder: Path, optimizer: OptimizerSettings | None = None) -> tuple[Policy, Scorer]:
+    """One process with the same weights, and its reference."""
+    model = load_model(str(folder), precision="float32")
+    policy = Policy(model, optimizer or OptimizerSettings(learning_rate=1e-3))
+    return policy, policy.frozen_copy()
+
+
+@torch.no_grad()
+def near_the_truth(policy: Policy, traces: Sequence[Trace], *, seed: int = 0) -> list[Trace]:
+    """The same groups with an engine's log-probs that are about the policy's."""
+    dice = torch.Generator().manual_seed(seed)
+    paths = rollout_paths(traces)
+    found: dict[int, dict[int, float]] = {}
+    for batch in pack(paths, max_tokens=160):
+        noise_T = 0.1 * torch.randn(len(batch.token_T), generator=dice)
+        values = (policy.score(batch).logprobs_T + noise_T).tolist()
+        for rollout, ordinal, value in zip(
+            batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), values, strict=True
+        ):
+            found.setdefault(rollout, {})[ordinal] = value
+    for path in paths:
+        each = iter(sorted(found[path.rollout_index].items()))
+        for node in (node for node in path.nodes if node.trainable):
+            node.logprobs = tuple(next(each)[1] for _ in node.token_ids)
+    return list(traces)
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Relative L2 over all tensors, in float64."""
+    assert found.keys() == wanted.keys()
+    apart = sum(float((found[name].double() - one.double()).square().sum()) for name, one in wanted.items())
+    size = sum(float(one.double().square().sum()) for one in wanted.values())
+    return float((apart / size) ** 0.5)
