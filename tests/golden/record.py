@@ -4,7 +4,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,12 @@ def write_inputs(root: Path) -> None:
 
 def play(case: str, player: Player, *, root: Path, folder: Path) -> list[Entry]:
     """One run, below ``folder``, which it leaves empty; one entry a step."""
+    return play_tree(recipe(case, player, root=root, run=folder / "run"), player, folder=folder)
+
+
+def play_tree(tree: Mapping[str, Any], player: Player, *, folder: Path) -> list[Entry]:
+    """:func:`play` of a recipe's tree."""
     run = folder / "run"
-    tree = recipe(case, player, root=root, run=run)
     settings = validate(RunSettings, tree)
     probe = _Probe()
     with ExitStack() as ending:
