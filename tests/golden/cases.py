@@ -104,11 +104,11 @@ def _rapo(**options: Any) -> Table:
 
 
 def _combined(**options: Any) -> Table:
-    """All three methods: the mode schedule has a window of 24 groups, so most of these see tips."""
+    """All three methods; tips of all tasks, because no task comes twice."""
     sections: dict[str, Any] = {
         "retrieval": {"num_hybrid": 3, "probability": 0.8},
         "branch": {key: FORKS[key] for key in ("first_wave", "base_probability", "window")},
-        "tips": {"memory_probability": 0.8, "memory": MEMORY},
+        "tips": {"memory_probability": 0.8, "memory": {**MEMORY, "scope": "all"}},
     }
     return {**_algorithm("combined", **{"group_size": 6, **sections, **options}), "buffer": BUFFER}
 
@@ -171,7 +171,10 @@ CASES: Mapping[str, Table] = (
         "combined, house": {
             **_combined(
                 retrieval={"num_hybrid": 3, "probability": 0.8, "mode": "execute"},
-                tips={"memory_probability": 0.8, "memory": {**MEMORY, "max_shown_tokens": 240}},
+                tips={
+                    "memory_probability": 0.8,
+                    "memory": {**MEMORY, "scope": "all", "max_shown_tokens": 240},
+                },
             ),
             "buffer": {"embedder": "hash"},
             **HOUSE,

@@ -24,7 +24,7 @@ from outrider.train.update.policy import Policy
 from outrider.watch.progress import make_progress
 from outrider.watch.trackers import make_trackers
 from tests.golden import parts
-from tests.golden.cases import NUM_STEPS, Player, recipe
+from tests.golden.cases import Player, recipe
 from tests.train.tool_run import PLACES, THINGS, write_demonstrations, write_tool_run
 
 Entry = dict[str, Any]
@@ -70,12 +70,16 @@ def play_tree(tree: Mapping[str, Any], player: Player, *, folder: Path) -> list[
         directory.keep()
         with probe.watching():
             training.train()
-    found = [_entry(run, step, probe.steps[step - 1]) for step in range(1, NUM_STEPS + 1)]
+    num_steps = settings.train.num_steps
+    found = [
+        _entry(run, step, probe.steps[step - 1], is_last=step == num_steps)
+        for step in range(1, num_steps + 1)
+    ]
     shutil.rmtree(folder)
     return found
 
 
-def _entry(run: Path, step: int, probed: Entry) -> Entry:
+def _entry(run: Path, step: int, probed: Entry, *, is_last: bool) -> Entry:
     values = parts.measured(run)[step]
     entry = {
         **probed,
@@ -84,7 +88,7 @@ def _entry(run: Path, step: int, probed: Entry) -> Entry:
         "metrics": parts.by_section(values),
         "shown": parts.shown(values),
     }
-    if step == NUM_STEPS and (run / "buffer.sqlite").exists():
+    if is_last and (run / "buffer.sqlite").exists():
         entry["buffer"] = parts.buffer_rows(run / "buffer.sqlite")
     return entry
 
