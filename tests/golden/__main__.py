@@ -1,11 +1,12 @@
-"""Writes the golden record, or plays some of it: ``python -m tests.golden --write``; ``--into FILE [--sample]
-[CASE ...]``.
+"""Writes the golden record, or plays some of it: ``python -m tests.golden --write``; ``--add CASE ...``;
+``--into FILE [--sample] [CASE ...]``.
 """
 
 import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ def main() -> None:
     options.add_argument(
         "--write", action="store_true", help="play all runs on the least processor, and write the record"
     )
+    options.add_argument(
+        "--add", nargs="+", default=(), metavar="CASE", help="put new cases into the record; no entry changes"
+    )
     options.add_argument("--into", type=Path, help="play in this process, and write what was found")
     options.add_argument(
         "--inputs", type=Path, help="a folder that keeps the model and the data for further calls"
@@ -26,7 +30,9 @@ def main() -> None:
     options.add_argument("--sample", action="store_true", help="one preset a page")
     options.add_argument("cases", nargs="*", help="only these cases")
     given = options.parse_args()
-    if given.into is None:
+    if given.add:
+        _add(given.add)
+    elif given.into is None:
         target = RECORD if given.write else Path(tempfile.gettempdir(), "golden.json")
         run_lowest(
             ["--into", str(target), *(["--sample"] if given.sample else []), *given.cases], timeout=3600
@@ -34,6 +40,20 @@ def main() -> None:
         print(f"written: {target}")
     else:
         _play(given)
+
+
+def _add(cases: Sequence[str]) -> None:
+    from tests.golden.cases import runs
+
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "found.json")
+        run_lowest(["--into", str(target), *cases], timeout=3600)
+        found, record = json.loads(target.read_text()), json.loads(RECORD.read_text())
+    if found["versions"] != record["versions"]:
+        raise SystemExit(f"the record is of {record['versions']}, and these are {found['versions']}")
+    known = found["runs"] | record["runs"]
+    names = [name for case, player in runs() if (name := f"{case} / {player}") in known]
+    RECORD.write_text(written({**record, "runs": {name: known[name] for name in names}}))
 
 
 def _play(given: argparse.Namespace) -> None:
