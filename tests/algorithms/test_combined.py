@@ -2,6 +2,7 @@
 refusals and shares.
 """
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from outrider.types import Message, Origin, Task
 from tests.golden.cases import BUFFER, FORKS, MEMORY, recipe
 from tests.golden.record import play_tree, write_inputs
 
+ROOT = Path(__file__).parents[2]
 SHARED: dict[str, Any] = {
     "group_size": 6,
     "loss": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None},
@@ -115,6 +117,20 @@ def test_how_many_rollouts_play_at_a_time_changes_no_bit(inputs: Path, tmp_path:
     assert one == other
     # nor does it pass because nothing happened
     assert {"retrieval", "branch", "tips"} <= one[-1]["metrics"].keys()
+
+
+@pytest.mark.parametrize("name", ["combined-factbook", "combined-house"])
+def test_the_recipes_run_in_tiny_form(inputs: Path, tmp_path: Path, name: str) -> None:
+    """With their own algorithm; model, tasks and limits are the tests'."""
+    own = tomllib.loads((ROOT / "recipes" / f"{name}.toml").read_text())["algorithm"]
+    own["tips"]["memory"]["embedder"] = "hash"
+    tree = recipe("combined, house" if "house" in name else "combined", "scripted",
+                  root=inputs, run=tmp_path / "run")  # fmt: skip
+    tree["algorithm"] = own
+    tree["train"]["num_steps"] = 2
+    found = play_tree(tree, "scripted", folder=tmp_path)
+    assert {"retrieval", "branch", "tips"} <= found[-1]["metrics"].keys()
+    assert any(step["gradients"] for step in found)
 
 
 def test_the_sections_have_the_methods_own_settings_and_defaults() -> None:

@@ -45,13 +45,14 @@ def buffer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepTraceBuffer
 
 
 def play(
-    buffer: StepTraceBuffer, role: Role, mode: str, *, max_concurrent: int = 16
+    buffer: StepTraceBuffer, role: Role, mode: str, *, max_concurrent: int = 16, coefficient: float = 0.0
 ) -> tuple[Trace, Combined]:
     table = {
         "type": "combined", "group_size": GROUP,
         "retrieval": {"num_hybrid": GROUP, "probability": 0.7, "ratio_weight": 0.5},
         "branch": {"first_wave": 2, "base_probability": 1.0, "entropy_weight": 0.0},
-        "tips": {"intrinsic_coefficient": 0.0, "memory": {"embedder": "hash", "min_similarity": -1.0}},
+        "tips": {"intrinsic_coefficient": coefficient,
+                 "memory": {"embedder": "hash", "min_similarity": -1.0}},
     }  # fmt: skip
     method = Combined(validate(CombinedSettings, table), buffer=buffer, embedder=HashEmbedder(),
                       vocabulary_size=99, every_action=True)  # fmt: skip
@@ -154,3 +155,17 @@ def test_one_rollout_at_a_time_plays_the_same_tree(buffer: StepTraceBuffer, role
     assert [(n.parent, n.origin, n.token_ids) for n in one.nodes] == [
         (n.parent, n.origin, n.token_ids) for n in other.nodes
     ]
+
+
+@pytest.mark.parametrize("role", ["user", "inline"])
+def test_novelty_counts_every_leaf_and_every_leaf_writes_a_tip(buffer: StepTraceBuffer, role: Role) -> None:
+    trace, method = play(buffer, role, "tips_on", coefficient=0.3)
+    assert method.tips is not None
+    counts = method.tips.hook.counts
+    assert counts["written"] + counts["empty"] == GROUP
+    assert len({leaf.reflection for leaf, _ in trace.rollouts()}) == GROUP  # from each rollout's own stream
+    method.credit(trace)
+    # all leaves see the same states, a shared one too: six visits of each are seen together
+    for leaf, path in trace.rollouts():
+        assert len(played_turns(path)) == TURNS
+        assert leaf.intrinsic == pytest.approx(0.3 * TURNS / GROUP)
