@@ -9,7 +9,6 @@ from pydantic import Field
 
 from outrider.algorithms.algorithm import Arrays
 from outrider.algorithms.base import AdvantageKind, group_advantages
-from outrider.algorithms.context import AlgorithmContext
 from outrider.algorithms.empo2.hook import MemorySettings, TipHook
 from outrider.algorithms.empo2.modes import TIPS_OFF, ModeSchedule, TipMode, tip_mode
 from outrider.algorithms.empo2.novelty import CountNovelty, DistilledNovelty, Novelty
@@ -83,18 +82,6 @@ class Tips:
             memory_probability=settings.memory_probability,
             off_policy_probability=settings.off_policy_probability,
             seed=seed,
-        )
-
-    @classmethod
-    def build(cls, settings: TipSettings, advantage: AdvantageKind, context: AlgorithmContext) -> "Tips":
-        """For a run."""
-        return cls(
-            settings,
-            advantage=advantage,
-            embedder=context.load_embedder(settings.memory.embedder),
-            num_tokens=context.count_tokens,
-            groups_per_step=context.groups_per_step,
-            seed=context.seed,
         )
 
     def mode(self, step: int, group: int) -> TipMode:
