@@ -68,6 +68,16 @@ class Node:
         return self.origin is Origin.POLICY or self.origin is Origin.DEMONSTRATION
 
     @property
+    def is_observation(self) -> bool:
+        """Whether these words tell what is there: the environment's, and a retrieved step's that was done.
+
+        Tips do not, nor a retrieved step that was only shown: what it tells was seen somewhere else.
+        """
+        if self.trainable or self.origin is Origin.MEMORY or not self.message.content:
+            return False
+        return self.origin is not Origin.BUFFER or "num_tool_calls" in self.metadata
+
+    @property
     def mean_entropy(self) -> float:
         """Step entropy: mean over the tokens that the policy generated, in nats (RAPO Eq. 2)."""
         return sum(self.entropies) / len(self.entropies)
@@ -220,14 +230,12 @@ class PlayedTurn:
 
 
 def played_turns(path: Sequence[Node]) -> list[PlayedTurn]:
-    """The policy's turns with the newest text in front of each that is neither the policy's nor a tip: the
-    state it acted on.
-    """
+    """The policy's turns with the newest observation in front of each: the state it acted on."""
     turns: list[PlayedTurn] = []
     observation = ""
     for node in path:
         if node.trainable:
             turns.append(PlayedTurn(observation=observation, node=node))
-        elif node.origin is not Origin.MEMORY and node.message.content:
+        elif node.is_observation:
             observation = node.message.content
     return turns

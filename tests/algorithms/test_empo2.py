@@ -17,10 +17,11 @@ from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
 from outrider.algorithms.common.loss_kinds import student_mask
 from outrider.algorithms.common.losses import clipped_surrogate_per_token
-from outrider.algorithms.empo2.algorithm import Empo2Settings, intrinsic_return, never_shows_a_tip, states_of
+from outrider.algorithms.empo2.algorithm import Empo2Settings
 from outrider.algorithms.empo2.hook import MemorySettings, TipHook, cleaned, record_text, rendered_tips
 from outrider.algorithms.empo2.modes import ModeSchedule, mode_of_draw
 from outrider.algorithms.empo2.novelty import CountNovelty, visit_bonus
+from outrider.algorithms.empo2.tips import intrinsic_return, never_shows_a_tip, states_of
 from outrider.config import load_settings, validate
 from outrider.memory.embedder import HashEmbedder
 from outrider.trace import Trace

@@ -44,6 +44,7 @@ EVERY: dict[str, dict[str, Any]] = (
     | {name: {"type": "arpo", "preset": name, "entropy_advantage": 0.0} for name in ARPO_PRESETS}
     | {name: {"type": "empo2", "preset": name, "intrinsic_coefficient": 0.0, "memory": {"embedder": "hash"}}
        for name in EMPO2_PRESETS}
+    | {"combined": {"type": "combined"}}
     | {"rapo": {"type": "rapo", "num_hybrid": 0}, "rejection": {"type": "rejection"}}
     | {name: {"type": "rollout_replay", "preset": name} for name in REPLAY_PRESETS}
 )  # fmt: skip

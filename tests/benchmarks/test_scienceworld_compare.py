@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.algorithms.empo2.algorithm import Empo2Settings, never_shows_a_tip
+from outrider.algorithms.empo2.algorithm import Empo2Settings
+from outrider.algorithms.empo2.tips import never_shows_a_tip
 from outrider.config import load_settings
 from outrider.train.settings import RunSettings
 

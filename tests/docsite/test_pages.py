@@ -39,7 +39,17 @@ def test_the_picture_is_what_the_script_draws() -> None:
 
 def test_settings_and_commands_are_all_there() -> None:
     settings, commands = settings_page(), cli_page()
-    for name in ("grpo", "rapo", "arpo", "empo2", "gigpo", "luffy", "rollout_replay", "tree_grpo"):
+    for name in (
+        "grpo",
+        "rapo",
+        "arpo",
+        "empo2",
+        "gigpo",
+        "luffy",
+        "rollout_replay",
+        "tree_grpo",
+        "combined",
+    ):
         assert f'`algorithm` with `type = "{name}"`' in settings
     assert "| `num_threads` | int | `2` | at least 1 |" in settings and "`update.`" not in settings
     for name in (

@@ -103,6 +103,16 @@ def _rapo(**options: Any) -> Table:
     return {**_algorithm("rapo", **{"group_size": 4, "num_hybrid": 2, **options}), "buffer": BUFFER}
 
 
+def _combined(**options: Any) -> Table:
+    """All three methods; tips of all tasks, because no task comes twice."""
+    sections: dict[str, Any] = {
+        "retrieval": {"num_hybrid": 3, "probability": 0.8},
+        "branch": {key: FORKS[key] for key in ("first_wave", "base_probability", "window")},
+        "tips": {"memory_probability": 0.8, "memory": {**MEMORY, "scope": "all"}},
+    }
+    return {**_algorithm("combined", **{"group_size": 6, **sections, **options}), "buffer": BUFFER}
+
+
 def _replay(preset: str) -> Table:
     return {
         **_algorithm("rollout_replay", preset=preset, group_size=4, buffer_size=5),
@@ -157,6 +167,18 @@ CASES: Mapping[str, Table] = (
             group_size=6, branch={key: FORKS[key] for key in ("first_wave", "base_probability", "window")}
         ),
         "rapo, execute": {**_rapo(retrieval={"mode": "execute"}), "buffer": {"embedder": "hash"}, **HOUSE},
+        "combined": _combined(),
+        "combined, house": {
+            **_combined(
+                retrieval={"num_hybrid": 3, "probability": 0.8, "mode": "execute"},
+                tips={
+                    "memory_probability": 0.8,
+                    "memory": {**MEMORY, "scope": "all", "max_shown_tokens": 240},
+                },
+            ),
+            "buffer": {"embedder": "hash"},
+            **HOUSE,
+        },
     }
 )
 CASES["empo2, environment"]["algorithm"]["memory"] = {  # type: ignore[index]
@@ -170,7 +192,7 @@ SCRIPTED_ONLY = frozenset(name for name, table in CASES.items() if "environment"
 SAMPLE = (
     "grpo", "dapo-official", "gspo", "rloo-trl", "reinforce++-baseline-official", "rejection", "gigpo",
     "luffy-paper", "rollout-replay-official", "tree-grpo-official", "arpo", "aepo-released", "empo2",
-    "rapo, evolve", "rapo, execute",
+    "rapo, evolve", "rapo, execute", "combined",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from outrider.train.update.policy import Policy
 from outrider.watch.progress import make_progress
 from outrider.watch.trackers import make_trackers
 from tests.golden import parts
-from tests.golden.cases import NUM_STEPS, Player, recipe
+from tests.golden.cases import Player, recipe
 from tests.train.tool_run import PLACES, THINGS, write_demonstrations, write_tool_run
 
 Entry = dict[str, Any]
@@ -43,8 +43,12 @@ def write_inputs(root: Path) -> None:
 
 def play(case: str, player: Player, *, root: Path, folder: Path) -> list[Entry]:
     """One run, below ``folder``, which it leaves empty; one entry a step."""
+    return play_tree(recipe(case, player, root=root, run=folder / "run"), player, folder=folder)
+
+
+def play_tree(tree: Mapping[str, Any], player: Player, *, folder: Path) -> list[Entry]:
+    """:func:`play` of a recipe's tree."""
     run = folder / "run"
-    tree = recipe(case, player, root=root, run=run)
     settings = validate(RunSettings, tree)
     probe = _Probe()
     with ExitStack() as ending:
@@ -69,12 +73,16 @@ def play(case: str, player: Player, *, root: Path, folder: Path) -> list[Entry]:
         directory.keep()
         with probe.watching():
             training.train()
-    found = [_entry(run, step, probe.steps[step - 1]) for step in range(1, NUM_STEPS + 1)]
+    num_steps = settings.train.num_steps
+    found = [
+        _entry(run, step, probe.steps[step - 1], is_last=step == num_steps)
+        for step in range(1, num_steps + 1)
+    ]
     shutil.rmtree(folder)
     return found
 
 
-def _entry(run: Path, step: int, probed: Entry) -> Entry:
+def _entry(run: Path, step: int, probed: Entry, *, is_last: bool) -> Entry:
     values = parts.measured(run)[step]
     entry = {
         **probed,
@@ -83,7 +91,7 @@ def _entry(run: Path, step: int, probed: Entry) -> Entry:
         "metrics": parts.by_section(values),
         "shown": parts.shown(values),
     }
-    if step == NUM_STEPS and (run / "buffer.sqlite").exists():
+    if is_last and (run / "buffer.sqlite").exists():
         entry["buffer"] = parts.buffer_rows(run / "buffer.sqlite")
     return entry
 

@@ -53,6 +53,19 @@ CASES: Mapping[str, tuple[str, ...]] = {
         'environment.tools=["search", "python"]',
         "environment.python.num_servers=1",
     ),
+    "combined": (
+        "algorithm.type=combined",
+        "algorithm.retrieval.num_hybrid=2",
+        "algorithm.retrieval.probability=0.8",
+        "algorithm.branch.first_wave=2",
+        "algorithm.branch.base_probability=1.0",
+        "algorithm.tips.memory_probability=0.6",
+        "algorithm.tips.memory.embedder=hash",
+        "algorithm.tips.memory.scope=all",
+        "algorithm.tips.memory.min_similarity=0.1",
+        "algorithm.tips.memory.max_shown_tokens=120",
+        "algorithm.tips.memory.max_tip_tokens=24",
+    ),
     "reference": ("algorithm.type=grpo", "algorithm.kl_weight=0.5"),
 }
 CLOCK = ("time/", "speed/", "memory/")
@@ -68,15 +81,17 @@ def write_data(root: Path) -> None:
 def command(root: Path, run: Path, case: str) -> list[str | Path]:
     """``train`` with a buffer of the run's own: an evolving one is written to."""
     overrides = [override.format(root=root) for override in CASES[case]]
+    recipe = root / "recipe.toml"
     if case not in ("rapo", "evolve"):
         recipe = root / "plain.toml"
         recipe.write_text((root / "recipe.toml").read_text().replace("num_hybrid = 2", ""))
+    if case not in ("rapo", "evolve", "combined"):
         return ["train", recipe, *overrides, "--run", run, "--progress", "plain"]
     buffer = root / f"{run.name}.sqlite"
     shutil.copy(root / "buffer.sqlite", buffer)
     return [
         "train",
-        root / "recipe.toml",
+        recipe,
         *overrides,
         f"buffer.path={buffer}",
         "--run",

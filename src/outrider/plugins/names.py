@@ -21,6 +21,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "arpo": "outrider.algorithms.arpo.algorithm:Arpo",
         "gigpo": "outrider.algorithms.gigpo.algorithm:Gigpo",
         "empo2": "outrider.algorithms.empo2.algorithm:Empo2",
+        "combined": "outrider.algorithms.combined.algorithm:Combined",
         "luffy": "outrider.algorithms.luffy:Luffy",
         "rollout_replay": "outrider.algorithms.rollout_replay.algorithm:RolloutReplay",
         "tree_grpo": "outrider.algorithms.tree_grpo:TreeGrpo",

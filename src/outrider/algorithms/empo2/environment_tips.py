@@ -18,7 +18,8 @@ def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]
     ``ending`` is what the environment said as it ended the episode, which is in no node; where the loop cut
     the episode behind an answer, that answer is the path's last node.
     """
-    turns = played_turns(path)
+    # a retrieved step that was done is nobody's action here, nor the answer to one
+    turns = played_turns([node for node in path if node.origin is not Origin.BUFFER])
     answers = [turn.observation for turn in turns[1:]]
     last = path[-1] if path else None
     answers.append(last.message.content if last is not None and last.origin is Origin.ENVIRONMENT else ending)

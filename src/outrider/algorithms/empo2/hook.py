@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from outrider.algorithms.empo2.environment_tips import answered_actions, environment_tip
-from outrider.algorithms.empo2.modes import PLAIN
+from outrider.algorithms.empo2.modes import PLAIN, tip_mode
 from outrider.config import Settings
 from outrider.environments.base import EpisodeResult
 from outrider.memory.embedder import Embedder
@@ -84,7 +84,7 @@ class TipHook:
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
         """Tips for the present state, in modes that act with them."""
-        if state.mode == PLAIN:
+        if tip_mode(state.mode) == PLAIN:
             return ()
         settings = self.settings
         path = state.trace.path(state.last_node.node_id)
@@ -130,7 +130,7 @@ class TipHook:
             return task.question
         if self.settings.state_key == "chat":
             return chat_text(path)
-        return next((node.message.content for node in reversed(path) if _is_observation(node)), "")
+        return next((node.message.content for node in reversed(path) if node.is_observation), "")
 
     def after_turn(self, state: EpisodeState) -> None:
         """Keep what the environment said as it ended the episode, where its words are tips."""
@@ -258,11 +258,5 @@ def cleaned(reflection: str) -> str:
 
 
 def chat_text(path: Sequence[Node]) -> str:
-    """Everything that was said, without tips."""
-    return "\n".join(
-        node.message.content for node in path if node.origin is not Origin.MEMORY and node.message.content
-    )
-
-
-def _is_observation(node: Node) -> bool:
-    return not node.trainable and node.origin is not Origin.MEMORY and bool(node.message.content)
+    """Everything that was said and done, without tips and without steps that were only shown."""
+    return "\n".join(node.message.content for node in path if node.trainable or node.is_observation)

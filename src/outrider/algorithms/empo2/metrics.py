@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from outrider.algorithms.empo2.hook import TipHook
-from outrider.algorithms.empo2.modes import PLAIN, TIPS_OFF, TIPS_ON
+from outrider.algorithms.empo2.modes import MODES, tip_mode
 from outrider.trace import Trace
 from outrider.types import Origin
-
-_MODES = (PLAIN, TIPS_ON, TIPS_OFF)
 
 
 def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
@@ -17,13 +15,14 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
     nodes = {id(node): node for trace in traces for _, path in trace.rollouts() for node in path}.values()
     shown = [node for node in nodes if node.origin is Origin.MEMORY]
     leaves = [
-        (trace.modes[leaf.rollout], leaf)
+        (tip_mode(trace.modes[leaf.rollout]), leaf)
         for trace in traces
         for leaf, _ in trace.rollouts()
         if leaf.episode_return is not None
     ]
     metrics = {
-        f"tips/num_groups_{mode}": float(sum(trace.modes[0] == mode for trace in traces)) for mode in _MODES
+        f"tips/num_groups_{mode}": float(sum(tip_mode(trace.modes[0]) == mode for trace in traces))
+        for mode in MODES
     }
     metrics |= {
         "tips/num_shown": float(sum(len(node.metadata["tip_ids"]) for node in shown)),
@@ -38,7 +37,7 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
         "tips/fraction_tied": sum(_ties(trace) for trace in traces) / len(traces),
         "tokens/remarks": float(sum(leaf.num_reflection_tokens for _, leaf in leaves)),
     }
-    for mode in _MODES:
+    for mode in MODES:
         returns = [leaf.episode_return or 0.0 for own, leaf in leaves if own == mode]
         if returns:
             metrics[f"tips/return_{mode}"] = fmean(returns)

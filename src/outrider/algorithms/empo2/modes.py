@@ -5,6 +5,7 @@
 import math
 from typing import Final, Literal
 
+from outrider.rollout.modes import has_part
 from outrider.seeding import stream
 
 TipMode = Literal["plain", "tips_on", "tips_off"]
@@ -12,7 +13,14 @@ PLAIN: Final[TipMode] = "plain"
 TIPS_ON: Final[TipMode] = "tips_on"
 TIPS_OFF: Final[TipMode] = "tips_off"
 
+MODES: Final[tuple[TipMode, ...]] = (PLAIN, TIPS_ON, TIPS_OFF)
+
 _WINDOW: Final = 24  # groups whose modes are shuffled together
+
+
+def tip_mode(mode: str) -> TipMode:
+    """What a rollout's mode says about tips; plain where it says nothing."""
+    return next((one for one in MODES if has_part(mode, one)), PLAIN)
 
 
 def mode_of_draw(u: float, *, memory_probability: float, off_policy_probability: float) -> TipMode:

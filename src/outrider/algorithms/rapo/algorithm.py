@@ -4,45 +4,39 @@ Equation -> function: Eq. 2, 5-10 in :mod:`outrider.algorithms.rapo.formulas`; E
 :mod:`outrider.algorithms.common.ratios`; Eq. 3-4 and Algorithm 1 in :mod:`outrider.algorithms.rapo.hook`.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.arpo.hook import BranchHook, BranchSettings, require_countable
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
 from outrider.algorithms.common.loss_settings import ClipLoss, LossSettings, needs_whole_rollouts
 from outrider.algorithms.context import AlgorithmContext
-from outrider.algorithms.rapo.formulas import (
-    RetrievalReward,
-    combined_advantages_per_rollout,
-    retrieval_advantages_per_rollout,
-    retrieval_factors_per_rollout,
-    retrieval_ratio_scale,
-    retrieval_reward_per_rollout,
-    retrieved_token_share,
-    step_entropy_per_step,
+from outrider.algorithms.rapo.credit import (
+    RetrievalCreditSettings,
+    require_known_ratio,
+    require_one_scale,
+    retrieval_credit,
+    retrieval_reward,
 )
-from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings
-from outrider.environments.families import is_inline, is_stateful
+from outrider.algorithms.rapo.formulas import RetrievalReward, combined_advantages_per_rollout
+from outrider.algorithms.rapo.hook import RetrievalHook, RetrievalSettings, require_showable
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.hooks import Hook
-from outrider.trace import Leaf, Node, Trace
-from outrider.types import Origin
+from outrider.trace import Node, Trace
 
 if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
 
 
-class RapoSettings(ObjectiveSettings):
+class RapoSettings(RetrievalCreditSettings, ObjectiveSettings):
     """RAPO's own settings; every ablation of the paper is one of them (spec section 10).
 
-    ``advantage_weight`` is a of Eq. 10, ``ratio_weight`` m of Eq. 8 (0 switches either off); ``num_hybrid``
-    of the group's rollouts may retrieve; ``branch`` lets rollouts branch as well. Defaults are the paper's
-    where it gives one.
+    :class:`~outrider.algorithms.rapo.credit.RetrievalCreditSettings` has the parts of the credit; ``branch``
+    lets rollouts branch as well. Defaults are the paper's where it gives one.
     """
 
     details: ClassVar[frozenset[str]] = frozenset({"quality", "timing", "sign"})
@@ -52,12 +46,6 @@ class RapoSettings(ObjectiveSettings):
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
     ] = "sequence_mean_token_mean"
-    num_hybrid: int = Field(4, ge=0)
-    advantage_weight: float = Field(0.2, ge=0)
-    ratio_weight: float = Field(0.05, ge=0)
-    quality: bool = True
-    timing: Literal["entropy", "inverse_entropy", "none"] = "entropy"
-    sign: Literal["decrease", "increase"] = "decrease"
     retrieval: RetrievalSettings = RetrievalSettings()
     branch: BranchSettings | None = None
 
@@ -81,34 +69,14 @@ class RapoSettings(ObjectiveSettings):
     def _possible(self) -> "RapoSettings":
         if self.num_hybrid > self.group_size:
             raise ValueError(f"num_hybrid {self.num_hybrid} exceeds group_size {self.group_size}")
-        if self.loss.type != "clip" and self.ratio_weight > 0:
-            raise ValueError(
-                f"loss.type = {self.loss.type} does not know RAPO's ratio: "
-                "set ratio_weight = 0 or loss.type = clip"
-            )
-        if not self.quality and self.timing == "none":
-            raise ValueError(
-                "quality = false with timing = none leaves no retrieval reward: "
-                "set advantage_weight = 0 instead"
-            )
-        if not self.quality and self.sign == "increase":
-            raise ValueError("sign acts on the quality term, which is off")
+        require_known_ratio(self.loss, self.ratio_weight)
         if self.branch is not None:
             self._can_branch(self.branch)
         return self
 
     def require_possible(self, run: "RunSettings") -> None:
         """Retrieved steps that the environment can take, or show."""
-        if self.retrieval.mode == "execute" and not is_stateful(run.environment):
-            raise ValueError(
-                "retrieval.mode = execute needs a stateful environment "
-                "(scienceworld, webshop, textworld, house, alfworld)"
-            )
-        if self.retrieval.form == "turn" and not is_inline(run.environment):
-            raise ValueError(
-                "retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are "
-                "messages"
-            )
+        require_showable(self.retrieval, run)
 
     @property
     def retrieves(self) -> bool:
@@ -126,11 +94,7 @@ class RapoSettings(ObjectiveSettings):
                 f"branch.first_wave {branch.first_wave} leaves no place for forks "
                 f"in group_size {self.group_size}"
             )
-        if branch.attribution == "hard" and self.ratio_weight > 0:
-            raise ValueError(
-                "branch.attribution = hard needs ratio_weight = 0: leaves "
-                "of one token would scale its ratio differently"
-            )
+        require_one_scale(branch.attribution, self.ratio_weight)
         require_countable(
             branch.attribution,
             self.aggregation,
@@ -199,95 +163,16 @@ class Rapo(Algorithm):
     def credit(self, trace: Trace) -> GroupCredit:
         """``A = (1 + a A_ret) A_acc`` (Eq. 10) and the ratio scale ``1 + m F_ret`` (Eq. 8)."""
         outcome = outcome_advantages(trace, self.objective.advantage)
-        rollouts = list(trace.rollouts())
-        rewards = [self.retrieval_reward(path) for _, path in rollouts]
-        scored = [
-            # The rollouts that the outcome cannot score: both advantages have to span the same ones.
-            None if leaf.episode_return is None else reward.value
-            for (leaf, _), reward in zip(rollouts, rewards, strict=True)
-        ]
-        factors = retrieval_factors_per_rollout(
-            retrieval=retrieval_advantages_per_rollout(rewards=scored), weight=self.settings.advantage_weight
-        )
-        advantages = combined_advantages_per_rollout(outcome=outcome, factors=factors)
-        shares = [_retrieved_share(path) for _, path in rollouts]
-        weight = self.settings.ratio_weight
-        scales = [retrieval_ratio_scale(retrieved_token_share=share, weight=weight) for share in shares]
+        found = retrieval_credit(trace, self.settings)
+        advantages = combined_advantages_per_rollout(outcome=outcome, factors=found.factors)
         write_credit(
             trace,
             advantages,
-            scales,
+            found.scales,
             attribution=self.settings.branch.attribution if self.settings.branch else None,
         )
-        return GroupCredit(
-            advantages=advantages, measurements=_measure(rollouts, rewards, shares, factors.tolist())
-        )
+        return GroupCredit(advantages=advantages, measurements=found.measurements)
 
     def retrieval_reward(self, path: Sequence[Node]) -> RetrievalReward:
-        """Z_ret of one rollout (Eq. 5-7) from the entropies of the policy nodes around each retrieved
-        node.
-        """
-        around = entropies_around_retrievals(path)
-        return retrieval_reward_per_rollout(
-            entropies_before=[before for before, _ in around],
-            entropies_after=[after for _, after in around],
-            quality=self.settings.quality,
-            timing=self.settings.timing,
-            sign=self.settings.sign,
-        )
-
-
-def entropies_around_retrievals(path: Sequence[Node]) -> list[tuple[float, float | None]]:
-    """(H_b, H_a) of every retrieval: the policy steps before and after it; None where the rollout was cut.
-
-    Several retrieved nodes in a row (trajectory-level retrieval) are one retrieval.
-    """
-    found: list[tuple[float, float | None]] = []
-    before: float | None = None
-    waiting = False
-    for node in path:
-        if node.origin is Origin.BUFFER and not waiting and before is not None:
-            found.append((before, None))
-            waiting = True
-        elif node.trainable and node.entropies:
-            entropy = step_entropy_per_step(token_entropies=node.entropies)
-            if waiting:
-                found[-1] = (found[-1][0], entropy)
-                waiting = False
-            before = entropy
-    return found
-
-
-def _retrieved_share(path: Sequence[Node]) -> float:
-    response = [node for node in path if node.origin is not Origin.PROMPT]
-    return retrieved_token_share(
-        num_retrieved_tokens=sum(len(node.token_ids) for node in response if node.origin is Origin.BUFFER),
-        num_response_tokens=sum(len(node.token_ids) for node in response),
-    )
-
-
-def _measure(
-    rollouts: Sequence[tuple[Leaf, list[Node]]],
-    rewards: Sequence[RetrievalReward],
-    shares: Sequence[float],
-    factors: Sequence[float],
-) -> dict[str, list[float]]:
-    """Raw values behind the metrics of spec section 12; the trainer averages them over the step."""
-    around = [entropies_around_retrievals(path) for _, path in rollouts]
-    retrieved = [node for _, path in rollouts for node in path if node.origin is Origin.BUFFER]
-    return {
-        "retrieval/z_mean": [z for reward in rewards for z in reward.rewards],
-        "retrieval/g_mean": [g for reward in rewards for g in reward.gains],
-        "retrieval/entropy_before_mean": [before for found in around for before, _ in found],
-        "retrieval/entropy_after_mean": [
-            after for found in around for _, after in found if after is not None
-        ],
-        "retrieval/share_g_positive": [float(g > 0) for reward in rewards for g in reward.gains],
-        "retrieval/token_share": [share for share in shares if share > 0],
-        "retrieval/similarity_mean": [
-            s for node in retrieved if not math.isnan(s := float(node.metadata["similarity"]))
-        ],
-        "retrieval/num_unscored": [float(reward.num_without_after) for reward in rewards],
-        "retrieval/num_floored": [float(reward.num_floored) for reward in rewards],
-        "retrieval/share_factor_negative": [float(factor < 0) for factor in factors],
-    }
+        """:func:`outrider.algorithms.rapo.credit.retrieval_reward` with these settings."""
+        return retrieval_reward(path, self.settings)

@@ -4,19 +4,24 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
 from outrider.environments.base import StepResult
+from outrider.environments.families import is_inline, is_stateful
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.memory.steps.history import history_text
 from outrider.memory.steps.records import Hit, StepFilter, StepRecord
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice, joined, retrieved
+from outrider.rollout.modes import HYBRID, has_part
 from outrider.trace import Trace
 from outrider.types import Origin, Step
+
+if TYPE_CHECKING:
+    from outrider.train.settings import RunSettings
 
 
 class RetrievalSettings(Settings):
@@ -53,6 +58,18 @@ class RetrievalSettings(Settings):
         return self
 
 
+def require_showable(retrieval: RetrievalSettings, run: "RunSettings") -> None:
+    """Raises ValueError for retrieved steps that the environment cannot take, or show."""
+    if retrieval.mode == "execute" and not is_stateful(run.environment):
+        raise ValueError(
+            "retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld, house, alfworld)"
+        )
+    if retrieval.form == "turn" and not is_inline(run.environment):
+        raise ValueError(
+            "retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are messages"
+        )
+
+
 def scheduled_probability(settings: RetrievalSettings, training_step: int, num_training_steps: int) -> float:
     """The retrieval probability of a training step (0-based) of ``num_training_steps``."""
     if settings.final_probability is None or num_training_steps <= 1:
@@ -78,7 +95,7 @@ class RetrievalHook:
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
         """A retrieved step or nothing. Step 0 is always on-policy."""
-        if state.mode != "hybrid" or state.turn == 0:
+        if not has_part(state.mode, HYBRID) or state.turn == 0:
             return ()
         # A retry of the rollout draws the same: the stream is named by step, task, rollout and turn.
         random = state.stream("retrieval")

@@ -10,6 +10,7 @@ from typing import TypeAlias, get_args
 from outrider.algorithms.base import GroupCredit
 from outrider.algorithms.common.advantages import NoSignalReason
 from outrider.memory.embedder import HashEmbedder
+from outrider.rollout.modes import HYBRID, has_part
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Origin, Outcome
 
@@ -204,7 +205,7 @@ def retrieval_metrics(
     plain = [
         (leaf, path) for leaf, path, _ in rollouts if all(node.origin is not Origin.BUFFER for node in path)
     ]
-    num_hybrid = sum(mode == "hybrid" for _, _, mode in rollouts)
+    num_hybrid = sum(has_part(mode, HYBRID) for _, _, mode in rollouts)
     # a shared one was inserted once
     nodes = list({id(node): node for _, path, _ in rollouts for node in path}.values())
     inserted = [node for node in nodes if node.origin is Origin.BUFFER]
