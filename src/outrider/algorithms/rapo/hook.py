@@ -62,7 +62,8 @@ def require_showable(retrieval: RetrievalSettings, run: "RunSettings") -> None:
     """Raises ValueError for retrieved steps that the environment cannot take, or show."""
     if retrieval.mode == "execute" and not is_stateful(run.environment):
         raise ValueError(
-            "retrieval.mode = execute needs a stateful environment (scienceworld, webshop, textworld, house, alfworld)"
+            "retrieval.mode = execute needs a stateful environment "
+            "(scienceworld, webshop, textworld, house, alfworld)"
         )
     if retrieval.form == "turn" and not is_inline(run.environment):
         raise ValueError(
