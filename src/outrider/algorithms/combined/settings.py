@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 class RetrievalSection(RetrievalSettings, RetrievalCreditSettings):
     """When and what hybrid rollouts retrieve, and what it does to their credit (RAPO)."""
 
-    details: ClassVar[frozenset[str]] = frozenset({"quality", "timing", "sign"})
+    details: ClassVar[frozenset[str]] = frozenset(
+        {"quality", "timing", "sign", "schedule", "final_probability", "include_terminal", "noise", "form"}
+        | {"level", "min_similarity"}
+    )
 
     def idle(self) -> frozenset[str]:
         """The parts of a retrieval reward that has no weight; all, where nobody retrieves."""
@@ -31,6 +34,10 @@ class RetrievalSection(RetrievalSettings, RetrievalCreditSettings):
 
 class BranchSection(BranchSettings):
     """Where rollouts leave another one; ``entropy_advantage`` is a of AEPO's advantage (ARPO, AEPO)."""
+
+    details: ClassVar[frozenset[str]] = frozenset(
+        {"threshold", "source", "reduce", "normalizer", "pre_monitor", "branch_penalty", "penalty_scope"}
+    )
 
     entropy_advantage: float = Field(0.0, ge=0)
 
