@@ -20,12 +20,15 @@ def test_the_anchor_is_the_newest_text_of_the_world() -> None:
     script = [
         (Origin.MEMORY, "tip"), (Origin.POLICY, "one"), (Origin.ENVIRONMENT, "door"), (Origin.MEMORY, "tip"),
         (Origin.POLICY, "two"), (Origin.ENVIRONMENT, ""), (Origin.POLICY, "three"), (Origin.BUFFER, "shown"),
-        (Origin.POLICY, "four"),
+        (Origin.POLICY, "four"), (Origin.BUFFER, "done"), (Origin.POLICY, "five"),
     ]  # fmt: skip
     for origin, text in script:
         tip = add(trace, tip.node_id, origin, text)
+        if text == "done":  # a retrieved step whose calls were carried out: its words are this world's
+            tip.metadata["num_tool_calls"] = 1
     found = [(turn.node.message.content, turn.observation) for turn in played_turns(trace.path(tip.node_id))]
-    assert found == [("one", "question"), ("two", "door"), ("three", "door"), ("four", "shown")]
+    expected = ["question", "door", "door", "door", "done"]
+    assert found == list(zip(["one", "two", "three", "four", "five"], expected, strict=True))
 
 
 def test_a_retrieved_step_takes_one_step_of_time_and_its_reward_belongs_to_earlier_turns() -> None:

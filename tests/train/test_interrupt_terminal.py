@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.stopping import _REPEAT_S, STOPPING
-from outrider.train import trainer
+from outrider.train import learner
 from tests.train.terminal import OnTerminal, Screen
 from tests.train.tool_run import write_tool_run
 
@@ -35,7 +35,7 @@ def update_without_end() -> None:
         while True:
             square = square @ square
 
-    trainer.update = compute  # type: ignore[attr-defined]
+    learner.update = compute  # type: ignore[attr-defined]
 
 
 def command(recipe: Path, run: Path, progress: str) -> tuple[str | Path, ...]:

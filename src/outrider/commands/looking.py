@@ -58,7 +58,7 @@ def _export(parsed: argparse.Namespace) -> int:
     from outrider.train.export import export_run
 
     checkpoint = export_run(parsed.run, parsed.out)
-    print(f"{parsed.out}: the weights of {checkpoint}")
+    say(f"{parsed.out}: the weights of {checkpoint}")
     return 0
 
 
