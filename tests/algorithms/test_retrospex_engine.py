@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import exp, log
+from math import exp, inf, log, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from outrider.algorithms.reflexion import ReflexionHook
 from outrider.algorithms.retrospex.critic import Critic, Networks, load_critic
@@ -17,13 +19,14 @@ from outrider.config import validate
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.errors import DataError, EnvironmentFault
+from outrider.errors import ConfigError, DataError, EnvironmentFault
 from outrider.evals.recorded import trajectories_of
 from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.rollout.episode import Limits
 from outrider.tokens import ChatRenderer, text_of
 from outrider.trace import Trace
 from outrider.train.metrics.trace_records import rows_of
+from outrider.train.settings import RunSettings
 from outrider.types import Message
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, say, scheduler, tasks
 
@@ -162,6 +165,24 @@ def test_the_critic_is_told_while_it_plays_what_it_was_told_in_training(ending: 
     }
 
 
+def test_the_critic_is_told_of_rules_as_the_trace_keeps_them() -> None:
+    """A system message and the user's are one text in a trace, whatever the template writes between them."""
+
+    class Ruled(Fake):
+        def reset(self, seed: int) -> Sequence[Message]:
+            return (Message(role="system", content="be brief\nand kind"), *super().reset(seed))
+
+    inner = Inner(lambda r, _: f"<a>{number_of(r)}</a>")
+    critic = Sayings(lambda action: 0.0)
+    factory = Factory(lambda task, n: Ruled(chat, question=task.question))
+    made = scheduler(engine(inner, critic, num_candidates=2), factory, limits=LIMITS, stop=("</a>",))
+    traces = made.run(tasks(1), modes=("plain",), training_step=0).traces
+    recorded = trajectories_of(rows_of(traces, step=0, tokenizer=TOKENIZER), name="run")
+    [first, *_] = transitions_of(recorded[0])
+    assert "be brief" in first.situation.prompt
+    assert {situation.prompt for situation, _ in critic.told} == {first.situation.prompt}
+
+
 def test_the_weight_falls_with_the_turns_of_each_episode() -> None:
     """With d = 0.5 and b = 0 the policy's favourite wins turn 0 (1 against 0) and turn 1 (a tie, the first
     counts), the critic's turn 2.
@@ -255,3 +276,29 @@ def test_what_is_no_critic_is_refused(tmp_path: Path) -> None:
     critic_of().save(path)
     with pytest.raises(DataError, match="vectors of hash:256, here is other"):
         load_critic(path, lambda name: Other())
+    weights = load_file(path)
+    with safe_open(path, framework="pt") as opened:
+        [(name, told)] = opened.metadata().items()
+    for wrong in ("{", "[]", "{}", told.replace('"dim"', '"dam"')):
+        save_file(weights, path, metadata={name: wrong})
+        with pytest.raises(DataError, match="does not say what it was trained on"):
+            load_critic(path, load_embedder)
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -> None:
+    """They would choose the first candidate in every turn, without a word."""
+    critic = critic_of()
+    next(critic.networks.parameters()).data.view(-1)[-1] = value
+    critic.save(tmp_path / "critic")
+    with pytest.raises(DataError, match="no numbers"):
+        load_critic(tmp_path / "critic", load_embedder)
+
+
+def test_training_on_what_a_critic_chooses_is_refused() -> None:
+    run = {"environment": {"type": "webshop"}, "algorithm": {"type": "grpo"}, "train": {"num_steps": 1}}
+    chosen = {"type": "retrospex", "critic": "none.file"}
+    with pytest.raises(ConfigError, match="is for evaluations"):
+        validate(RunSettings, {**run, "engine": chosen})
+    validate(RunSettings, {**run, "engine": {**chosen, "allow_training": True}})
+    validate(RunSettings, {**run, "engine": chosen, "train": {"num_steps": 0}})

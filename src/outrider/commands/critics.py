@@ -21,6 +21,11 @@ def add(commands: Commands) -> None:
         metavar="SOURCE",
         help="a run directory, or a file of trajectories (docs/formats.md); may be given again",
     )
+    parser.add_argument(
+        "--held-out",
+        action="store_true",
+        help="of runs also the evaluations on other splits than train: not on tasks that it is evaluated on",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the critic, a new file")
     parser.set_defaults(command=_critic)
 
@@ -31,6 +36,8 @@ def _critic(parsed: argparse.Namespace) -> int:
     settings = load_settings(CriticSettings, file=None, overrides=parsed.overrides)
     if parsed.out.exists():
         raise ConfigError(f"{parsed.out} exists: name a new file with --out")
+    if not parsed.out.parent.is_dir():  # hours before it would be found
+        raise ConfigError(f"{parsed.out.parent} is no folder: name a file in one with --out")
     from outrider.evals.critic_training import train_critic
 
-    return train_critic(parsed.sources, out=parsed.out, settings=settings)
+    return train_critic(parsed.sources, out=parsed.out, settings=settings, held_out=parsed.held_out)

@@ -25,6 +25,10 @@ class EngineSettings(Settings):
     if TYPE_CHECKING:
         type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
 
+    def no_training(self) -> str:
+        """Why a run may not train on what this engine gives, in one line; empty where it may."""
+        return ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:

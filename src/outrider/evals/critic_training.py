@@ -33,13 +33,16 @@ class _Told:
             self._losses.clear()
 
 
-def train_critic(sources: Sequence[Path], *, out: Path, settings: CriticSettings) -> int:
-    """Exit status 0. On one thread: layers this small gain nothing of more, and bits depend on their number.
+def train_critic(
+    sources: Sequence[Path], *, out: Path, settings: CriticSettings, held_out: bool = False
+) -> int:
+    """Exit status 0. ``held_out``: from evaluations on other splits than ``train`` too. On one thread: layers
+    this small gain nothing of more, and bits depend on their number.
 
-    Raises DataError and ModelError before anything is learned.
+    Raises DataError and ModelError before anything is learned, and DataError for numbers that are none.
     """
     embedder = load_embedder(settings.embedder)
-    trajectories = [one for source in sources for one in recorded_trajectories(source)]
+    trajectories = [one for source in sources for one in recorded_trajectories(source, held_out=held_out)]
     turns = turns_of(trajectories, embedder)
     mean = fmean(one.reward for one in trajectories)
     say(f"critic: {len(trajectories)} trajectories, {len(turns.rewards_N)} turns, mean return {mean:.3g}")

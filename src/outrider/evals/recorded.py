@@ -1,10 +1,11 @@
 """Trajectories of a run directory's traces, or of a file of chats."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import DataError
-from outrider.json_lines import whole_lines
+from outrider.json_lines import parsed, whole_lines
 from outrider.memory.steps.sources import import_trajectories
 from outrider.types import Message, Origin, Step, Trajectory
 from outrider.watch.traces import TraceReader, TraceRow
@@ -12,26 +13,48 @@ from outrider.watch.traces import TraceReader, TraceRow
 _DONE = (Origin.POLICY, Origin.DEMONSTRATION)
 
 
-def recorded_trajectories(source: Path) -> list[Trajectory]:
-    """Of a run all rollouts with a return, of training and of evaluations. Raises DataError."""
+def recorded_trajectories(source: Path, *, held_out: bool = False) -> list[Trajectory]:
+    """Of a run all rollouts with a return: those of training, and those of evaluations on the split
+    ``train``, or on any split with ``held_out``. Raises DataError.
+    """
     if not source.is_dir():
         return list(import_trajectories(source).trajectories)
     if not (source / "config.toml").is_file():
         raise DataError(f"{source} is no run directory: it has no config.toml")
-    found = [one for name, rows in _files(source) for one in trajectories_of(rows, name=name)]
+    left_out: list[str] = []
+    files = _files(source, held_out=held_out, left_out=left_out)
+    found = [one for name, rows in files for one in trajectories_of(rows, name=name)]
+    if not found and left_out:
+        raise DataError(
+            f"{source} has rollouts of held-out tasks alone (split {left_out[0]}): record others with "
+            "evaluation.split=train, or take these with --held-out"
+        )
     if not found:
         raise DataError(f"{source} has no trace of a rollout with a return")
     return found
 
 
-def _files(run: Path) -> Iterator[tuple[str, Sequence[TraceRow]]]:
-    reader, evaluations = TraceReader(run / "traces"), run / "evaluations.jsonl"
+def _files(run: Path, *, held_out: bool, left_out: list[str]) -> Iterator[tuple[str, Sequence[TraceRow]]]:
+    """``left_out`` gets the split of every evaluation that is not read."""
+    reader = TraceReader(run / "traces")
     for step in reader.steps():
         yield f"{run.name}/{step}", reader.read(step)
-    num = sum(1 for _ in whole_lines(evaluations)) if evaluations.exists() else 0
-    for number in range(num):
-        if reader.has_evaluation(number):
+    for number, line in enumerate(whole_lines(run / "evaluations.jsonl")):
+        if not reader.has_evaluation(number):
+            continue
+        split = _split(line)
+        if split == "train" or held_out:
             yield f"{run.name}/evaluation-{number}", reader.read_evaluation(number)
+        else:
+            left_out.append(split)
+
+
+def _split(line: bytes) -> str:
+    """Of an evaluation; of a damaged line nobody knows it."""
+    try:
+        return str(parsed(line).get("split", "unknown"))
+    except ValueError:
+        return "unknown"
 
 
 def trajectories_of(rows: Sequence[TraceRow], *, name: str) -> list[Trajectory]:
@@ -48,7 +71,9 @@ def trajectories_of(rows: Sequence[TraceRow], *, name: str) -> list[Trajectory]:
 
 
 def _trajectory(nodes: Mapping[int, TraceRow], leaf: TraceRow, *, name: str) -> Trajectory:
-    """Turns of the policy or a demonstrator, and the newest words of the environment behind each."""
+    """What was done, by the policy, a demonstrator or a retrieved step, and the environment's newest words
+    behind it. Where a tip was shown the template's end of the message is a node of its own, without words.
+    """
     path, at = [], leaf.node_id
     while at != -1:
         path.append(nodes[at])
@@ -59,7 +84,9 @@ def _trajectory(nodes: Mapping[int, TraceRow], leaf: TraceRow, *, name: str) -> 
             prompt = prompt or row.text
         elif row.origin in _DONE:
             steps.append(Step(text=row.text, observation=""))
-        elif row.origin is Origin.ENVIRONMENT and steps:
+        elif row.origin is Origin.BUFFER and "action" in (done := json.loads(row.metadata)):
+            steps.append(Step(text=done["action"], observation=done["observation"]))
+        elif row.origin is Origin.ENVIRONMENT and row.text and steps:
             steps[-1] = Step(text=steps[-1].text, observation=row.text)
     return Trajectory(
         trajectory_id=f"{name}/{leaf.trace_id}/{leaf.node_id}",

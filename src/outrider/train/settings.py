@@ -141,6 +141,8 @@ class RunSettings(Settings):
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
         self._possible_buffer()
         self._possible_adapters()
+        if self.train.num_steps and (reason := self.engine.no_training()):
+            raise ValueError(reason)
         self._possible_experts()
         self._possible_cluster()
         self.algorithm.require_possible(self)

@@ -1,5 +1,6 @@
 """Live pages against servers and addresses that mean no good. Nothing outside of this machine is asked."""
 
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from outrider.errors import ToolFault
 from outrider.testing import check_tool
 from outrider.tools.browser.fetch import Fetcher
+from outrider.tools.browser.hosts import look_up
 from outrider.tools.browser.pages import Refused
 from outrider.tools.browser.settings import FetchSettings
 from tests.chat_server import Answer, Asked, ChatServer, chat_server
@@ -72,6 +74,7 @@ def test_the_number_is_asked_in_the_name_of_the_host() -> None:
         ("https://a.org.c.org/", "This host"),
         ("https://a.org:8443/", "This host"),
         ("http://a.org:99999/", "This host"),
+        ("http://a.org:0/", "This host"),
         ("https://c.org\\@a.org/", "user name"),
         ("https://a.org@c.org/", "user name"),
         ("http://127.0.0.1/", "This host"),
@@ -133,7 +136,7 @@ def test_redirects_to_allowed_hosts_are_followed_and_bounded() -> None:
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
         "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:10.0.0.1",
-        "2002:0a00:0001::", "64:ff9b::7f00:1", "::127.0.0.1",
+        "2002:0a00:0001::", "64:ff9b::7f00:1", "::127.0.0.1", "64:ff9b:1::a00:1", "5f00::1", "400::1",
     ],
 )  # fmt: skip
 def test_a_name_of_a_private_address_is_not_asked(number: str) -> None:
@@ -191,6 +194,35 @@ def test_a_network_that_fails_is_a_fault() -> None:
         fetcher(never, lambda host, port: []).page("https://a.org/")
 
 
+def test_the_name_has_to_be_found_within_the_limit() -> None:
+    """The system's resolver takes no limit; it may hang for minutes."""
+    held = threading.Event()
+
+    def hang(host: str, port: int) -> list[str]:
+        held.wait(30)
+        return [PUBLIC]
+
+    with pytest.raises(ToolFault, match=r"no page within 0\.2 s"):
+        fetcher(never, hang, timeout_s=0.2).page("https://a.org/")
+    held.set()
+
+
+@pytest.mark.parametrize("number", [socket.EAI_NONAME, socket.EAI_NODATA])
+def test_a_name_that_nobody_has_is_an_answer_and_no_fault(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(number, "unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(Refused, match="no such host"):
+        look_up("nobody.example", 443)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: fail())
+    number = socket.EAI_AGAIN
+    with pytest.raises(ToolFault, match="unknown"):
+        look_up("nobody.example", 443)
+
+
 def serving(server: ChatServer, folder: Path, **settings: Any) -> Any:
     host = server.url.removeprefix("http://").removesuffix("/v1")
     allowed = {"allowed_hosts": [host], "private_hosts": [host]}
@@ -200,6 +232,9 @@ def serving(server: ChatServer, folder: Path, **settings: Any) -> Any:
 def test_a_page_over_a_real_connection(tmp_path: Path) -> None:
     pages = {
         "/latin": (b"<title>Caf\xe9</title>cr\xe8me", "text/html; charset=latin-1"),
+        "/upper": (b"cr\xe8me", "text/html; CHARSET=Latin-1"),
+        "/controls": (b"a\x1b[2Jb\x00&#27;c", "text/html"),
+        "/name": (b"b-a", "text/plain; charset=punycode"),
         "/meta": (b"<meta charset='latin-1'>cr\xe8me", "text/html"),
         "/bad": (b"a\xff\xfe b", "text/plain; charset=utf-8"),
         "/hex": (b"plain", "text/plain; charset=hex"),
@@ -217,7 +252,7 @@ def test_a_page_over_a_real_connection(tmp_path: Path) -> None:
         check_tool(tool, texts=(f"{url}/latin | what", f"{url}/bare"))
     assert shown["/latin"] == ["Café", "crème"]
     assert [lines[1] for path, lines in shown.items() if path != "/latin"] == [
-        "crème", "a\ufffd\ufffd b", "plain", "a?b", "née",
+        "crème", "a [2Jb c", "b-a", "crème", "a\ufffd\ufffd b", "plain", "a?b", "née",
     ]  # fmt: skip
 
 

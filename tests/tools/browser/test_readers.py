@@ -46,6 +46,14 @@ def test_the_best_passages_come_in_the_page_s_order() -> None:
     ]  # fmt: skip
 
 
+@given(st.integers(40, 120))
+def test_a_passage_that_is_found_is_shown_however_small_the_limit(most: int) -> None:
+    """Its marks once took the room that it needed, and the page's beginning was shown as without a hit."""
+    text = "Nothing is here. " * 20 + "The whale is blue and it is as long as the text allows it to be. " + "No. " * 50
+    shown = Bm25Reader(most, most).read(page(text), "whale")
+    assert "whale" in shown and NO_MATCH not in shown and len(shown) <= most
+
+
 def test_a_question_without_a_hit_shows_the_beginning_and_says_so() -> None:
     shown = Bm25Reader(40, 70).read(page("Blue is the sea. " * 9), "whale")
     assert shown.startswith(f"{NO_MATCH}\nBlue") and len(shown) == 70
@@ -89,6 +97,27 @@ def test_whatever_a_model_says_is_text_within_the_limit(tmp_path: Path, reply: A
     with chat_server(answering(reply)) as server:
         tool = browser(tmp_path, reader=reader(server.url), max_chars=40)
         assert tool.run_text("Tower | height").text == f"Tower\n{shown}"
+
+
+def test_a_page_that_is_too_long_for_the_server_is_read_from_its_beginning(tmp_path: Path) -> None:
+    words = "word " * 1000
+    limit = 1500
+
+    def script(asked: Asked) -> Answer:
+        if asked.body is None:
+            return SERVED
+        text = asked.body["messages"][1]["content"]
+        if len(text) > limit:
+            return Answer("This model's maximum context length is 300 tokens", status=400)
+        return completion(f"{text.count('word')} words")
+
+    rows = [{"id": "1", "title": "Long", "text": words}, {"id": "2", "title": "Short", "text": "word"}]
+    with chat_server(script) as server:
+        tool = browser(tmp_path, rows, reader=reader(server.url))
+        assert tool.run_text("Long | height").text == "Long\n250 words"  # a quarter of it
+        limit = 0
+        with pytest.raises(ToolFault, match="maximum context length"):
+            tool.run_text("Short | height")
 
 
 def test_a_server_that_fails_is_a_fault_and_is_asked_again_later(tmp_path: Path) -> None:

@@ -91,16 +91,22 @@ def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
         raise DataError(f"{path} is no critic: {' '.join(str(error).split())}") from error
     if FORMAT not in said:
         raise DataError(f"{path} is no critic: train one with `outrider critic`")
-    told = json.loads(said[FORMAT])
-    settings = validate(CriticSettings, told["settings"])
+    try:
+        told = json.loads(said[FORMAT])
+        name, dim, given = str(told["embedder"]), int(told["dim"]), dict(told["settings"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} does not say what it was trained on") from error
+    settings = validate(CriticSettings, given)
     embedder: Embedder = load_embedder(settings.embedder)
-    if embedder.name != told["embedder"]:
-        raise DataError(f"{path} was trained on vectors of {told['embedder']}, here is {embedder.name}")
-    networks = Networks(int(told["dim"]), settings.hidden, seed=0)
+    if embedder.name != name:
+        raise DataError(f"{path} was trained on vectors of {name}, here is {embedder.name}")
+    networks = Networks(dim, settings.hidden, seed=0)
     try:
         networks.load_state_dict(weights)
     except RuntimeError as error:
         raise DataError(f"{path} holds other networks than it says") from error
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise DataError(f"{path} holds weights that are no numbers")  # every choice would be the first one
     return Critic(networks, embedder, settings)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.algorithms.retrospex.critic import Networks, rows
 from outrider.algorithms.retrospex.settings import CriticSettings
 from outrider.algorithms.retrospex.situations import Turns
+from outrider.errors import DataError
 from outrider.seeding import stream
 
 
@@ -61,7 +62,7 @@ def train(
     turns: Turns, settings: CriticSettings, *, on_update: Callable[[int, float, float], None] | None = None
 ) -> Networks:
     """``on_update`` is told the number of updates and both losses. The same turns and seed give the same
-    bits.
+    bits. Raises DataError where the losses leave the finite numbers.
     """
     networks = Networks(turns.vectors_UD.shape[1], settings.hidden, seed=settings.seed)
     target = deepcopy(networks).requires_grad_(False)
@@ -73,7 +74,10 @@ def train(
         of_qualities = quality_loss(networks, batch, discount=settings.discount)
         adam.zero_grad()
         # one step for both: they share no weight, and each holds what the other one learns fixed
-        (of_values + of_qualities).backward()
+        both = of_values + of_qualities
+        if not both.isfinite():
+            raise DataError(f"the critic diverged in update {number}: give it a smaller learning_rate")
+        both.backward()
         adam.step()
         follow(target, networks, rate=settings.target_rate)
         if on_update is not None:

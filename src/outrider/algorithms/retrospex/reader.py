@@ -9,7 +9,7 @@ from outrider.engines.base import FinishReason, Generation, Request
 from outrider.tokens import ChatRenderer, Tokenizer, text_of
 from outrider.types import Message
 
-_MARK = "@said@"
+_MARK, _RULES = "@said@", "@rules@"
 
 
 @dataclass(slots=True)
@@ -33,6 +33,9 @@ class EpisodeReader:
         self._closing = renderer.closing
         marked = [Message(role="user", content=_MARK)]
         self._around_prompt = self._text(renderer.prompt(marked)).split(_MARK, 1)
+        with_rules = self._text(renderer.prompt([Message(role="system", content=_RULES), *marked]))
+        before, rest = with_rules.split(_RULES, 1)
+        self._around_rules = (before, *rest.split(_MARK, 1))
         self._around_answer = self._text(renderer.bridge((), marked)).split(_MARK, 1)
         self._episodes: dict[str, _Episode] = {}
 
@@ -42,12 +45,21 @@ class EpisodeReader:
         episode = self._episodes.get(request.cache_key)
         num = 0 if episode is None else len(episode.ids)
         if episode is None or not num or request.token_ids[:num] != episode.ids:
-            prompt = _inside(self._text(request.token_ids), self._around_prompt)
+            prompt = self._prompt(self._text(request.token_ids))
             episode = self._episodes[request.cache_key] = _Episode(prompt)
             return Situation(prompt=prompt), 0
         said = _inside(self._text(request.token_ids[num:]), self._around_answer)
         found = Situation(prompt=episode.prompt, observation=said, previous=episode.previous)
         return found, episode.num_turns
+
+    def _prompt(self, text: str) -> str:
+        """A system message and a user's are one text in the trace."""
+        before, between, after = self._around_rules
+        if not text.startswith(self._around_prompt[0]) and text.startswith(before):
+            rules, found, asked = text.removeprefix(before).partition(between)
+            if found:
+                return f"{rules}\n{asked.removesuffix(after)}"
+        return _inside(text, self._around_prompt)
 
     def action(self, generation: Generation) -> str:
         """What a turn does."""

@@ -41,7 +41,8 @@ class RetrospexSettings(LocalSettings):
     the file ``critic`` and the policy together like best.
 
     In turn t (from 0) the policy's word counts with the weight max(``floor``, ``decay`` to the power of t). A
-    ``preset`` fills what is not given, with the values of the released scripts.
+    ``preset`` fills what is not given, with the values of the released scripts. ``allow_training``: train on
+    such turns all the same, though they are not drawn as their log-probs say.
     """
 
     type: Literal["retrospex"] = "retrospex"  # type: ignore[assignment]
@@ -50,6 +51,16 @@ class RetrospexSettings(LocalSettings):
     num_candidates: int = Field(6, ge=1)
     decay: float = Field(0.97, ge=0, le=1)
     floor: float = Field(0.6, ge=0, le=1)
+    allow_training: bool = False
+
+    def no_training(self) -> str:
+        """See :class:`~outrider.engines.base.EngineSettings`."""
+        if self.allow_training:
+            return ""
+        return (
+            "engine.type = retrospex is for evaluations: what a critic chooses is not drawn as its log-probs "
+            "say, and training on it is biased; engine.allow_training = true trains all the same"
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -8,8 +8,8 @@ import httpx2
 from outrider.engines.chat.http_client import AnswerTooLarge, HttpAnswer, HttpClient
 from outrider.errors import ToolFault
 from outrider.printing import one_line
-from outrider.tools.browser.hosts import Resolve, address_of, host_of, look_up, read_url
-from outrider.tools.browser.html_text import decoded, title_and_text
+from outrider.tools.browser.hosts import Resolve, address_of, host_of, look_up, read_url, within
+from outrider.tools.browser.html_text import decoded, title_and_text, without_controls
 from outrider.tools.browser.once import Once
 from outrider.tools.browser.pages import Page, Refused
 from outrider.tools.browser.settings import FetchSettings
@@ -62,11 +62,8 @@ class Fetcher:
 
     def _ask(self, url: httpx2.URL, ends: float) -> HttpAnswer:
         host = host_of(url)
-        number = address_of(url, self._settings, self._resolve)
         try:
-            left = ends - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
+            number = within(_left(ends), lambda: address_of(url, self._settings, self._resolve))
             return self._client.request(
                 str(url.copy_with(host=number, fragment=None)),
                 None,
@@ -75,7 +72,7 @@ class Fetcher:
                     "Accept": "text/html, text/*;q=0.9",
                     "Connection": "close",  # another host of this number has another certificate
                 },
-                timeout_s=left,
+                timeout_s=_left(ends),
                 max_bytes=self._settings.max_bytes,
                 server_name=host,
             )
@@ -98,7 +95,15 @@ class Fetcher:
         kind = kind.strip().lower()
         if kind not in _HTML | _PLAIN and not kind.startswith("text/"):
             raise Refused("The page cannot be read: it is no text.")
-        _, _, charset = rest.partition("charset=")
-        text = decoded(answer.content, charset.partition(";")[0].strip(" \"'") or None)
+        _, _, charset = rest.lower().partition("charset=")
+        text = without_controls(decoded(answer.content, charset.partition(";")[0].strip(" \"'") or None))
         title, text = title_and_text(text) if kind in _HTML else ("", text)
         return Page(address=str(url), title=title or str(url), text=text[: self._max_chars + 1])
+
+
+def _left(ends: float) -> float:
+    """Seconds until then; raises TimeoutError where there are none."""
+    left = ends - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

@@ -2,8 +2,10 @@
 
 import ipaddress
 import socket
+import threading
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from concurrent.futures import Future
+from typing import Final, TypeAlias, TypeVar
 
 import httpx2
 
@@ -15,10 +17,15 @@ Resolve: TypeAlias = Callable[[str, int], Sequence[str]]
 """Numeric addresses of a host and port. Raises Refused for a name that nobody has, ToolFault without an
 answer.
 """
+FoundT = TypeVar("FoundT")
 _PORTS: Final = {"http": 80, "https": 443}
 _MAX_URL: Final = 2000
 # IPv6 addresses that stand for an IPv4 address, which is their last four bytes
 _TRANSLATED: Final = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("::/96"))
+# All other IPv6 addresses that anybody on the internet has (RFC 4291, section 2.4)
+_UNICAST: Final = ipaddress.IPv6Network("2000::/3")
+# Nobody has the name, or it has no address of the kinds that are asked for
+_NO_SUCH: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
 
 
 def read_url(text: str, settings: FetchSettings) -> httpx2.URL:
@@ -28,7 +35,7 @@ def read_url(text: str, settings: FetchSettings) -> httpx2.URL:
     """
     try:
         url = httpx2.URL(text)
-        port = url.port or _PORTS.get(url.scheme, 0)
+        port = _port(url)
     except (httpx2.InvalidURL, ValueError) as error:
         raise Refused("This is no address that can be opened.") from error
     if url.scheme not in _PORTS or not url.host or len(text) > _MAX_URL:
@@ -50,7 +57,7 @@ def address_of(url: httpx2.URL, settings: FetchSettings, resolve: Resolve) -> st
 
     Raises Refused where any number of the host is not public and the host is not among the private ones.
     """
-    host, port = host_of(url), url.port or _PORTS[url.scheme]
+    host, port = host_of(url), _port(url)
     found = resolve(host, port)
     if not found:
         raise ToolFault(f"browser: {host} has no address")
@@ -66,9 +73,27 @@ def is_public(address: str) -> bool:
         inner = number.ipv4_mapped or number.sixtofour
         if inner is None and any(number in network for network in _TRANSLATED):
             inner = ipaddress.IPv4Address(number.packed[-4:])
-        if inner is not None:
-            number = inner
+        if inner is None:
+            return number in _UNICAST and number.is_global
+        number = inner
     return number.is_global and not number.is_multicast
+
+
+def within(limit_s: float, call: Callable[[], FoundT]) -> FoundT:
+    """What the call gives or raises; raises TimeoutError after ``limit_s`` seconds.
+
+    For the system's resolver, which takes no limit: it goes on in a thread that keeps no process alive.
+    """
+    found: Future[FoundT] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="outrider-look-up", daemon=True).start()
+    return found.result(timeout=limit_s)
 
 
 def look_up(host: str, port: int) -> list[str]:
@@ -76,10 +101,15 @@ def look_up(host: str, port: int) -> list[str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
-        if isinstance(error, UnicodeError) or error.errno == socket.EAI_NONAME:
+        if isinstance(error, UnicodeError) or error.errno in _NO_SUCH:
             raise Refused("There is no such host.") from error
         raise ToolFault(f"browser: {host}: {error.strerror}") from error
     return [str(one[4][0]) for one in found]
+
+
+def _port(url: httpx2.URL) -> int:
+    """0 is a port that nobody is at, and not that of the scheme."""
+    return _PORTS.get(url.scheme, 0) if url.port is None else url.port
 
 
 def _is_listed(host: str, port: int, scheme: str, listed: Sequence[str]) -> bool:

@@ -21,6 +21,10 @@ _INLINE: Final = frozenset(
 _CELLS: Final = frozenset({"td", "th"})
 _OPENS: Final = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9:-]{0,31})|<!--|<[!?/]")
 _ENDS: Final = re.compile(r"""(?>[^>"']+|"[^"]*"|'[^']*')*+>""")
+# Beside line breaks and tabs
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Of host names: one takes time that grows with the square of a page
+_NAMES_ONLY: Final = frozenset({"punycode", "idna"})
 _CHARSET: Final = re.compile(
     rb"""<meta[^>]{0,200}?charset\s*=\s*["']?([A-Za-z0-9_.:-]{1,40})""", re.IGNORECASE
 )
@@ -32,11 +36,16 @@ def decoded(content: bytes, charset: str | None) -> str:
     for name in (charset, None if own is None else own[1].decode("ascii")):
         try:
             # what is no text encoding is a LookupError too; some raise whatever "replace" says
-            if name and codecs.lookup(name):
+            if name and codecs.lookup(name).name not in _NAMES_ONLY:
                 return content.decode(name, "replace")
         except (LookupError, ValueError):
             continue
     return content.decode("utf-8-sig", "replace")
+
+
+def without_controls(text: str) -> str:
+    """Blanks in the place of what a terminal would do, and no reader see."""
+    return _CONTROLS.sub(" ", text)
 
 
 def title_and_text(page: str) -> tuple[str, str]:
@@ -104,6 +113,6 @@ class _Scan:
 
 def _unescaped(text: str) -> str:
     try:
-        return html.unescape(text)
+        return without_controls(html.unescape(text))
     except ValueError:  # a number of thousands of digits
         return text

@@ -87,6 +87,6 @@ class BrowserSettings(Settings):
     max_page_chars: int = Field(default=24_000, ge=100)
     """Characters of a page that are read; about the 6,000 tokens of ARPO's browser."""
     max_chars: int = Field(default=2_000, ge=40)
-    """Characters of an observation."""
+    """Characters of an observation below the page's title, of which 200 are shown."""
     cache_readings: int = Field(default=4_096, ge=1)
     """Readings that are kept, by what is on the page and what was looked for; the oldest goes first."""

@@ -23,7 +23,7 @@ _OF_A_VERSION: Final = {"tokenizer", "model configuration"}
 
 
 def input_digests(parts: Components) -> dict[str, str]:
-    """Hex digests by name. Files are those that the environment's settings and the algorithm's name; what
+    """Hex digests by name. Files are those that the settings of environment, engine and algorithm name; what
     tasks are made of is left out, because tasks are compared themselves, and a buffer, because its revision
     changes.
     """
@@ -36,6 +36,7 @@ def input_digests(parts: Components) -> dict[str, str]:
     if (frozen := _frozen_weights(parts.learner)) is not None:
         found["frozen weights"] = frozen
     files = {f"environment.{key}": path for key, path in _files(parts.settings.environment)}
+    files |= {f"engine.{key}": path for key, path in _files(parts.settings.engine)}
     if named := parts.settings.algorithm.model_dump().get("demonstrations"):
         files["algorithm.demonstrations"] = Path(named)
     if named := parts.settings.cold_start.demonstrations:
@@ -116,9 +117,18 @@ def _frozen_weights(learner: "Learner") -> str | None:
 
 
 def _files(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Paths that settings name, by dotted key, in every section but those of tasks."""
+    """Paths that settings name, by dotted key, in every section but those of tasks; of a list's tables
+    too.
+    """
     for name, value in settings:
-        if isinstance(value, Path):
-            yield name, value
-        elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
-            yield from ((f"{name}.{key}", path) for key, path in _files(value))
+        yield from _files_of(name, value)
+
+
+def _files_of(name: str, value: Any) -> Iterator[tuple[str, Path]]:
+    if isinstance(value, Path):
+        yield name, value
+    elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
+        yield from ((f"{name}.{key}", path) for key, path in _files(value))
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from _files_of(f"{name}.{number}", one)
