@@ -22,7 +22,7 @@ from outrider.runs import Run
 
 if TYPE_CHECKING:
     from outrider.evals.benchmark.settings import PanelSettings
-    from outrider.train.models import StartLearner
+    from outrider.train.models import StartElsewhere, StartLearner
     from outrider.train.settings import RunSettings
 
 Recipe: TypeAlias = "str | Path | Mapping[str, Any] | RunSettings"
@@ -69,7 +69,13 @@ def train(
         from outrider.train.state.run_directory import RunDirectory
 
         opened = RunDirectory.create(folder, settings), settings
-        run_training(opened, progress=progress, on_start=on_start, start=_learner_of(settings))
+        run_training(
+            opened,
+            progress=progress,
+            on_start=on_start,
+            start=_learner_of(settings),
+            spread=_elsewhere_of(settings),
+        )
     return load_run(folder)
 
 
@@ -94,7 +100,13 @@ def _resume(
         raise
     from outrider.train.launch import run_training
 
-    run_training(opened, progress=progress, on_start=on_start, start=_learner_of(opened[1]))
+    run_training(
+        opened,
+        progress=progress,
+        on_start=on_start,
+        start=_learner_of(opened[1]),
+        spread=_elsewhere_of(opened[1]),
+    )
     return load_run(folder)
 
 
@@ -107,6 +119,15 @@ def _learner_of(settings: "RunSettings") -> "StartLearner":
     from outrider.train.models import local_learner
 
     return local_learner
+
+
+def _elsewhere_of(settings: "RunSettings") -> "StartElsewhere | None":
+    """What plays in other processes, where any does."""
+    if not settings.cluster.is_remote:
+        return None
+    from outrider.scale.start import remote_rollouts
+
+    return remote_rollouts
 
 
 def _require_same_objects(settings: "RunSettings", again: Mapping[str, Mapping[str, Any]]) -> None:

@@ -178,6 +178,19 @@ def played_steps(environment: Environment, texts: Sequence[str]) -> tuple[Step, 
 
 
 @runtime_checkable
+class CallCapped(Protocol):
+    """A factory with a cap on what a batch may spend, a part of which it can have where several processes
+    play one batch.
+    """
+
+    def take_share(self, begin: int, end: int, of: int) -> None:
+        """From the next batch on, have the part of the cap that is due to the groups ``begin`` to ``end`` of
+        ``of``; the parts of all groups add up to the cap.
+        """
+        ...
+
+
+@runtime_checkable
 class RoundAware(Protocol):
     """A factory whose environments share something that is decided between rounds, when none of them acts."""
 

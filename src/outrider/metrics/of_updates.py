@@ -75,10 +75,18 @@ OF_UPDATES: Final[tuple[Metric, ...]] = (
         ("update", "s", "wall-clock seconds of the update phase", "stable", "tokens/policy"),
         ("step", "s", "wall-clock seconds of rollout, credit and update; without checkpoints and evaluations",
          "stable", "time/rollout, time/update"),
+        ("weights", "s", "wall-clock seconds of sending weights to engine processes, a part of time/update",
+         "stable", "weights/bytes, cluster.weights"),
         ("evaluation", "s", "wall-clock seconds of this evaluation", "stable",
          "evaluation.num_tasks, evaluation.num_samples"),
         ("checkpoint", "s", "mean wall-clock seconds of the last checkpoints before this step", "stable",
          "the disk"),
+    ),
+    *group(
+        "weights",
+        ("bytes", "bytes", "weights that went to engine processes after this step, to all of them together",
+         "constant", "cluster.weights"),
+        ("rpcs", "1", "calls of engine processes that took", "one an engine", "cluster.num_engines"),
     ),
     *group(
         "speed",

@@ -26,6 +26,11 @@ def search_in(folder: Path) -> None:
         _folders.insert(0, one)
 
 
+def searched() -> tuple[Path, ...]:
+    """The folders in which import paths are looked for, the first one first."""
+    return tuple(_folders)
+
+
 def _recorded_folders(file: Path) -> list[Path]:
     try:
         recorded = json.loads(file.read_text(encoding="utf-8"))

@@ -181,6 +181,11 @@ def given(objects: Mapping[Kind, object]) -> Iterator[dict[Kind, dict[str, Any]]
             _given.pop(key, None)
 
 
+def stand_ins() -> list[str]:
+    """The kinds for which objects stand in at present."""
+    return sorted({kind for kind, _ in _given})
+
+
 def short_name(name: str) -> str:
     """The class's name of an import path, else the name: for labels."""
     return name.rpartition(":")[2] if is_import_path(name) else name

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.scheduler import Rollouts
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Task
@@ -68,7 +68,7 @@ class Evaluation:
 
 
 def evaluate(
-    scheduler: Scheduler,
+    rollouts: Rollouts,
     tasks: Sequence[Task],
     *,
     num_samples: int,
@@ -81,7 +81,7 @@ def evaluate(
     """Play the panel. The random streams depend on task, sample and ``stream_step`` only, so two checkpoints
     face the same draws.
     """
-    report = scheduler.run(tasks, modes=(mode,) * num_samples, training_step=stream_step)
+    report = rollouts.run(tasks, modes=(mode,) * num_samples, training_step=stream_step)
     leaves = [
         [leaf for leaf, _ in trace.rollouts() if leaf.episode_return is not None] for trace in report.traces
     ]

@@ -89,6 +89,50 @@ class Hook(Protocol):
 
 
 @runtime_checkable
+class Portable(Protocol):
+    """A hook that copies in other processes can stand in for; every hook of Outrider's own is one.
+
+    A memory changes in :meth:`Hook.after_group` of the original alone. A copy becomes what the original is in
+    front of a batch, acts in the copy's process, and hands back what it has gathered; the original absorbs
+    that, copy by copy in a fixed order, and only then sees the groups. All values can be pickled.
+    """
+
+    def snapshot(self) -> Any:
+        """All that a copy, made of the same settings, needs to act as this hook does now."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Become what was taken; what was gathered before is forgotten."""
+        ...
+
+    def gathered(self) -> Any:
+        """What was counted and seen since :meth:`restore`."""
+        ...
+
+    def absorb(self, gathered: Any) -> None:
+        """Take in what a copy has gathered, as if it had happened here."""
+        ...
+
+
+class Forgetful:
+    """Base of a hook that neither remembers nor counts: any copy acts as it does."""
+
+    __slots__ = ()
+
+    def snapshot(self) -> None:
+        """See :class:`Portable`."""
+
+    def restore(self, snapshot: None) -> None:
+        """See :class:`Portable`."""
+
+    def gathered(self) -> None:
+        """See :class:`Portable`."""
+
+    def absorb(self, gathered: None) -> None:
+        """See :class:`Portable`."""
+
+
+@runtime_checkable
 class Reflector(Protocol):
     """A hook that has the policy say something about an ended episode, in at most ``max_reflection_tokens``
     that nothing trains on.

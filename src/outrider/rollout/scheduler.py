@@ -83,6 +83,8 @@ class Scheduler:
     max_retries: int = 2
     # a batch's cap on calls is for training: an evaluation must not depend on its size
     limits_calls: bool = False
+    # elsewhere: where copies of the hooks play, the originals see the groups
+    ends_groups: bool = True
     on_finished: Callable[[int, int], None] | None = None  # rollouts done and owed: live progress
     whereabouts: Whereabouts = field(default_factory=Whereabouts)  # for the one who watches
 
@@ -146,7 +148,7 @@ class Scheduler:
         if len(trace.leaves) != size:
             raise AssertionError(f"task {trace.task.key}: {len(trace.leaves)} outcomes for {size} rollouts")
         trace.number_by_rollout()
-        for hook in self.hooks:
+        for hook in self.hooks if self.ends_groups else ():
             hook.after_group(trace)
 
     async def _play(self, runner: EpisodeRunner, owed: _Owed, faults: FaultLog) -> Leaf:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.rollout.branch import Copies, Fork, Owe
-from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.hooks import EpisodeState, Forgetful, Splice
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expansion:
+class Expansion(Forgetful):
     """The shape of a group, as a hook that says it to the scheduler: ``num_trees`` M, ``num_expansions`` N in
     each of ``num_rounds`` L.
 

@@ -20,9 +20,9 @@ class RankGroup:
     def __init__(
         self, session: Session, settings: RankSettings, *, size: int, kind: type[Rank] = Rank
     ) -> None:
-        self._ray, self._timeout_s = session.ray, settings.timeout_s
+        self._session, self._ray, self._timeout_s = session, session.ray, settings.timeout_s
         self._actors: list[Any] = []
-        places = session.places(size)
+        self._places = places = session.places(size)
         variables = {"GLOO_SOCKET_IFNAME": "lo"} if session.is_local else {}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -86,4 +86,6 @@ class RankGroup:
         for actor in self._actors:
             with suppress(Exception):
                 self._ray.kill(actor, no_restart=True)
+        if self._actors:
+            self._session.give_back(self._places)
         self._actors = []

@@ -36,16 +36,16 @@ class ShardedLearner:
         self.has_reference = settings.algorithm.needs_reference
         self.language_model = _loaded(settings)
         self.trained = frozenset(name for name, _ in self.language_model.model.named_parameters())
-        self._session = Session(settings.cluster)
+        self.session = Session(settings.cluster)
         try:
             self._group = RankGroup(
-                self._session, _rank_settings(settings, initial=initial), size=settings.cluster.num_trainers
+                self.session, _rank_settings(settings, initial=initial), size=settings.cluster.num_trainers
             )
             self._pieces = _pieces(self._group.call("sizes")[0])
             if initial and settings.model.initial_checkpoint is not None:
                 self._sync()
         except BaseException:
-            self._session.close()
+            self.session.close()
             raise
 
     def update(
@@ -107,7 +107,7 @@ class ShardedLearner:
     def close(self) -> None:
         """See :class:`outrider.train.learner.Learner`."""
         self._group.close()
-        self._session.close()
+        self.session.close()
 
     @torch.no_grad()
     def _sync(self) -> None:

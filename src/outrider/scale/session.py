@@ -32,6 +32,8 @@ class Session:
 
     def _start(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # of several processes that broke, the first one's error is told, in a line
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: the ranks are the work, not beside it
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if self.is_local:
@@ -39,7 +41,7 @@ class Session:
             # a short name: sockets inside have to fit into 107 characters
             self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
             options |= {
-                "num_cpus": max(os.cpu_count() or 1, self._settings.num_trainers),
+                "num_cpus": max(os.cpu_count() or 1, self._settings.num_processes),
                 "include_dashboard": False,
                 "object_store_memory": _STORE_BYTES,
                 "_temp_dir": str(self._folder),
@@ -66,9 +68,9 @@ class Session:
                     raise
                 self.ray.shutdown()
 
-    def places(self, num: int) -> Any:
-        """A processor for each of ``num`` actors. Raises ClusterFault where they do not come in time: Ray
-        itself would wait for ever.
+    def places(self, num: int, *, of: str | None = None) -> Any:
+        """A processor for each of ``num`` actors; ``of`` says who asks for them. Raises ClusterFault where
+        they do not come in time: Ray itself would wait for ever.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -79,10 +81,18 @@ class Session:
             free = self.ray.available_resources().get("CPU", 0)
             remove_placement_group(group)
             raise ClusterFault(
-                f"cluster.num_trainers = {num} needs {num} processors, and {free:g} of {there:g} were free "
+                f"{of or f'cluster.num_trainers = {num} needs'} {num} processors, "
+                f"and {free:g} of {there:g} were free "
                 f"within {limit:g} s (cluster.placement_timeout_s)"
             )
         return group
+
+    def give_back(self, places: Any) -> None:
+        """Let others have the processors of :meth:`places`: a Ray that is shared goes on."""
+        from ray.util.placement_group import remove_placement_group
+
+        with suppress(Exception):
+            remove_placement_group(places)
 
     def close(self) -> None:
         """End Ray where it is the run's own, and what it left on disk; may be called twice."""

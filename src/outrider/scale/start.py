@@ -1,6 +1,9 @@
 """The way into this package: what it needs is asked for before a model is loaded."""
 
+from pathlib import Path
+
 from outrider.errors import ConfigError
+from outrider.train.components import Elsewhere
 from outrider.train.learner import Learner
 from outrider.train.settings import RunSettings
 
@@ -15,14 +18,32 @@ def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
     return ShardedLearner(settings, initial=initial)
 
 
-def require_packages() -> None:
+def remote_rollouts(settings: RunSettings, learner: Learner, *, folder: Path) -> Elsewhere:
+    """For :func:`outrider.train.building.build`: starts Ray, where the learner has not, and the engines.
+    Raises ConfigError without Ray.
+    """
+    require_ray("cluster.num_engines, num_rollout_workers and weights need")
+    from outrider.scale.remote import Remote
+
+    if settings.cluster.num_trainers == 1:
+        return Remote(settings, learner, folder=folder)
+    from outrider.scale.learner import ShardedLearner
+
+    assert isinstance(learner, ShardedLearner)  # :func:`sharded_learner` made it
+    return Remote(settings, learner, folder=folder, session=learner.session)
+
+
+def require_ray(what: str) -> None:
     """Raises ConfigError, naming what to install."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            "cluster.num_trainers above 1 needs Ray: pip install 'outrider[cluster]'"
-        ) from error
+        raise ConfigError(f"{what} Ray: pip install 'outrider[cluster]'") from error
+
+
+def require_packages() -> None:
+    """Raises ConfigError, naming what to install."""
+    require_ray("cluster.num_trainers above 1 needs")
     try:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: F401
         from torch.distributed.fsdp import FSDPModule

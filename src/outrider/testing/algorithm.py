@@ -11,6 +11,7 @@ from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
 from outrider.testing.common import require, require_finite, require_picklable
+from outrider.testing.hooks import check_copies
 from outrider.trace import Leaf, Trace
 from outrider.types import Message, Origin, Outcome, Task
 
@@ -30,7 +31,8 @@ def check_algorithm(algorithm: Algorithm | Callable[[], Algorithm], *, num_steps
     ``algorithm`` is one that has seen nothing, or what makes one. Checked: modes that depend on step and
     group alone; credit that is finite, the same every time, and only on what an update may train on; nothing
     for a rollout that a fault ended; measurements under declared names; a memory that is the same after a
-    checkpoint.
+    checkpoint; hooks whose copies in other processes are what they are, where they can have any
+    (:class:`outrider.rollout.hooks.Portable`).
     """
     make = _maker(algorithm)
     one, other = make(), make()
@@ -51,6 +53,7 @@ def check_algorithm(algorithm: Algorithm | Callable[[], Algorithm], *, num_steps
         require(_written(groups) == _written(same), f"step {step}: other credit for the same groups")
     if one.remembers:
         _check_memory(one, make(), num_steps)
+    check_copies(one.hooks, make().hooks, _step(one, num_steps))
 
 
 def _maker(algorithm: Any) -> Callable[[], Algorithm]:

@@ -10,6 +10,7 @@ from typing import cast
 
 from outrider.algorithms.algorithm import Algorithm
 from outrider.algorithms.context import AlgorithmContext
+from outrider.engines.base import Engine
 from outrider.engines.local.model import LanguageModel
 from outrider.environments.base import TaskFamily
 from outrider.environments.families import make_family
@@ -21,11 +22,18 @@ from outrider.metrics import declare
 from outrider.plugins import registry as plugins
 from outrider.rollout.evaluate import EvaluationSettings
 from outrider.tokens import ChatRenderer
-from outrider.train.components import Components, token_counter
+from outrider.train.components import Components, Elsewhere, token_counter
 from outrider.train.data.buffer_opening import open_buffer
 from outrider.train.data.experts import demonstrations_of
 from outrider.train.data.no_expert import require_experts
-from outrider.train.models import StartLearner, learner_and_renderer, local_learner, make_engine
+from outrider.train.learner import Learner
+from outrider.train.models import (
+    StartElsewhere,
+    StartLearner,
+    learner_and_renderer,
+    local_learner,
+    make_engine,
+)
 from outrider.train.settings import RunSettings
 from outrider.train.update.policy import set_threads
 from outrider.types import Step, Task
@@ -39,10 +47,12 @@ def build(
     on_tokens: Callable[[int], None],
     note: Callable[[str], None],
     start: StartLearner = local_learner,
+    spread: StartElsewhere | None = None,
 ) -> Components:
     """Load model, tasks, tools and buffer. Raises typed errors; nothing has been trained or played yet.
 
-    A ``resumed`` run has weights and a filled buffer: neither is made again. ``start`` makes what learns.
+    A ``resumed`` run has weights and a filled buffer: neither is made again. ``start`` makes what learns,
+    ``spread`` what plays where that is not this process.
     """
     require_experts(settings)
     set_threads(settings.num_threads, device=settings.model.device)
@@ -52,23 +62,17 @@ def build(
         made.callback(factory.close)
         learner, renderer = learner_and_renderer(settings, resumed=resumed, note=note, start=start)
         made.callback(learner.close)
-        engine = make_engine(settings, learner, folder=buffer_path.parent / "engine", on_tokens=on_tokens)
+        played = _Played.by(settings, learner, made, buffer_path.parent / "engine", on_tokens, spread)
         buffer = open_buffer(
-            settings,
-            path=buffer_path,
-            family=tasks.family,
-            factory=factory,
-            train_tasks=tasks.train,
-            resumed=resumed,
-            note=note,
-            count_tokens=token_counter(renderer),
-        )
+            settings, path=buffer_path, family=tasks.family, factory=factory, train_tasks=tasks.train,
+            resumed=resumed, note=note, count_tokens=token_counter(renderer),
+        )  # fmt: skip
         if buffer is not None:
             made.callback(buffer.close)
         parts = Components(
             settings=settings,
             learner=learner,
-            engine=engine,
+            engine=played.engine,
             renderer=renderer,
             family=tasks.family,
             factory=factory,
@@ -76,10 +80,37 @@ def build(
             test_tasks=tasks.test,
             buffer=buffer,
             algorithm=_algorithm(settings, tasks, buffer, model=learner.language_model, renderer=renderer),
+            elsewhere=played.elsewhere,
             demonstrations=tasks.demonstrations,
         )
+        if parts.elsewhere is not None:
+            parts.elsewhere.begin(parts)
         made.pop_all()
     return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    """The engine of this process, or the one that stands for those elsewhere."""
+
+    engine: Engine
+    elsewhere: Elsewhere | None = None
+
+    @classmethod
+    def by(
+        cls,
+        settings: RunSettings,
+        learner: Learner,
+        made: ExitStack,
+        folder: Path,
+        on_tokens: Callable[[int], None],
+        spread: StartElsewhere | None,
+    ) -> "_Played":
+        if spread is None:
+            return cls(engine=make_engine(settings, learner, folder=folder, on_tokens=on_tokens))
+        elsewhere = spread(settings, learner, folder=folder)
+        made.callback(elsewhere.close)
+        return cls(engine=elsewhere.engine, elsewhere=elsewhere)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,22 +8,28 @@ from outrider.config import Settings
 
 # What the design names and no code does yet: refused, so that a recipe never asks for it in silence.
 _NOT_YET: Final = {
-    "num_engines": 1, "tensor_parallel": 1, "num_rollout_workers": 1, "placement": "disaggregate",
-    "max_staleness": 0, "in_flight": False, "weights": "auto",
+    "tensor_parallel": (1,), "placement": ("disaggregate",), "max_staleness": (0,), "in_flight": (False,),
+    "weights": ("auto", "store", "disk"),
 }  # fmt: skip
 
 
 class ClusterSettings(Settings):
     """More than one process (extra ``cluster``): ``num_trainers`` ranks hold the weights, their optimiser and
-    the reference in shards and share each update.
+    the reference in shards and share each update; ``num_engines`` and ``num_rollout_workers`` processes
+    generate and play.
 
-    The loss and the gradient are those of one process within 1e-6; the same number of ranks gives the same
-    bits. ``ray_address``: ``local`` starts a Ray of the run's own, ``auto`` or an address joins one.
-    ``placement_timeout_s`` bounds the wait for processors, ``update_timeout_s`` one call of the ranks. The
-    other fields have one possible value so far.
+    One engine and one worker are in the process that trains, unless ``weights`` says how weights go to them:
+    through Ray's object store (``store``; ``auto`` where there are several), or through files in the run
+    directory (``disk``). The loss and the gradient are those of one process within 1e-6; the same number of
+    ranks gives the same bits. ``ray_address``: ``local`` starts a Ray of the run's own, ``auto`` or an
+    address joins one. ``placement_timeout_s`` bounds the wait for processors, ``update_timeout_s`` one call
+    of the ranks, a start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout
+    worker answers a heartbeat within ``heartbeat_s``. The other fields have one possible value so far.
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"placement_timeout_s", "update_timeout_s"})
+    details: ClassVar[frozenset[str]] = frozenset(
+        {"placement_timeout_s", "update_timeout_s", "turn_timeout_s", "heartbeat_s"}
+    )
 
     num_trainers: int = Field(1, ge=1)
     num_engines: int = Field(1, ge=1)
@@ -36,6 +42,19 @@ class ClusterSettings(Settings):
     ray_address: str = "local"
     placement_timeout_s: float = Field(120.0, gt=0)
     update_timeout_s: float = Field(3600.0, gt=0)
+    turn_timeout_s: float = Field(600.0, gt=0)
+    heartbeat_s: float = Field(60.0, gt=0)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether engines and rollout workers are processes of their own."""
+        return self.num_engines > 1 or self.num_rollout_workers > 1 or self.weights != "auto"
+
+    @property
+    def num_processes(self) -> int:
+        """Actors of the run."""
+        trainers = self.num_trainers if self.num_trainers > 1 else 0
+        return trainers + (self.num_engines + self.num_rollout_workers if self.is_remote else 0)
 
     @model_validator(mode="after")
     def _possible(self) -> "ClusterSettings":
@@ -43,8 +62,8 @@ class ClusterSettings(Settings):
             raise ValueError("placement = colocate has max_staleness = 0: engines sleep while trainers work")
         if self.max_staleness > 1 and not self.in_flight:
             raise ValueError("max_staleness above 1 needs in_flight = true")
-        for name, only in _NOT_YET.items():
-            if getattr(self, name) != only:
-                told = str(only).lower() if isinstance(only, bool) else only
-                raise ValueError(f"{name} is {told} so far: rollouts run in one process")
+        for name, possible in _NOT_YET.items():
+            if getattr(self, name) not in possible:
+                told = " or ".join(str(one).lower() for one in possible)
+                raise ValueError(f"{name} is {told} so far")
         return self

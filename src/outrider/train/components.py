@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from outrider.algorithms.algorithm import Algorithm
 from outrider.engines.base import Engine
 from outrider.environments.base import EnvironmentFactory, TaskFamily
 from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.rollout.scheduler import Rollouts
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
 from outrider.train.settings import RunSettings
@@ -17,9 +18,38 @@ if TYPE_CHECKING:
     from outrider.train.learner import Learner
 
 
+class Elsewhere(Protocol):
+    """Engines and rollouts in other processes; ``engine`` sends them the weights."""
+
+    @property
+    def engine(self) -> Engine:
+        """Stands for all engines."""
+        ...
+
+    def begin(self, parts: "Components") -> None:
+        """Start what plays, once all other parts are there."""
+        ...
+
+    def rollouts(
+        self, parts: "Components", *, training: bool, on_finished: Callable[[int, int], None]
+    ) -> Rollouts:
+        """Plays the groups of training, with the algorithm's hooks, or of an evaluation."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest transfer of weights, by their declared names."""
+        ...
+
+    def close(self) -> None:
+        """End what was started; may be called twice."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Components:
-    """The parts of a run. ``buffer`` is None for algorithms that do not retrieve."""
+    """The parts of a run. ``buffer`` is None for algorithms that do not retrieve, ``elsewhere`` where one
+    process plays everything.
+    """
 
     settings: RunSettings
     learner: "Learner"
@@ -31,6 +61,7 @@ class Components:
     test_tasks: Sequence[Task]
     buffer: StepTraceBuffer | None
     algorithm: Algorithm
+    elsewhere: Elsewhere | None = None
     # of the cold start, by task key; None: experts are asked
     demonstrations: Mapping[str, Sequence[Step] | None] | None = None
     whereabouts: Whereabouts = field(default_factory=Whereabouts)  # of all rollouts: for the one who watches

@@ -11,7 +11,7 @@ from outrider.printing import score
 from outrider.rollout.paired import gain_over_start
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.train.building import build
-from outrider.train.models import StartLearner, local_learner
+from outrider.train.models import StartElsewhere, StartLearner, local_learner
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import newest_step
 from outrider.train.state.continuing import require_continuable
@@ -30,10 +30,10 @@ def run_training(
     progress: Literal["auto", "rich", "plain", "none"],
     on_start: Callable[[Callable[[], bool]], None],
     start: StartLearner = local_learner,
+    spread: StartElsewhere | None = None,
 ) -> None:
-    """Run or continue; ``start`` makes what learns. ``on_start`` gets a function that asks the trainer to
-    stop soon, and returns
-    whether the display says so.
+    """Run or continue; ``start`` makes what learns, ``spread`` what plays in other processes. ``on_start``
+    gets a function that asks the trainer to stop soon, and returns whether the display says so.
 
     Raises ConfigError for the folder of an adaptation, and what set-up and training raise; all that was
     opened is closed.
@@ -61,7 +61,7 @@ def run_training(
         )
         ending.callback(display.close)
         displays.append(display)
-        trainer = _set_up(run, settings, display, whereabouts, stop, ending, start)
+        trainer = _set_up(run, settings, display, whereabouts, stop, ending, start, spread)
         write_origins(settings, run.path)  # where they are now: a run that goes on may have found others
         run.settle()
         run.keep()
@@ -77,6 +77,7 @@ def _set_up(
     stop: Event,
     ending: ExitStack,
     start: StartLearner,
+    spread: StartElsewhere | None,
 ) -> Trainer:
     """All parts of the run and its trainer; ``ending`` closes what was opened, last in, first out."""
     display.stage("set-up", None)
@@ -91,8 +92,11 @@ def _set_up(
         on_tokens=meter,
         note=display.note,
         start=start,
+        spread=spread,
     )
     ending.callback(parts.learner.close)
+    if parts.elsewhere is not None:
+        ending.callback(parts.elsewhere.close)
     parts.whereabouts = whereabouts
     if parts.buffer is not None:
         ending.callback(parts.buffer.close)

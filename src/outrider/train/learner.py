@@ -137,7 +137,8 @@ class LocalLearner:
             token_loss=algorithm.token_loss,
             reference=self.reference,
             first=self.policy.num_steps == 0,
-            gate_always=not self.settings.engine.is_exact,
+            # an engine elsewhere has weights of its own
+            gate_always=not self.settings.engine.is_exact or self.settings.cluster.is_remote,
             on_batch=on_batch,
         )
 

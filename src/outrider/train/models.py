@@ -12,6 +12,7 @@ from outrider.engines.local.positions import check_positions
 from outrider.errors import CheckpointError
 from outrider.plugins import registry as plugins
 from outrider.tokens import ChatRenderer
+from outrider.train.components import Elsewhere
 from outrider.train.learner import Learner, LocalLearner
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first, require_intact
@@ -25,6 +26,14 @@ class StartLearner(Protocol):
 
     def __call__(self, settings: RunSettings, *, initial: bool) -> Learner:
         """Raises what a model that cannot be loaded raises."""
+        ...
+
+
+class StartElsewhere(Protocol):
+    """Starts engines in other processes; ``folder`` is theirs."""
+
+    def __call__(self, settings: RunSettings, learner: Learner, *, folder: Path) -> Elsewhere:
+        """Raises what a model that cannot be loaded raises, and ClusterFault."""
         ...
 
 

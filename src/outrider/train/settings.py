@@ -118,7 +118,7 @@ class RunSettings(Settings):
         no_cold_start = not self.cold_start.num_examples
         reads_buffer = self.algorithm.retrieves or self.cold_start.retrieve_share > 0
         rules = {
-            "cluster": self.cluster.num_trainers == 1,
+            "cluster": self.cluster.num_trainers == 1 and not self.cluster.is_remote,
             "buffer": not reads_buffer,
             "rollout.max_splice_tokens": not reads_buffer,
             "cold_start": no_cold_start,
@@ -195,5 +195,24 @@ class RunSettings(Settings):
                 raise ValueError("cluster.num_trainers above 1 is for model.device = cpu so far")
             if not self.train.num_steps and not self.cold_start.num_examples:
                 raise ValueError("cluster.num_trainers above 1 has nothing to train here")
+        if cluster.is_remote:
+            self._possible_remote()
         if cluster.max_staleness and self.algorithm.sampler_correction is None:
             raise ValueError("cluster.max_staleness needs algorithm.sampler_correction: old tokens need it")
+
+    def _possible_remote(self) -> None:
+        """Engines and rollout workers as processes of their own."""
+        asked = "cluster.num_engines, num_rollout_workers and weights"
+        if self.model.lora is not None:
+            raise ValueError(f"{asked} send whole weights: without model.lora")
+        if self.model.device != "cpu":
+            raise ValueError(f"{asked} are for model.device = cpu so far")
+        if not self.train.num_steps and not self.cold_start.num_examples:
+            raise ValueError(f"{asked} have nothing to train here")
+        if self.evaluation.num_trials:
+            raise ValueError(f"{asked} are for training: an adaptation plays in one process")
+        if self.cluster.num_rollout_workers > self.train.tasks_per_step:
+            raise ValueError(
+                f"cluster.num_rollout_workers {self.cluster.num_rollout_workers} exceeds "
+                f"train.tasks_per_step {self.train.tasks_per_step}: a worker plays whole groups"
+            )

@@ -15,7 +15,7 @@ from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate
 from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.paired import gain_over_start
-from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.scheduler import Rollouts, Scheduler
 from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
 from outrider.train.data.buffer_growth import evolve_buffer
@@ -219,8 +219,8 @@ class Trainer:
         self.num_done = done
         self.progress.advance(done)
 
-    def scheduler(self, *, training: bool) -> Scheduler:
-        """The rollout scheduler of training (with the algorithm's hooks) or of evaluation (without any)."""
+    def rollouts(self, *, training: bool) -> Rollouts:
+        """What plays training (with the algorithm's hooks) or evaluation (without any)."""
         settings, parts = self.parts.settings, self.parts
 
         def on_finished(done: int, total: int) -> None:
@@ -229,6 +229,8 @@ class Trainer:
             self.progress.advance(self.num_done, rollouts=f"{done}/{total}")
             self._leave_if_asked()
 
+        if parts.elsewhere is not None:
+            return parts.elsewhere.rollouts(parts, training=training, on_finished=on_finished)
         temperature = 1.0 if training else settings.evaluation.temperature
         return Scheduler(
             engine=parts.engine,
@@ -257,6 +259,7 @@ class Trainer:
         credits_ = credit_step(parts, report.trained)
         updated = self._update(interleaved(report.trained, replayed))
         parts.engine.load(parts.engine.weight_version + 1)
+        sent = {} if parts.elsewhere is None else parts.elsewhere.metrics()
         state.step += 1
         state.task_cursor = report.cursor
         ended = time.perf_counter()
@@ -282,6 +285,7 @@ class Trainer:
             num_policy_tokens=values.get("tokens/policy", 0.0),
             num_computed_tokens=updated.num_computed_tokens,
         )
+        values |= sent
         self._record(report, values)
         return {name: values[key] for name, key in _SHOWN.items() if key in values}
 
@@ -289,7 +293,7 @@ class Trainer:
         """The step's rollouts; ``counts`` are the algorithm's from before."""
         parts, state = self.parts, self.state
         try:
-            return play_step(parts, self.scheduler(training=True), step=state.step, cursor=state.task_cursor)
+            return play_step(parts, self.rollouts(training=True), step=state.step, cursor=state.task_cursor)
         except _StopRequested:
             # the step is given up: it will be played again, to the same bits
             parts.algorithm.restore_counts(counts)
@@ -329,10 +333,10 @@ class Trainer:
             return
         num_rollouts = len(self.parts.test_tasks) * settings.num_samples
         self._stage(f"evaluation {label}", num_rollouts, num_parallel=self.parts.settings.num_concurrent)
-        scheduler = self.scheduler(training=False)
+        rollouts = self.rollouts(training=False)
         with self.pace.timed("evaluation"):
             evaluation, traces = evaluate(
-                scheduler, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
+                rollouts, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
             )
         lost = lost_reasons(traces)
         if not evaluation.num_tasks:

@@ -20,7 +20,7 @@ from outrider.algorithms.arpo.formulas import (
 )
 from outrider.algorithms.base import Attribution
 from outrider.config import Settings
-from outrider.rollout.hooks import EpisodeState
+from outrider.rollout.hooks import EpisodeState, Forgetful
 from outrider.trace import Node, Trace
 
 
@@ -78,7 +78,7 @@ def require_countable(
         )
 
 
-class BranchHook:
+class BranchHook(Forgetful):
     """Decides after every tool result how many rollouts leave there."""
 
     def __init__(

@@ -4,9 +4,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from outrider.algorithms.empo2.environment_tips import answered_actions, environment_tip
@@ -215,6 +217,26 @@ class TipHook:
             rollout_id=f"{trace.task.key}/{leaf.rollout}",
         )
         self.counts["stored" if added else "duplicates"] += 1
+
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+        """The memory."""
+        return self.memory.snapshot()
+
+    def restore(self, snapshot: tuple[Mapping[str, Any], Mapping[str, NDArray[np.float32]]]) -> None:
+        """Remember that and nothing else, and count from 0."""
+        self.memory.restore(*snapshot)
+        self.counts = Counter()
+        self._endings = {}
+
+    def gathered(self) -> dict[str, Any]:
+        """The counts, and of the batch what :meth:`after_group` needs and no trace holds."""
+        return {"counts": dict(self.counts), "endings": dict(self._endings), "step": self._training_step}
+
+    def absorb(self, gathered: Mapping[str, Any]) -> None:
+        """Count what a copy has counted, and know what it has seen."""
+        self.counts.update(gathered["counts"])
+        self._endings |= gathered["endings"]
+        self._training_step = max(self._training_step, gathered["step"])
 
 
 def last_words(state: EpisodeState) -> str:

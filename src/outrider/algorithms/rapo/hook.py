@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -206,6 +206,28 @@ class RetrievalHook:
         """Nothing to do: the trainer feeds an evolving buffer, so that it can be rolled back with a
         checkpoint.
         """
+
+    def snapshot(self) -> int:
+        """The buffer's revision: a copy reads the same file."""
+        return self.buffer.revision
+
+    def restore(self, snapshot: int) -> None:
+        """Show the buffer as it was at that revision, and count from 0. Raises CheckpointError where the file
+        does not hold it.
+        """
+        if self.buffer.revision != snapshot:
+            old = self.buffer
+            self.buffer = StepTraceBuffer(old.path, old.embedder, mode="read", revision=snapshot)
+            old.close()
+        self.counts = Counter()
+
+    def gathered(self) -> dict[str, int]:
+        """The counts."""
+        return dict(self.counts)
+
+    def absorb(self, gathered: Mapping[str, int]) -> None:
+        """Count what a copy has counted."""
+        self.counts.update(gathered)
 
 
 def _inserted(state: EpisodeState) -> frozenset[int]:

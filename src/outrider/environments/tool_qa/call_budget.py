@@ -14,10 +14,16 @@ class CallBudget:
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
+        self._whole = limit  # of the batch, where several processes play it
         self.num_executed = 0
         self._limited = False
         self._open = True
         self._lock = threading.Lock()
+
+    def take_share(self, begin: int, end: int, of: int) -> None:
+        """See :class:`outrider.environments.base.CallCapped`."""
+        if self._whole is not None:
+            self.limit = self._whole * end // of - self._whole * begin // of
 
     def begin_batch(self, *, limited: bool) -> None:
         """A new batch has all its calls."""

@@ -215,6 +215,10 @@ class ToolEnvironmentFactory:
             budget=self._budget,
         )
 
+    def take_share(self, begin: int, end: int, of: int) -> None:
+        """See :class:`outrider.environments.base.CallCapped`."""
+        self._budget.take_share(begin, end, of)
+
     def begin_batch(self, *, limited: bool) -> None:
         """See :class:`outrider.environments.base.RoundAware`."""
         self._budget.begin_batch(limited=limited)

@@ -28,12 +28,13 @@ FREE: Final = {
     "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
     "environment.python.num_servers", "engine.memory", "trackers",
     "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
+    "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights",
 }  # fmt: skip
 # The same numbers in exact arithmetic: what is added in which order, and on what.
 ROUNDING: Final = {
     "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent",
     "environment.num_workers", "update.max_tokens", "update.checkpoint_activations",
-    "cluster.num_trainers",
+    "cluster.num_trainers", "cluster.num_engines",
 }  # fmt: skip
 UNSEEN: Final = {
     **dict.fromkeys(FREE, "moves no number"),

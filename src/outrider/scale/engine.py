@@ -1,0 +1,192 @@
+"""An engine in a process of its own, and the engine that stands for all of them where rollouts are played."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from outrider.engines.base import Engine, EngineContext, Generation, Request
+from outrider.engines.local.model import LanguageModel, load_model, resolve_precision
+from outrider.errors import ClusterFault
+from outrider.plugins import registry as plugins
+from outrider.scale.recipe import Recipe
+from outrider.scale.waiting import AGAIN, results
+from outrider.scale.weights import Carrier, Parcel, unpack
+from outrider.tokens import Tokenizer
+from outrider.train.update.policy import set_threads
+
+
+class EngineActor:
+    """Full weights, and an engine over them; it serves nobody before :meth:`load`.
+
+    An engine that generates with the model that it is given (``is_exact``) is made once per client: what one
+    client asks cannot depend on when another one did, so the same bits come whoever is faster. The model is
+    there once, keys and values once per client.
+    """
+
+    def __init__(self, recipe: Recipe, number: int, folder: str, carrier: Carrier) -> None:
+        self._recipe, self._number, self._carrier = recipe, number, carrier
+        self._folder = Path(folder) / f"engine-{number}"
+        self._version: int | None = None
+        self._engines: dict[str, Engine] = {}
+        self._model: LanguageModel | None = None
+
+    def build(self) -> tuple[int, int]:
+        """Load the model; the process id, and the longest context."""
+        settings = self._settings = self._recipe.settings()
+        set_threads(settings.num_threads, device=settings.model.device)
+        self._model = load_model(
+            settings.model.name, precision=settings.model.precision, device=settings.model.device
+        )
+        self._model.model.requires_grad_(False)
+        return os.getpid(), self._engine("").context_length
+
+    def load(self, parcel: Parcel) -> tuple[int, int]:
+        """Take new weights, and forget what was computed with the old ones; version and checksum for the
+        sender. Raises ClusterFault for weights that are older than those that are here.
+        """
+        assert self._model is not None
+        if self._version is not None and parcel.version < self._version:
+            raise ClusterFault(
+                f"engine {self._number} has weights of version {self._version}, and was sent {parcel.version}"
+            )
+        self._version = None  # half of them are served to nobody
+        found = unpack(parcel, dict(self._model.model.named_parameters()), carrier=self._carrier)
+        for engine in self._engines.values():
+            engine.load(parcel.version)
+        self._version = parcel.version
+        return parcel.version, found
+
+    def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
+        """See :class:`outrider.engines.base.Engine`. Raises ClusterFault where the weights are not those of
+        ``version``.
+        """
+        if version != self._version:
+            held = "no weights yet" if self._version is None else f"weights of version {self._version}"
+            raise ClusterFault(
+                f"engine {self._number} has {held}, and version {version} was asked for; {AGAIN}"
+            )
+        found = self._engine(client).generate(requests)
+        if wrong := {one.weight_version for one in found} - {version}:
+            raise ClusterFault(f"engine {self._number} wrote tokens of version {wrong.pop()} under {version}")
+        return found
+
+    def release(self, client: str, cache_keys: Sequence[str]) -> None:
+        """See :class:`outrider.engines.base.Engine`."""
+        self._engine(client).release(cache_keys)
+
+    def free_cache(self) -> None:
+        """See :class:`outrider.engines.base.Engine`."""
+        for engine in self._engines.values():
+            engine.free_cache()
+
+    def _engine(self, client: str) -> Engine:
+        name = client if self._settings.engine.is_exact else ""
+        if name not in self._engines:
+            made = self._made()
+            if self._version is not None:
+                made.load(self._version)
+            self._engines[name] = made
+        return self._engines[name]
+
+    def _made(self) -> Engine:
+        settings, model = self._settings, self._model
+        assert model is not None
+        context = EngineContext(
+            language_model=model,
+            export=self._export,
+            folder=self._folder,
+            context_length=settings.model.context_length,
+            precision=resolve_precision(settings.model.precision, settings.model.device),
+            device=settings.model.device,
+            seed=settings.seed,
+            on_tokens=lambda num_tokens: None,
+        )
+        return cast(Engine, plugins.build("engines", settings.engine, context))
+
+    def _export(self, folder: Path) -> None:
+        assert self._model is not None
+        self._model.model.save_pretrained(folder)
+        self._model.tokenizer.save_pretrained(folder)
+
+
+class RemoteEngine:
+    """All engine processes as one, for one client. A group's rollouts stay with one engine, and so with their
+    keys and values; groups take the engines in turn, in the order in which they first ask.
+
+    Raises EngineFault where a batch could not be served, as any engine does, and ClusterFault where an engine
+    is gone, silent, or has other weights than those of ``weight_version``.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        actors: Sequence[Any],
+        *,
+        client: str,
+        tokenizer: Tokenizer,
+        context_length: int,
+        timeout_s: float,
+        first: int = 0,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.weight_version = 0
+        self._ray, self._actors, self._client, self._timeout_s = ray, list(actors), client, timeout_s
+        self._first = self._next = first  # clients begin at different engines
+        self._homes: dict[str, int] = {}  # group -> engine
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Sample all requests, each engine its groups' at the same time."""
+        parts: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            parts.setdefault(self._home(request), []).append(index)
+        calls = {
+            _who(number): self._actors[number].generate.remote(
+                self._client, [requests[index] for index in indices], self.weight_version
+            )
+            for number, indices in parts.items()
+        }
+        found: dict[int, Generation] = {}
+        for indices, answers in zip(parts.values(), self._wait(calls, "generate"), strict=True):
+            found |= zip(indices, answers, strict=True)
+        return [found[index] for index in range(len(requests))]
+
+    def _home(self, request: Request) -> int:
+        group = (request.cache_key or request.request_id).rpartition("/")[0]
+        if group not in self._homes:
+            self._homes[group] = self._next % len(self._actors)
+            self._next += 1
+        return self._homes[group]
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Told to the engines that have them; nobody waits for that."""
+        homes: dict[int, list[str]] = {}
+        for key in cache_keys:
+            if (number := self._homes.get(key.rpartition("/")[0])) is not None:
+                homes.setdefault(number, []).append(key)
+        for number, keys in homes.items():
+            self._actors[number].release.remote(self._client, keys)
+
+    def free_cache(self) -> None:
+        """Of all engines. Waited for: an engine that did it between two turns would compute the second one's
+        context another way, to other last bits.
+        """
+        self._wait({_who(number): one.free_cache.remote() for number, one in self._each()}, "free_cache")
+
+    def load(self, version: int) -> None:
+        """The engines have weights of this version now: ask for no other. Groups take engines from the first
+        again, so that no batch depends on those before it.
+        """
+        self.weight_version = version
+        self._next, self._homes = self._first, {}
+
+    def _each(self) -> Iterator[tuple[int, Any]]:
+        return enumerate(self._actors)
+
+    def _wait(self, calls: Mapping[str, Any], what: str) -> list[Any]:
+        return results(self._ray, calls, what=what, limit_s=self._timeout_s, setting="cluster.turn_timeout_s")
+
+
+def _who(number: int) -> str:
+    return f"engine {number}"

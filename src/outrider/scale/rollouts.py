@@ -1,0 +1,184 @@
+"""The groups of a step on several rollout workers: group g goes to worker g mod W."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from outrider.errors import ConfigError
+from outrider.rollout.hooks import Hook, Portable
+from outrider.rollout.scheduler import Modes, RolloutReport
+from outrider.rollout.whereabouts import Whereabouts
+from outrider.scale.waiting import results, silent, told
+from outrider.scale.worker import Beat, Job, Played
+from outrider.trace import Trace
+from outrider.types import Task
+
+_BETWEEN_BEATS_S: Final = 1.0
+
+
+class RemoteRollouts:
+    """See :class:`outrider.rollout.scheduler.Rollouts`. Hooks act as copies in the workers; those given here
+    absorb what the copies gathered, worker by worker, and then see all groups in their order.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        workers: Sequence[Any],
+        *,
+        hooks: Sequence[Hook],
+        is_training: bool,
+        version: Callable[[], int],
+        max_concurrent: int,
+        heartbeat_s: float,
+        on_finished: Callable[[int, int], None],
+        whereabouts: Whereabouts,
+    ) -> None:
+        self._ray, self._workers = ray, list(workers)
+        self._hooks, self._copied = hooks, portable(hooks)
+        self._is_training, self._version = is_training, version
+        self._max_concurrent, self._heartbeat_s = max_concurrent, heartbeat_s
+        self._on_finished, self._whereabouts = on_finished, whereabouts
+
+    def run(
+        self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
+    ) -> RolloutReport:
+        """See :meth:`outrider.rollout.scheduler.Scheduler.run`. Raises ClusterFault for a worker that is gone
+        or silent.
+        """
+        if len({task.key for task in tasks}) != len(tasks):
+            raise ValueError("two tasks of one batch share a key")
+        each = [tuple(modes(number) if callable(modes) else modes) for number in range(len(tasks))]
+        if len({len(one) for one in each}) > 1:
+            raise ValueError("groups of one batch differ in size")
+        jobs = self._jobs(tasks, each, training_step, continued=continued)
+        calls = {who(number): self._workers[number].run.remote(job) for number, job in jobs.items()}
+        beats = Beats(
+            self._ray,
+            {who(number): self._workers[number] for number in jobs},
+            limit_s=self._heartbeat_s,
+            whereabouts=self._whereabouts,
+            on_ended=lambda num: self._on_finished(num, sum(map(len, each))),
+        )
+        try:
+            played = results(self._ray, calls, what="its rollouts", limit_s=math.inf, setting="", watch=beats)
+        finally:
+            beats.close()
+        return self._merged(dict(zip(jobs, played, strict=True)), len(tasks))
+
+    def _jobs(
+        self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], step: int, *, continued: bool
+    ) -> dict[int, Job]:
+        size = len(self._workers)
+        snapshots = [hook.snapshot() for hook in self._copied]
+        jobs: dict[int, Job] = {}
+        begin = 0
+        for number in range(min(size, len(tasks))):
+            mine = range(number, len(tasks), size)
+            jobs[number] = Job(
+                tasks=[tasks[group] for group in mine],
+                modes=[modes[group] for group in mine],
+                training_step=step,
+                continued=continued,
+                is_training=self._is_training,
+                version=self._version(),
+                snapshots=snapshots,
+                calls=(begin, begin + len(mine), len(tasks)),
+                max_concurrent=max(1, self._max_concurrent // size),
+            )
+            begin += len(mine)
+        return jobs
+
+    def _merged(self, played: Mapping[int, Played], num_groups: int) -> RolloutReport:
+        size = len(self._workers)
+        traces: list[Trace] = [
+            played[group % size].report.traces[group // size] for group in range(num_groups)
+        ]
+        for one in played.values():
+            for copied, gathered in zip(self._copied, one.gathered, strict=True):
+                copied.absorb(gathered)
+        for trace in traces:
+            for hook in self._hooks:
+                hook.after_group(trace)
+        reports = [one.report for one in played.values()]
+        return RolloutReport(
+            traces=traces,
+            num_batches=max((one.num_batches for one in reports), default=0),
+            num_retries=sum(one.num_retries for one in reports),
+            faults=sum((one.faults for one in reports), Counter()),
+            fault_reasons=tuple(reason for one in reports for reason in one.fault_reasons),
+        )
+
+
+def who(number: int) -> str:
+    """How a worker is named in errors."""
+    return f"rollout worker {number}"
+
+
+def portable(hooks: Sequence[Hook]) -> list[Portable]:
+    """The hooks as those that have copies. Raises ConfigError for one that can have none."""
+    for hook in hooks:
+        if not isinstance(hook, Portable):
+            raise ConfigError(
+                f"{type(hook).__name__} has no copies in other processes (snapshot, restore, gathered, "
+                "absorb: docs/concepts/hooks.md): play in one process, without cluster.num_engines, "
+                "cluster.num_rollout_workers and cluster.weights"
+            )
+    return [hook for hook in hooks if isinstance(hook, Portable)]
+
+
+class Beats:
+    """Asks every worker how far it is, again and again; called while its rollouts are waited for. Raises
+    ClusterFault for one that is silent.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        workers: Mapping[str, Any],
+        *,
+        limit_s: float,
+        whereabouts: Whereabouts,
+        on_ended: Callable[[int], None],
+    ) -> None:
+        self._ray, self._workers, self._limit_s = ray, workers, limit_s
+        self._whereabouts, self._on_ended = whereabouts, on_ended
+        self._asked: dict[str, tuple[Any, float]] = {}
+        self._known: dict[str, Beat] = {}
+        self._num_told = 0
+
+    def __call__(self) -> None:
+        """Take what has been answered, and ask again."""
+        for name, worker in self._workers.items():
+            if name not in self._asked:
+                self._asked[name] = worker.beat.remote(), time.monotonic()
+                continue
+            reference, since = self._asked[name]
+            ready, _ = self._ray.wait([reference], timeout=0)
+            waited = time.monotonic() - since
+            if ready and waited >= _BETWEEN_BEATS_S:
+                self._take(name, reference)
+                del self._asked[name]
+            elif not ready and waited > self._limit_s:
+                raise silent(name, "a heartbeat", self._limit_s, "cluster.heartbeat_s")
+        num_ended = sum(beat.num_ended for beat in self._known.values())
+        if num_ended > self._num_told:
+            self._num_told = num_ended
+            self._on_ended(num_ended)
+
+    def _take(self, name: str, reference: Any) -> None:
+        try:
+            beat: Beat = self._ray.get(reference)
+        except Exception as error:
+            raise told(self._ray, error, name, "its rollouts") from error
+        before = self._known.get(name)
+        if beat.place is not None and (before is None or beat.changed != before.changed):
+            self._whereabouts.at(name, beat.place)
+        self._known[name] = beat
+
+    def close(self) -> None:
+        """No worker plays any more."""
+        for name in self._workers:
+            self._whereabouts.ended(name)

@@ -1,0 +1,169 @@
+"""One rollout worker: an actor with environments, tools and copies of the hooks, which plays whole groups
+with the scheduler of a run in one process.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from outrider.engines.local.model import resolve_model
+from outrider.environments.base import CallCapped
+from outrider.environments.families import make_family
+from outrider.memory.embedder import load_embedder
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.rollout.episode import Sampling
+from outrider.rollout.hooks import Portable
+from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.rollout.whereabouts import Whereabouts
+from outrider.scale.engine import RemoteEngine
+from outrider.scale.recipe import Recipe
+from outrider.tokens import ChatRenderer
+from outrider.train.building import make_algorithm
+from outrider.train.components import token_counter
+from outrider.train.update.policy import set_threads
+from outrider.types import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What a worker has to know of a run. ``buffer`` is the path and the revision of the step-trace
+    buffer.
+    """
+
+    recipe: Recipe
+    vocabulary_size: int
+    context_length: int
+    train_tasks: Sequence[Task]
+    buffer: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Groups to play. ``snapshots`` are those of the hooks (empty in an evaluation), ``version`` that of the
+    weights; of a batch's cap on tool calls the worker has the part from ``calls[0]`` to ``calls[1]`` of
+    ``calls[2]`` groups.
+    """
+
+    tasks: Sequence[Task]
+    modes: Sequence[Sequence[str]]
+    training_step: int
+    continued: bool
+    is_training: bool
+    version: int
+    snapshots: Sequence[Any]
+    calls: tuple[int, int, int]
+    max_concurrent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The groups of a job, and what the copies of the hooks have gathered."""
+
+    report: RolloutReport
+    gathered: list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """That the worker lives, the rollouts that have ended, when something last moved, and where the one is
+    that waits longest.
+    """
+
+    num_ended: int
+    changed: float
+    place: str | None
+
+
+class RolloutWorker:
+    """Played by one thread, asked by others."""
+
+    def __init__(self, number: int, engines: Sequence[Any]) -> None:
+        self._number, self._engines = number, engines
+        self._whereabouts = Whereabouts()
+        self._num_ended = 0
+
+    def build(self, given: WorkerSettings) -> int:
+        """Make everything that a run makes for its rollouts, from the settings; the process id."""
+        import ray
+
+        settings = self._settings = given.recipe.settings()
+        set_threads(settings.num_threads, device="cpu")
+        self._renderer = ChatRenderer(AutoTokenizer.from_pretrained(resolve_model(settings.model.name)))
+        self._family = make_family(settings.environment)
+        self._factory = self._family.make()
+        buffer: StepTraceBuffer | None = None
+        if given.buffer is not None:
+            path, revision = given.buffer
+            embedder = load_embedder(settings.buffer.embedder)
+            buffer = StepTraceBuffer(path, embedder, mode="read", revision=revision)
+        self._algorithm = make_algorithm(
+            settings,
+            buffer,
+            vocabulary_size=given.vocabulary_size,
+            stateful=self._family.stateful,
+            num_tokens=token_counter(self._renderer),
+            train_tasks=given.train_tasks,
+        )
+        self._engine = RemoteEngine(
+            ray,
+            self._engines,
+            client=f"worker {self._number}",
+            tokenizer=self._renderer.tokenizer,
+            context_length=given.context_length,
+            timeout_s=settings.cluster.turn_timeout_s,
+            first=self._number,
+        )
+        return os.getpid()
+
+    def run(self, job: Job) -> Played:
+        """Play the groups. Raises what :meth:`outrider.rollout.scheduler.Scheduler.run` raises, and
+        ClusterFault of an engine.
+        """
+        self._num_ended = 0
+        self._engine.load(job.version)
+        hooks = self._algorithm.hooks if job.is_training else ()
+        copies = [hook for hook in hooks if isinstance(hook, Portable)]
+        for hook, snapshot in zip(copies, job.snapshots, strict=True):
+            hook.restore(snapshot)
+        if isinstance(self._factory, CallCapped) and not job.continued:
+            self._factory.take_share(*job.calls)
+        modes = [tuple(one) for one in job.modes]
+        report = self._scheduler(job).run(
+            job.tasks, modes=modes.__getitem__, training_step=job.training_step, continued=job.continued
+        )
+        return Played(report=report, gathered=[hook.gathered() for hook in copies])
+
+    def _scheduler(self, job: Job) -> Scheduler:
+        settings = self._settings
+        temperature = 1.0 if job.is_training else settings.evaluation.temperature
+        return Scheduler(
+            engine=self._engine,
+            renderer=self._renderer,
+            factory=self._factory,
+            limits=settings.limits,
+            sampling=Sampling(temperature=temperature, stop=self._family.stop),
+            run_seed=settings.seed,
+            hooks=self._algorithm.hooks if job.is_training else (),
+            max_concurrent=job.max_concurrent,
+            max_retries=settings.train.max_retries,
+            limits_calls=job.is_training,
+            on_finished=self._on_finished,
+            whereabouts=self._whereabouts,
+            ends_groups=False,
+        )
+
+    def _on_finished(self, num_ended: int, num_owed: int) -> None:
+        self._num_ended = num_ended
+
+    def beat(self) -> Beat:
+        """Answered while :meth:`run` plays."""
+        told = self._whereabouts.told()
+        place = f"{told[0].longest}: {told[0].place}" if told else None
+        return Beat(num_ended=self._num_ended, changed=self._whereabouts.changed, place=place)
+
+    def close(self) -> None:
+        """End what environments and tools have started."""
+        self._factory.close()

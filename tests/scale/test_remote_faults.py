@@ -1,0 +1,225 @@
+"""Engines and rollout workers that die, or stand still: one typed error that says who, in time, and nothing
+left behind. One Ray and four actors for all of it.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outrider.config import validate
+from outrider.engines.local.engine import LocalEngine
+from outrider.errors import ClusterFault, ConfigError
+from outrider.rollout.episode import Sampling
+from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.testing import check_engine
+from outrider.train.building import build
+from outrider.train.components import Components
+from outrider.train.models import local_learner
+from outrider.train.settings import RunSettings
+
+if TYPE_CHECKING:
+    from outrider.scale.remote import Remote
+    from outrider.scale.session import Session
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+SILENT_S = 6.0
+
+
+def settings_of(folder: Path, **changed: Any) -> RunSettings:
+    cluster = {
+        "num_engines": 2, "num_rollout_workers": 2, "turn_timeout_s": SILENT_S, "heartbeat_s": SILENT_S,
+        "placement_timeout_s": 60,
+    }  # fmt: skip
+    return validate(
+        RunSettings,
+        {
+            "environment": {"type": "factbook"},
+            "algorithm": {"type": "grpo", "group_size": 2},
+            "model": {"name": str(folder), "precision": "float32"},
+            "rollout": {"max_turns": 2, "max_turn_tokens": 8},
+            "train": {"tasks_per_step": 4},
+            "num_threads": 1,
+            "cluster": cluster | changed,
+        },
+    )
+
+
+@dataclass
+class Crew:
+    """The parts of a run whose rollouts are played elsewhere."""
+
+    parts: Components
+    remote: "Remote"
+
+    def play(self, *, step: int = 0, limit_s: float = 60.0) -> RolloutReport:
+        began = time.monotonic()
+        rollouts = self.remote.rollouts(self.parts, training=True, on_finished=lambda done, owed: None)
+        try:
+            return rollouts.run(self.parts.train_tasks[:4], modes=("plain",) * 2, training_step=step)
+        finally:
+            assert time.monotonic() - began < limit_s
+
+
+@pytest.fixture(scope="module")
+def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    from outrider.scale.remote import Remote
+
+    parts = build(
+        settings_of(folder),
+        buffer_path=tmp_path_factory.mktemp("crew") / "buffer.sqlite",
+        resumed=False,
+        on_tokens=lambda num: None,
+        note=lambda line: None,
+        start=local_learner,
+        spread=partial(Remote, session=session),
+    )
+    assert isinstance(parts.elsewhere, Remote)
+    yield Crew(parts, parts.elsewhere)
+    parts.elsewhere.close()
+    parts.factory.close()
+
+
+def told(crew: Crew, message: str) -> None:
+    with pytest.raises(ClusterFault, match=message) as found:
+        crew.play()
+    assert "\n" not in str(found.value) and "--resume" in str(found.value)
+
+
+def test_all_engines_together_keep_the_contract_of_one(crew: Crew) -> None:
+    assert len({*crew.remote.engine_pids, *crew.remote.worker_pids, os.getpid()}) == 5
+    check_engine(crew.remote.engine)
+    assert crew.remote.metrics()["weights/rpcs"] == 2
+
+
+def test_groups_come_in_the_order_asked_and_equal_ones_to_the_same_bits(crew: Crew) -> None:
+    first, again, other = crew.play(), crew.play(), crew.play(step=1)
+    assert [one.task.key for one in first.traces] == [task.key for task in crew.parts.train_tasks[:4]]
+    bits = [[(node.token_ids, node.logprobs) for one in each.traces for node in one.nodes]
+            for each in (first, again, other)]  # fmt: skip
+    assert bits[0] == bits[1] != bits[2]
+    versions = {node.weight_version for one in first.traces for node in one.nodes if node.trainable}
+    assert versions == {crew.remote.engine.weight_version}
+
+
+def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
+    """Log-probs may differ in their last bits: they depend on which requests share a batch."""
+    parts = crew.parts
+    local = LocalEngine(parts.learner.language_model)
+    local.load(crew.remote.engine.weight_version)
+    alone = Scheduler(
+        engine=local,
+        renderer=parts.renderer,
+        factory=parts.factory,
+        limits=parts.settings.limits,
+        sampling=Sampling(temperature=1.0, stop=parts.family.stop),
+        run_seed=parts.settings.seed,
+    ).run(parts.train_tasks[:4], modes=("plain",) * 2, training_step=0)
+    elsewhere = crew.play()
+    mine, theirs = ([n for trace in each.traces for n in trace.nodes] for each in (alone, elsewhere))
+    assert len(mine) == len(theirs) == 12
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one.node_id, one.parent, one.token_ids) == (other.node_id, other.parent, other.token_ids)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    for one, other in zip(alone.traces, elsewhere.traces, strict=True):
+        assert one.leaves == other.leaves
+
+
+def test_a_worker_with_an_older_version_gets_nothing(crew: Crew) -> None:
+    engine = crew.remote.engine
+    engine.weight_version += 1  # as if a transfer had been forgotten
+    told(crew, r"engine [01] has weights of version \d+, and version \d+ was asked for")
+    engine.weight_version -= 1
+    crew.play()
+
+
+def test_a_worker_that_is_silent_is_named_and_goes_on_when_it_is_back(crew: Crew) -> None:
+    pid = crew.remote.worker_pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        told(crew, r"rollout worker 1 did not end a heartbeat within 6 s \(cluster.heartbeat_s\)")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    crew.play()
+
+
+def test_an_engine_that_is_silent_is_named(crew: Crew) -> None:
+    pid = crew.remote.engine_pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        told(crew, r"engine 1 did not end generate within 6 s \(cluster.turn_timeout_s\)")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    crew.play()
+
+
+def test_a_worker_that_dies_is_named(crew: Crew) -> None:
+    os.kill(crew.remote.worker_pids[1], signal.SIGKILL)
+    told(crew, "rollout worker 1 died in its rollouts")
+    assert not lives(crew.remote.worker_pids[1])
+    told(crew, "rollout worker 1 died in its rollouts")  # and is not there again with its first weights
+
+
+def test_an_engine_that_dies_is_named_by_rollouts_and_by_the_transfer(crew: Crew) -> None:
+    crew.remote._workers = crew.remote._workers[:1]
+    os.kill(crew.remote.engine_pids[1], signal.SIGKILL)
+    told(crew, "engine 1 died in generate")
+    with pytest.raises(ClusterFault, match="engine 1 died in loading the weights of version"):
+        crew.remote.engine.load(crew.remote.engine.weight_version + 1)
+
+
+def test_the_end_ends_all(crew: Crew) -> None:
+    pids = [*crew.remote.engine_pids, *crew.remote.worker_pids]
+    crew.remote.close()
+    crew.remote.close()
+    until = time.monotonic() + 30
+    while any(map(lives, pids)):
+        assert time.monotonic() < until, "actors live on"
+        time.sleep(0.1)
+
+
+def test_processors_that_are_not_there_are_named(session: "Session", folder: Path) -> None:
+    from outrider.scale.remote import Remote
+
+    settings = settings_of(folder, num_engines=300)
+    learner = local_learner(settings, initial=True)
+    before = session._settings
+    session._settings = before.model_copy(update={"placement_timeout_s": 1.0})
+    try:
+        with pytest.raises(ClusterFault, match=r"num_engines = 300 and .*need 302 .* within 1 s"):
+            Remote(settings, learner, folder=folder, session=session)
+    finally:
+        session._settings = before
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": {"lora": {}}}, "without model.lora"),
+        ({"model": {"device": "cuda"}}, "model.device = cpu"),
+        ({"train": {"tasks_per_step": 1}}, "num_rollout_workers 2 exceeds train.tasks_per_step 1"),
+        ({"cluster": {"weights": "nccl"}}, "weights is auto or store or disk so far"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, Any], message: str) -> None:
+    recipe = {
+        "environment": {"type": "factbook"},
+        "algorithm": {"type": "grpo"},
+        "cluster": {"num_rollout_workers": 2},
+    }
+    validate(RunSettings, recipe)
+    with pytest.raises(ConfigError, match=message):
+        validate(RunSettings, {**recipe, **{key: recipe.get(key, {}) | one for key, one in changed.items()}})
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,180 @@
+"""How a batch is shared over rollout workers and put together again. Without Ray: workers answer at once."""
+
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.config import load_settings
+from outrider.environments.base import CallCapped
+from outrider.environments.tool_qa.call_budget import CallBudget
+from outrider.errors import ConfigError
+from outrider.rollout.hooks import Forgetful
+from outrider.rollout.scheduler import RolloutReport
+from outrider.rollout.whereabouts import Whereabouts
+from outrider.scale.recipe import Recipe
+from outrider.scale.rollouts import RemoteRollouts
+from outrider.scale.worker import Beat, Job, Played
+from outrider.trace import Trace
+from outrider.train.settings import RunSettings
+from outrider.types import Task
+
+
+class Answers:
+    """A method of an actor, called where it is."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+class NearRay:
+    """Every call has its result at once."""
+
+    def put(self, one: Any) -> Any:
+        return one
+
+    def wait(self, calls: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        return calls[:1], calls[1:]
+
+    def get(self, one: Any) -> Any:
+        return one
+
+
+class Worker:
+    """Plays nothing: a trace with the task, and the job for whoever looks."""
+
+    def __init__(self, number: int) -> None:
+        self.jobs: list[Job] = []
+        self.number = number
+        self.run = Answers(self._run)
+        self.beat = Answers(lambda: Beat(num_ended=0, changed=0.0, place=None))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _run(self, job: Job) -> Any:
+        self.jobs.append(job)
+        traces = [Trace(task=task, modes=modes) for task, modes in zip(job.tasks, job.modes, strict=True)]
+        report = RolloutReport(
+            traces=traces, num_batches=self.number, num_retries=1, faults=Counter(retries=1),
+            fault_reasons=(f"of {self.number}",),
+        )  # fmt: skip
+        return Handed(report=report, gathered=[self.number for _ in job.snapshots])
+
+
+class Handed(Played):
+    """Can be a key, as a reference of Ray's."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class Notes(Forgetful):
+    """Writes down what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def snapshot(self) -> Any:
+        return len(self.told)
+
+    def absorb(self, gathered: Any) -> None:
+        self.told.append(gathered)
+
+    def after_group(self, trace: Trace) -> None:
+        self.told.append(trace.task.key)
+
+
+def rollouts_of(workers: list[Worker], hooks: list[Any], *, at_once: int = 8) -> RemoteRollouts:
+    return RemoteRollouts(
+        NearRay(), workers, hooks=hooks, is_training=True, version=lambda: 5, max_concurrent=at_once,
+        heartbeat_s=1.0, on_finished=lambda done, owed: None, whereabouts=Whereabouts(),
+    )  # fmt: skip
+
+
+@given(st.integers(1, 6), st.integers(1, 13), st.integers(0, 40), st.integers(1, 20))
+def test_groups_go_round_and_come_back_in_order(size: int, num: int, cap: int, at_once: int) -> None:
+    workers, hook = [Worker(number) for number in range(size)], Notes()
+    tasks = [Task(key=f"t{number}", question="") for number in range(num)]
+    report = rollouts_of(workers, [hook], at_once=at_once).run(
+        tasks, modes=lambda group: (f"m{group}", "plain"), training_step=3
+    )
+    assert [one.task for one in report.traces] == tasks
+    assert [tuple(one.modes) for one in report.traces] == [(f"m{group}", "plain") for group in range(num)]
+    used = min(size, num)
+    for number, worker in enumerate(workers):
+        assert [job.tasks for job in worker.jobs] == ([tasks[number::size]] if number < used else [])
+    # what the copies gathered, worker by worker, and only then the groups, in their order
+    assert hook.told == [*range(used), *(task.key for task in tasks)]
+    jobs = [worker.jobs[0] for worker in workers[:used]]
+    assert {(job.version, job.training_step, tuple(job.snapshots)) for job in jobs} == {(5, 3, (0,))}
+    assert sum(job.max_concurrent for job in jobs) <= max(at_once, size)
+    assert (report.num_batches, report.num_retries) == (used - 1, used)
+    assert report.faults == Counter(retries=used)
+    assert report.fault_reasons == tuple(f"of {number}" for number in range(used))
+    # the parts of a cap on calls add up to it, and one worker has all of it
+    shares = []
+    for job in jobs:
+        budget = CallBudget(cap)
+        assert isinstance(budget, CallCapped)
+        budget.take_share(0, 1, 7)  # of an earlier batch: it does not count
+        budget.take_share(*job.calls)
+        shares.append(budget.limit)
+    assert sum(shares) == cap  # type: ignore[arg-type]
+    for job, share in zip(jobs, shares, strict=True):
+        assert abs(share - cap * len(job.tasks) / num) < 1  # type: ignore[operator]
+
+
+def test_no_cap_has_no_shares() -> None:
+    budget = CallBudget(None)
+    budget.take_share(0, 1, 2)
+    assert budget.limit is None
+
+
+def test_a_batch_that_cannot_be_is_refused_before_anybody_plays() -> None:
+    workers = [Worker(0)]
+    task = Task(key="a", question="")
+    with pytest.raises(ValueError, match="share a key"):
+        rollouts_of(workers, []).run([task, task], modes=("plain",), training_step=0)
+    with pytest.raises(ValueError, match="differ in size"):
+        rollouts_of(workers, []).run(
+            [task, Task(key="b", question="")], modes=lambda group: ("plain",) * (group + 1), training_step=0
+        )
+    assert not workers[0].jobs
+
+
+def test_a_hook_that_has_no_copies_is_named() -> None:
+    class Own:
+        """Neither remembers nor counts, and does not say so."""
+
+    with pytest.raises(ConfigError, match="Own has no copies in other processes"):
+        rollouts_of([Worker(0)], [Own()])
+
+
+def test_a_plug_in_beside_the_recipe_is_found_in_another_process(tmp_path: Path) -> None:
+    """Its module has to be looked for there before the settings can be read."""
+    (tmp_path / "beside_recipe.py").write_text(
+        "from outrider.engines.base import EngineSettings\n"
+        "class Mine:\n    class Settings(EngineSettings):\n        size: int = 3\n"
+    )
+    (tmp_path / "recipe.toml").write_text(
+        '[environment]\ntype = "factbook"\n[algorithm]\ntype = "grpo"\n'
+        '[engine]\ntype = "beside_recipe:Mine"\nsize = 8\n'
+    )
+    settings = load_settings(RunSettings, file=tmp_path / "recipe.toml", overrides=[])
+    (tmp_path / "sent").write_bytes(pickle.dumps(Recipe.of(settings)))
+    code = (
+        "import pickle, sys, pathlib; sent = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
+        "engine = sent.settings().engine; print(engine.size, type(engine).__module__, engine.type)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "sent"], text=True, capture_output=True, timeout=120
+    )
+    assert ended.stdout.split() == ["8", "beside_recipe", "beside_recipe:Mine"], ended.stderr
