@@ -25,6 +25,7 @@ from outrider.rollout.episode import Limits
 from outrider.trace import Trace
 from outrider.train.metrics.trace_records import rows_of
 from outrider.types import Message
+from tests.evals.test_recorded import run_of
 from tests.rollout.fakes import TOKENIZER, Factory, scheduler, scripted, tasks
 from tests.tiny import save_tiny_model
 
@@ -106,7 +107,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_record_learn_and_play_by_the_commands(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = recipe.parent
     plain, critic = root / "plain", root / "critic.safetensors"
-    assert main(["eval", str(recipe), "--run", str(plain), "--progress", "none"]) == 0
+    record = ["eval", str(recipe), "--progress", "none", "evaluation.split=train", "--run", str(plain)]
+    assert main(record) == 0
     recorded = recorded_trajectories(plain)
     assert len(recorded) == 4 and all(one.prompt[0].content and one.steps for one in recorded)
     learn = ["critic", "--from", str(plain), "--out", str(critic), "embedder=hash", "num_updates=40"]
@@ -119,7 +121,7 @@ def test_record_learn_and_play_by_the_commands(recipe: Path, capsys: pytest.Capt
     assert main(learn) == 0 and critic.read_bytes() == first
     played = [
         "eval", str(recipe), "--progress", "none", f"engine={{type='retrospex', critic='{critic}'}}",
-        "engine.preset=webshop",
+        "engine.preset=webshop", "evaluation.split=train",
     ]  # fmt: skip
     records = []
     for name in ("one", "other"):
@@ -141,6 +143,8 @@ def test_what_is_no_source_or_no_critic_is_told(
     assert "no run directory" in capsys.readouterr().err
     assert main(["critic", "--from", str(tmp_path / "gone.jsonl"), *out]) == 1
     assert main(["critic", "--from", str(tmp_path), *out, "expectile=1.5"]) == 2
+    assert main(["critic", "--from", str(tmp_path), "--out", str(tmp_path / "gone" / "critic")]) == 2
+    assert "is no folder" in capsys.readouterr().err
     missing = ["engine.type=retrospex", f"engine.critic={tmp_path / 'gone'}"]
     assert main(["eval", str(recipe), "--run", str(tmp_path / "run"), "--progress", "none", *missing]) == 1
     assert "is no critic" in capsys.readouterr().err and not (tmp_path / "run").exists()
@@ -155,3 +159,13 @@ def test_trajectories_of_a_file_are_learned_from(tmp_path: Path, capsys: pytest.
     files = ["--from", str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "critic")]
     assert main(["critic", *files, "embedder=hash", "num_updates=3", "batch_size=2"]) == 0
     assert "1 trajectories, 1 turns, mean return 1" in capsys.readouterr().out
+
+
+def test_evaluations_on_held_out_tasks_are_learned_from_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learn = ["critic", "--from", str(run_of(tmp_path, "test")), "embedder=hash", "num_updates=2"]
+    assert main([*learn, "--out", str(tmp_path / "critic")]) == 1
+    assert "--held-out" in capsys.readouterr().err
+    assert main([*learn, "--out", str(tmp_path / "critic"), "--held-out"]) == 0
+    assert "4 trajectories" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_the_best_passages_come_in_the_page_s_order() -> None:
 @given(st.integers(40, 120))
 def test_a_passage_that_is_found_is_shown_however_small_the_limit(most: int) -> None:
     """Its marks once took the room that it needed, and the page's beginning was shown as without a hit."""
-    text = "Nothing is here. " * 20 + "The whale is blue and it is as long as the text allows it to be. " + "No. " * 50
+    text = "Nothing is here. " * 20 + "The whale is blue and as long as the text lets it be. " + "No. " * 50
     shown = Bm25Reader(most, most).read(page(text), "whale")
     assert "whale" in shown and NO_MATCH not in shown and len(shown) <= most
 

@@ -35,8 +35,8 @@ def input_digests(parts: Components) -> dict[str, str]:
     }
     if (frozen := _frozen_weights(parts.learner)) is not None:
         found["frozen weights"] = frozen
-    files = {f"environment.{key}": path for key, path in _files(parts.settings.environment)}
-    files |= {f"engine.{key}": path for key, path in _files(parts.settings.engine)}
+    files = {f"environment.{key}": path for key, path in named_files(parts.settings.environment)}
+    files |= {f"engine.{key}": path for key, path in named_files(parts.settings.engine)}
     if named := parts.settings.algorithm.model_dump().get("demonstrations"):
         files["algorithm.demonstrations"] = Path(named)
     if named := parts.settings.cold_start.demonstrations:
@@ -116,7 +116,7 @@ def _frozen_weights(learner: "Learner") -> str | None:
     return None if value is None else f"{value:08x}"
 
 
-def _files(settings: Settings) -> Iterator[tuple[str, Path]]:
+def named_files(settings: Settings) -> Iterator[tuple[str, Path]]:
     """Paths that settings name, by dotted key, in every section but those of tasks; of a list's tables
     too.
     """
@@ -128,7 +128,7 @@ def _files_of(name: str, value: Any) -> Iterator[tuple[str, Path]]:
     if isinstance(value, Path):
         yield name, value
     elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
-        yield from ((f"{name}.{key}", path) for key, path in _files(value))
+        yield from ((f"{name}.{key}", path) for key, path in named_files(value))
     elif isinstance(value, list | tuple):
         for number, one in enumerate(value):
             yield from _files_of(f"{name}.{number}", one)

@@ -1,0 +1,39 @@
+"""E2: every file that settings name is digested, wherever in them it stands."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from outrider.algorithms.retrospex.settings import RetrospexSettings
+from outrider.config import Settings, validate
+from outrider.train.state.same_inputs import named_files
+
+
+class Tool(Settings):
+    pages: Path | None = None
+
+
+class Questions(Settings):
+    makes_tasks: ClassVar[bool] = True
+    path: Path
+
+
+class House(Settings):
+    corpus: Path
+    first: Tool
+    tools: tuple[str | Tool, ...]
+    train: Questions
+
+
+def test_files_of_sections_and_of_lists_of_tables_are_named() -> None:
+    """A tool's pages in a list were not compared with those that the run began with."""
+    tools = ("python", Tool(pages=Path("b")), Tool())
+    house = House(
+        corpus=Path("c"), first=Tool(pages=Path("a")), tools=tools, train=Questions(path=Path("tasks"))
+    )
+    found = {"corpus": Path("c"), "first.pages": Path("a"), "tools.1.pages": Path("b")}
+    assert dict(named_files(house)) == found
+
+
+def test_the_critic_of_an_engine_is_named() -> None:
+    settings = validate(RetrospexSettings, {"critic": "critic.safetensors", "allow_training": True})
+    assert dict(named_files(settings)) == {"critic": Path("critic.safetensors")}
