@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.environments.grading.answers import exact_match, f1_score
+from outrider.environments.grading.math_strings import strings_equal
 from outrider.errors import ConfigError
 from outrider.evals.benchmark.extraction import (
     VARIANTS,
@@ -17,7 +18,6 @@ from outrider.evals.benchmark.extraction import (
     find_variant,
     number_behind_mark,
 )
-from outrider.evals.benchmark.math_strings import strings_equal
 
 VECTORS: dict[str, list[dict[str, Any]]] = json.loads(
     (Path(__file__).parents[1] / "vectors" / "arpo_answers.json").read_text()

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
-from outrider.errors import ModelError
-from outrider.evals.benchmark.judge import (
+from outrider.environments.tool_qa.judge import (
     ASK_AGAIN,
     INSTRUCTIONS,
     Judge,
@@ -19,6 +18,7 @@ from outrider.evals.benchmark.judge import (
     JudgeSettings,
     read_verdict,
 )
+from outrider.errors import ModelError
 from tests.chat_server import Answer, ChatServer, chat_server, completion
 
 VECTORS: dict[str, list[dict[str, Any]]] = json.loads(

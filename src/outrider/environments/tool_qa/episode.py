@@ -8,7 +8,8 @@ from pydantic import Field
 
 from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
 from outrider.environments.tool_qa.call_budget import CallBudget
-from outrider.environments.tool_qa.rewards import RewardConfig, score_turns
+from outrider.environments.tool_qa.reward_judge import RewardJudge, make_reward_judge
+from outrider.environments.tool_qa.rewards import RewardConfig, Score, score_turns
 from outrider.environments.tool_qa.tag_protocol import (
     Answer,
     Call,
@@ -57,7 +58,9 @@ class ToolEnvironment:
         config: EpisodeConfig,
         system_prompt: str,
         budget: CallBudget | None = None,
+        judge: RewardJudge | None = None,
     ) -> None:
+        self._judge = judge
         self._budget = budget or CallBudget(None)
         self._task = task
         self._tools = tools
@@ -105,9 +108,9 @@ class ToolEnvironment:
 
     def result(self) -> EpisodeResult:
         """The return by the reward's rules and the counts. An episode cut before its answer has a bad
-        format.
+        format. Raises ToolFault where the reward's judge has no verdict.
         """
-        score = score_turns(self._turns, self._task.answers, tuple(self._tools), self._config.reward)
+        score = self._score(self._turns)
         metrics = {
             "em": float(score.em),
             "f1": score.f1,
@@ -131,6 +134,7 @@ class ToolEnvironment:
             config=self._config,
             system_prompt=self._system_prompt,
             budget=self._budget,
+            judge=self._judge,
         )
         twin._turns = list(self._turns)
         twin._calls, twin._num_calls = self._calls.copy(), self._num_calls.copy()
@@ -190,20 +194,36 @@ class ToolEnvironment:
         return self._answer(text, reason, invalid=True)
 
     def _end(self, text: str, *, invalid: bool) -> StepResult:
+        # Scored first: a judge's fault leaves the record as it was.
+        score = self._score([*self._turns, Turn(text=text)])
         self._turns.append(Turn(text=text))
         self._num_invalid += invalid
         self._done = True
-        return StepResult(message=None, reward=self.result().episode_return, done=True, invalid=invalid)
+        return StepResult(message=None, reward=score.reward, done=True, invalid=invalid)
+
+    def _score(self, turns: Sequence[Turn]) -> Score:
+        judge = self._judge
+        return score_turns(
+            turns,
+            self._task.answers,
+            tuple(self._tools),
+            self._config.reward,
+            judged=None if judge is None else lambda prediction: judge.is_correct(self._task, prediction),
+        )
 
 
 class ToolEnvironmentFactory:
-    """Makes environments over one set of tools, which it owns."""
+    """Makes environments over one set of tools, which it owns.
+
+    Raises ToolUnavailable where the reward's judge does not answer.
+    """
 
     def __init__(self, *, tools: Sequence[Tool], config: EpisodeConfig, system_prompt: str) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._config = config
         self._system_prompt = system_prompt
         self._budget = CallBudget(config.max_batch_calls)
+        self._judge = make_reward_judge(config.reward.judge)
 
     def __call__(self, task: Task) -> ToolEnvironment:
         """A fresh environment for one episode of the task."""
@@ -213,6 +233,7 @@ class ToolEnvironmentFactory:
             config=self._config,
             system_prompt=self._system_prompt,
             budget=self._budget,
+            judge=self._judge,
         )
 
     def take_share(self, begin: int, end: int, of: int) -> None:

@@ -109,13 +109,13 @@ class ToolsFamily:
         try:
             for one in self.config.tools:
                 tools.append(self._load(one))
+            return ToolEnvironmentFactory(
+                tools=tools, config=self.config, system_prompt=system_prompt(self.config)
+            )
         except BaseException:
             for tool in tools:
                 tool.close()
             raise
-        return ToolEnvironmentFactory(
-            tools=tools, config=self.config, system_prompt=system_prompt(self.config)
-        )
 
     def close(self) -> None:
         """Nothing is held."""

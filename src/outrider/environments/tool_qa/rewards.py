@@ -2,11 +2,11 @@
 string.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outrider.config import Settings
 from outrider.environments.grading.answers import (
@@ -17,16 +17,21 @@ from outrider.environments.grading.answers import (
     unwrap_text,
 )
 from outrider.environments.grading.math_answers import Verdict, compare_all
+from outrider.environments.tool_qa.reward_judge import RewardJudgeSettings
 from outrider.environments.tool_qa.tag_protocol import Answer, Turn, format_fault, parse_action
 
 
 class RewardConfig(Settings):
     """How an answer becomes a reward (ARPO, arXiv 2507.19849, equation 8, is the default)."""
 
-    details: ClassVar[frozenset[str]] = frozenset({"require_boxed"})
+    details: ClassVar[frozenset[str]] = frozenset({"judge", "require_boxed"})
 
-    answer: Literal["f1", "em", "math"] = "f1"
-    """Correctness: token F1, exact match after normalisation, or mathematical equivalence (both 0 or 1)."""
+    answer: Literal["f1", "em", "math", "judge"] = "f1"
+    """Correctness: token F1, or 0 or 1 by exact match after normalisation, by mathematical equivalence, or by
+    what the judge says.
+    """
+    judge: RewardJudgeSettings | None = None
+    """The model that judges, for ``answer = "judge"``: ``judge = {endpoint = {base_url = "..."}}``."""
     format_penalty: float = Field(default=-1.0, le=0.0)
     """Reward of an episode whose format is bad, whatever it answered."""
     require_think: bool = True
@@ -35,6 +40,12 @@ class RewardConfig(Settings):
     r"""Whether the answer must hold a closed ``\boxed{}``; without a box the answer tag's text counts."""
     multi_tool_bonus: float = Field(default=0.1, ge=0.0)
     """Added to a correctness above 0 when two different tools were executed (not: mentioned)."""
+
+    @model_validator(mode="after")
+    def _has_its_judge(self) -> "RewardConfig":
+        if (self.answer == "judge") != (self.judge is not None):
+            raise ValueError('answer = "judge" and judge = {endpoint = {base_url = "..."}} need each other')
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +66,18 @@ class Score:
 
 
 def score_turns(
-    turns: Sequence[Turn], answers: Sequence[str], tools: Sequence[str], config: RewardConfig
+    turns: Sequence[Turn],
+    answers: Sequence[str],
+    tools: Sequence[str],
+    config: RewardConfig,
+    *,
+    judged: Callable[[str], bool] | None = None,
 ) -> Score:
     """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use.
 
     Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
-    above 0.
+    above 0. ``judged`` is the judge's verdict on a prediction, asked for a good format alone; raises what it
+    raises.
     """
     fault = (
         "no turn"
@@ -73,7 +90,14 @@ def score_turns(
     em = exact_match(prediction, answers)
     f1 = f1_score(prediction, answers)
     verdicts = compare_all(prediction, answers) if config.answer == "math" else []
-    is_correct = Verdict.EQUAL in verdicts if config.answer == "math" else em
+    match config.answer:
+        case "math":
+            is_correct = Verdict.EQUAL in verdicts
+        case "judge":
+            assert judged is not None
+            is_correct = fault is None and judged(prediction)
+        case _:
+            is_correct = em
     correctness = f1 if config.answer == "f1" else float(is_correct)
     num_tools = len({turn.executed_tool for turn in turns} - {None})
     bonus = config.multi_tool_bonus if num_tools >= 2 and correctness > 0 else 0.0

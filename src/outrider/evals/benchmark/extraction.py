@@ -26,8 +26,8 @@ from outrider.environments.grading.answers import (
     unwrap_text,
 )
 from outrider.environments.grading.math_answers import Verdict, compare_all
+from outrider.environments.grading.math_strings import strings_equal
 from outrider.errors import ConfigError
-from outrider.evals.benchmark.math_strings import strings_equal
 
 Kind = Literal["qa", "math"]
 Scorer = Literal["em", "f1", "math", "judge"]

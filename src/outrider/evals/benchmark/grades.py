@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Final
 
+from outrider.environments.tool_qa.judge import Judge
 from outrider.errors import EngineFault, ModelError
 from outrider.evals.benchmark.extraction import Kind, Scorer, Variant, count_tag_pairs
-from outrider.evals.benchmark.judge import Judge
 from outrider.evals.benchmark.scores import SampleResult
 from outrider.rollout.collect import Collected
 from outrider.trace import Trace

@@ -14,10 +14,10 @@ from typing import Final
 from outrider.atomic_io import replace_file
 from outrider.config import load_settings
 from outrider.environments.families import make_family
+from outrider.environments.tool_qa.judge import Judge, found_judge
 from outrider.errors import ConfigError, DataError
 from outrider.evals.benchmark.extraction import find_variant
 from outrider.evals.benchmark.grades import FROM_JUDGE, Grader, Played
-from outrider.evals.benchmark.judge import Judge, found_judge
 from outrider.evals.benchmark.regrade_report import Regraded, as_json, side_by_side, told
 from outrider.evals.benchmark.report import report_of, wanted
 from outrider.evals.benchmark.scores import SampleResult

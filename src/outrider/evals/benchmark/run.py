@@ -15,10 +15,10 @@ from threading import Lock
 from typing import Literal
 
 from outrider.atomic_io import replace_file
+from outrider.environments.tool_qa.judge import found_judge
 from outrider.errors import ConfigError, EngineFault
 from outrider.evals.benchmark.extraction import find_variant
 from outrider.evals.benchmark.grades import Grader, Played
-from outrider.evals.benchmark.judge import found_judge
 from outrider.evals.benchmark.players import Player, make_player
 from outrider.evals.benchmark.report import report_of, wanted
 from outrider.evals.benchmark.scores import SampleResult

@@ -10,8 +10,8 @@ from outrider.atomic_io import replace_file
 from outrider.config import Settings, to_toml
 from outrider.engines.chat.engine import EndpointSettings
 from outrider.environments.families import EnvironmentConfig
+from outrider.environments.tool_qa.judge import JudgeSettings
 from outrider.evals.benchmark.extraction import Scorer
-from outrider.evals.benchmark.judge import JudgeSettings
 from outrider.evals.benchmark.store import SETTINGS
 from outrider.evals.benchmark.task_sets import TASK_SETS
 from outrider.plugins.names import is_import_path, is_known, known_names

@@ -12,10 +12,10 @@ from typing import Any
 from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskFamily
 from outrider.environments.families import make_family
 from outrider.environments.tool_qa.datasets import panel_hash
+from outrider.environments.tool_qa.judge import JudgeSettings
 from outrider.environments.tool_qa.single_turn import QuestionFactory
 from outrider.errors import ConfigError
 from outrider.evals.benchmark.extraction import Kind, Scorer, find_variant
-from outrider.evals.benchmark.judge import JudgeSettings
 from outrider.evals.benchmark.settings import PanelSettings, environment_names, is_environment
 from outrider.evals.benchmark.task_sets import Panel, TaskSet, load_task_set, prompt_messages
 from outrider.plugins.record import plugin_digests

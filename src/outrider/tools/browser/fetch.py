@@ -10,9 +10,9 @@ from outrider.errors import ToolFault
 from outrider.printing import one_line
 from outrider.tools.browser.hosts import Resolve, address_of, host_of, look_up, read_url, within
 from outrider.tools.browser.html_text import decoded, title_and_text, without_controls
-from outrider.tools.browser.once import Once
 from outrider.tools.browser.pages import Page, Refused
 from outrider.tools.browser.settings import FetchSettings
+from outrider.tools.once import Once
 
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 # Of the server or of the way to it; every other refusal is about the page that was named.

@@ -7,10 +7,10 @@ from typing import Final
 from outrider.errors import DataError, ToolUnavailable
 from outrider.tools.base import ToolContext, ToolOutput
 from outrider.tools.browser.fetch import Fetcher
-from outrider.tools.browser.once import Once
 from outrider.tools.browser.pages import Page, PageCollection, Refused
 from outrider.tools.browser.readers import Beginning, PageReader, cut, make_reader
 from outrider.tools.browser.settings import BrowserSettings
+from outrider.tools.once import Once
 
 UNKNOWN: Final = "There is no such page. Name one as a search result does: its title, address or id."
 EMPTY: Final = "The page is empty."

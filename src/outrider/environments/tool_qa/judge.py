@@ -14,9 +14,9 @@ from pydantic import Field
 from outrider.config import Settings
 from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
 from outrider.environments.grading.answers import exact_match
+from outrider.environments.grading.math_strings import strings_equal
 from outrider.environments.tool_qa.tag_protocol import neutralise
 from outrider.errors import EngineFault
-from outrider.evals.benchmark.math_strings import strings_equal
 from outrider.seeding import stream_seed
 from outrider.types import Message
 
