@@ -39,6 +39,11 @@ def city_of_light(asked: Asked) -> Answer:
     return completion(f"<judgment>{'Correct' if right else 'Incorrect'}</judgment>")
 
 
+def always(verdict: str) -> Script:
+    said = completion(f"<judgment>{verdict}</judgment>")
+    return lambda asked: MODELS if asked.path.endswith("/models") else said
+
+
 def verdicts_asked(server: ChatServer) -> int:
     return sum(one.path.endswith("/completions") for one in server.asked)
 
@@ -154,14 +159,9 @@ def test_a_run_is_rewarded_by_the_judge_and_continues_to_the_same_bits(tmp_path:
     recipe = write_tool_run(tmp_path / "data")
     returns = {}
     for verdict in ("Correct", "Incorrect"):
-        said = completion(f"<judgment>{verdict}</judgment>")
-        with chat_server(
-            lambda asked, said=said: MODELS if asked.path.endswith("/models") else said
-        ) as server:
-            endpoint = f"{{base_url='{server.url}'}}"
-            table = (
-                f"{{answer='judge', judge={{endpoint={endpoint}}}, require_think=false, require_boxed=false}}"
-            )
+        with chat_server(always(verdict)) as server:
+            judge = f"judge = {{endpoint = {{base_url = '{server.url}'}}}}"
+            table = f"{{answer = 'judge', {judge}, require_think = false, require_boxed = false}}"
             run = begin(recipe, tmp_path / verdict, f"environment.reward={table}", "evaluation.every=2")
             copy = interrupted(run)
             resume(copy)
