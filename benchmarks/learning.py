@@ -100,9 +100,12 @@ def make_parser() -> argparse.ArgumentParser:
 def toys(parsed: argparse.Namespace) -> int:
     """Play and show the toy suite."""
     set_threads(1)
+    arenas = [arena for arena in ARENAS if not parsed.toys or arena.name in parsed.toys]
+    every = [method for arena in arenas for method in arena.methods()]
+    wanted = {method.key for method in _chosen(every, parsed.methods)}
     plans = [
-        (arena, _chosen(arena.methods(), parsed.methods), parsed.policy_tokens or arena.max_policy_tokens)
-        for arena in ARENAS if not parsed.toys or arena.name in parsed.toys
+        (arena, chosen, parsed.policy_tokens or arena.max_policy_tokens)
+        for arena in arenas if (chosen := [method for method in arena.methods() if method.key in wanted])
     ]  # fmt: skip
     failed = False
     if parsed.processes or parsed.status:
@@ -185,7 +188,7 @@ def _seeds(parsed: argparse.Namespace) -> range:
 
 def _chosen(every: Sequence[Method], wanted: Sequence[str] | None) -> list[Method]:
     """In the order of the table. Raises ConfigError for a method that is not there."""
-    known = [method.key for method in every]
+    known = list(dict.fromkeys(method.key for method in every))
     if unknown := [key for key in wanted or () if key not in known]:
         raise ConfigError(f"unknown methods {', '.join(unknown)}; known: {', '.join(known)}")
     return [method for method in every if not wanted or method.key in wanted]

@@ -120,6 +120,33 @@ def rapo_ablations(group_size: int, max_length: int) -> tuple[Method, ...]:
     return (*parts, *noises, *shares)
 
 
+def expedition_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
+    """GRPO, RAPO and EMPO² alone, and both in one run.
+
+    Half of the turns are retrieved, and only in the state that they were taken in: a lock is the policy's own
+    decision in every second rewarded rollout, and where no expert went on nothing is retrieved.
+    """
+    every = {method.key: method for method in toy_methods(group_size, max_length)}
+    retrieval: dict[str, Json] = {"mode": "execute", "probability": 0.5, "min_similarity": 0.9}
+    hybrid = 3 * group_size // 4
+    tips = {key: value for key, value in every["empo2"].algorithm.items() if key != "type"}
+    both: dict[str, Json] = {
+        "type": "combined",
+        "retrieval": retrieval | {"num_hybrid": hybrid},
+        "tips": tips,
+    }
+    return (
+        every[BASELINE],
+        Method(
+            key=REFERENCE,
+            name="RAPO",
+            algorithm={"type": "rapo", "num_hybrid": hybrid, "retrieval": retrieval},
+        ),
+        every["empo2"],
+        Method(key="rapo-empo2", name="RAPO and EMPO²", algorithm=both),
+    )
+
+
 def factbook_methods(
     group_size: int, max_length: int, *, own: Mapping[str, Json] | None = None
 ) -> tuple[Method, ...]:

@@ -1,5 +1,5 @@
 """The toy suite: RAPO's lock, ARPO's corridor and EMPO²'s hidden object (tests/toys*.py), every method on
-each of them.
+each of them, and an expedition that needs two methods in one run.
 
 One result file a (toy, method, seed). A file is written whole or not at all, and what is there is not played
 again.
@@ -18,11 +18,18 @@ from tests.toys import LEARNING_RATE, Result, Toy, ToyRun, expert_trajectory
 from tests.toys_branching import DEPTH as CORRIDOR_DEPTH
 from tests.toys_branching import CorridorRun, CorridorToy
 from tests.toys_demonstrated import Demonstrated, expert_paths
+from tests.toys_expedition import ExpeditionRun, expedition
 from tests.toys_memory import DEPTH as HIDDEN_DEPTH
 from tests.toys_memory import HiddenRun, HiddenToy
 
 from benchmarks.learning_jobs import Job
-from benchmarks.learning_methods import IMITATION, Method, rapo_ablations, toy_methods
+from benchmarks.learning_methods import (
+    IMITATION,
+    Method,
+    expedition_methods,
+    rapo_ablations,
+    toy_methods,
+)
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import Settings, validate
@@ -78,8 +85,8 @@ class _Hidden(_Assembled, HiddenRun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """One toy. ``max_policy_tokens`` is every method's budget, ``shared`` the objective of all; ``ablations``
-    are played besides.
+    """One toy. ``max_policy_tokens`` is every method's budget, ``shared`` the objective of all; ``suite`` are
+    its methods, and ``ablations`` are played besides.
     """
 
     name: str
@@ -88,12 +95,13 @@ class Arena:
     toy: Callable[[int], Toy]
     max_policy_tokens: int
     shared: Mapping[str, Json]
+    suite: Callable[[int, int], tuple[Method, ...]] = toy_methods
     ablations: Callable[[int, int], tuple[Method, ...]] = lambda group_size, max_length: ()
 
     def methods(self) -> tuple[Method, ...]:
-        """All of the suite, then the toy's ablations."""
+        """The toy's suite, then its ablations."""
         size, length = int(str(self.shared["group_size"])), self.toy(0).num_turns
-        return toy_methods(size, length) + self.ablations(size, length)
+        return self.suite(size, length) + self.ablations(size, length)
 
     def settings(self, method: Method) -> AlgorithmSettings:
         """The method's settings here. Raises ConfigError for a table that is none."""
@@ -130,6 +138,12 @@ ARENAS: Final = (
         run=_Hidden,
         toy=lambda seed: HiddenToy(seed=seed, num_turns=HIDDEN_DEPTH), max_policy_tokens=12_000,
         shared=_EIGHT,
+    ),
+    Arena(
+        name="expedition",
+        title="The expedition (RAPO's and EMPO²'s): two locks that experts open, two places that they miss",
+        run=ExpeditionRun, toy=expedition, max_policy_tokens=16_000,
+        shared={**_TWELVE, "aggregation": "token_mean"}, suite=expedition_methods,
     ),
 )  # fmt: skip
 

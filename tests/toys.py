@@ -302,10 +302,14 @@ class ToyRun:
         self.renderer = ChatRenderer(tokenizer)
         self.buffer = StepTraceBuffer(folder / "buffer.sqlite", load_embedder("hash"), mode="write")
         self.buffer.add_trajectories(
-            [expert_trajectory(t, self.factory(t)) for t in self.tasks],
+            [self.demonstrated(t) for t in self.tasks],
             questions={t.key: t.question for t in self.tasks},
         )
         self.algorithm = self._algorithm(settings)
+
+    def demonstrated(self, task: Task) -> Trajectory:
+        """What the buffer knows of a task."""
+        return expert_trajectory(task, self.factory(task))
 
     def _algorithm(self, settings: GrpoSettings | RapoSettings) -> Grpo | Rapo:
         """As the trainer builds it; the retrieval probability is constant, so the number of steps is not

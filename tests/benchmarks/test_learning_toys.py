@@ -16,7 +16,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.train.update.policy import set_threads
 from tests.toys import Result
 
-LOCK, CORRIDOR, HIDDEN = ARENAS
+LOCK, CORRIDOR, HIDDEN, EXPEDITION = ARENAS
 BUDGET = 40
 DEFINED = [
     (arena, method) for arena in ARENAS for method in arena.methods() if arena.name not in method.undefined
