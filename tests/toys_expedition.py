@@ -104,6 +104,8 @@ class ExpeditionFactory:
 class ExpeditionModel(ReadingModel):
     """Twenty actions; what the rooms are like is set by :class:`ExpeditionRun`."""
 
+    actions = ACTIONS
+
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
         super().__init__(tokenizer, vocabulary_size)
         with torch.no_grad():

@@ -106,8 +106,10 @@ class HiddenToy(Toy):
 class ReadingModel(TabularModel):
     """A table of rooms whose logits tips move by a constant."""
 
+    actions = ACTIONS
+
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
-        super().__init__(tokenizer, vocabulary_size, actions=ACTIONS)
+        super().__init__(tokenizer, vocabulary_size, actions=self.actions)
         with torch.no_grad():
             self.table.weight[:, 0] = EAGER
         decoded = [tokenizer.decode([i], skip_special_tokens=False) for i in range(vocabulary_size)]
@@ -124,13 +126,13 @@ class ReadingModel(TabularModel):
         events: list[tuple[int, int | None, np.ndarray | None]] = [
             (place.start(), ROOMS.index(place[1]), None) for place in re.finditer(r"room ([A-Z])", hidden)
         ]
-        events += [(found.end(), None, _moved(found[0])) for found in _TIP.finditer(text)]
-        room, moved = 0, np.zeros(len(ACTIONS))
+        events += [(found.end(), None, self._moved(found[0])) for found in _TIP.finditer(text)]
+        room, moved = 0, np.zeros(len(self.actions))
         states = []
         for position, new_room, new_moved in sorted(events, key=lambda event: event[0]):
             if new_room is not None:
                 # tips are for the state at which they are shown
-                room, moved = new_room, np.zeros(len(ACTIONS))
+                room, moved = new_room, np.zeros(len(self.actions))
             moved = moved if new_moved is None else new_moved
             states.append((position, room, moved))
         return states
@@ -144,7 +146,7 @@ class ReadingModel(TabularModel):
             own = self.text(input_ids[0, start : start + segment.length].tolist())
             before = "".join(texts[i] for i in segment.ancestors)
             texts.append(own)
-            rooms, moved = np.zeros(len(own), dtype=np.int64), np.zeros((len(own), len(ACTIONS)))
+            rooms, moved = np.zeros(len(own), dtype=np.int64), np.zeros((len(own), len(self.actions)))
             for position, room, shift in self.read(before + own):
                 first = max(0, position - len(before))
                 rooms[first:], moved[first:] = room, shift
@@ -152,12 +154,11 @@ class ReadingModel(TabularModel):
             start += segment.length
         return SimpleNamespace(last_hidden_state=torch.cat(outputs)[None])
 
-
-def _moved(tip: str) -> np.ndarray:
-    moved = np.zeros(len(ACTIONS))
-    moved[[ACTIONS.index(a) for a in set(_AVOID.findall(tip)) if a in ACTIONS]] += AVOID
-    moved[[ACTIONS.index(a) for a in set(_GOOD.findall(tip)) if a in ACTIONS]] += GOOD
-    return moved
+    def _moved(self, tip: str) -> np.ndarray:
+        moved = np.zeros(len(self.actions))
+        moved[[self.actions.index(a) for a in set(_AVOID.findall(tip)) if a in self.actions]] += AVOID
+        moved[[self.actions.index(a) for a in set(_GOOD.findall(tip)) if a in self.actions]] += GOOD
+        return moved
 
 
 class ReadingEngine(TabularEngine):
