@@ -284,15 +284,14 @@ def _gains(record: Gains, packs: Path) -> dict[str, str]:
 
 
 def _toys(record: Toys, packs: Path) -> dict[str, str]:
-    from tests.toys import Result
+    from tests.toy_result import Result
 
+    from benchmarks.learning_methods import TOY_SUITES
     from benchmarks.learning_tables import toy_table
-    from benchmarks.learning_toys import ARENAS
 
     verified_tables(packs / record.pack)
-    methods = {
-        method.key: method for arena in ARENAS if arena.name == record.toy for method in arena.methods()
-    }
+    # their names are wanted, not their settings
+    methods = {method.key: method for method in TOY_SUITES[record.toy].methods(1)}
     results: dict[str, dict[int, Any]] = {key: {} for key in record.methods}
     for row in read_exact(packs / record.pack / EXACT).values():
         if row.toy == record.toy and row.method in results:

@@ -1,6 +1,6 @@
 """The methods that benchmarks.learning compares, as data: a new method is one more line of the two lists."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -145,6 +145,38 @@ def expedition_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
         every["empo2"],
         Method(key="rapo-empo2", name="RAPO and EMPO²", algorithm=both),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """What is played on a toy: ``shared`` is the objective of all, ``made`` makes methods for a group size
+    and the longest rollout in turns.
+    """
+
+    shared: Mapping[str, Json]
+    made: tuple[Callable[[int, int], tuple[Method, ...]], ...]
+
+    def methods(self, max_length: int) -> tuple[Method, ...]:
+        """The toy's methods, then its ablations."""
+        size = int(str(self.shared["group_size"]))
+        return tuple(method for make in self.made for method in make(size, max_length))
+
+
+_TWELVE: Final[Mapping[str, Json]] = {
+    "group_size": 12, "loss": {"clip_low": 0.28, "clip_high": 0.28, "dual_clip": None},
+    "aggregation": "sequence_mean_token_mean",
+}  # fmt: skip
+_EIGHT: Final[Mapping[str, Json]] = {
+    "group_size": 8, "loss": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0},
+    "aggregation": "token_mean",
+}  # fmt: skip
+# by the toys' names; here and not beside the toys: names of methods are wanted where torch is not
+TOY_SUITES: Final[Mapping[str, Suite]] = {
+    "lock": Suite(shared=_TWELVE, made=(toy_methods, rapo_ablations)),
+    "corridor": Suite(shared=_TWELVE, made=(toy_methods,)),
+    "hidden": Suite(shared=_EIGHT, made=(toy_methods,)),
+    "expedition": Suite(shared={**_TWELVE, "aggregation": "token_mean"}, made=(expedition_methods,)),
+}
 
 
 def factbook_methods(

@@ -16,7 +16,7 @@ from outrider.evals.significance import PairedTest, Verdict, holm, paired_test, 
 from outrider.evals.statistics import Estimate, Sample, improvement_estimate, iqm_difference, iqm_estimate
 
 if TYPE_CHECKING:  # torch: the figures' check reads tables without it
-    from tests.toys import Result
+    from tests.toy_result import Result
 
 DECIMALS: Final = 3  # of an expected return: what a table does not show is a tie
 

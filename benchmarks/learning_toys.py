@@ -8,13 +8,14 @@ again.
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from tests.toys import LEARNING_RATE, Result, Toy, ToyRun, expert_trajectory
+from tests.toy_result import Result
+from tests.toys import LEARNING_RATE, Toy, ToyRun, expert_trajectory
 from tests.toys_branching import DEPTH as CORRIDOR_DEPTH
 from tests.toys_branching import CorridorRun, CorridorToy
 from tests.toys_demonstrated import Demonstrated, expert_paths
@@ -25,10 +26,8 @@ from tests.toys_memory import HiddenRun, HiddenToy
 from benchmarks.learning_jobs import Job
 from benchmarks.learning_methods import (
     IMITATION,
+    TOY_SUITES,
     Method,
-    expedition_methods,
-    rapo_ablations,
-    toy_methods,
 )
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.luffy import Luffy, LuffySettings
@@ -40,7 +39,7 @@ from outrider.rollout.expert import play_experts
 from outrider.train.building import make_algorithm
 from outrider.train.data.sft import ColdStartSettings, cold_start, successful_paths
 from outrider.train.settings import AlgorithmSettings, RunSettings, TrainSettings
-from outrider.types import Json, Task
+from outrider.types import Task
 
 NUM_PASSES: Final = 100  # of imitation over the expert's one rollout
 
@@ -85,65 +84,49 @@ class _Hidden(_Assembled, HiddenRun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """One toy. ``max_policy_tokens`` is every method's budget, ``shared`` the objective of all; ``suite`` are
-    its methods, and ``ablations`` are played besides.
-    """
+    """One toy. ``max_policy_tokens`` is every method's budget."""
 
     name: str
     title: str
     run: type[ToyRun]
     toy: Callable[[int], Toy]
     max_policy_tokens: int
-    shared: Mapping[str, Json]
-    suite: Callable[[int, int], tuple[Method, ...]] = toy_methods
-    ablations: Callable[[int, int], tuple[Method, ...]] = lambda group_size, max_length: ()
 
     def methods(self) -> tuple[Method, ...]:
         """The toy's suite, then its ablations."""
-        size, length = int(str(self.shared["group_size"])), self.toy(0).num_turns
-        return self.suite(size, length) + self.ablations(size, length)
+        return TOY_SUITES[self.name].methods(self.toy(0).num_turns)
 
     def settings(self, method: Method) -> AlgorithmSettings:
         """The method's settings here. Raises ConfigError for a table that is none."""
-        return validate(_Chosen, {"algorithm": method.table(self.shared)}).algorithm
+        return validate(_Chosen, {"algorithm": method.table(TOY_SUITES[self.name].shared)}).algorithm
 
 
 class _Chosen(Settings):
     algorithm: AlgorithmSettings
 
 
-_TWELVE: Final[Mapping[str, Json]] = {
-    "group_size": 12, "loss": {"clip_low": 0.28, "clip_high": 0.28, "dual_clip": None},
-    "aggregation": "sequence_mean_token_mean",
-}  # fmt: skip
-_EIGHT: Final[Mapping[str, Json]] = {
-    "group_size": 8, "loss": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0},
-    "aggregation": "token_mean",
-}  # fmt: skip
 ARENAS: Final = (
     Arena(
         name="lock", title="The lock (RAPO's toy): four doors, twenty actions each, six turns", run=_Lock,
-        toy=lambda seed: Toy(seed=seed), max_policy_tokens=6000, shared=_TWELVE, ablations=rapo_ablations,
+        toy=lambda seed: Toy(seed=seed), max_policy_tokens=6000,
     ),
     Arena(
         name="corridor",
         title="The corridor (ARPO's toy): nine rooms that the policy knows, a vault of twenty actions",
         run=_Corridor,
         toy=lambda seed: CorridorToy(seed=seed, depth=CORRIDOR_DEPTH + 1, num_turns=CORRIDOR_DEPTH + 1),
-        max_policy_tokens=1500, shared=_TWELVE,
+        max_policy_tokens=1500,
     ),
     Arena(
         name="hidden",
         title="The hidden object (EMPO²'s toy): three rooms, and a policy that gives up at once",
         run=_Hidden,
         toy=lambda seed: HiddenToy(seed=seed, num_turns=HIDDEN_DEPTH), max_policy_tokens=12_000,
-        shared=_EIGHT,
     ),
     Arena(
         name="expedition",
         title="The expedition (RAPO's and EMPO²'s): two locks that experts open, two places that they miss",
         run=ExpeditionRun, toy=expedition, max_policy_tokens=16_000,
-        shared={**_TWELVE, "aggregation": "token_mean"}, suite=expedition_methods,
     ),
 )  # fmt: skip
 

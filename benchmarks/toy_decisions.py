@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from tests.toys import ACTIONS, Result, Toy
+from tests.toy_result import Result
+from tests.toys import ACTIONS, Toy
 
 from benchmarks.decisions import Lock, rewarded
 from benchmarks.learning_methods import Method

@@ -39,6 +39,7 @@ from outrider.train.update.policy import OptimizerSettings, Policy
 from outrider.train.update.update import UpdateSettings, update
 from outrider.types import Message, Step, Task, Trajectory
 from tests.tiny import tiny_tokenizer
+from tests.toy_result import Result
 
 LEARNING_RATE = 0.2
 MAX_POLICY_TOKENS = 6000
@@ -254,24 +255,6 @@ class TabularEngine:
     def load(self, version: int) -> None:
         """The table is shared with the trainer; only the version moves."""
         self.weight_version = version
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """One training run. ``expected_return`` is exact, at temperature 1 and without retrieval, the mean over
-    the locks.
-
-    ``num_on_policy_rewards`` counts rewarded rollouts without a retrieved step, ``num_hybrid_rewards`` those
-    with one.
-    """
-
-    expected_return: float
-    sampled_return: float
-    num_policy_tokens: int
-    num_rollouts: int
-    num_steps: int
-    num_on_policy_rewards: int
-    num_hybrid_rewards: int
 
 
 class ToyRun:

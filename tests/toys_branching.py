@@ -20,7 +20,8 @@ from outrider.config import validate
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.seeding import stream
 from outrider.types import Message, Task
-from tests.toys import _SHARED, ACTIONS, ROOMS, Result, Toy, ToyRun
+from tests.toy_result import Result
+from tests.toys import _SHARED, ACTIONS, ROOMS, Toy, ToyRun
 
 DEPTH = 9  # rooms of the corridor; the vault is the next
 KNOWN = 7.0  # logit of the right action in the corridor: probability 0.983

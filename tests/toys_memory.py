@@ -29,7 +29,8 @@ from outrider.memory.tips import Key, TipMemory
 from outrider.seeding import stream
 from outrider.tokens import Tokenizer
 from outrider.types import Message, Task
-from tests.toys import ROOMS, Result, TabularEngine, TabularModel, Toy, ToyRun
+from tests.toy_result import Result
+from tests.toys import ROOMS, TabularEngine, TabularModel, Toy, ToyRun
 
 GIVE_UP = "!"
 PLACES = '"#$'

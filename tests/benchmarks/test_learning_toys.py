@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.learning_methods import BASELINE, IMITATION, Method
+from benchmarks.learning_methods import BASELINE, IMITATION, TOY_SUITES, Method
 from benchmarks.learning_tables import toy_standings, toy_table
 from benchmarks.learning_toys import ARENAS, Arena, load_result, play, play_all, result_path, save_result
 
 from benchmarks import learning, learning_toys
 from outrider.errors import ConfigError, DataError
 from outrider.train.update.policy import set_threads
-from tests.toys import Result
+from tests.toy_result import Result
 
 LOCK, CORRIDOR, HIDDEN, EXPEDITION = ARENAS
 BUDGET = 40
@@ -51,7 +51,7 @@ def test_every_method_stops_after_the_step_that_reaches_the_common_budget(
 
 def test_methods_of_a_toy_differ_in_what_makes_them() -> None:
     for arena in ARENAS:
-        every = arena.methods()
+        every, shared = arena.methods(), TOY_SUITES[arena.name].shared
         assert len({method.key for method in every}) == len({method.name for method in every}) == len(every)
         settings = {
             method.key: arena.settings(method).model_dump_json()
@@ -62,11 +62,11 @@ def test_methods_of_a_toy_differ_in_what_makes_them() -> None:
         assert BASELINE in settings
         for method in every:
             found = arena.settings(method)
-            assert found.group_size == arena.shared["group_size"]
+            assert found.group_size == shared["group_size"]
             if not method.own_objective:
                 loss = found.loss.model_dump()
-                assert loss == loss | arena.shared["loss"]
-                assert found.aggregation == arena.shared["aggregation"]
+                assert loss == loss | shared["loss"]
+                assert found.aggregation == shared["aggregation"]
 
 
 def test_the_toys_are_those_of_the_learning_tests() -> None:

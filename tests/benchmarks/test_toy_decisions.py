@@ -14,7 +14,8 @@ from benchmarks.toy_decisions import HEADER, SERIES, Series, row
 
 from outrider.train.update.policy import set_threads
 from outrider.types import Origin
-from tests.toys import ACTIONS, ROOMS, Result, Toy, ToyRun, grpo, play, rapo
+from tests.toy_result import Result
+from tests.toys import ACTIONS, ROOMS, Toy, ToyRun, grpo, play, rapo
 
 NUM_ROLLOUTS = 1200
 LOCKS = [

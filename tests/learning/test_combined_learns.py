@@ -14,7 +14,8 @@ from benchmarks.learning_toys import ARENAS, play
 
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.train.update.policy import set_threads
-from tests.toys import TABLE_HEAD, Result, table_row
+from tests.toy_result import Result
+from tests.toys import TABLE_HEAD, table_row
 from tests.toys_expedition import KINDS, KNOWN_LOGIT, ExpeditionRun, expedition, half_way
 
 (ARENA,) = [arena for arena in ARENAS if arena.name == "expedition"]

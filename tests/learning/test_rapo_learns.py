@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from outrider.train.update.policy import set_threads
-from tests.toys import ACTIONS, MAX_POLICY_TOKENS, TABLE_HEAD, Result, Toy, grpo, play, rapo, table_row
+from tests.toy_result import Result
+from tests.toys import ACTIONS, MAX_POLICY_TOKENS, TABLE_HEAD, Toy, grpo, play, rapo, table_row
 
 SEEDS = range(10)
 # Two of the eight in ten that learn, chosen because they do: a test of the code. What ten seeds give is

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.scale.test_whole_run import leftovers, settled
-from tests.train.tool_run import outrider, start_outrider
+from tests.scale.traces import Traces
 from tests.train.whole_runs import command, differences, metrics, write_data
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -38,10 +37,7 @@ def given(root: Path, run: Path, *overrides: str) -> list[str | Path]:
 
 
 def played(root: Path, name: str, *overrides: str) -> Path:
-    before = leftovers()
-    ended = outrider(*given(root, root / name, *overrides), timeout=400)
-    assert ended.returncode == 0, ended.stderr + ended.stdout
-    assert settled(before) == set()
+    Traces().played(*given(root, root / name, *overrides))
     assert not list((root / name).rglob("weights-*.safetensors"))
     return root / name
 
@@ -65,19 +61,18 @@ def test_one_engine_and_one_worker_are_one_process_bit_for_bit(root: Path) -> No
 def test_two_of_each_are_the_same_bits_after_a_kill(root: Path) -> None:
     two = played(root, "two", *TWO)
     run = root / "killed"
-    before = leftovers()
-    process = start_outrider(*given(root, run, *TWO))
+    traces = Traces()
+    process = traces.start(*given(root, run, *TWO))
     until = time.monotonic() + 240
     while not (run / "checkpoints" / "step-000001" / "state.json").exists():
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.05)
+    assert any("ray::EngineActor" in one for one in traces.processes())
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    _wait_until_actors_ended(before)
-    ended = outrider("train", "--resume", run, "--progress", "plain", timeout=400)
-    assert ended.returncode == 0, ended.stderr + ended.stdout
+    traces.wait_until_actors_ended()
+    traces.played("train", "--resume", run, "--progress", "plain")
     assert differences(two, run, num_steps=STEPS) == []
-    assert settled(before) == set()
 
 
 def without_transfer(run: Path) -> list[dict[str, object]]:
@@ -89,10 +84,3 @@ def plain_state(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads(path.read_text())
     state["settings"] = {k: v for k, v in state["settings"].items() if not k.startswith("cluster.")}
     return {name: value for name, value in state.items() if name not in ("own_checksum", "records")}
-
-
-def _wait_until_actors_ended(before: set[str], *, limit_s: float = 60.0) -> None:
-    until = time.monotonic() + limit_s
-    while any("ray::EngineActor" in one or "ray::RolloutWorker" in one for one in leftovers() - before):
-        assert time.monotonic() < until, "Ray did not end the actors of a run that was killed"
-        time.sleep(0.2)

@@ -3,9 +3,7 @@ nothing left behind.
 """
 
 import json
-import os
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -14,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.train.update.weight_files import read_tensors
-from tests.train.tool_run import outrider, start_outrider, write_tool_run
+from tests.scale.traces import Traces
+from tests.train.tool_run import outrider, write_tool_run
 from tests.train.whole_runs import metrics
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -38,29 +37,6 @@ def shards(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {f"{file.name} {name}": one for file in files for name, one in load_file(file).items()}
 
 
-def leftovers() -> set[str]:
-    """Temporary folders, shared memory and processes of Ray."""
-    found = {str(path) for path in Path(tempfile.gettempdir()).glob("outrider-ray-*")}
-    found |= {str(path) for path in Path("/dev/shm").glob("*ray*")}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if "outrider-ray-" in line or line.startswith("ray::"):
-                found.add(f"{entry.name} {line[:80]}")
-    return found
-
-
-def settled(before: set[str], *, limit_s: float = 60.0) -> set[str]:
-    """What is left beside ``before`` once processes have had time to end."""
-    until = time.monotonic() + limit_s
-    while (left := leftovers() - before) and time.monotonic() < until:
-        time.sleep(0.2)
-    return left
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scale")
@@ -71,24 +47,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(root: Path) -> Path:
-    before = leftovers()
-    ended = outrider(*command(root, root / "whole"), timeout=300)
-    assert ended.returncode == 0, ended.stderr + ended.stdout
-    assert settled(before) == set()
+    Traces().played(*command(root, root / "whole"), timeout=300)
     return root / "whole"
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(root: Path, whole: Path) -> None:
     run = root / "killed"
-    process = start_outrider(*command(root, run))
+    traces = Traces()
+    process = traces.start(*command(root, run))
     until = time.monotonic() + 240
     while not (run / "checkpoints" / "step-000001" / "state.json").exists():
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.05)
+    assert any("ray::" in one for one in traces.processes()) and traces.folders()
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    # Ray ends what belonged to it by itself
-    _wait_until_gone(process.pid)
+    traces.wait_until_actors_ended()
     ended = outrider("train", "--resume", run, "--progress", "plain", timeout=300)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     last = Path("checkpoints") / f"step-{STEPS:06d}"
@@ -126,11 +100,3 @@ def test_the_run_is_that_of_one_process_within_the_promise(root: Path, whole: Pa
     for name, value in other.items():
         if isinstance(value, float):
             assert first[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-
-
-def _wait_until_gone(owner: int, *, limit_s: float = 60.0) -> None:
-    until = time.monotonic() + limit_s
-    while any(f"outrider-ray-{owner}-" in one and not one.startswith("/") for one in leftovers()):
-        assert time.monotonic() < until, "Ray did not end its processes"
-        time.sleep(0.2)
-    assert os.path.exists("/proc")
