@@ -9,12 +9,15 @@ from typing import Any, Final
 from outrider.errors import ClusterFault
 from outrider.rollout.scheduler import Rollouts
 from outrider.scale.engine import EngineActor, RemoteEngine
+from outrider.scale.probes import probes
 from outrider.scale.recipe import Recipe
 from outrider.scale.rollouts import RemoteRollouts, portable, who
 from outrider.scale.session import Session
 from outrider.scale.waiting import results
 from outrider.scale.weights import Carrier, Folder, ObjectStore, drop, pack
 from outrider.scale.worker import RolloutWorker, WorkerSettings
+from outrider.trace import Trace
+from outrider.train.ahead import Ahead
 from outrider.train.components import Components
 from outrider.train.learner import Learner
 from outrider.train.settings import RunSettings
@@ -146,7 +149,12 @@ class Remote:
         )
 
     def rollouts(
-        self, parts: Components, *, training: bool, on_finished: Callable[[int, int], None]
+        self,
+        parts: Components,
+        *,
+        training: bool,
+        on_finished: Callable[[int, int], None],
+        ahead: Ahead | None = None,
     ) -> Rollouts:
         """Of training, with the algorithm's hooks, or of an evaluation."""
         return RemoteRollouts(
@@ -159,7 +167,16 @@ class Remote:
             heartbeat_s=self._settings.cluster.heartbeat_s,
             on_finished=on_finished,
             whereabouts=parts.whereabouts,
+            ahead=ahead,
         )
+
+    def probes(self, trace: Trace) -> list[Trace]:
+        """See :class:`outrider.train.components.Elsewhere`."""
+        return probes(self.engine, trace, num=len(self._engines))
+
+    def busy_s(self) -> float:
+        """See :class:`outrider.train.components.Elsewhere`."""
+        return self.engine.busy_s()
 
     def metrics(self) -> dict[str, float]:
         """Of the newest weights that were sent."""

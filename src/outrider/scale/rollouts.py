@@ -13,6 +13,7 @@ from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.waiting import results, silent, told
 from outrider.scale.worker import Beat, Job, Played
 from outrider.trace import Trace
+from outrider.train.ahead import Ahead
 from outrider.types import Task
 
 _BETWEEN_BEATS_S: Final = 1.0
@@ -35,7 +36,9 @@ class RemoteRollouts:
         heartbeat_s: float,
         on_finished: Callable[[int, int], None],
         whereabouts: Whereabouts,
+        ahead: Ahead | None = None,
     ) -> None:
+        self._ahead = ahead
         self._ray, self._workers = ray, list(workers)
         self._hooks, self._copied = hooks, portable(hooks)
         self._is_training, self._version = is_training, version
@@ -55,6 +58,8 @@ class RemoteRollouts:
             raise ValueError("groups of one batch differ in size")
         jobs = self._jobs(tasks, each, training_step, continued=continued)
         calls = {who(number): self._workers[number].run.remote(job) for number, job in jobs.items()}
+        if self._ahead is not None:
+            self._ahead.sent()
         beats = Beats(
             self._ray,
             {who(number): self._workers[number] for number in jobs},
@@ -66,6 +71,8 @@ class RemoteRollouts:
             played = results(self._ray, calls, what="its rollouts", limit_s=math.inf, setting="", watch=beats)
         finally:
             beats.close()
+        if self._ahead is not None:
+            self._ahead.ended()
         return self._merged(dict(zip(jobs, played, strict=True)), len(tasks))
 
     def _jobs(

@@ -11,10 +11,12 @@ from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.scheduler import Rollouts
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
+from outrider.trace import Trace
 from outrider.train.settings import RunSettings
 from outrider.types import Message, Step, Task
 
 if TYPE_CHECKING:
+    from outrider.train.ahead import Ahead
     from outrider.train.learner import Learner
 
 
@@ -31,9 +33,24 @@ class Elsewhere(Protocol):
         ...
 
     def rollouts(
-        self, parts: "Components", *, training: bool, on_finished: Callable[[int, int], None]
+        self,
+        parts: "Components",
+        *,
+        training: bool,
+        on_finished: Callable[[int, int], None],
+        ahead: "Ahead | None" = None,
     ) -> Rollouts:
-        """Plays the groups of training, with the algorithm's hooks, or of an evaluation."""
+        """Plays the groups of training, with the algorithm's hooks, or of an evaluation; ``ahead`` where that
+        is beside an update.
+        """
+        ...
+
+    def probes(self, trace: Trace) -> list[Trace]:
+        """A few tokens of every engine behind the prompt of a group: whether it has the newest weights."""
+        ...
+
+    def busy_s(self) -> float:
+        """Seconds in which an engine generated, since the run began: mean over engines."""
         ...
 
     def metrics(self) -> dict[str, float]:

@@ -74,6 +74,8 @@ def update(
     first: bool,
     token_loss: TokenLossOf | None = None,
     gate_always: bool = False,
+    version: int | None = None,
+    probes: Sequence[Trace] = (),
     on_batch: Callable[[int], None] | None = None,
 ) -> UpdateReport:
     """Train on credited groups. Raises EngineFault before the very first step when the log-prob gap is too
@@ -81,15 +83,15 @@ def update(
 
     ``token_loss`` is the algorithm's (None: that of the ``objective``).
     ``gate_always`` checks every step: for an engine with weights of its own, which could be old ones.
+    ``version`` is that of the policy's weights now, where tokens may be of older ones: those are no fault of
+    the engine, so they are not compared with it. ``probes`` are compared and not trained on.
 
     ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
     Raises ValueError for an objective with a KL term and no ``reference``.
     """
     if objective.kl_weight > 0 and reference is None:
         raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
-    # Cut between groups, never inside one: siblings share the beginning that packing computes once.
-    bounds = [len(traces) * i // settings.num_mini_batches for i in range(settings.num_mini_batches + 1)]
-    mini_batches = [rollout_paths(traces[start:end]) for start, end in pairwise(bounds) if end > start]
+    mini_batches = _mini_batches(traces, settings.num_mini_batches)
     running = _Update(
         policy=policy,
         objective=objective,
@@ -98,7 +100,10 @@ def update(
         # one that the reward alone needs has been used by now
         reference=reference if objective.kl_weight > 0 else None,
         on_batch=on_batch or (lambda num_tokens: None),
+        version=version,
     )
+    if probes:
+        running.check(rollout_paths(probes))
     # A single step: pi_old is the policy being scored, so the pass that trains gives the old log-probs too.
     once = len(mini_batches) == 1 and settings.num_epochs == 1
     # All of them before the first step: pi_old is one policy, whatever mini-batch or epoch it divides.
@@ -114,6 +119,12 @@ def update(
     return running.whole_report()
 
 
+def _mini_batches(traces: Sequence[Trace], num: int) -> list[list[RolloutPath]]:
+    """Cut between groups, never inside one: siblings share the beginning that packing computes once."""
+    bounds = [len(traces) * i // num for i in range(num + 1)]
+    return [rollout_paths(traces[start:end]) for start, end in pairwise(bounds) if end > start]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Update:
     """One update while it runs: what all of its mini-batches share, and what they add to."""
@@ -124,6 +135,7 @@ class _Update:
     settings: UpdateSettings
     reference: Scorer | None
     on_batch: Callable[[int], None]
+    version: int | None
     report: UpdateReport = field(default_factory=UpdateReport)
     accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
     common: MetricAccumulator = field(init=False)
@@ -142,6 +154,19 @@ class _Update:
             accumulator.merge(measured)
         report.metrics |= accumulator.means()
         return report
+
+    def check(self, paths: Sequence[RolloutPath]) -> None:
+        """Raises EngineFault where an engine does not have the policy's weights."""
+        gaps: list[Tensor] = []
+        with torch.no_grad():
+            for batch in passes(self._packed(paths), self.policy.ranks):
+                if batch is None:
+                    self.policy.idle()
+                    continue
+                scores = self.policy.score(batch)
+                gaps.append((scores.logprobs_T - batch.like(scores.logprobs_T).engine_logprobs_T).abs())
+                self._measure_gap(gaps[-1])
+        _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
 
     def old_scores(self, paths: Sequence[RolloutPath]) -> list[TokenScores]:
         """pi_old and entropies of every micro-batch, recomputed by the trainer before the first of several
@@ -215,7 +240,8 @@ class _Update:
         inputs = loss_inputs(
             scores.logprobs_T, batch, self.objective.denominators(start_T, acting_T), self.accumulator
         )
-        gaps.append(_gap(inputs))
+        is_older_T = None if self.version is None else batch.version_T != self.version
+        gaps.append(_gap(inputs, is_older_T))
         reference_T = self._reference_logprobs(batch)
         # After the gap is kept: where the engine is gated, the gate has to see the NaN.
         if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
@@ -231,7 +257,14 @@ class _Update:
         if self.objective.positive_nll > 0:
             nll = success_nll(scores.logprobs_T, given.success_T, self.accumulator)
             loss = loss + self.objective.positive_nll * nll
-        self._measure_gap(gaps[-1], start.entropies_T[~inputs.is_foreign_T])
+        own_T = ~inputs.is_foreign_T
+        if bool(own_T.any()):
+            self.accumulator.add(
+                "entropy/trainer_mean", float(start.entropies_T[own_T].mean()), int(own_T.sum())
+            )
+        self._measure_gap(gaps[-1])
+        if is_older_T is not None:
+            self._measure_shift(inputs, is_older_T & own_T)
         return loss, True
 
     def _idle(self) -> Tensor:
@@ -252,10 +285,17 @@ class _Update:
         with torch.no_grad():
             return self.reference.score(batch).logprobs_T
 
-    def _measure_gap(self, gap_O: Tensor, entropies_O: Tensor) -> None:
-        """Trainer against engine, over the O tokens that the policy wrote in this step."""
+    def _measure_shift(self, inputs: TokenLossInputs, older_T: Tensor) -> None:
+        """How far the policy has moved since it wrote the older tokens."""
+        if bool(older_T.any()):
+            shift_T = (inputs.denominators.trainer_T - inputs.engine_logprobs_T).abs()
+            self.accumulator.add(
+                "staleness/logprob_shift", float(shift_T[older_T].mean()), int(older_T.sum())
+            )
+
+    def _measure_gap(self, gap_O: Tensor) -> None:
+        """Trainer against engine, over O tokens that both have from the same weights."""
         if len(gap_O):
-            self.accumulator.add("entropy/trainer_mean", float(entropies_O.mean()), len(gap_O))
             self.accumulator.add("gap/logprob_mean", float(gap_O.mean()), len(gap_O))
             self.accumulator.add_max("gap/logprob_max", float(gap_O.max()))
 
@@ -297,9 +337,12 @@ class _Given:
     success_T: Tensor
 
 
-def _gap(inputs: TokenLossInputs) -> Tensor:
-    """|trainer - engine| in nats, of the tokens that the policy wrote in this step."""
-    return (inputs.denominators.trainer_T - inputs.engine_logprobs_T)[~inputs.is_foreign_T].abs()
+def _gap(inputs: TokenLossInputs, is_older_T: Tensor | None) -> Tensor:
+    """|trainer - engine| in nats, of the tokens that the policy wrote in this step with the weights that it
+    has.
+    """
+    left_out_T = inputs.is_foreign_T if is_older_T is None else inputs.is_foreign_T | is_older_T
+    return (inputs.denominators.trainer_T - inputs.engine_logprobs_T)[~left_out_T].abs()
 
 
 def _trained(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list[RolloutPath]:
