@@ -17,9 +17,9 @@ from outrider.scale.waiting import results
 from outrider.scale.weights import Carrier, Folder, ObjectStore, drop, pack
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Trace
-from outrider.train.ahead import Ahead
 from outrider.train.components import Components
 from outrider.train.learner import Learner
+from outrider.train.overlap import Ahead
 from outrider.train.settings import RunSettings
 
 _CLOSE_S: Final = 10.0

@@ -13,7 +13,7 @@ from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.waiting import results, silent, told
 from outrider.scale.worker import Beat, Job, Played
 from outrider.trace import Trace
-from outrider.train.ahead import Ahead
+from outrider.train.overlap import Ahead
 from outrider.types import Task
 
 _BETWEEN_BEATS_S: Final = 1.0

@@ -16,8 +16,8 @@ from outrider.train.settings import RunSettings
 from outrider.types import Message, Step, Task
 
 if TYPE_CHECKING:
-    from outrider.train.ahead import Ahead
     from outrider.train.learner import Learner
+    from outrider.train.overlap import Ahead
 
 
 class Elsewhere(Protocol):

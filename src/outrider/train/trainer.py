@@ -11,7 +11,6 @@ from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate
 from outrider.rollout.scheduler import Rollouts, Scheduler
 from outrider.trace import Trace
-from outrider.train.ahead import beside
 from outrider.train.components import Components, token_counter
 from outrider.train.data.buffer_growth import evolve_buffer
 from outrider.train.data.imitation import imitate_experts
@@ -25,6 +24,7 @@ from outrider.train.metrics.step_clock import StepClock
 from outrider.train.metrics.step_metrics import rollout_metrics
 from outrider.train.metrics.step_record import step_record
 from outrider.train.metrics.trace_records import rows_of
+from outrider.train.overlap import beside
 from outrider.train.state.checkpoint import checkpoints_newest_first
 from outrider.train.state.queue import Played
 from outrider.train.state.run_directory import RunDirectory
