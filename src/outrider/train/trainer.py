@@ -104,6 +104,7 @@ class Trainer:
                 return
             state.rewind(saved, last_label=self._last_label)
             self.pace.recall(state.metrics.path)
+            self._say(self._fresh_start())
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
         every = settings.evaluation.every
@@ -128,6 +129,16 @@ class Trainer:
         if state.step:
             self._evaluate(self._last_label)
         state.seal_records()
+
+    def _fresh_start(self) -> list[str]:
+        """A run of rollouts beside updates has none where it had ended."""
+        state, settings = self.state, self.parts.settings
+        if not settings.cluster.max_staleness or state.queued is not None or not state.step:
+            return []
+        return [
+            f"no rollouts were ahead at step {state.step}, where this run had ended: those of the next step "
+            "come from the newest weights, unlike those of a run with more steps from the start"
+        ]
 
     def _begin(self) -> None:
         """Up to the checkpoint of step 0, from which training goes on."""
