@@ -77,6 +77,11 @@ class EngineActor:
             raise ClusterFault(f"engine {self._number} wrote tokens of version {wrong.pop()} under {version}")
         return found
 
+    def forget(self, client: str) -> None:
+        """All that is kept for a client: what it asks again is computed as it was the first time."""
+        if self._settings.engine.is_exact:
+            self._engines.pop(client, None)
+
     def busy_s(self) -> float:
         """Seconds of :meth:`generate` so far."""
         return self._busy_s
@@ -183,6 +188,14 @@ class RemoteEngine:
         context another way, to other last bits.
         """
         self._wait({_who(number): one.free_cache.remote() for number, one in self._each()}, "free_cache")
+
+    def put(self, number: int, actor: Any) -> None:
+        """Another process is engine ``number`` from now on."""
+        self._actors[number] = actor
+
+    def forget(self) -> None:
+        """All that is kept for this client: after a batch that broke."""
+        self._wait({_who(number): one.forget.remote(self._client) for number, one in self._each()}, "forget")
 
     def busy_s(self) -> float:
         """Seconds in which an engine generated so far: mean over engines."""

@@ -26,11 +26,12 @@ class ClusterSettings(Settings):
     of the ranks, a start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout
     worker answers a heartbeat within ``heartbeat_s``. ``max_staleness`` 1 plays the rollouts of the
     next step beside the update of this one: its tokens are one version old, which the sampler correction
-    weighs. The other fields have one possible value so far.
+    weighs. A process that dies or is silent is
+    replaced, at most ``max_restarts`` times within an hour. The other fields have one possible value so far.
     """
 
     details: ClassVar[frozenset[str]] = frozenset(
-        {"placement_timeout_s", "update_timeout_s", "turn_timeout_s", "heartbeat_s"}
+        {"max_restarts", "placement_timeout_s", "update_timeout_s", "turn_timeout_s", "heartbeat_s"}
     )
 
     num_trainers: int = Field(1, ge=1)
@@ -46,6 +47,7 @@ class ClusterSettings(Settings):
     update_timeout_s: float = Field(3600.0, gt=0)
     turn_timeout_s: float = Field(600.0, gt=0)
     heartbeat_s: float = Field(60.0, gt=0)
+    max_restarts: int = Field(3, ge=0)
 
     @property
     def is_remote(self) -> bool:

@@ -54,7 +54,13 @@ class Elsewhere(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest transfer of weights, by their declared names."""
+        """Of the newest transfer of weights, and of processes that were replaced since the last call, by
+        their declared names.
+        """
+        ...
+
+    def notes(self) -> list[str]:
+        """What happened to processes since the last call: for the person who watches."""
         ...
 
     def close(self) -> None:

@@ -58,6 +58,7 @@ class Trainer:
     progress: Progress
     trackers: TrackerSet
     stop: Event = field(default_factory=Event)
+    num_restarts: int = 0  # of this command, from a checkpoint, before anything of this object
     num_done: int = 0  # of the stage that is shown
     pace: RunPace = field(default_factory=RunPace)
     state: RunState = field(init=False)
@@ -359,6 +360,9 @@ class Trainer:
         state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
         values["tokens/policy_total"] = float(state.num_policy_tokens)
         values["grad/learning_rate"] = parts.learner.learning_rate
+        if self.num_restarts:
+            values["cluster/trainer_restarts"] = float(self.num_restarts)
+            self.num_restarts = 0
         if (seconds := self.pace.seconds("checkpoint")) is not None:
             values["time/checkpoint"] = seconds
         state.traces.write(
@@ -369,6 +373,8 @@ class Trainer:
         self._say(
             step_alarms(parts.settings, step=state.step, values=values, fault_reasons=report.fault_reasons)
         )
+        if parts.elsewhere is not None:
+            self._say(parts.elsewhere.notes())
 
     def _evaluate(self, label: str) -> None:
         """Play the frozen panel unless its result is on file already. Raises EnvironmentFault where no
