@@ -1,5 +1,5 @@
 """Engines and rollout workers that die, or stand still: others take their place and the batch comes to the
-same bits, or one typed error says who, in time; nothing is left behind. One Ray and four actors for all of it.
+same bits, or one typed error says who, in time; nothing is left behind. One Ray and four actors at a time.
 """
 
 import os

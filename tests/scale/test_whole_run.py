@@ -100,7 +100,8 @@ def test_ranks_that_break_begin_anew_and_end_in_the_same_bits(
     last = Path("checkpoints") / f"step-{STEPS:06d}"
     one, other = (shards(folder / last) for folder in (whole, run))
     assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
-    restarts = [one.pop("cluster/trainer_restarts", 0.0) for one in (recorded := metrics(run))]
+    recorded = metrics(run)
+    restarts = [one.pop("cluster/trainer_restarts", 0.0) for one in recorded]
     assert sum(restarts) == 1.0 and recorded == metrics(whole)
 
 

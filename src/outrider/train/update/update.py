@@ -15,9 +15,9 @@ from torch import Tensor
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.common.losses import token_weights
 from outrider.algorithms.common.token_loss import TokenLossInputs
-from outrider.errors import EngineFault
 from outrider.trace import Leaf, Node, Trace, without_memory
 from outrider.train.learning_settings import UpdateSettings
+from outrider.train.update.agreement import logprob_gap, require_agreement
 from outrider.train.update.batch_loss import TokenLossOf, batch_loss, loss_inputs
 from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.off_policy import ActingLogprobs, acting_logprobs
@@ -81,12 +81,10 @@ def update(
     """Train on credited groups. Raises EngineFault before the very first step when the log-prob gap is too
     large.
 
-    ``token_loss`` is the algorithm's (None: that of the ``objective``).
-    ``gate_always`` checks every step: for an engine with weights of its own, which could be old ones.
-    ``version`` is that of the policy's weights now, where tokens may be of older ones: those are no fault of
-    the engine, so they are not compared with it. ``probes`` are compared and not trained on.
-
-    ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
+    ``token_loss`` is the algorithm's (None: that of the ``objective``). ``gate_always`` checks every step:
+    for an engine with weights of its own, which could be old ones. ``version`` is that of the policy's weights,
+    where tokens may be of older ones, which say nothing of the engine; ``probes`` are checked and not trained
+    on. ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
     Raises ValueError for an objective with a KL term and no ``reference``.
     """
     if objective.kl_weight > 0 and reference is None:
@@ -104,16 +102,7 @@ def update(
     )
     if probes:
         running.check(rollout_paths(probes))
-    # A single step: pi_old is the policy being scored, so the pass that trains gives the old log-probs too.
-    once = len(mini_batches) == 1 and settings.num_epochs == 1
-    # All of them before the first step: pi_old is one policy, whatever mini-batch or epoch it divides.
-    olds = [None if once else running.old_scores(paths) for paths in mini_batches]
-    actings = [running.acting(paths) for paths in mini_batches]
-    for _ in range(settings.num_epochs):
-        for paths, old, acting in zip(mini_batches, olds, actings, strict=True):
-            # until a step was made: a mini-batch without signal makes none
-            gate = gate_always or (first and policy.num_steps == 0)
-            running.mini_batch(paths, olds=old, acting=acting, gate=gate)
+    running.steps(mini_batches, gate=gate_always, gate_first=first)
     if not mini_batches:
         running.common.add("grad/norm", 0.0)
     return running.whole_report()
@@ -155,6 +144,19 @@ class _Update:
         report.metrics |= accumulator.means()
         return report
 
+    def steps(self, mini_batches: Sequence[Sequence[RolloutPath]], *, gate: bool, gate_first: bool) -> None:
+        """All optimiser steps; ``gate_first`` checks until one was made."""
+        # A single step: pi_old is the policy being scored, so the pass that trains gives the old log-probs too.
+        once = len(mini_batches) == 1 and self.settings.num_epochs == 1
+        # All of them before the first step: pi_old is one policy, whatever mini-batch or epoch it divides.
+        olds = [None if once else self.old_scores(paths) for paths in mini_batches]
+        actings = [self.acting(paths) for paths in mini_batches]
+        for _ in range(self.settings.num_epochs):
+            for paths, old, acting in zip(mini_batches, olds, actings, strict=True):
+                # until a step was made: a mini-batch without signal makes none
+                checked = gate or (gate_first and self.policy.num_steps == 0)
+                self.mini_batch(paths, olds=old, acting=acting, gate=checked)
+
     def check(self, paths: Sequence[RolloutPath]) -> None:
         """Raises EngineFault where an engine does not have the policy's weights."""
         gaps: list[Tensor] = []
@@ -166,7 +168,7 @@ class _Update:
                 scores = self.policy.score(batch)
                 gaps.append((scores.logprobs_T - batch.like(scores.logprobs_T).engine_logprobs_T).abs())
                 self._measure_gap(gaps[-1])
-        _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
+        require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
 
     def old_scores(self, paths: Sequence[RolloutPath]) -> list[TokenScores]:
         """pi_old and entropies of every micro-batch, recomputed by the trainer before the first of several
@@ -224,7 +226,7 @@ class _Update:
                 self._count(batch)
         # After the backward passes, so that nothing is scored twice; still before any weight moves.
         if gate:
-            _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
+            require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
         self._step()
 
     def _pass(self, given: "_Given", gaps: list[Tensor]) -> tuple[Tensor, bool]:
@@ -241,7 +243,7 @@ class _Update:
             scores.logprobs_T, batch, self.objective.denominators(start_T, acting_T), self.accumulator
         )
         is_older_T = None if self.version is None else batch.version_T != self.version
-        gaps.append(_gap(inputs, is_older_T))
+        gaps.append(logprob_gap(inputs, is_older_T))
         reference_T = self._reference_logprobs(batch)
         # After the gap is kept: where the engine is gated, the gate has to see the NaN.
         if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
@@ -307,7 +309,7 @@ class _Update:
     def _skip(self, gaps: Sequence[Tensor], *, gate: bool) -> None:
         """A log-prob that is not finite makes no step; where the engine is checked, it may be the reason."""
         if gate:
-            _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
+            require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
         self.policy.drop_gradients()
         self.common.add_sum("grad/num_skipped", 1.0)
         self._end_step(skipped=True)
@@ -337,14 +339,6 @@ class _Given:
     success_T: Tensor
 
 
-def _gap(inputs: TokenLossInputs, is_older_T: Tensor | None) -> Tensor:
-    """|trainer - engine| in nats, of the tokens that the policy wrote in this step with the weights that it
-    has.
-    """
-    left_out_T = inputs.is_foreign_T if is_older_T is None else inputs.is_foreign_T | is_older_T
-    return (inputs.denominators.trainer_T - inputs.engine_logprobs_T)[~left_out_T].abs()
-
-
 def _trained(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list[RolloutPath]:
     """Rollouts whose gradient is not zero by construction; the others stay in every denominator."""
     return [path for path in paths if _is_trained(path, objective)]
@@ -357,20 +351,6 @@ def _is_trained(path: RolloutPath, objective: ObjectiveSettings) -> bool:
         objective.positive_nll > 0 and path.succeeded and not path.is_replayed
     )
     return any(map(len, credits_)) if every else any(any(credit) for credit in credits_)
-
-
-def _require_agreement(policy: Policy, gaps: Sequence[Tensor], limit: float) -> None:
-    """The mean over all tokens of the mini-batch: that of a micro-batch would depend on the split, and a
-    short one is noisy.
-    """
-    # float64: near the limit the verdict must not hang on how a float32 sum was split.
-    every = torch.cat([gap for each in policy.ranks.gather(list(gaps)) for gap in each]).double()
-    gap = float(every.mean()) if len(every) else 0.0
-    if not gap <= limit:  # NaN too
-        policy.drop_gradients()
-        raise EngineFault(
-            f"trainer and engine disagree by {gap:.4f} nats a token before an update (limit {limit})"
-        )
 
 
 def _weights(
