@@ -82,9 +82,9 @@ def update(
     large.
 
     ``token_loss`` is the algorithm's (None: that of the ``objective``). ``gate_always`` checks every step:
-    for an engine with weights of its own, which could be old ones. ``version`` is that of the policy's weights,
-    where tokens may be of older ones, which say nothing of the engine; ``probes`` are checked and not trained
-    on. ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
+    for an engine with weights of its own, which could be old ones. ``version`` is that of the policy's
+    weights, where tokens may be of older ones, which say nothing of the engine; ``probes`` are checked and
+    not trained on. ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
     Raises ValueError for an objective with a KL term and no ``reference``.
     """
     if objective.kl_weight > 0 and reference is None:
@@ -146,7 +146,7 @@ class _Update:
 
     def steps(self, mini_batches: Sequence[Sequence[RolloutPath]], *, gate: bool, gate_first: bool) -> None:
         """All optimiser steps; ``gate_first`` checks until one was made."""
-        # A single step: pi_old is the policy being scored, so the pass that trains gives the old log-probs too.
+        # A single step: pi_old is the policy being scored: the pass that trains gives the old log-probs too.
         once = len(mini_batches) == 1 and self.settings.num_epochs == 1
         # All of them before the first step: pi_old is one policy, whatever mini-batch or epoch it divides.
         olds = [None if once else self.old_scores(paths) for paths in mini_batches]
