@@ -84,7 +84,7 @@ def update(
     ``token_loss`` is the algorithm's (None: that of the ``objective``). ``gate_always`` checks every step:
     for an engine with weights of its own, which could be old ones. ``version`` is that of the policy's
     weights, where tokens may be of older ones, which say nothing of the engine; ``probes`` are checked and
-    not trained on. ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
+    not trained on. ``on_batch`` is called after every micro-batch with the scored tokens so far.
     Raises ValueError for an objective with a KL term and no ``reference``.
     """
     if objective.kl_weight > 0 and reference is None:
