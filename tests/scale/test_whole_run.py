@@ -3,6 +3,7 @@ nothing left behind.
 """
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -75,6 +76,33 @@ def test_a_killed_run_goes_on_to_the_same_bits(root: Path, whole: Path) -> None:
     assert {name for name in states[0] if states[0][name] != states[1].get(name)} <= unlike
     assert metrics(whole) == metrics(run)
     assert (whole / "evaluations.jsonl").read_bytes() == (run / "evaluations.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_that_break_begin_anew_and_end_in_the_same_bits(
+    root: Path, whole: Path, how: signal.Signals
+) -> None:
+    run = root / f"broken-{how.name}"
+    traces = Traces()
+    process = traces.start(*command(root, run), "cluster.update_timeout_s=20")
+    until = time.monotonic() + 240
+    while not (run / "checkpoints" / "step-000001" / "state.json").exists():
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.05)
+    ranks = [one for one in traces.processes() if "ray::Rank" in one]
+    assert len(ranks) == 2
+    os.kill(int(ranks[0].split()[0]), how)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr + stdout
+    assert "begin anew from the newest checkpoint, 1 of 3 times within an hour" in stdout
+    assert traces.settled() == set()
+    last = Path("checkpoints") / f"step-{STEPS:06d}"
+    one, other = (shards(folder / last) for folder in (whole, run))
+    assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+    recorded = metrics(run)
+    restarts = [one.pop("cluster/trainer_restarts", 0.0) for one in recorded]
+    assert sum(restarts) == 1.0 and recorded == metrics(whole)
 
 
 def test_the_export_is_the_newest_checkpoint(root: Path, whole: Path) -> None:

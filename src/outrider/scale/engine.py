@@ -1,6 +1,7 @@
 """An engine in a process of its own, and the engine that stands for all of them where rollouts are played."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ class EngineActor:
         self._version: int | None = None
         self._engines: dict[str, Engine] = {}
         self._model: LanguageModel | None = None
+        self._busy_s = 0.0
 
     def build(self) -> tuple[int, int]:
         """Load the model; the process id, and the longest context."""
@@ -66,10 +68,23 @@ class EngineActor:
             raise ClusterFault(
                 f"engine {self._number} has {held}, and version {version} was asked for; {AGAIN}"
             )
-        found = self._engine(client).generate(requests)
+        began = time.perf_counter()
+        try:
+            found = self._engine(client).generate(requests)
+        finally:
+            self._busy_s += time.perf_counter() - began
         if wrong := {one.weight_version for one in found} - {version}:
             raise ClusterFault(f"engine {self._number} wrote tokens of version {wrong.pop()} under {version}")
         return found
+
+    def forget(self, client: str) -> None:
+        """All that is kept for a client: what it asks again is computed as it was the first time."""
+        if self._settings.engine.is_exact:
+            self._engines.pop(client, None)
+
+    def busy_s(self) -> float:
+        """Seconds of :meth:`generate` so far."""
+        return self._busy_s
 
     def release(self, client: str, cache_keys: Sequence[str]) -> None:
         """See :class:`outrider.engines.base.Engine`."""
@@ -173,6 +188,19 @@ class RemoteEngine:
         context another way, to other last bits.
         """
         self._wait({_who(number): one.free_cache.remote() for number, one in self._each()}, "free_cache")
+
+    def put(self, number: int, actor: Any) -> None:
+        """Another process is engine ``number`` from now on."""
+        self._actors[number] = actor
+
+    def forget(self) -> None:
+        """All that is kept for this client: after a batch that broke."""
+        self._wait({_who(number): one.forget.remote(self._client) for number, one in self._each()}, "forget")
+
+    def busy_s(self) -> float:
+        """Seconds in which an engine generated so far: mean over engines."""
+        found = self._wait({_who(number): one.busy_s.remote() for number, one in self._each()}, "busy_s")
+        return float(sum(found) / len(found))
 
     def load(self, version: int) -> None:
         """The engines have weights of this version now: ask for no other. Groups take engines from the first
