@@ -15,7 +15,7 @@ def add_smoke(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="all of it in seconds on a CPU: a tiny random model, a step, two tasks, stand-ins for missing files",
+        help="all of it in seconds on a CPU: a tiny random model, one step, two tasks, stand-ins for files",
     )
 
 
