@@ -12,6 +12,9 @@ DEMO ?= $(RUNS)/demo
 .PHONY: setup textworld alfworld demo demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm lint mutation figures figures-check docs docs-serve benchmarks clean
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
+# Images for containers often forbid to keep what was compiled: then each process of the tests compiles torch and
+# transformers again, which takes longer than the rest of their import.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 setup: $(VENV)/.complete

@@ -66,7 +66,7 @@ def test_a_rank_that_dies_or_hangs_is_told_within_the_limit(
     session: Session, folder: Path, kind: signal.Signals
 ) -> None:
     ranks = rank_group(session, folder, 2, timeout_s=300.0)
-    ranks._timeout_s = 10.0 if kind is signal.SIGSTOP else 60.0  # a start may take longer
+    ranks._timeout_s = 4.0 if kind is signal.SIGSTOP else 60.0  # a start may take longer
     pids = ranks.pids
     os.kill(pids[1], kind)
     began = time.monotonic()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from outrider.train.update.weight_files import read_tensors
 from tests.scale.traces import Traces
+from tests.train.forked import forked_outrider
 from tests.train.tool_run import outrider, write_tool_run
 from tests.train.whole_runs import metrics
 
@@ -107,7 +108,7 @@ def test_ranks_that_break_begin_anew_and_end_in_the_same_bits(
 
 def test_the_export_is_the_newest_checkpoint(root: Path, whole: Path) -> None:
     out = root / "exported"
-    ended = outrider("export", whole, "--out", out)
+    ended = forked_outrider("export", whole, "--out", out)
     assert ended.returncode == 0, ended.stderr
     written = read_tensors(whole / "checkpoints" / f"step-{STEPS:06d}", with_optimizer=False)
     exported = load_file(out / "model.safetensors")
@@ -115,14 +116,14 @@ def test_the_export_is_the_newest_checkpoint(root: Path, whole: Path) -> None:
     assert len(shared) >= len(written) - 1
     assert all(torch.equal(exported[name].float(), written[name]) for name in shared)
     assert (out / "tokenizer.json").exists() and json.loads((out / "config.json").read_text())
-    again = outrider("export", whole, "--out", out)
+    again = forked_outrider("export", whole, "--out", out)
     assert again.returncode == 2 and "is not empty" in again.stderr
 
 
 def test_the_run_is_that_of_one_process_within_the_promise(root: Path, whole: Path) -> None:
     single = root / "single"
     given = [one for one in command(root, single) if one != "cluster.num_trainers=2"]
-    ended = outrider(*given, timeout=300)
+    ended = forked_outrider(*given)
     assert ended.returncode == 0, ended.stderr
     first, other = (next(one for one in metrics(run) if one["kind"] == "train") for run in (whole, single))
     for name, value in other.items():
