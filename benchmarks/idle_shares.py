@@ -1,6 +1,8 @@
 """Who waited for whom in a run on several processes, step by step, from its metrics.
 
     python -m benchmarks.idle_shares --run runs/demo-cluster
+
+The first step of rollouts beside an update plays two batches: one for itself.
 """
 
 import argparse

@@ -18,12 +18,12 @@ _AT_MOST: Final[Mapping[str, int]] = {
     "buffer.num_tasks": 2, "evaluation.num_tasks": 2, "evaluation.num_samples": 1,
     "evaluation.num_trials": 2, "num_threads": 1, "train.max_concurrent": 2,
 }  # fmt: skip
-_SET: Final[Mapping[str, Any]] = {
+_SET: Final[dict[str, Any]] = {
     "model.device": "cpu", "model.precision": "float32", "model.context_length": None, "evaluation.every": 0,
     "evaluation.panel": None, "trackers": [], "train.max_policy_tokens": None, "train.keep_checkpoints": 9,
 }  # fmt: skip
 # where experts are imitated: their paths have to fit, at a token a character
-_ROOM: Final[Mapping[str, Any]] = {
+_ROOM: Final[dict[str, Any]] = {
     "rollout.max_turn_tokens": 256, "rollout.max_response_tokens": 16_000,
 }  # fmt: skip
 _CUTS: Final = ("rollout.max_turns", "environment.max_moves")
