@@ -1,5 +1,6 @@
 """An engine in a process of its own, and the engine that stands for all of them where rollouts are played."""
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from outrider.engines.local.model import LanguageModel, load_model, resolve_prec
 from outrider.errors import ClusterFault
 from outrider.plugins import registry as plugins
 from outrider.scale.recipe import Recipe
-from outrider.scale.waiting import AGAIN, results
+from outrider.scale.waiting import AGAIN, results, silent, told
 from outrider.scale.weights import Carrier, Parcel, unpack
 from outrider.tokens import Tokenizer
 from outrider.train.update.policy import set_threads
@@ -166,6 +167,19 @@ class RemoteEngine:
         for indices, answers in zip(parts.values(), self._wait(calls, "generate"), strict=True):
             found |= zip(indices, answers, strict=True)
         return [found[index] for index in range(len(requests))]
+
+    async def stream(self, request: Request) -> Generation:
+        """See :class:`outrider.rollout.stream_batcher.StreamingEngine`."""
+        number = self._home(request)
+        call = self._actors[number].stream.remote(request, self.weight_version)
+        what, setting = "generate", "cluster.turn_timeout_s"
+        try:
+            found: Generation = await asyncio.wait_for(asyncio.wrap_future(call.future()), self._timeout_s)
+        except TimeoutError as error:
+            raise silent(_who(number), what, self._timeout_s, setting) from error
+        except Exception as error:
+            raise told(self._ray, error, _who(number), what) from error
+        return found
 
     def _home(self, request: Request) -> int:
         group = (request.cache_key or request.request_id).rpartition("/")[0]

@@ -16,6 +16,7 @@ from outrider.scale.recipe import Recipe
 from outrider.scale.repairs import Repairs
 from outrider.scale.rollouts import RemoteRollouts, portable, who
 from outrider.scale.session import Session
+from outrider.scale.stream import StreamEngineActor
 from outrider.scale.waiting import results
 from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, pack
 from outrider.scale.worker import RolloutWorker, WorkerSettings
@@ -155,7 +156,10 @@ class Remote:
         return made.options(scheduling_strategy=placed, max_concurrency=num_calls)
 
     def _new_engine(self, number: int) -> Any:
-        actor = self._actor(EngineActor, number, 1)
+        if self._settings.cluster.batching == "stream":
+            actor = self._actor(StreamEngineActor, number, 1000)
+        else:
+            actor = self._actor(EngineActor, number, 1)
         return actor.remote(self._recipe, number, str(self._folder), self._carrier)
 
     def _new_worker(self, number: int) -> Any:

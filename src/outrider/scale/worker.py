@@ -160,6 +160,7 @@ class RolloutWorker:
             on_finished=self._on_finished,
             whereabouts=self._whereabouts,
             ends_groups=False,
+            streams=settings.cluster.batching == "stream",
         )
 
     def _on_finished(self, num_ended: int, num_owed: int) -> None:

@@ -26,7 +26,9 @@ class ClusterSettings(Settings):
     of the ranks, a start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout
     worker answers a heartbeat within ``heartbeat_s``. ``max_staleness`` 1 plays the rollouts of the
     next step beside the update of this one: its tokens are one version old, which the sampler correction
-    weighs. A process that dies or is silent is
+    weighs. ``batching``: an engine gets a round of requests of
+    all rollouts of a worker (``rounds``), which come to the same bits again, or each as soon as it is there
+    (``stream``), and no turn waits for another one's. A process that dies or is silent is
     replaced, at most ``max_restarts`` times within an hour. The other fields have one possible value so far.
     """
 
@@ -42,6 +44,7 @@ class ClusterSettings(Settings):
     max_staleness: int = Field(0, ge=0)
     in_flight: bool = False
     weights: Literal["auto", "nccl", "ipc", "store", "disk"] = "auto"
+    batching: Literal["rounds", "stream"] = "rounds"
     ray_address: str = "local"
     placement_timeout_s: float = Field(120.0, gt=0)
     update_timeout_s: float = Field(3600.0, gt=0)
@@ -66,6 +69,8 @@ class ClusterSettings(Settings):
             raise ValueError("placement = colocate has max_staleness = 0: engines sleep while trainers work")
         if self.max_staleness > 1 and not self.in_flight:
             raise ValueError("max_staleness above 1 needs in_flight = true")
+        if self.batching == "stream" and not self.is_remote:
+            raise ValueError("batching = stream needs engines in processes of their own: weights = store")
         if self.max_staleness and not self.is_remote:
             raise ValueError(
                 "max_staleness needs engines in processes of their own: weights = store, or several of them"
