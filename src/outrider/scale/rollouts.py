@@ -84,7 +84,8 @@ class RemoteRollouts:
                 jobs |= {number: replace(job, is_again=True) for number, job in again.items()}
         if self._ahead is not None:
             self._ahead.ended()
-        return self._merged(played, len(tasks))
+        # by worker, and not by who came to an end first
+        return self._merged({number: played[number] for number in jobs}, len(tasks))
 
     def _play(
         self, jobs: Mapping[int, Job], played: dict[int, Played], *, num_owed: int
