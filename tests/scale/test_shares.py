@@ -114,7 +114,8 @@ class Together:
 def rollouts_of(workers: list[Worker], hooks: list[Any], *, at_once: int = 8) -> RemoteRollouts:
     return RemoteRollouts(
         NearRay(), Together(workers), hooks=hooks, is_training=True, version=lambda: 5,
-        max_concurrent=at_once, heartbeat_s=1.0, on_finished=lambda done, owed: None, whereabouts=Whereabouts(),
+        max_concurrent=at_once, heartbeat_s=1.0, whereabouts=Whereabouts(),
+        on_finished=lambda done, owed: None,
     )  # fmt: skip
 
 
