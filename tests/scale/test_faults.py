@@ -86,6 +86,15 @@ def test_processors_that_are_not_there_are_named_in_time(session: Session, folde
         asked.places(500)
 
 
+def test_a_ray_that_is_not_there_is_named_in_time() -> None:
+    """Ray itself asks for minutes."""
+    hasty = ClusterSettings(num_trainers=2, placement_timeout_s=0.5, ray_address="127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(ClusterFault, match=r"cluster\.ray_address = 127\.0\.0\.1:9: .*refused"):
+        Session(hasty)
+    assert time.monotonic() - began < 20.0
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'outrider\[cluster\]'"):
