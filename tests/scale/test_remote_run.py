@@ -18,7 +18,10 @@ from tests.train.whole_runs import command, differences, metrics, write_data
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
 STEPS = 2
-SENT = ("weights/bytes", "weights/rpcs")
+SENT = (
+    "weights/bytes", "weights/rpcs", "weights/num_failed", "cluster/worker_deaths", "cluster/engine_deaths",
+    "cluster/engine_hangs", "rollout/num_groups_replayed",
+)  # fmt: skip
 # hooks that count, branch, remember and reflect, and a buffer that grows
 CASE = ("combined", "buffer.evolve=true")
 TWO = ("cluster.num_engines=2", "cluster.num_rollout_workers=2", "cluster.weights=disk")
