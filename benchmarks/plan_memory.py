@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.tiny import save_tiny_model, tiny_tokenizer
+
 from outrider.planning.memory import MARGIN, Training, rank_bytes
 from outrider.planning.read_shape import find_shape
-from tests.tiny import save_tiny_model, tiny_tokenizer
 
 _LIMIT_S = 400.0
 MODELS: dict[str, dict[str, Any]] = {

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.scale.groups import groups
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.engines.local.model import load_model
 from outrider.train.learning_settings import ColdStartSettings, OptimizerSettings, UpdateSettings
 from outrider.train.update.policy import Policy, set_threads
 from outrider.train.update.update import update
-from tests.scale.groups import groups
 
 GROUPS, ROLLOUTS, LONGEST = 4, 8, 96
 

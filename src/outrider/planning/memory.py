@@ -18,7 +18,7 @@ from outrider.planning.shape import ModelShape
 MARGIN: Final = 1.1  # allocator's gaps, and buffers that no formula has
 CONTEXT_BYTES: Final = 2_000_000_000  # CUDA's context, kernels and NCCL's buffers, per GPU
 SLEEPING_BYTES: Final = 2_000_000_000  # what an engine that sleeps leaves on its GPU
-HEAD_ROWS: Final = 512  # outrider.train.update.chunked_logprobs
+HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.train.update.chunked_logprobs
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4  # bytes per parameter: float32, two moments of Adam, float32
 VALUE_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
@@ -54,9 +54,12 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
         "working copy": b * share if alone and b < MASTER else 0.0,
         "reference": b * share if training.has_reference else 0.0,
         "gathered layers": 0.0 if alone else gathered_bytes(shape, b),
-        "gradients in the making": head_gradient_bytes(shape, b) if alone else 0.0,
-        "activations": activation_bytes(shape, training),
-        "vocabulary": head_bytes(shape),
+        "activations kept": kept_bytes(shape, training),
+        # the head's backward pass is over when that of the last layer begins
+        "pass in work": max(
+            layer_bytes(shape, training),
+            head_bytes(shape, b) + (head_gradient_bytes(shape, b) if alone else 0.0),
+        ),
     }
 
 
@@ -75,16 +78,17 @@ def head_gradient_bytes(shape: ModelShape, value_bytes: int) -> float:
     return (GRADIENT + value_bytes) * shape.embedding_parameters
 
 
-def activation_bytes(shape: ModelShape, training: Training) -> float:
-    """Checkpointed: ``b L d T`` for the inputs of all layers and ``b (9 d + 4 f) T`` for the one that is
-    computed again. Else all layers but that one keep what their backward pass reads.
+def kept_bytes(shape: ModelShape, training: Training) -> float:
+    """Between forward and backward pass: checkpointed the inputs of all layers, ``b L d T``, else what their
+    backward passes read.
     """
-    d, f, b = shape.width, shape.mlp_width, training.value_bytes
-    tokens = b * training.max_tokens
-    one = (9 * d + 4 * f) * tokens
-    if training.checkpointed:
-        return shape.num_layers * d * tokens + one
-    return (shape.num_layers - 1) * kept_per_token(shape) * tokens + one
+    per_token = shape.width if training.checkpointed else kept_per_token(shape)
+    return training.value_bytes * shape.num_layers * per_token * training.max_tokens
+
+
+def layer_bytes(shape: ModelShape, training: Training) -> float:
+    """The layer at work, with its gradients: ``b (9 d + 4 f) T``."""
+    return training.value_bytes * (9 * shape.width + 4 * shape.mlp_width) * training.max_tokens
 
 
 def kept_per_token(shape: ModelShape) -> int:
@@ -94,9 +98,11 @@ def kept_per_token(shape: ModelShape) -> int:
     return 4 * shape.width + 2 * shape.attention_width + 2 * shape.kv_width + 3 * shape.mlp_width
 
 
-def head_bytes(shape: ModelShape) -> float:
-    """Logits of a block of tokens and their probabilities, in float32: ``8 * 512 V``."""
-    return 2 * 4 * HEAD_ROWS * shape.vocabulary
+def head_bytes(shape: ModelShape, value_bytes: int) -> float:
+    """Logits of a block of tokens in the working precision, and log-probs and probabilities of a chunk of
+    it in float32: ``(512 b + 128 * 8) V`` (:mod:`outrider.train.update.chunked_logprobs`).
+    """
+    return (HEAD_ROWS * value_bytes + 2 * 4 * HEAD_CHUNK) * shape.vocabulary
 
 
 def weight_bytes(shape: ModelShape, *, tensor_parallel: int, value_bytes: int = 2) -> float:

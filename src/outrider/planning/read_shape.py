@@ -91,7 +91,6 @@ def _shape(values: Mapping[str, Any], *, name: str, family: str) -> ModelShape:
     )
 
 
-
 @cache
 def known_models() -> Mapping[str, Mapping[str, Any]]:
     """Parts of config.json of the models that the documents name, by their name."""

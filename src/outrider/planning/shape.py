@@ -45,9 +45,7 @@ class ModelShape:
         """P_layer: attention, gated MLP, norms and biases of one layer."""
         d, f, a, k = self.width, self.mlp_width, self.attention_width, self.kv_width
         matrices = d * a + 2 * d * k + a * d + 3 * d * f
-        biases = (
-            (a + 2 * k) * self.has_qkv_bias + d * self.has_output_bias + (2 * f + d) * self.has_mlp_bias
-        )
+        biases = (a + 2 * k) * self.has_qkv_bias + d * self.has_output_bias + (2 * f + d) * self.has_mlp_bias
         return matrices + biases + self.num_norms * d + 2 * self.head_size * self.has_head_norms
 
     @property
