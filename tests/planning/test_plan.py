@@ -1,4 +1,4 @@
-"""``outrider plan``: counts beside transformers' own models, the design's two claims, and what more GPUs or a
+"""Plan: counts beside transformers' own models, the design's two claims, and what more GPUs or a
 longer context can do.
 """
 

@@ -1,4 +1,4 @@
-"""Bytes that training and generation hold, from a model's shape. Formulas, with the papers' names:
+"""Bytes that training and generation hold, from a model's shape. The formulas, with their papers.
 
 - **states** (ZeRO-3, arXiv 1910.02054): 16 bytes per parameter in mixed precision with Adam, over N ranks;
 - **activations** (Korthikanti et al., arXiv 2205.05198): a checkpointed layer keeps its input, one layer at a
