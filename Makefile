@@ -9,9 +9,12 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup textworld alfworld demo demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm lint mutation figures figures-check docs docs-serve benchmarks clean
+.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm lint mutation figures figures-check docs docs-serve benchmarks clean
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
+# Images for containers often forbid to keep what was compiled: then each process of the tests compiles torch and
+# transformers again, which takes longer than the rest of their import.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 setup: $(VENV)/.complete
@@ -42,6 +45,12 @@ demo: $(VENV)/.demo
 	else $(BIN)/outrider train recipes/demo.toml --run $(DEMO); fi
 	@$(BIN)/python -m benchmarks.demo_beside --run $(DEMO) --out $(DEMO)/beside.html
 	@echo "open $(DEMO)/report.html"
+
+# Two trainer ranks, an engine and two rollout workers on this machine, and who waited for whom.
+demo-cluster: setup
+	@if [ -e $(RUNS)/demo-cluster/config.toml ]; then $(BIN)/outrider train --resume $(RUNS)/demo-cluster; \
+	else $(BIN)/outrider train recipes/demo-cluster.toml --run $(RUNS)/demo-cluster; fi
+	@$(BIN)/python -m benchmarks.idle_shares --run $(RUNS)/demo-cluster
 
 demo-compare: setup
 	$(BIN)/python -m benchmarks.learning factbook --recipe recipes/demo.toml --out $(DEMO)-compare --seeds 5 \
@@ -145,6 +154,7 @@ benchmarks: setup
 	$(BIN)/python benchmarks/grpo_bias.py
 	$(BIN)/python benchmarks/branching_bias.py
 	$(BIN)/python -m benchmarks.toy_rapo
+	$(BIN)/python -m benchmarks.stale_toy
 	$(BIN)/python benchmarks/spin.py
 	$(BIN)/python benchmarks/threads.py
 	$(BIN)/python benchmarks/episode_pass.py

@@ -67,6 +67,8 @@ def _watch(own: Path, on_write: Callable[[str], object]) -> None:
         elif event in _WRITES:
             on_write(event)
 
+    # The first process to import a module would write what it compiled, and the next one would not.
+    sys.dont_write_bytecode = True
     sys.addaudithook(hook)
     force, connect = os.fsync, sqlite3.connect
 

@@ -5,7 +5,10 @@ The fast tests draw the same examples every time, so that a change fails for wha
 draws others on each call.
 """
 
+import functools
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,16 +18,70 @@ settings.register_profile("same", _BUSY, derandomize=True)
 settings.register_profile("random", _BUSY, print_blob=True)
 settings.load_profile(os.environ.get("OUTRIDER_EXAMPLES", "same"))
 
-# `make test` gives each worker whole files: one that takes a minute and begins last would leave the other
-# without work.
+# `make test` gives each worker whole files. These take longest, and the first of them longest: one that
+# began last would leave the other worker without work.
 LONGEST = (
+    "scale/test_same_update.py",  # the first of the files that share one Ray
     "train/test_resume.py",
+    "scale/test_whole_run.py",
+    "rollout/test_branch.py",
+    "packaging/test_extras.py",
+    "plugins/test_foreign_package.py",
+    "scale/test_remote_run.py",
+    "plugins/test_contracts.py",
+    "environments/test_math_pool.py",
+    "environments/test_factbook.py",
+    "environments/test_scienceworld_java.py",
+    "golden/test_golden.py",
+    "learning/test_rapo_learns.py",
+    "rollout/test_expansion.py",
+    "benchmarks/test_toy_decisions.py",
+    "examples/test_notebook.py",
+    "evals/test_panel_endpoint.py",
+    "plugins/test_new.py",
+    "learning/test_arpo_learns.py",
+    "learning/test_combined_learns.py",
+    "benchmarks/test_campaigns.py",
+    "tools/test_python.py",
+    "benchmarks/test_tips_counterfactual.py",
     "train/test_mixed_runs.py",
-    "train/test_group_family_run.py",
+    "train/test_empo2_run.py",
+    "learning/test_empo2_learns.py",
+    "tools/test_python_attacks.py",
     "train/test_branching_run.py",
+    "algorithms/test_combined.py",
+    "evals/test_hub_load.py",
+)
+# Their fixtures start Ray, and ranks: once, if one worker has them all.
+OF_ONE_RAY = tuple(
+    f"scale/test_{name}.py" for name in ("checkpoints", "faults", "remote_faults", "same_update")
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Only the files change places, so that fixtures of a module stay together."""
-    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
+@functools.cache
+def _place(file: Path) -> int:
+    ends = (number for number, name in enumerate(LONGEST) if file.as_posix().endswith(f"/{name}"))
+    return next(ends, len(LONGEST))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Only the files change places, so that fixtures of a module stay together; and only for workers, since
+    one process makes fixtures of a package once where its files stay together too.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _place(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The one of ``--dist loadfile``, for which the files of one Ray are one file."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "scale" if file.endswith(OF_ONE_RAY) else file
+
+    return Files(config, log)

@@ -49,15 +49,35 @@ QUICK = [  # arguments, exit status, and a part of what is told
     (["buffer", "build", str(RECIPE), "--out", "new", "trian.num_steps=1"], 2, "did you mean train?"),
     (["init", "recipe.toml"], 0, "recipe.toml: next"),
 ]
+# Each in a child of its own, of a process that has imported the command line alone.
 _RUN = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
 from outrider.cli import main
-out = io.StringIO()
-with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-    status = main(json.loads(sys.argv[1]))
-heavy = [name for name in ("torch", "transformers", "pyarrow", "bm25s") if name in sys.modules]
-print(json.dumps([status, out.getvalue(), heavy]))
+for arguments, folder in json.loads(sys.argv[1]):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, arguments
+        continue
+    os.chdir(folder)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = main(arguments)
+    heavy = [name for name in ("torch", "transformers", "pyarrow", "bm25s") if name in sys.modules]
+    print(json.dumps([status, out.getvalue(), heavy, os.listdir()]), flush=True)
+    os._exit(0)
 """
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Of each command its status, what it told, what it imported and what is in its folder then."""
+    folders = [tmp_path_factory.mktemp("quick") for _ in QUICK]
+    for folder in folders:
+        (folder / "a file").touch()
+    given = [(arguments, str(folder)) for (arguments, *_), folder in zip(QUICK, folders, strict=True)]
+    done = subprocess.run([sys.executable, "-c", _RUN, json.dumps(given)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = map(json.loads, done.stdout.splitlines())
+    return {str(arguments): one for (arguments, *_), one in zip(QUICK, found, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -66,14 +86,12 @@ print(json.dumps([status, out.getvalue(), heavy]))
     ids=lambda one: " ".join(one)[-40:] if isinstance(one, list) else "",
 )
 def test_f8_what_needs_no_model_imports_no_torch(
-    arguments: list[str], status: int, says: str, tmp_path: Path
+    arguments: list[str], status: int, says: str, quick: dict[str, list[Any]]
 ) -> None:
-    (tmp_path / "a file").touch()
-    given = [sys.executable, "-c", _RUN, json.dumps(arguments)]
-    done = json.loads(subprocess.run(given, capture_output=True, text=True, check=True, cwd=tmp_path).stdout)
-    assert (done[0], done[2]) == (status, [])
-    assert says in done[1] and (status == 0 or done[1].count("\n") == 1)
-    assert not (tmp_path / "new").exists()
+    ended, told, heavy, left = quick[str(arguments)]
+    assert (ended, heavy) == (status, [])
+    assert says in told and (status == 0 or told.count("\n") == 1)
+    assert "a file" in left and "new" not in left
 
 
 @pytest.mark.parametrize(

@@ -3,40 +3,14 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.model import LanguageModel
+from outrider.smoke.model import CHARACTERS, TEMPLATE, tiny_config
+from outrider.smoke.model import character_tokenizer as tiny_tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-CHARACTERS = [chr(c) for c in range(32, 127)] + ["\n"]
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, and the chat markers."""
-    special = ["<|im_start|>", "<|im_end|>", "<unk>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="<unk>")
-    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    fast.chat_template = TEMPLATE
-    return fast
-
-
-def tiny_config(*, num_layers: int = 2, hidden_size: int = 32, context: int = 512) -> LlamaConfig:
-    """Grouped-query attention and tied embeddings, as SmolLM2 has them."""
-    return LlamaConfig(
-        vocab_size=3 + len(CHARACTERS), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=context, tie_word_embeddings=True, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+__all__ = ["CHARACTERS", "TEMPLATE", "save_tiny_model", "tiny_config", "tiny_model", "tiny_tokenizer"]
 
 
 def tiny_model(

@@ -49,5 +49,19 @@ class ClusterFault(OutriderError):
     """
 
 
+class ProcessGone(ClusterFault):
+    """The process ``who`` (``engine 1``, ``rollout worker 0``) is dead, or silent (``is_silent``): another
+    one may take its place.
+    """
+
+    def __init__(self, message: str, who: str, is_silent: bool = False) -> None:
+        super().__init__(message, who, is_silent)  # what pickle makes it of again
+        self.who = who
+        self.is_silent = is_silent
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class PackError(OutriderError):
     """A pack that is malformed, or whose files or tables are not what its manifest and its results say."""

@@ -96,7 +96,7 @@ def test_what_passes_is_tried_again_and_told(
 ) -> None:
     hold = threading.Event()
     with chat_server(misbehaving(kinds(hold), 1)) as server:
-        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=5") == 0
+        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=2") == 0
         hold.set()
     assert summary(tmp_path / "run")["num_scored"] == NUM
     told = capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_what_passes_is_tried_again_and_told(
 def test_what_does_not_pass_is_reported_apart_and_asked_again(questions: Path, tmp_path: Path) -> None:
     hold = threading.Event()
     with chat_server(misbehaving(kinds(hold), 99)) as server:
-        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=5") == 0
+        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=2") == 0
         hold.set()
         assert num_asked(server) == NUM - 4 + 4 * 2
     broken = summary(tmp_path / "run")
@@ -121,7 +121,7 @@ def test_what_does_not_pass_is_reported_apart_and_asked_again(questions: Path, t
     assert sorted(lost) == [f"hotpotqa-{i}" for i in (0, 2, 4, 5)] and all(
         one["score"] is None for one in lost.values()
     )
-    for number, words in ((0, "status 429"), (2, "status 500"), (4, "no JSON"), (5, "no answer within 5 s")):
+    for number, words in ((0, "status 429"), (2, "status 500"), (4, "no JSON"), (5, "no answer within 2 s")):
         assert (
             "gave up after 2 tries" in lost[f"hotpotqa-{number}"]["detail"]
             and words in lost[f"hotpotqa-{number}"]["detail"]
@@ -238,7 +238,7 @@ def test_a_judge_that_stalls(questions: Path, tmp_path: Path) -> None:
     hold = threading.Event()
     late = Answer(say("0").body, hold=hold)
     with chat_server(judged(lambda number: late if number == "0" else say(number))) as server:
-        options = [*judge_options(server), "judge.endpoint.timeout_s=5"]
+        options = [*judge_options(server), "judge.endpoint.timeout_s=2"]
         assert play(server, f"simpleqa={questions}", tmp_path / "run", *options) == 0
         hold.set()
     assert summary(tmp_path / "run")["num_unjudged"] == 1

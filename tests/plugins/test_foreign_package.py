@@ -2,6 +2,7 @@
 the same bits, evaluates and compares, without a line of Outrider changed. (A token loss of its own comes with
 the protocol for it.)"""
 
+import functools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 
 from tests.plugins.packages import FOREIGN, install
 from tests.tiny import save_tiny_model
+from tests.train.forked import ForkedOutrider
 from tests.train.whole_runs import differences
 
 RECIPE = """
@@ -48,7 +50,7 @@ learning_rate = 1e-3
 [evaluation]
 num_tasks = 3
 """
-# Several commands in one process: the import of torch is what takes long.
+# Several commands in one process of its own: the import of torch is what takes long.
 COMMANDS = """
 import json, sys
 from outrider.cli import main
@@ -70,6 +72,15 @@ class Bench:
         self.recipe = root / "recipe.toml"
         self.recipe.write_text(RECIPE.format(root=root))
 
+    def forked(self, *command: str | Path) -> ForkedOutrider:
+        """One command where the imports are done, running."""
+        return ForkedOutrider(*command, prepare=functools.partial(_beside, self.target, self.root))
+
+    def run_forked(self, *command: str | Path) -> tuple[str, int | None]:
+        """What it told, and its status."""
+        process = self.forked(*command)
+        return "".join(process.communicate()), process.returncode
+
     def start(self, *commands: list[str]) -> "subprocess.Popen[str]":
         path = os.pathsep.join([str(self.target), *filter(None, [os.environ.get("PYTHONPATH")])])
         return subprocess.Popen(
@@ -82,6 +93,12 @@ class Bench:
         process = self.start(*commands)
         told, _ = process.communicate(timeout=600)
         return told
+
+
+def _beside(target: Path, root: Path, _: Path) -> None:
+    """In the child: the package is on the path, as :meth:`Bench.start` has it."""
+    sys.path.insert(0, str(target))
+    os.chdir(root)
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +145,13 @@ def test_it_trains_evaluates_and_compares(whole: Path) -> None:
 
 def test_it_is_killed_and_resumes_to_the_same_bits(bench: Bench, whole: Path) -> None:
     run = bench.root / "killed"
-    process = bench.start(["train", bench.recipe, "--run", run, "--progress", "none"])
+    process = bench.forked("train", bench.recipe, "--run", run, "--progress", "none")
     while not (run / "checkpoints" / "step-000001" / "state.json").exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)  # for what another process writes
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    told = bench.run(["train", "--resume", run, "--progress", "plain"])
+    told, _ = bench.run_forked("train", "--resume", run, "--progress", "plain")
     assert "continuing from step" in told or "this run is finished" in told, told
     assert differences(whole, run, num_steps=3) == []
 
@@ -147,21 +164,15 @@ def test_other_code_is_refused_unless_it_is_wanted(bench: Bench, whole: Path) ->
     before = code.read_text()
     code.write_text(before + "\n# another line\n")
     try:
-        told = bench.run(
-            ["train", "--resume", run],
-            ["train", "--resume", run, "--changed-plugins", "--progress", "plain"],
+        refused, first = bench.run_forked("train", "--resume", run)
+        accepted, then = bench.run_forked(
+            "train", "--resume", run, "--changed-plugins", "--progress", "plain"
         )
     finally:
         code.write_text(before)
-    refused, _, accepted = told.partition("== 1")
-    assert (
-        "not what this run began with: plug-in engine, plug-in environment, plug-in algorithm" in refused
-    ), told
-    assert (
-        "--changed-plugins" in refused
-        and "OTHER CODE of the plug-in algorithm" in accepted
-        and "== 0" in accepted
-    )
+    wanted = "not what this run began with: plug-in engine, plug-in environment, plug-in algorithm"
+    assert first == 1 and wanted in refused and "--changed-plugins" in refused, refused
+    assert then == 0 and "OTHER CODE of the plug-in algorithm" in accepted, accepted
 
 
 def test_what_is_gone_is_one_line(bench: Bench, whole: Path) -> None:

@@ -11,7 +11,8 @@ from tests.scale.probe import ProbedRank, rank_settings
 
 _LIMIT_S = 200.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.scale.probe"])
+# one server for these and for tests/train/forked.py, whichever comes first
+_context.set_forkserver_preload(["tests.train.forked_imports", "tests.scale.probe"])
 
 
 class ForkedRanks:

@@ -66,7 +66,7 @@ def test_a_rank_that_dies_or_hangs_is_told_within_the_limit(
     session: Session, folder: Path, kind: signal.Signals
 ) -> None:
     ranks = rank_group(session, folder, 2, timeout_s=300.0)
-    ranks._timeout_s = 10.0 if kind is signal.SIGSTOP else 60.0  # a start may take longer
+    ranks._timeout_s = 4.0 if kind is signal.SIGSTOP else 60.0  # a start may take longer
     pids = ranks.pids
     os.kill(pids[1], kind)
     began = time.monotonic()
@@ -84,6 +84,15 @@ def test_processors_that_are_not_there_are_named_in_time(session: Session, folde
     asked.ray, asked._settings, asked._folder, asked.is_local = session.ray, hasty, None, True
     with pytest.raises(ClusterFault, match=r"needs 500 processors, and .* within 1 s"):
         asked.places(500)
+
+
+def test_a_ray_that_is_not_there_is_named_in_time() -> None:
+    """Ray itself asks for minutes."""
+    hasty = ClusterSettings(num_trainers=2, placement_timeout_s=0.5, ray_address="127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(ClusterFault, match=r"cluster\.ray_address = 127\.0\.0\.1:9: .*refused"):
+        Session(hasty)
+    assert time.monotonic() - began < 20.0
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
-"""Engines and rollout workers that die, or stand still: one typed error that says who, in time, and nothing
-left behind. One Ray and four actors for all of it.
+"""Engines and rollout workers that die, or stand still: others take their place and the batch comes to the
+same bits, or one typed error says who, in time; nothing is left behind. One Ray and four actors at a time.
 """
 
 import os
+import pickle
+import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +18,10 @@ import pytest
 
 from outrider.config import validate
 from outrider.engines.local.engine import LocalEngine
-from outrider.errors import ClusterFault, ConfigError
+from outrider.errors import ClusterFault, ConfigError, ProcessGone
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.scale.repairs import Repairs
 from outrider.testing import check_engine
 from outrider.train.building import build
 from outrider.train.components import Components
@@ -35,7 +39,7 @@ SILENT_S = 6.0
 def settings_of(folder: Path, **changed: Any) -> RunSettings:
     cluster = {
         "num_engines": 2, "num_rollout_workers": 2, "turn_timeout_s": SILENT_S, "heartbeat_s": SILENT_S,
-        "placement_timeout_s": 60,
+        "placement_timeout_s": 60, "max_restarts": 20,
     }  # fmt: skip
     return validate(
         RunSettings,
@@ -139,39 +143,103 @@ def test_a_worker_with_an_older_version_gets_nothing(crew: Crew) -> None:
     crew.play()
 
 
-def test_a_worker_that_is_silent_is_named_and_goes_on_when_it_is_back(crew: Crew) -> None:
+@pytest.fixture(scope="module")
+def unbroken(crew: Crew) -> object:
+    return bits(crew.play())
+
+
+def bits(report: RolloutReport) -> object:
+    nodes = [
+        [(n.token_ids, n.logprobs, n.entropies, n.weight_version) for n in trace.nodes]
+        for trace in report.traces
+    ]
+    return nodes, [trace.leaves for trace in report.traces]
+
+
+def replaced(crew: Crew, unbroken: object, counted: str, message: str, *, num_groups: int) -> None:
+    """The batch comes to the same bits, and what happened is counted and told once."""
+    assert bits(crew.play()) == unbroken
+    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    assert counts == {counted: 1.0, "rollout/num_groups_replayed": float(num_groups)}
+    [line] = crew.remote.notes()
+    assert message in line and "replaced" in line and "\n" not in line
+    assert bits(crew.play()) == unbroken and crew.remote.notes() == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.worker_pids[1]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        told(crew, r"rollout worker 1 did not end a heartbeat within 6 s \(cluster.heartbeat_s\)")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    crew.play()
+    os.kill(pid, how)
+    silent = "rollout worker 1 did not end a heartbeat within 6 s (cluster.heartbeat_s)"
+    message = silent if how is signal.SIGSTOP else "rollout worker 1 died in its rollouts"
+    replaced(crew, unbroken, "cluster/worker_deaths", message, num_groups=2)
+    assert not lives(pid) and crew.remote.worker_pids[1] != pid
 
 
-def test_an_engine_that_is_silent_is_named(crew: Crew) -> None:
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_an_engine_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.engine_pids[1]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        told(crew, r"engine 1 did not end generate within 6 s \(cluster.turn_timeout_s\)")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    crew.play()
+    os.kill(pid, how)
+    silent = how is signal.SIGSTOP
+    counted = "cluster/engine_hangs" if silent else "cluster/engine_deaths"
+    message = (
+        "engine 1 did not end generate within 6 s (cluster.turn_timeout_s)"
+        if silent
+        else "engine 1 died in generate"
+    )
+    # both workers have a group there
+    replaced(crew, unbroken, counted, message, num_groups=4)
+    assert not lives(pid) and crew.remote.engine_pids[1] != pid
 
 
-def test_a_worker_that_dies_is_named(crew: Crew) -> None:
-    os.kill(crew.remote.worker_pids[1], signal.SIGKILL)
-    told(crew, "rollout worker 1 died in its rollouts")
-    assert not lives(crew.remote.worker_pids[1])
-    told(crew, "rollout worker 1 died in its rollouts")  # and is not there again with its first weights
+@pytest.mark.parametrize("seed", range(4))
+def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int) -> None:
+    """Nothing hangs, no token has another version, and the bits are those of an unbroken batch."""
+    draw = random.Random(seed)
+    pids = [*crew.remote.engine_pids, *crew.remote.worker_pids]
+    killer = threading.Timer(draw.uniform(0.0, 0.6), os.kill, (draw.choice(pids), signal.SIGKILL))
+    killer.start()
+    assert bits(crew.play()) == unbroken
+    killer.join()
+    assert bits(crew.play()) == unbroken  # where it came after the batch
+    counts = crew.remote.repairs.take_counts()
+    assert counts["cluster/worker_deaths"] + counts["cluster/engine_deaths"] == 1.0
+    crew.remote.notes()
 
 
-def test_an_engine_that_dies_is_named_by_rollouts_and_by_the_transfer(crew: Crew) -> None:
-    crew.remote._workers = crew.remote._workers[:1]
+def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> None:
+    engine = crew.remote.engine
+    os.kill(crew.remote.engine_pids[0], signal.SIGKILL)
+    engine.load(engine.weight_version + 1)
+    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    assert counts == {"cluster/engine_deaths": 1.0, "weights/num_failed": 1.0}
+    versions = {n.weight_version for trace in crew.play().traces for n in trace.nodes if n.trainable}
+    assert versions == {engine.weight_version}
+    assert "engine 0 died in loading the weights of version" in crew.remote.notes()[0]
+
+
+def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
+    crew.remote.repairs = Repairs(0)
     os.kill(crew.remote.engine_pids[1], signal.SIGKILL)
     told(crew, "engine 1 died in generate")
-    with pytest.raises(ClusterFault, match="engine 1 died in loading the weights of version"):
-        crew.remote.engine.load(crew.remote.engine.weight_version + 1)
+    os.kill(crew.remote.worker_pids[1], signal.SIGKILL)
+    told(crew, "rollout worker 1 died in its rollouts")
+
+
+def test_replacements_are_counted_by_the_hour() -> None:
+    clock = [0.0]
+    repairs = Repairs(2, clock=lambda: clock[0])
+    gone = ProcessGone("engine 1 died in generate (X); continue", "engine 1")
+    for now in (0.0, 1800.0, 3700.0):
+        clock[0] = now
+        repairs.allow(gone)
+    assert repairs.take_notes()[-1] == "engine 1 died in generate (X); replaced, 2 of 2 within an hour"
+    with pytest.raises(
+        ClusterFault, match=r"engine 1 died .*after 2 replacements within an hour, cluster\.max"
+    ):
+        repairs.allow(gone)
+    again = pickle.loads(pickle.dumps(gone))
+    assert (str(again), again.who, again.is_silent) == (str(gone), "engine 1", False)
 
 
 def test_the_end_ends_all(crew: Crew) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.scale.traces import Traces
+from tests.train.forked import forked_outrider
 from tests.train.whole_runs import command, differences, metrics, write_data
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -44,7 +45,9 @@ def played(root: Path, name: str, *overrides: str) -> Path:
 
 def test_one_engine_and_one_worker_are_one_process_bit_for_bit(root: Path) -> None:
     """Trace, metrics, checkpoint, buffer; but for what says how the weights went."""
-    alone = played(root, "alone")
+    alone = root / "alone"
+    ended = forked_outrider(*given(root, alone))
+    assert ended.returncode == 0, ended.stderr
     remote = played(root, "remote", "cluster.weights=store")
     found = set(differences(alone, remote, num_steps=STEPS))
     state = f"checkpoints/step-{STEPS:06d}/state.json"

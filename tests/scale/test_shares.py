@@ -4,8 +4,9 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from outrider.config import load_settings
 from outrider.environments.base import CallCapped
 from outrider.environments.tool_qa.call_budget import CallBudget
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ProcessGone
 from outrider.rollout.hooks import Forgetful
 from outrider.rollout.scheduler import RolloutReport
 from outrider.rollout.whereabouts import Whereabouts
@@ -37,6 +38,8 @@ class Answers:
 class NearRay:
     """Every call has its result at once."""
 
+    exceptions = SimpleNamespace(RayTaskError=(), OutOfMemoryError=(), RayError=())
+
     def put(self, one: Any) -> Any:
         return one
 
@@ -44,6 +47,8 @@ class NearRay:
         return calls[:1], calls[1:]
 
     def get(self, one: Any) -> Any:
+        if isinstance(one, Exception):
+            raise one
         return one
 
 
@@ -53,6 +58,7 @@ class Worker:
     def __init__(self, number: int) -> None:
         self.jobs: list[Job] = []
         self.number = number
+        self.breaks: list[Exception] = []  # one a try
         self.run = Answers(self._run)
         self.beat = Answers(lambda: Beat(num_ended=0, changed=0.0, place=None))
 
@@ -61,6 +67,8 @@ class Worker:
 
     def _run(self, job: Job) -> Any:
         self.jobs.append(job)
+        if self.breaks:
+            return self.breaks.pop(0)
         traces = [Trace(task=task, modes=modes) for task, modes in zip(job.tasks, job.modes, strict=True)]
         report = RolloutReport(
             traces=traces, num_batches=self.number, num_retries=1, faults=Counter(retries=1),
@@ -92,10 +100,22 @@ class Notes(Forgetful):
         self.told.append(trace.task.key)
 
 
+class Together:
+    """Counts what is replaced, and puts nothing else in its place."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self.workers = workers
+        self.replaced: list[tuple[list[str], int]] = []
+
+    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+        self.replaced.append((sorted(gone), num_groups))
+
+
 def rollouts_of(workers: list[Worker], hooks: list[Any], *, at_once: int = 8) -> RemoteRollouts:
     return RemoteRollouts(
-        NearRay(), workers, hooks=hooks, is_training=True, version=lambda: 5, max_concurrent=at_once,
-        heartbeat_s=1.0, on_finished=lambda done, owed: None, whereabouts=Whereabouts(),
+        NearRay(), Together(workers), hooks=hooks, is_training=True, version=lambda: 5,
+        max_concurrent=at_once, heartbeat_s=1.0, whereabouts=Whereabouts(),
+        on_finished=lambda done, owed: None,
     )  # fmt: skip
 
 
@@ -130,6 +150,47 @@ def test_groups_go_round_and_come_back_in_order(size: int, num: int, cap: int, a
     assert sum(shares) == cap  # type: ignore[arg-type]
     for job, share in zip(jobs, shares, strict=True):
         assert abs(share - cap * len(job.tasks) / num) < 1  # type: ignore[operator]
+
+
+class Gone(ProcessGone):
+    """Can be a key, as a reference of Ray's."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(["rollout worker", "engine 0", "engine 1"]), max_size=3), max_size=4)
+)
+def test_what_broke_is_played_again_and_nothing_else(breaks: list[list[str]]) -> None:
+    """Each worker breaks so often, with itself or with an engine; what it had brought stays."""
+    num = max(1, len(breaks))
+    workers, hook = [Worker(number) for number in range(num)], Notes()
+    for worker, each in zip(workers, breaks, strict=False):
+        names = [f"{one} {worker.number}" if one == "rollout worker" else one for one in each]
+        worker.breaks = [Gone(f"{one} died", one) for one in names]
+    played = rollouts_of(workers, [hook])
+    tasks = [Task(key=f"t{number}", question="") for number in range(2 * num)]
+    report = played.run(tasks, modes=("plain",), training_step=0)
+    assert [one.task for one in report.traces] == tasks
+    assert hook.told == [*range(num), *(task.key for task in tasks)]  # once, however often it was played
+    for number, worker in enumerate(workers):
+        tries = 1 + (len(breaks[number]) if number < len(breaks) else 0)
+        assert [job.is_again for job in worker.jobs] == [False, *[True] * (tries - 1)]
+        assert all(job.snapshots == worker.jobs[0].snapshots for job in worker.jobs)
+    rounds = max(map(len, breaks), default=0)
+    replaced = played._crew.replaced  # type: ignore[attr-defined]
+    assert [num_groups for _, num_groups in replaced] == [
+        2 * sum(len(each) > number for each in breaks) for number in range(rounds)
+    ]
+
+
+def test_what_is_left_of_a_batch_s_calls_dies_with_a_worker() -> None:
+    workers = [Worker(0)]
+    workers[0].breaks = [Gone("rollout worker 0 died", "rollout worker 0")]
+    played = rollouts_of(workers, [])
+    with pytest.raises(ProcessGone, match="rollout worker 0 died"):
+        played.run([Task(key="t", question="")], modes=("plain",), training_step=0, continued=True)
 
 
 def test_no_cap_has_no_shares() -> None:

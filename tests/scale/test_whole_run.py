@@ -3,6 +3,7 @@ nothing left behind.
 """
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from outrider.train.update.weight_files import read_tensors
 from tests.scale.traces import Traces
+from tests.train.forked import forked_outrider
 from tests.train.tool_run import outrider, write_tool_run
 from tests.train.whole_runs import metrics
 
@@ -77,9 +79,36 @@ def test_a_killed_run_goes_on_to_the_same_bits(root: Path, whole: Path) -> None:
     assert (whole / "evaluations.jsonl").read_bytes() == (run / "evaluations.jsonl").read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_that_break_begin_anew_and_end_in_the_same_bits(
+    root: Path, whole: Path, how: signal.Signals
+) -> None:
+    run = root / f"broken-{how.name}"
+    traces = Traces()
+    process = traces.start(*command(root, run), "cluster.update_timeout_s=20")
+    until = time.monotonic() + 240
+    while not (run / "checkpoints" / "step-000001" / "state.json").exists():
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.05)
+    ranks = [one for one in traces.processes() if "ray::Rank" in one]
+    assert len(ranks) == 2
+    os.kill(int(ranks[0].split()[0]), how)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr + stdout
+    assert "begin anew from the newest checkpoint, 1 of 3 times within an hour" in stdout
+    assert traces.settled() == set()
+    last = Path("checkpoints") / f"step-{STEPS:06d}"
+    one, other = (shards(folder / last) for folder in (whole, run))
+    assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
+    recorded = metrics(run)
+    restarts = [one.pop("cluster/trainer_restarts", 0.0) for one in recorded]
+    assert sum(restarts) == 1.0 and recorded == metrics(whole)
+
+
 def test_the_export_is_the_newest_checkpoint(root: Path, whole: Path) -> None:
     out = root / "exported"
-    ended = outrider("export", whole, "--out", out)
+    ended = forked_outrider("export", whole, "--out", out)
     assert ended.returncode == 0, ended.stderr
     written = read_tensors(whole / "checkpoints" / f"step-{STEPS:06d}", with_optimizer=False)
     exported = load_file(out / "model.safetensors")
@@ -87,14 +116,14 @@ def test_the_export_is_the_newest_checkpoint(root: Path, whole: Path) -> None:
     assert len(shared) >= len(written) - 1
     assert all(torch.equal(exported[name].float(), written[name]) for name in shared)
     assert (out / "tokenizer.json").exists() and json.loads((out / "config.json").read_text())
-    again = outrider("export", whole, "--out", out)
+    again = forked_outrider("export", whole, "--out", out)
     assert again.returncode == 2 and "is not empty" in again.stderr
 
 
 def test_the_run_is_that_of_one_process_within_the_promise(root: Path, whole: Path) -> None:
     single = root / "single"
     given = [one for one in command(root, single) if one != "cluster.num_trainers=2"]
-    ended = outrider(*given, timeout=300)
+    ended = forked_outrider(*given)
     assert ended.returncode == 0, ended.stderr
     first, other = (next(one for one in metrics(run) if one["kind"] == "train") for run in (whole, single))
     for name, value in other.items():

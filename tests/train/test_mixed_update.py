@@ -65,7 +65,7 @@ def batch_of(
         ids_N=numbers, positions_N=numbers, plan=TreePlan(segments=()), predictors_U=numbers,
         targets_U=numbers, token_T=numbers, credit_T=advantages, ratio_scale_T=torch.ones_like(advantages),
         engine_logprobs_T=engine[mask], rollout_index_T=rows, ordinal_T=numbers, turn_T=numbers,
-        is_foreign_T=foreign[mask],
+        is_foreign_T=foreign[mask], version_T=-torch.ones_like(numbers),
     )  # fmt: skip
     return batch, mask, rows
 

@@ -1,10 +1,11 @@
 """A run can be killed at any instant and continued to the same bits, through the command line.
 
 The reference is the same run, never interrupted. What may differ is only what the clock or the machine
-decides. The killed run of "rapo" and its repetition have real processes, each with a seed of its own for
-hashes; the others are children of one that has done the imports.
+decides. The run of "rapo" and the killed one have real processes, each with a seed of its own for hashes;
+the others are children of one that has done the imports, whose seed is yet another.
 """
 
+import functools
 import json
 import os
 import random
@@ -12,7 +13,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -184,7 +184,7 @@ def test_two_unbroken_runs_of_one_seed_are_equal_and_another_seed_is_not(
     root: Path, whole: Callable[[str], Path]
 ) -> None:
     again, other = root / "again", root / "other-seed"
-    assert outrider(*command(root, again, "rapo")).returncode == 0
+    assert forked_outrider(*command(root, again, "rapo")).returncode == 0
     _assert_same(whole("rapo"), again)
     assert (
         forked_outrider(
@@ -302,6 +302,11 @@ def test_only_damaged_checkpoints_are_one_clear_line(root: Path, whole: Callable
     assert (run / "metrics.jsonl").read_bytes() == before  # and nothing started over
 
 
+def _limit_files(limit: int, _: Path) -> None:
+    """In the child."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_readable(root: Path, whole: Callable[[str], Path]) -> None:
     """A limit on the size of files stands for the disk: the small files still fit, the weights do not."""
     run = root / "full-disk"
@@ -310,13 +315,12 @@ def test_a_full_disk_leaves_the_last_checkpoint_readable(root: Path, whole: Call
     weights = run / "checkpoints" / f"step-{NUM_STEPS - 1:06d}" / "masters.safetensors"
     before, limit = weights.read_bytes(), weights.stat().st_size - 1
     assert max(path.stat().st_size for path in [run / "metrics.jsonl", *(run / "traces").iterdir()]) < limit
-    failed = subprocess.run(
-        [sys.executable, "-m", "outrider", "train", "--resume", str(run), "--progress", "none"],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert failed.returncode == 1
-    assert len(failed.stderr.splitlines()) == 1 and "cannot write checkpoint" in failed.stderr
+    process = ForkedOutrider(
+        "train", "--resume", run, "--progress", "none", prepare=functools.partial(_limit_files, limit)
+    )
+    _, stderr = process.communicate()
+    assert process.returncode == 1
+    assert len(stderr.splitlines()) == 1 and "cannot write checkpoint" in stderr
     assert weights.read_bytes() == before and not list((run / "checkpoints").glob(".*"))
     assert forked_outrider("train", "--resume", run).returncode == 0
     _assert_same(whole("rapo"), run)

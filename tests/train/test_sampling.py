@@ -219,10 +219,10 @@ def test_a_step_is_played_by_the_run_s_settings() -> None:
     plain = play_step(parts_of(Page(GrpoSettings())), scheduler, step=7, cursor=4)  # type: ignore[arg-type]
     expected = stream(3, "task order", 0).permutation(12)[4:8]
     assert [trace.task.key for trace in plain.traces] == [f"t{i}" for i in expected] and plain.cursor == 8
-    assert (scheduler.step, scheduler.groups, plain.choice.groups, len(plain.trained)) == (
+    assert (scheduler.step, scheduler.groups, plain.is_filtered, len(plain.trained)) == (
         7,
         [70, 71, 72, 73],
-        None,
+        False,
         4,
     )
     rule = DynamicSamplingSettings(max_extra_batches=1)
@@ -233,7 +233,7 @@ def test_a_step_is_played_by_the_run_s_settings() -> None:
         step=0,
         cursor=0,
     )
-    assert dapo.choice.groups is not None and (len(dapo.traces), dapo.trained) == (8, [])
+    assert dapo.is_filtered and (len(dapo.traces), dapo.trained) == (8, [])
 
 
 def test_a_step_with_replay_plays_as_many_groups_as_it_has_no_stored_ones_for() -> None:

@@ -121,7 +121,8 @@ class Algorithm:
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Memories as plain data and arrays, for a checkpoint; empty for an algorithm that remembers
-        nothing.
+        nothing. With ``cluster.max_staleness`` 1 a checkpoint comes between the rollouts of a step and its
+        :meth:`measure`: what hooks have counted for that belongs here too.
         """
         return {}, {}
 

@@ -1,10 +1,17 @@
 """``outrider buffer``: fill, import, and look into step-trace buffers."""
 
 import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.commands.parts import Commands
+from outrider.commands.smoking import add_smoke, file_or_stand_in, smoke
 from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.train.settings import RunSettings
 
 
 def add(commands: Commands) -> None:
@@ -24,6 +31,7 @@ def add(commands: Commands) -> None:
     )
     building.add_argument("--endpoint-model", default="default")
     building.add_argument("--num-trajectories", type=int, default=16, help="per task, from an endpoint")
+    add_smoke(building)
     building.set_defaults(command=_build, interrupted="; the same command continues")
     imported = buffer.add_parser("import", help="add chat trajectories from JSONL or Parquet")
     imported.add_argument("file", type=Path)
@@ -34,6 +42,7 @@ def add(commands: Commands) -> None:
     imported.add_argument(
         "--skip-malformed", action="store_true", help="count malformed lines instead of stopping at the first"
     )
+    add_smoke(imported)
     imported.set_defaults(command=_import, interrupted="; the same command continues")
     shown = (
         ("stats", _stats, "what a buffer holds"),
@@ -54,25 +63,36 @@ def _build(parsed: argparse.Namespace) -> int:
 
     if parsed.endpoint is None and parsed.endpoint_model != "default":
         raise ConfigError("--endpoint-model goes with --endpoint URL")
-    settings = api.run_settings(parsed.recipe, overrides=parsed.overrides)
-    from outrider.train.data.buffer_commands import build_buffer
+    endpoint, num_trajectories, given = parsed.endpoint, parsed.num_trajectories, parsed.overrides
 
-    return build_buffer(
-        settings,
-        out=parsed.out,
-        endpoint=parsed.endpoint,
-        endpoint_model=parsed.endpoint_model,
-        num_trajectories=parsed.num_trajectories,
-    )
+    def settings_of(them: Sequence[str]) -> "RunSettings":
+        return api.run_settings(parsed.recipe, overrides=them)
+
+    with smoke(settings_of, given, is_on=parsed.smoke, shows=False) as more, ExitStack() as served:
+        settings = settings_of([*given, *more])
+        if parsed.smoke:
+            from outrider.smoke.stand_ins import server
+
+            endpoint = endpoint and served.enter_context(server())
+            num_trajectories = min(2, num_trajectories)
+        from outrider.train.data.buffer_commands import build_buffer
+
+        return build_buffer(
+            settings,
+            out=parsed.out,
+            endpoint=endpoint,
+            endpoint_model=parsed.endpoint_model,
+            num_trajectories=num_trajectories,
+        )
 
 
 def _import(parsed: argparse.Namespace) -> int:
     from outrider.train.data.buffer_commands import import_trajectories
 
     return import_trajectories(
-        parsed.file,
+        file_or_stand_in(parsed.file) if parsed.smoke else parsed.file,
         out=parsed.out,
-        embedder=parsed.embedder,
+        embedder="hash" if parsed.smoke else parsed.embedder,
         keep_best=parsed.keep_best,
         min_reward=parsed.min_reward,
         skip_malformed=parsed.skip_malformed,

@@ -2,10 +2,14 @@
 
 import argparse
 from pathlib import Path
+from typing import Final
 
 from outrider.commands.parts import Commands
+from outrider.commands.smoking import add_smoke, file_or_stand_in
 from outrider.config import load_settings
 from outrider.errors import ConfigError
+
+_SMOKE: Final = ("embedder=hash", "num_updates=4", "batch_size=4")
 
 
 def add(commands: Commands) -> None:
@@ -27,17 +31,20 @@ def add(commands: Commands) -> None:
         help="of runs also the evaluations on other splits than train: not on tasks that it is evaluated on",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the critic, a new file")
+    add_smoke(parser)
     parser.set_defaults(command=_critic)
 
 
 def _critic(parsed: argparse.Namespace) -> int:
     from outrider.algorithms.retrospex.settings import CriticSettings
 
-    settings = load_settings(CriticSettings, file=None, overrides=parsed.overrides)
+    overrides = [*parsed.overrides, *(_SMOKE if parsed.smoke else ())]
+    settings = load_settings(CriticSettings, file=None, overrides=overrides)
     if parsed.out.exists():
         raise ConfigError(f"{parsed.out} exists: name a new file with --out")
     if not parsed.out.parent.is_dir():  # hours before it would be found
         raise ConfigError(f"{parsed.out.parent} is no folder: name a file in one with --out")
     from outrider.evals.critic_training import train_critic
 
-    return train_critic(parsed.sources, out=parsed.out, settings=settings, held_out=parsed.held_out)
+    sources = [file_or_stand_in(one) for one in parsed.sources] if parsed.smoke else parsed.sources
+    return train_critic(sources, out=parsed.out, settings=settings, held_out=parsed.held_out)

@@ -10,11 +10,19 @@ from outrider.resolved import show as as_toml
 
 
 def show(
-    settings: Settings, recipe: Path | None, overrides: Sequence[str], *, others: str = "derived"
+    settings: Settings,
+    recipe: Path | None,
+    overrides: Sequence[str],
+    *,
+    others: str = "derived",
+    smoke: Sequence[str] = (),
 ) -> int:
-    """The resolved configuration, which :func:`load_settings` reads back, and who set what of it."""
+    """The resolved configuration, which :func:`load_settings` reads back, and who set what of it:
+    ``smoke`` are the overrides of ``--smoke``.
+    """
     from outrider.train.state.same_settings import UNSEEN
 
-    shown = as_toml(leaves(settings, given=given_by(recipe, overrides), unseen=UNSEEN, others=others))
+    given = given_by(recipe, overrides) | dict.fromkeys(given_by(None, smoke), "smoke")
+    shown = as_toml(leaves(settings, given=given, unseen=UNSEEN, others=others))
     say(*shown.split("\n"))
     return 0

@@ -6,6 +6,7 @@ from typing import Final
 
 from outrider.commands.dry_run import show
 from outrider.commands.parts import Commands, overrides, positive
+from outrider.commands.smoking import add_smoke, smoke
 from outrider.config import load_settings
 from outrider.errors import ConfigError
 
@@ -26,6 +27,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--run", type=Path, help="new run directory; with --tasks also one to continue")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    add_smoke(parser)
     parser.add_argument("--checkpoint", type=Path, help="weights of a training run")
     parser.add_argument(
         "--adapt", type=positive, metavar="K", help="K trials with a memory and no change of weights"
@@ -70,6 +72,8 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     if is_without_recipe and "=" in (parsed.recipe or ""):  # the first override stands in the recipe's place
         parsed.recipe, parsed.overrides = None, [parsed.recipe, *parsed.overrides]
     given = [name for name in _ONLY_WITH_TASKS if vars(parsed)[name] is not None]
+    if parsed.smoke and is_without_recipe:
+        raise ConfigError("--smoke goes with a recipe; --limit N shortens --tasks")
     if parsed.regrade is not None:
         return _regrade(parsed)
     if parsed.tasks is not None:
@@ -121,14 +125,34 @@ def _evaluate_recipe(parsed: argparse.Namespace) -> int:
 
     if parsed.method != "tips" and parsed.adapt is None:
         raise ConfigError("--method goes with --adapt K")
-    chosen = {
-        "overrides": overrides(parsed),
-        "checkpoint": parsed.checkpoint,
-        "num_trials": parsed.adapt,
-        "method": parsed.method,
-    }
-    if parsed.dry_run:
-        settings = api.evaluation_settings(parsed.recipe, **chosen)
-        return show(settings, Path(parsed.recipe), chosen["overrides"], others="command")
-    api.evaluate(parsed.recipe, run=parsed.run, progress=parsed.progress, **chosen)
+    given = overrides(parsed)
+    options = {"checkpoint": parsed.checkpoint, "num_trials": parsed.adapt, "method": parsed.method}
+    with smoke(
+        lambda them: api.evaluation_settings(parsed.recipe, overrides=them, **options),
+        given,
+        is_on=parsed.smoke,
+        shows=parsed.dry_run,
+    ) as more:
+        if parsed.smoke:  # what the options set is among them
+            options = {"checkpoint": None, "num_trials": None, "method": "tips"}
+            more = [*_by_options(parsed), *more]
+        if parsed.dry_run:
+            settings = api.evaluation_settings(parsed.recipe, overrides=[*given, *more], **options)
+            return show(settings, Path(parsed.recipe), given, others="command", smoke=more)
+        api.evaluate(
+            parsed.recipe, run=parsed.run, progress=parsed.progress, overrides=[*given, *more], **options
+        )
     return 0
+
+
+def _by_options(parsed: argparse.Namespace) -> list[str]:
+    """What options are short for, so that ``--smoke`` stands above it."""
+    trials = (
+        []
+        if parsed.adapt is None
+        else [f"evaluation.num_trials={parsed.adapt}", f"evaluation.memory={parsed.method}"]
+    )
+    return [
+        *([f"model.initial_checkpoint={parsed.checkpoint}"] if parsed.checkpoint is not None else []),
+        *trials,
+    ]

@@ -8,6 +8,7 @@ from threading import Event
 
 from outrider.commands.dry_run import show
 from outrider.commands.parts import Commands, overrides
+from outrider.commands.smoking import add_smoke, smoke
 from outrider.errors import ConfigError
 from outrider.stopping import first_signal_asks
 
@@ -27,6 +28,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    add_smoke(parser)
     parser.set_defaults(command=_train, interrupted="; continue with: outrider train --resume {run}")
 
 
@@ -45,20 +47,30 @@ def _train(parsed: argparse.Namespace) -> int:
 
         grown = grown_settings(parsed.resume / "config.toml", parsed.overrides)
         return show(grown, None, parsed.overrides, others="run")
-    if parsed.dry_run and parsed.recipe is not None and parsed.resume is None:
-        given = overrides(parsed)
-        return show(api.run_settings(parsed.recipe, overrides=given), parsed.recipe, given)
-    return stoppable(
-        lambda stop: api.train(
-            parsed.recipe,
-            run=parsed.run,
-            resume=parsed.resume,
-            overrides=overrides(parsed),
-            progress=parsed.progress,
-            changed_plugins=parsed.changed_plugins,
-            on_start=stop,
+    if parsed.smoke and parsed.resume is not None:
+        raise ConfigError("--smoke goes with a recipe; a smoke run goes on without it")
+    given = overrides(parsed)
+    only_shows = parsed.dry_run and parsed.recipe is not None and parsed.resume is None
+    with smoke(
+        lambda them: api.run_settings(parsed.recipe, overrides=them),
+        given,
+        is_on=parsed.smoke and parsed.recipe is not None,
+        shows=only_shows,
+    ) as more:
+        if only_shows:
+            settings = api.run_settings(parsed.recipe, overrides=[*given, *more])
+            return show(settings, parsed.recipe, given, smoke=more)
+        return stoppable(
+            lambda stop: api.train(
+                parsed.recipe,
+                run=parsed.run,
+                resume=parsed.resume,
+                overrides=[*given, *more],
+                progress=parsed.progress,
+                changed_plugins=parsed.changed_plugins,
+                on_start=stop,
+            )
         )
-    )
 
 
 def stoppable(run: Callable[[Callable[[Callable[[], bool]], None]], object]) -> int:

@@ -32,6 +32,8 @@ OF_ROLLOUTS: Final[tuple[Metric, ...]] = (
         ("num", "rollouts", "rollouts owed and delivered in this step", "constant",
          "a change means that groups were dropped"),
         *(outcome_row(outcome) for outcome in Outcome),
+        ("num_groups_replayed", "groups", "groups played again because a process of theirs was gone", "0",
+         "cluster/worker_deaths, cluster/engine_deaths, cluster/engine_hangs"),
         ("num_retries", "rollouts", "rollouts that were started again after a fault", "0 or rare",
          "tool and simulator logs"),
         ("num_close_faults", "environments",

@@ -15,6 +15,7 @@ from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
+from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.tip_splice import ask_for_reflection, show_tip
 from outrider.rollout.truncation import shortened
 from outrider.rollout.whereabouts import Whereabouts
@@ -55,7 +56,7 @@ class Sampling:
 class EpisodeRunner:
     """Plays the rollouts of one scheduler run, which share all of this."""
 
-    batcher: RoundBatcher
+    batcher: RoundBatcher | StreamBatcher
     renderer: ChatRenderer
     limits: Limits
     sampling: Sampling

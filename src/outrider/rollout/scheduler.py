@@ -5,7 +5,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from outrider.engines.base import Engine
 from outrider.environments.base import Environment, EnvironmentFactory, RoundAware
@@ -19,6 +19,7 @@ from outrider.rollout.faults import FaultLog, lost
 from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
 from outrider.rollout.rejoin import rejoin
+from outrider.rollout.stream_batcher import StreamBatcher, StreamingEngine
 from outrider.rollout.tree_growth import Expansion, ExpansionBook
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
@@ -83,6 +84,7 @@ class Scheduler:
     max_retries: int = 2
     # a batch's cap on calls is for training: an evaluation must not depend on its size
     limits_calls: bool = False
+    streams: bool = False  # the engine takes every request at once (StreamingEngine)
     # elsewhere: where copies of the hooks play, the originals see the groups
     ends_groups: bool = True
     on_finished: Callable[[int, int], None] | None = None  # rollouts done and owed: live progress
@@ -109,7 +111,7 @@ class Scheduler:
         except BaseExceptionGroup as group:  # a hook or an engine broke: the first cause, as what it is
             raise _first(group) from group
 
-    def _runner(self, batcher: RoundBatcher, book: Book, training_step: int) -> EpisodeRunner:
+    def _runner(self, batcher: RoundBatcher | StreamBatcher, book: Book, training_step: int) -> EpisodeRunner:
         return EpisodeRunner(
             batcher=batcher,
             renderer=self.renderer,
@@ -223,7 +225,11 @@ class _Batch:
         for trace in traces:
             for rollout in self._book.first:
                 self._owe(trace, rollout, None)
-        self._batcher = RoundBatcher(scheduler.engine, admit=self._admit)
+        self._batcher = (
+            StreamBatcher(cast(StreamingEngine, scheduler.engine), admit=self._admit)
+            if scheduler.streams
+            else RoundBatcher(scheduler.engine, admit=self._admit)
+        )
         self._runner = scheduler._runner(self._batcher, self._book, training_step)
         self._rounds = scheduler._rounds(continued=continued)
 
@@ -299,7 +305,7 @@ def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
     return trace.modes[rollout]
 
 
-def _report(traces: list[Trace], batcher: RoundBatcher, faults: FaultLog) -> RolloutReport:
+def _report(traces: list[Trace], batcher: RoundBatcher | StreamBatcher, faults: FaultLog) -> RolloutReport:
     return RolloutReport(
         traces=traces,
         num_batches=batcher.num_batches,

@@ -9,6 +9,7 @@ from outrider.environments.base import EpisodeResult
 from outrider.errors import EngineFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.hooks import EpisodeState, Reflector, Splice
+from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.truncation import shortened_text
 from outrider.tokens import ChatRenderer, text_of
 from outrider.trace import Node
@@ -75,7 +76,7 @@ async def ask_for_reflection(
     hook: Reflector,
     result: EpisodeResult,
     *,
-    batcher: RoundBatcher,
+    batcher: RoundBatcher | StreamBatcher,
     renderer: ChatRenderer,
     max_ending_tokens: int,
     seed: int,

@@ -1,6 +1,8 @@
 """An engine in a process of its own, and the engine that stands for all of them where rollouts are played."""
 
+import asyncio
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +12,7 @@ from outrider.engines.local.model import LanguageModel, load_model, resolve_prec
 from outrider.errors import ClusterFault
 from outrider.plugins import registry as plugins
 from outrider.scale.recipe import Recipe
-from outrider.scale.waiting import AGAIN, results
+from outrider.scale.waiting import AGAIN, results, silent, told
 from outrider.scale.weights import Carrier, Parcel, unpack
 from outrider.tokens import Tokenizer
 from outrider.train.update.policy import set_threads
@@ -30,6 +32,7 @@ class EngineActor:
         self._version: int | None = None
         self._engines: dict[str, Engine] = {}
         self._model: LanguageModel | None = None
+        self._busy_s = 0.0
 
     def build(self) -> tuple[int, int]:
         """Load the model; the process id, and the longest context."""
@@ -66,10 +69,23 @@ class EngineActor:
             raise ClusterFault(
                 f"engine {self._number} has {held}, and version {version} was asked for; {AGAIN}"
             )
-        found = self._engine(client).generate(requests)
+        began = time.perf_counter()
+        try:
+            found = self._engine(client).generate(requests)
+        finally:
+            self._busy_s += time.perf_counter() - began
         if wrong := {one.weight_version for one in found} - {version}:
             raise ClusterFault(f"engine {self._number} wrote tokens of version {wrong.pop()} under {version}")
         return found
+
+    def forget(self, client: str) -> None:
+        """All that is kept for a client: what it asks again is computed as it was the first time."""
+        if self._settings.engine.is_exact:
+            self._engines.pop(client, None)
+
+    def busy_s(self) -> float:
+        """Seconds of :meth:`generate` so far."""
+        return self._busy_s
 
     def release(self, client: str, cache_keys: Sequence[str]) -> None:
         """See :class:`outrider.engines.base.Engine`."""
@@ -152,6 +168,19 @@ class RemoteEngine:
             found |= zip(indices, answers, strict=True)
         return [found[index] for index in range(len(requests))]
 
+    async def stream(self, request: Request) -> Generation:
+        """See :class:`outrider.rollout.stream_batcher.StreamingEngine`."""
+        number = self._home(request)
+        call = self._actors[number].stream.remote(request, self.weight_version)
+        what, setting = "generate", "cluster.turn_timeout_s"
+        try:
+            found: Generation = await asyncio.wait_for(asyncio.wrap_future(call.future()), self._timeout_s)
+        except TimeoutError as error:
+            raise silent(_who(number), what, self._timeout_s, setting) from error
+        except Exception as error:
+            raise told(self._ray, error, _who(number), what) from error
+        return found
+
     def _home(self, request: Request) -> int:
         group = (request.cache_key or request.request_id).rpartition("/")[0]
         if group not in self._homes:
@@ -173,6 +202,19 @@ class RemoteEngine:
         context another way, to other last bits.
         """
         self._wait({_who(number): one.free_cache.remote() for number, one in self._each()}, "free_cache")
+
+    def put(self, number: int, actor: Any) -> None:
+        """Another process is engine ``number`` from now on."""
+        self._actors[number] = actor
+
+    def forget(self) -> None:
+        """All that is kept for this client: after a batch that broke."""
+        self._wait({_who(number): one.forget.remote(self._client) for number, one in self._each()}, "forget")
+
+    def busy_s(self) -> float:
+        """Seconds in which an engine generated so far: mean over engines."""
+        found = self._wait({_who(number): one.busy_s.remote() for number, one in self._each()}, "busy_s")
+        return float(sum(found) / len(found))
 
     def load(self, version: int) -> None:
         """The engines have weights of this version now: ask for no other. Groups take engines from the first

@@ -49,10 +49,18 @@ class ShardedLearner:
             raise
 
     def update(
-        self, traces: Sequence[Trace], algorithm: Algorithm, *, on_batch: Callable[[int], None]
+        self,
+        traces: Sequence[Trace],
+        algorithm: Algorithm,
+        *,
+        on_batch: Callable[[int], None],
+        version: int | None = None,
+        probes: Sequence[Trace] = (),
     ) -> UpdateReport:
         """See :class:`outrider.train.learner.Learner`."""
-        [first, *_] = self._group.call("update", list(traces), algorithm.objective, _own_loss(algorithm))
+        [first, *_] = self._group.call(
+            "update", list(traces), algorithm.objective, _own_loss(algorithm), version, list(probes)
+        )
         report: UpdateReport
         report, self.num_steps, self.learning_rate = first
         on_batch(report.num_scored_tokens)

@@ -100,7 +100,12 @@ class Rank:
                 parameter.copy_(self.policy.masters[name].to(precision))
 
     def update(
-        self, traces: Sequence[Trace], objective: ObjectiveSettings, token_loss: TokenLossOf | None
+        self,
+        traces: Sequence[Trace],
+        objective: ObjectiveSettings,
+        token_loss: TokenLossOf | None,
+        version: int | None,
+        probes: Sequence[Trace],
     ) -> tuple[UpdateReport, int, float]:
         """The update; its report, the optimiser steps so far, and the learning rate."""
         report = update(
@@ -112,6 +117,8 @@ class Rank:
             reference=self.reference,
             first=self.policy.num_steps == 0,
             gate_always=True,  # the engine has weights of its own
+            version=version,
+            probes=probes,
         )
         return report, self.policy.num_steps, self.policy.learning_rate
 

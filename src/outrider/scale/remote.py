@@ -1,67 +1,106 @@
 """Engines and rollout workers of a run as Ray actors: started together, ended together."""
 
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.errors import ClusterFault
+from outrider.errors import ClusterFault, ProcessGone
 from outrider.rollout.scheduler import Rollouts
 from outrider.scale.engine import EngineActor, RemoteEngine
+from outrider.scale.probes import probes
 from outrider.scale.recipe import Recipe
+from outrider.scale.repairs import Repairs
 from outrider.scale.rollouts import RemoteRollouts, portable, who
 from outrider.scale.session import Session
+from outrider.scale.stream import StreamEngineActor
 from outrider.scale.waiting import results
-from outrider.scale.weights import Carrier, Folder, ObjectStore, drop, pack
+from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, pack
 from outrider.scale.worker import RolloutWorker, WorkerSettings
+from outrider.trace import Trace
 from outrider.train.components import Components
 from outrider.train.learner import Learner
+from outrider.train.overlap import Ahead
 from outrider.train.settings import RunSettings
 
 _CLOSE_S: Final = 10.0
 
 
 class EnginePool(RemoteEngine):
-    """The engine of the process that trains: :meth:`load` sends the learner's weights to all engines."""
+    """The engine of the process that trains: :meth:`load` sends the learner's weights to all engines, and
+    keeps what was sent for engines that take the place of others.
+    """
 
-    def __init__(self, learner: Learner, carrier: Carrier, *, load_s: float, **given: Any) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        carrier: Carrier,
+        *,
+        load_s: float,
+        anew: Callable[[ProcessGone], None],
+        **given: Any,
+    ) -> None:
         super().__init__(client="controller", **given)
-        self._learner, self._carrier, self._load_s = learner, carrier, load_s
+        self._learner, self._carrier, self._load_s, self._anew = learner, carrier, load_s, anew
+        self._parcel: Parcel | None = None
         self.sent: dict[str, float] = {}  # metrics of the newest transfer
 
     def load(self, version: int) -> None:
-        """Raises ClusterFault where not every engine says within the limit that it has these weights."""
+        """Raises ClusterFault where not every engine says within the limit that it has these weights, and no
+        other one may take its place.
+        """
         began = time.perf_counter()
         names = self._learner.trained
         weights = {
             name: one for name, one in self._learner.language_model.model.named_parameters() if name in names
         }
-        parcel = pack(weights, version=version, carrier=self._carrier)
-        calls = {f"engine {number}": actor.load.remote(parcel) for number, actor in enumerate(self._actors)}
-        try:
-            answers = results(
-                self._ray,
-                calls,
-                what=f"loading the weights of version {version}",
-                limit_s=self._load_s,
-                setting="cluster.update_timeout_s",
-            )
-        finally:
-            drop(parcel.pieces, self._carrier)
-        if wrong := [str(one) for one in answers if tuple(one) != (version, parcel.checksum)]:
-            raise ClusterFault(f"engines have other weights than version {version}: {', '.join(wrong)}")
+        self.let_go()
+        parcel = self._parcel = pack(weights, version=version, carrier=self._carrier)
+        while True:
+            try:
+                self._send(parcel, dict(enumerate(self._actors)))
+                break
+            except ProcessGone as gone:
+                self._anew(gone)  # which sends it too
         super().load(version)
         self.sent = {
             "weights/bytes": float(parcel.num_bytes * len(self._actors)),
-            "weights/rpcs": float(len(calls)),
+            "weights/rpcs": float(len(self._actors)),
             "time/weights": time.perf_counter() - began,
         }
 
+    def put(self, number: int, actor: Any) -> None:
+        """Another process is engine ``number`` from now on, with the weights that were sent last."""
+        if self._parcel is not None:
+            self._send(self._parcel, {number: actor})
+        super().put(number, actor)
+
+    def _send(self, parcel: Parcel, actors: Mapping[int, Any]) -> None:
+        answers = results(
+            self._ray,
+            {f"engine {number}": actor.load.remote(parcel) for number, actor in actors.items()},
+            what=f"loading the weights of version {parcel.version}",
+            limit_s=self._load_s,
+            setting="cluster.update_timeout_s",
+        )
+        if wrong := [str(one) for one in answers if tuple(one) != (parcel.version, parcel.checksum)]:
+            raise ClusterFault(
+                f"engines have other weights than version {parcel.version}: {', '.join(wrong)}"
+            )
+
+    def let_go(self) -> None:
+        """Nobody needs the weights that were sent last any more."""
+        if self._parcel is not None:
+            drop(self._parcel.pieces, self._carrier)
+            self._parcel = None
+
 
 class Remote:
-    """See :class:`outrider.train.components.Elsewhere`. ``session`` is a Ray that is there already. No actor
-    is restarted: one that Ray starts again has its first weights.
+    """See :class:`outrider.train.components.Elsewhere`. ``session`` is a Ray that is there already. Ray
+    restarts no actor, since that would have its first weights: :meth:`replace` does, with the newest.
     """
 
     def __init__(
@@ -71,9 +110,12 @@ class Remote:
         self._recipe = Recipe.of(settings)
         self._session = Session(cluster) if session is None else session
         self._owns_session = session is None
-        self._workers: list[Any] = []
+        self.workers: list[Any] = []
         self._engines: list[Any] = []
         self._places: Any = None
+        self._folder = folder
+        self._given: Any = None  # what workers are told
+        self.repairs = Repairs(cluster.max_restarts)
         try:
             self._carrier = self._made_carrier(folder)
             self._places = self._session.places(
@@ -81,21 +123,15 @@ class Remote:
                 of=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
                 f"{cluster.num_rollout_workers} need",
             )
-            self._engines = [
-                self._actor(EngineActor, number, 1).remote(self._recipe, number, str(folder), self._carrier)
-                for number in range(cluster.num_engines)
-            ]
-            # Beside the engines. One thread plays, others are asked for beats and for the end.
-            self._workers = [
-                self._actor(RolloutWorker, cluster.num_engines + number, 3).remote(number, self._engines)
-                for number in range(cluster.num_rollout_workers)
-            ]
+            self._engines = [self._new_engine(number) for number in range(cluster.num_engines)]
+            self.workers = [self._new_worker(number) for number in range(cluster.num_rollout_workers)]
             built = self._built({f"engine {number}": one for number, one in enumerate(self._engines)})
             self.engine_pids = [pid for pid, _ in built]
             self.engine = EnginePool(
                 learner,
                 self._carrier,
                 load_s=cluster.update_timeout_s,
+                anew=self._replace_loading,
                 ray=self._session.ray,
                 actors=self._engines,
                 tokenizer=learner.language_model.tokenizer,
@@ -119,6 +155,63 @@ class Remote:
         made = self._session.ray.remote(num_cpus=1, max_restarts=0)(kind)
         return made.options(scheduling_strategy=placed, max_concurrency=num_calls)
 
+    def _new_engine(self, number: int) -> Any:
+        if self._settings.cluster.batching == "stream":
+            actor = self._actor(StreamEngineActor, number, 1000)
+        else:
+            actor = self._actor(EngineActor, number, 1)
+        return actor.remote(self._recipe, number, str(self._folder), self._carrier)
+
+    def _new_worker(self, number: int) -> Any:
+        """Beside the engines. One thread plays, others are asked for beats and for the end."""
+        actor = self._actor(RolloutWorker, self._settings.cluster.num_engines + number, 3)
+        return actor.remote(number, self._engines)
+
+    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+        """See :class:`outrider.scale.rollouts.Crew`."""
+        self.repairs.count("rollout/num_groups_replayed", num_groups)
+        # Workers first: those are told of new engines.
+        for name, fault in sorted(gone.items(), reverse=True):
+            self.repairs.allow(fault)
+            self.repairs.count_process(fault)
+            kind, _, number = name.rpartition(" ")
+            if kind == "engine":
+                self._replace_engine(int(number))
+            elif kind == "rollout worker":
+                self._replace_worker(int(number))
+            else:
+                raise fault
+
+    def _replace_loading(self, gone: ProcessGone) -> None:
+        self.repairs.count("weights/num_failed")
+        self.replace({gone.who: gone}, num_groups=0)
+
+    def _replace_worker(self, number: int) -> None:
+        self._end(self.workers[number], self.worker_pids[number])
+        self.workers[number] = self._new_worker(number)
+        [self.worker_pids[number]] = self._built({who(number): self.workers[number]}, self._given)
+
+    def _replace_engine(self, number: int) -> None:
+        self._end(self._engines[number], self.engine_pids[number])
+        actor = self._new_engine(number)
+        [(self.engine_pids[number], _)] = self._built({f"engine {number}": actor})
+        self._engines[number] = actor
+        self.engine.put(number, actor)
+        results(
+            self._session.ray,
+            {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)},
+            what="taking another engine",
+            limit_s=self._settings.cluster.update_timeout_s,
+            setting="cluster.update_timeout_s",
+        )
+
+    def _end(self, actor: Any, pid: int) -> None:
+        with suppress(Exception):
+            self._session.ray.kill(actor, no_restart=True)
+        if self._session.is_local:  # a process that stands still hears nothing of Ray's
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
     def _built(self, actors: dict[str, Any], *given: Any) -> list[Any]:
         return results(
             self._session.ray,
@@ -141,17 +234,23 @@ class Remote:
             train_tasks=list(parts.train_tasks),
             buffer=None if buffer is None else (str(buffer.path.resolve()), buffer.revision),
         )
+        self._given = self._session.ray.put(given)
         self.worker_pids = self._built(
-            {who(number): one for number, one in enumerate(self._workers)}, self._session.ray.put(given)
+            {who(number): one for number, one in enumerate(self.workers)}, self._given
         )
 
     def rollouts(
-        self, parts: Components, *, training: bool, on_finished: Callable[[int, int], None]
+        self,
+        parts: Components,
+        *,
+        training: bool,
+        on_finished: Callable[[int, int], None],
+        ahead: Ahead | None = None,
     ) -> Rollouts:
         """Of training, with the algorithm's hooks, or of an evaluation."""
         return RemoteRollouts(
             self._session.ray,
-            self._workers,
+            self,
             hooks=parts.algorithm.hooks if training else (),
             is_training=training,
             version=lambda: self.engine.weight_version,
@@ -159,11 +258,24 @@ class Remote:
             heartbeat_s=self._settings.cluster.heartbeat_s,
             on_finished=on_finished,
             whereabouts=parts.whereabouts,
+            ahead=ahead,
         )
 
+    def probes(self, trace: Trace) -> list[Trace]:
+        """See :class:`outrider.train.components.Elsewhere`."""
+        return probes(self.engine, trace, num=len(self._engines))
+
+    def busy_s(self) -> float:
+        """See :class:`outrider.train.components.Elsewhere`."""
+        return self.engine.busy_s()
+
     def metrics(self) -> dict[str, float]:
-        """Of the newest weights that were sent."""
-        return dict(self.engine.sent)
+        """Of the newest weights that were sent, and of processes that were replaced."""
+        return self.engine.sent | self.repairs.take_counts()
+
+    def notes(self) -> list[str]:
+        """See :class:`outrider.train.components.Elsewhere`."""
+        return self.repairs.take_notes()
 
     def close(self) -> None:
         """End all actors, and Ray where it was started for them; may be called twice."""
@@ -171,14 +283,16 @@ class Remote:
         with suppress(Exception):
             # what environments started would outlive a worker that is killed
             ray.wait(
-                [one.close.remote() for one in self._workers],
-                num_returns=max(1, len(self._workers)),
+                [one.close.remote() for one in self.workers],
+                num_returns=max(1, len(self.workers)),
                 timeout=_CLOSE_S,
             )
-        for actor in [*self._workers, *self._engines]:
+        for actor in [*self.workers, *self._engines]:
             with suppress(Exception):
                 ray.kill(actor, no_restart=True)
-        self._workers, self._engines = [], []
+        self.workers, self._engines = [], []
+        if hasattr(self, "engine"):
+            self.engine.let_go()
         if self._places is not None:
             self._session.give_back(self._places)
             self._places = None

@@ -1,21 +1,37 @@
 """The groups of a step on several rollout workers: group g goes to worker g mod W."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, Protocol
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ProcessGone
 from outrider.rollout.hooks import Hook, Portable
 from outrider.rollout.scheduler import Modes, RolloutReport
 from outrider.rollout.whereabouts import Whereabouts
-from outrider.scale.waiting import results, silent, told
+from outrider.scale.waiting import outcomes, silent, told
 from outrider.scale.worker import Beat, Job, Played
 from outrider.trace import Trace
+from outrider.train.overlap import Ahead
 from outrider.types import Task
 
 _BETWEEN_BEATS_S: Final = 1.0
+
+
+class Crew(Protocol):
+    """The rollout workers of a run, in their order, and what happens where a process is gone."""
+
+    @property
+    def workers(self) -> Sequence[Any]:
+        """Those that play now."""
+        ...
+
+    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+        """Put other processes in the place of these; ``num_groups`` are played again. Raises ClusterFault
+        where that may not be.
+        """
+        ...
 
 
 class RemoteRollouts:
@@ -26,7 +42,7 @@ class RemoteRollouts:
     def __init__(
         self,
         ray: Any,
-        workers: Sequence[Any],
+        crew: Crew,
         *,
         hooks: Sequence[Hook],
         is_training: bool,
@@ -35,8 +51,10 @@ class RemoteRollouts:
         heartbeat_s: float,
         on_finished: Callable[[int, int], None],
         whereabouts: Whereabouts,
+        ahead: Ahead | None = None,
     ) -> None:
-        self._ray, self._workers = ray, list(workers)
+        self._ahead = ahead
+        self._ray, self._crew = ray, crew
         self._hooks, self._copied = hooks, portable(hooks)
         self._is_training, self._version = is_training, version
         self._max_concurrent, self._heartbeat_s = max_concurrent, heartbeat_s
@@ -45,8 +63,9 @@ class RemoteRollouts:
     def run(
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
     ) -> RolloutReport:
-        """See :meth:`outrider.rollout.scheduler.Scheduler.run`. Raises ClusterFault for a worker that is gone
-        or silent.
+        """See :meth:`outrider.rollout.scheduler.Scheduler.run`. Where a process is gone or silent, another
+        one takes its place and the groups that it broke are played again, to the same bits. Raises
+        ClusterFault where that may not be.
         """
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
@@ -54,24 +73,53 @@ class RemoteRollouts:
         if len({len(one) for one in each}) > 1:
             raise ValueError("groups of one batch differ in size")
         jobs = self._jobs(tasks, each, training_step, continued=continued)
-        calls = {who(number): self._workers[number].run.remote(job) for number, job in jobs.items()}
+        played: dict[int, Played] = {}
+        while missing := {number: job for number, job in jobs.items() if number not in played}:
+            gone = self._play(missing, played, num_owed=sum(map(len, each)))
+            if gone:
+                again = {number: job for number, job in jobs.items() if number not in played}
+                if continued:
+                    raise next(iter(gone.values()))  # what is left of the batch's calls is known to nobody
+                self._crew.replace(gone, num_groups=sum(len(job.tasks) for job in again.values()))
+                jobs |= {number: replace(job, is_again=True) for number, job in again.items()}
+        if self._ahead is not None:
+            self._ahead.ended()
+        # by worker, and not by who came to an end first
+        return self._merged({number: played[number] for number in jobs}, len(tasks))
+
+    def _play(
+        self, jobs: Mapping[int, Job], played: dict[int, Played], *, num_owed: int
+    ) -> dict[str, ProcessGone]:
+        """Let the workers play; ``played`` gets what they bring. The processes that are gone."""
+        workers = {who(number): self._crew.workers[number] for number in jobs}
+        calls = {who(number): workers[who(number)].run.remote(job) for number, job in jobs.items()}
+        if self._ahead is not None:
+            self._ahead.sent()
+        num_before = sum(_num_rollouts(one) for one in played.values())
         beats = Beats(
             self._ray,
-            {who(number): self._workers[number] for number in jobs},
+            workers,
             limit_s=self._heartbeat_s,
             whereabouts=self._whereabouts,
-            on_ended=lambda num: self._on_finished(num, sum(map(len, each))),
+            on_ended=lambda num: self._on_finished(num_before + num, num_owed),
         )
         try:
-            played = results(self._ray, calls, what="its rollouts", limit_s=math.inf, setting="", watch=beats)
+            found = outcomes(self._ray, calls, what="its rollouts", watch=beats)
         finally:
             beats.close()
-        return self._merged(dict(zip(jobs, played, strict=True)), len(tasks))
+        gone: dict[str, ProcessGone] = {}
+        for number in jobs:
+            outcome = found[who(number)]
+            if isinstance(outcome, ProcessGone):
+                gone[outcome.who] = outcome
+            else:
+                played[number] = outcome
+        return gone
 
     def _jobs(
         self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], step: int, *, continued: bool
     ) -> dict[int, Job]:
-        size = len(self._workers)
+        size = len(self._crew.workers)
         snapshots = [hook.snapshot() for hook in self._copied]
         jobs: dict[int, Job] = {}
         begin = 0
@@ -92,7 +140,7 @@ class RemoteRollouts:
         return jobs
 
     def _merged(self, played: Mapping[int, Played], num_groups: int) -> RolloutReport:
-        size = len(self._workers)
+        size = len(self._crew.workers)
         traces: list[Trace] = [
             played[group % size].report.traces[group // size] for group in range(num_groups)
         ]
@@ -110,6 +158,10 @@ class RemoteRollouts:
             faults=sum((one.faults for one in reports), Counter()),
             fault_reasons=tuple(reason for one in reports for reason in one.fault_reasons),
         )
+
+
+def _num_rollouts(played: Played) -> int:
+    return sum(len(trace.leaves) for trace in played.report.traces)
 
 
 def who(number: int) -> str:
@@ -130,8 +182,8 @@ def portable(hooks: Sequence[Hook]) -> list[Portable]:
 
 
 class Beats:
-    """Asks every worker how far it is, again and again; called while its rollouts are waited for. Raises
-    ClusterFault for one that is silent.
+    """Asks every worker how far it is, again and again; called while its rollouts are waited for, it names
+    those that are silent.
     """
 
     def __init__(
@@ -147,11 +199,14 @@ class Beats:
         self._whereabouts, self._on_ended = whereabouts, on_ended
         self._asked: dict[str, tuple[Any, float]] = {}
         self._known: dict[str, Beat] = {}
+        self._silent: dict[str, ProcessGone] = {}
         self._num_told = 0
 
-    def __call__(self) -> None:
+    def __call__(self) -> dict[str, ProcessGone]:
         """Take what has been answered, and ask again."""
         for name, worker in self._workers.items():
+            if name in self._silent:
+                continue
             if name not in self._asked:
                 self._asked[name] = worker.beat.remote(), time.monotonic()
                 continue
@@ -162,17 +217,20 @@ class Beats:
                 self._take(name, reference)
                 del self._asked[name]
             elif not ready and waited > self._limit_s:
-                raise silent(name, "a heartbeat", self._limit_s, "cluster.heartbeat_s")
+                self._silent[name] = silent(name, "a heartbeat", self._limit_s, "cluster.heartbeat_s")
         num_ended = sum(beat.num_ended for beat in self._known.values())
         if num_ended > self._num_told:
             self._num_told = num_ended
             self._on_ended(num_ended)
+        return self._silent
 
     def _take(self, name: str, reference: Any) -> None:
         try:
             beat: Beat = self._ray.get(reference)
         except Exception as error:
-            raise told(self._ray, error, name, "its rollouts") from error
+            if isinstance(told(self._ray, error, name, "its rollouts"), ProcessGone):
+                return  # its rollouts say so too
+            raise
         before = self._known.get(name)
         if beat.place is not None and (before is None or beat.changed != before.changed):
             self._whereabouts.at(name, beat.place)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -16,6 +17,7 @@ from outrider.errors import ClusterFault
 from outrider.train.cluster_settings import ClusterSettings
 
 _PREFIX: Final = "outrider-ray-"
+_ASK_S: Final = 5.0  # for one answer
 _STORE_BYTES: Final = 2**30  # traces of a step, and a piece of the weights
 
 
@@ -58,7 +60,12 @@ class Session:
             ) from error
 
     def _init(self, options: dict[str, Any], until: float) -> None:
-        """A machine under load starts Ray too slowly for Ray's own limit of half a minute: again, then."""
+        """A machine under load starts Ray too slowly for Ray's own limit of half a minute: again, then. Where
+        nobody listens at an address Ray would ask for many minutes.
+        """
+        host, separator, port = self._settings.ray_address.removeprefix("ray://").rpartition(":")
+        if separator and port.isdigit():
+            _wait_for(host, int(port), until)
         while True:
             try:
                 self.ray.init(address=self._settings.ray_address, namespace="outrider", **options)
@@ -113,6 +120,18 @@ def _own_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _wait_for(host: str, port: int, until: float) -> None:
+    """Raises OSError where nobody listens there in time."""
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_ASK_S).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_ASK_S / 10)
 
 
 def _remove_stale() -> None:

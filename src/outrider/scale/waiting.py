@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from outrider.errors import ClusterFault, OutriderError
+from outrider.errors import ClusterFault, OutriderError, ProcessGone
 
 AGAIN: Final = "continue from the newest checkpoint with --resume"
 _TICK_S: Final = 0.5  # how long a signal may have to wait
@@ -40,9 +40,31 @@ def results(
     return [_got(ray, reference, who, what) for who, reference in calls.items()]
 
 
-def silent(who: str, what: str, limit_s: float, setting: str) -> ClusterFault:
+def outcomes(
+    ray: Any, calls: Mapping[str, Any], *, what: str, watch: Callable[[], Mapping[str, ProcessGone]]
+) -> dict[str, Any]:
+    """What each call returned, or the :class:`ProcessGone` of a process that it broke with: the others are
+    waited for. ``watch`` is called all the while; it names those that are not waited for any more.
+
+    Raises any other error of a call.
+    """
+    found: dict[str, Any] = {}
+    while missing := {reference: who for who, reference in calls.items() if who not in found}:
+        ready, _ = ray.wait(list(missing), num_returns=1, timeout=_TICK_S)
+        for one in ready:
+            try:
+                found[missing[one]] = _got(ray, one, missing[one], what)
+            except ProcessGone as gone:
+                found[missing[one]] = gone
+        found |= {who: gone for who, gone in watch().items() if who in calls}
+    return found
+
+
+def silent(who: str, what: str, limit_s: float, setting: str) -> ProcessGone:
     """The error for a process that does not answer."""
-    return ClusterFault(f"{who} did not end {what} within {limit_s:g} s ({setting}); {AGAIN}")
+    return ProcessGone(
+        f"{who} did not end {what} within {limit_s:g} s ({setting}); {AGAIN}", who, is_silent=True
+    )
 
 
 def _got(ray: Any, reference: Any, who: str, what: str) -> Any:
@@ -58,7 +80,7 @@ def told(ray: Any, error: Exception, who: str, what: str) -> Exception:
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, OutriderError):
         return cause
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return ClusterFault(f"{who} was ended in {what} by Ray's memory monitor; {AGAIN}")
+        return ProcessGone(f"{who} was ended in {what} by Ray's memory monitor; {AGAIN}", who)
     if isinstance(error, ray.exceptions.RayTaskError):
         reason = (str(cause or error).strip() or type(error).__name__).splitlines()[-1]
         return ClusterFault(
@@ -68,5 +90,5 @@ def told(ray: Any, error: Exception, who: str, what: str) -> Exception:
         reason = str(error).strip().splitlines()[-1].strip()
         return ClusterFault(f"{who} could not start: {reason[:300]}")
     if isinstance(error, ray.exceptions.RayError):
-        return ClusterFault(f"{who} died in {what} ({type(error).__name__}); {AGAIN}")
+        return ProcessGone(f"{who} died in {what} ({type(error).__name__}); {AGAIN}", who)
     return error

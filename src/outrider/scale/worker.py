@@ -44,7 +44,7 @@ class WorkerSettings:
 class Job:
     """Groups to play. ``snapshots`` are those of the hooks (empty in an evaluation), ``version`` that of the
     weights; of a batch's cap on tool calls the worker has the part from ``calls[0]`` to ``calls[1]`` of
-    ``calls[2]`` groups.
+    ``calls[2]`` groups. ``is_again``: a process was gone when this was played before.
     """
 
     tasks: Sequence[Task]
@@ -56,6 +56,7 @@ class Job:
     snapshots: Sequence[Any]
     calls: tuple[int, int, int]
     max_concurrent: int
+    is_again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +119,18 @@ class RolloutWorker:
         )
         return os.getpid()
 
+    def use_engine(self, number: int, engine: Any) -> None:
+        """Another process is engine ``number`` from now on."""
+        self._engine.put(number, engine)
+
     def run(self, job: Job) -> Played:
         """Play the groups. Raises what :meth:`outrider.rollout.scheduler.Scheduler.run` raises, and
         ClusterFault of an engine.
         """
         self._num_ended = 0
         self._engine.load(job.version)
+        if job.is_again:
+            self._engine.forget()
         hooks = self._algorithm.hooks if job.is_training else ()
         copies = [hook for hook in hooks if isinstance(hook, Portable)]
         for hook, snapshot in zip(copies, job.snapshots, strict=True):
@@ -153,6 +160,7 @@ class RolloutWorker:
             on_finished=self._on_finished,
             whereabouts=self._whereabouts,
             ends_groups=False,
+            streams=settings.cluster.batching == "stream",
         )
 
     def _on_finished(self, num_ended: int, num_owed: int) -> None:

@@ -8,7 +8,7 @@ from outrider.config import Settings
 
 # What the design names and no code does yet: refused, so that a recipe never asks for it in silence.
 _NOT_YET: Final = {
-    "tensor_parallel": (1,), "placement": ("disaggregate",), "max_staleness": (0,), "in_flight": (False,),
+    "tensor_parallel": (1,), "placement": ("disaggregate",), "max_staleness": (0, 1), "in_flight": (False,),
     "weights": ("auto", "store", "disk"),
 }  # fmt: skip
 
@@ -24,11 +24,16 @@ class ClusterSettings(Settings):
     ranks gives the same bits. ``ray_address``: ``local`` starts a Ray of the run's own, ``auto`` or an
     address joins one. ``placement_timeout_s`` bounds the wait for processors, ``update_timeout_s`` one call
     of the ranks, a start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout
-    worker answers a heartbeat within ``heartbeat_s``. The other fields have one possible value so far.
+    worker answers a heartbeat within ``heartbeat_s``. ``max_staleness`` 1 plays the rollouts of the
+    next step beside the update of this one: its tokens are one version old, which the sampler correction
+    weighs. ``batching``: an engine gets a round of requests of
+    all rollouts of a worker (``rounds``), which come to the same bits again, or each as soon as it is there
+    (``stream``), and no turn waits for another one's. A process that dies or is silent is
+    replaced, at most ``max_restarts`` times within an hour. The other fields have one possible value so far.
     """
 
     details: ClassVar[frozenset[str]] = frozenset(
-        {"placement_timeout_s", "update_timeout_s", "turn_timeout_s", "heartbeat_s"}
+        {"max_restarts", "placement_timeout_s", "update_timeout_s", "turn_timeout_s", "heartbeat_s"}
     )
 
     num_trainers: int = Field(1, ge=1)
@@ -39,11 +44,13 @@ class ClusterSettings(Settings):
     max_staleness: int = Field(0, ge=0)
     in_flight: bool = False
     weights: Literal["auto", "nccl", "ipc", "store", "disk"] = "auto"
+    batching: Literal["rounds", "stream"] = "rounds"
     ray_address: str = "local"
     placement_timeout_s: float = Field(120.0, gt=0)
     update_timeout_s: float = Field(3600.0, gt=0)
     turn_timeout_s: float = Field(600.0, gt=0)
     heartbeat_s: float = Field(60.0, gt=0)
+    max_restarts: int = Field(3, ge=0)
 
     @property
     def is_remote(self) -> bool:
@@ -62,6 +69,12 @@ class ClusterSettings(Settings):
             raise ValueError("placement = colocate has max_staleness = 0: engines sleep while trainers work")
         if self.max_staleness > 1 and not self.in_flight:
             raise ValueError("max_staleness above 1 needs in_flight = true")
+        if self.batching == "stream" and not self.is_remote:
+            raise ValueError("batching = stream needs engines in processes of their own: weights = store")
+        if self.max_staleness and not self.is_remote:
+            raise ValueError(
+                "max_staleness needs engines in processes of their own: weights = store, or several of them"
+            )
         for name, possible in _NOT_YET.items():
             if getattr(self, name) not in possible:
                 told = " or ".join(str(one).lower() for one in possible)

@@ -11,11 +11,13 @@ from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.scheduler import Rollouts
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
+from outrider.trace import Trace
 from outrider.train.settings import RunSettings
 from outrider.types import Message, Step, Task
 
 if TYPE_CHECKING:
     from outrider.train.learner import Learner
+    from outrider.train.overlap import Ahead
 
 
 class Elsewhere(Protocol):
@@ -31,13 +33,34 @@ class Elsewhere(Protocol):
         ...
 
     def rollouts(
-        self, parts: "Components", *, training: bool, on_finished: Callable[[int, int], None]
+        self,
+        parts: "Components",
+        *,
+        training: bool,
+        on_finished: Callable[[int, int], None],
+        ahead: "Ahead | None" = None,
     ) -> Rollouts:
-        """Plays the groups of training, with the algorithm's hooks, or of an evaluation."""
+        """Plays the groups of training, with the algorithm's hooks, or of an evaluation; ``ahead`` where that
+        is beside an update.
+        """
+        ...
+
+    def probes(self, trace: Trace) -> list[Trace]:
+        """A few tokens of every engine behind the prompt of a group: whether it has the newest weights."""
+        ...
+
+    def busy_s(self) -> float:
+        """Seconds in which an engine generated, since the run began: mean over engines."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest transfer of weights, by their declared names."""
+        """Of the newest transfer of weights, and of processes that were replaced since the last call, by
+        their declared names.
+        """
+        ...
+
+    def notes(self) -> list[str]:
+        """What happened to processes since the last call: for the person who watches."""
         ...
 
     def close(self) -> None:

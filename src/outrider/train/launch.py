@@ -11,6 +11,7 @@ from outrider.printing import score
 from outrider.rollout.paired import gain_over_start
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.train.building import build
+from outrider.train.cluster_restarts import restarted
 from outrider.train.models import StartElsewhere, StartLearner, local_learner
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import newest_step
@@ -61,12 +62,18 @@ def run_training(
         )
         ending.callback(display.close)
         displays.append(display)
-        trainer = _set_up(run, settings, display, whereabouts, stop, ending, start, spread)
-        write_origins(settings, run.path)  # where they are now: a run that goes on may have found others
-        run.settle()
-        run.keep()
-        ending.callback(_tell_results, run, display)
-        trainer.train()
+
+        def begin(num_restarts: int, closing: ExitStack) -> Callable[[], None]:
+            trainer = _set_up(run, settings, display, whereabouts, stop, closing, start, spread)
+            trainer.num_restarts = num_restarts
+            if not num_restarts:
+                write_origins(settings, run.path)  # where they are now: a run that goes on may find others
+                run.settle()
+                run.keep()
+                ending.callback(_tell_results, run, display)
+            return trainer.train
+
+        restarted(begin, limit=settings.cluster.max_restarts, stop=stop, note=display.note)
 
 
 def _set_up(

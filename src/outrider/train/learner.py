@@ -54,7 +54,13 @@ class Learner(Protocol):
         ...
 
     def update(
-        self, traces: Sequence[Trace], algorithm: Algorithm, *, on_batch: Callable[[int], None]
+        self,
+        traces: Sequence[Trace],
+        algorithm: Algorithm,
+        *,
+        on_batch: Callable[[int], None],
+        version: int | None = None,
+        probes: Sequence[Trace] = (),
     ) -> UpdateReport:
         """The optimiser steps of a training step (:func:`outrider.train.update.update.update`)."""
         ...
@@ -126,7 +132,13 @@ class LocalLearner:
         return self.reference is not None
 
     def update(
-        self, traces: Sequence[Trace], algorithm: Algorithm, *, on_batch: Callable[[int], None]
+        self,
+        traces: Sequence[Trace],
+        algorithm: Algorithm,
+        *,
+        on_batch: Callable[[int], None],
+        version: int | None = None,
+        probes: Sequence[Trace] = (),
     ) -> UpdateReport:
         """See :class:`Learner`."""
         return update(
@@ -139,6 +151,8 @@ class LocalLearner:
             first=self.policy.num_steps == 0,
             # an engine elsewhere has weights of its own
             gate_always=not self.settings.engine.is_exact or self.settings.cluster.is_remote,
+            version=version,
+            probes=probes,
             on_batch=on_batch,
         )
 

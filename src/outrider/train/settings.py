@@ -209,6 +209,13 @@ class RunSettings(Settings):
             raise ValueError(f"{asked} are for model.device = cpu so far")
         if not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError(f"{asked} have nothing to train here")
+        if (
+            self.cluster.batching == "stream"
+            and getattr(self.environment, "max_batch_calls", None) is not None
+        ):
+            raise ValueError(
+                "cluster.batching = stream has no rounds, which environment.max_batch_calls counts"
+            )
         if self.evaluation.num_trials:
             raise ValueError(f"{asked} are for training: an adaptation plays in one process")
         if self.cluster.num_rollout_workers > self.train.tasks_per_step:

@@ -2,19 +2,13 @@
 between.
 """
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Event
 
-from outrider.environments.tool_qa.datasets import panel_hash
-from outrider.errors import EnvironmentFault
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.printing import score
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate
-from outrider.rollout.faults import fault_line, lost_reasons
-from outrider.rollout.paired import gain_over_start
 from outrider.rollout.scheduler import Rollouts, Scheduler
 from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
@@ -22,12 +16,17 @@ from outrider.train.data.buffer_growth import evolve_buffer
 from outrider.train.data.imitation import imitate_experts
 from outrider.train.data.off_policy_data import interleaved, mix_in
 from outrider.train.data.task_sampling import SampledStep, play_step
+from outrider.train.evaluation_record import record_evaluation
 from outrider.train.metrics.ahead import work_ahead
 from outrider.train.metrics.alarms import skipped_alarms, step_alarms
-from outrider.train.metrics.step_metrics import timing_metrics
+from outrider.train.metrics.staleness import staleness_metrics
+from outrider.train.metrics.step_clock import StepClock
+from outrider.train.metrics.step_metrics import rollout_metrics
 from outrider.train.metrics.step_record import step_record
 from outrider.train.metrics.trace_records import rows_of
+from outrider.train.overlap import beside
 from outrider.train.state.checkpoint import checkpoints_newest_first
+from outrider.train.state.queue import Played
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.run_state import RunState
 from outrider.train.update.advantage_stage import credit_step
@@ -59,6 +58,7 @@ class Trainer:
     progress: Progress
     trackers: TrackerSet
     stop: Event = field(default_factory=Event)
+    num_restarts: int = 0  # of this command, from a checkpoint, before anything of this object
     num_done: int = 0  # of the stage that is shown
     pace: RunPace = field(default_factory=RunPace)
     state: RunState = field(init=False)
@@ -105,6 +105,7 @@ class Trainer:
                 return
             state.rewind(saved, last_label=self._last_label)
             self.pace.recall(state.metrics.path)
+            self._say(self._fresh_start())
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
         every = settings.evaluation.every
@@ -129,6 +130,16 @@ class Trainer:
         if state.step:
             self._evaluate(self._last_label)
         state.seal_records()
+
+    def _fresh_start(self) -> list[str]:
+        """A run of rollouts beside updates has none where it had ended."""
+        state, settings = self.state, self.parts.settings
+        if not settings.cluster.max_staleness or state.queued is not None or not state.step:
+            return []
+        return [
+            f"no rollouts were ahead at step {state.step}, where this run had ended: those of the next step "
+            "come from the newest weights, unlike those of a run with more steps from the start"
+        ]
 
     def _begin(self) -> None:
         """Up to the checkpoint of step 0, from which training goes on."""
@@ -249,63 +260,99 @@ class Trainer:
 
     def _train_step(self) -> dict[str, float]:
         """Rollout, advantages, update, record; what is shown of it."""
-        began = time.perf_counter()
         parts, state = self.parts, self.state
-        counts = parts.algorithm.counts()
-        report = self._play(counts)
+        clock = StepClock(elsewhere=parts.elsewhere)
+        queued = state.queued
+        played = self._play() if queued is None else queued
+        report = played.sampled
         replayed, mixed = mix_in(parts, report.traces, step=state.step, note=self.progress.note)
-        rolled = time.perf_counter()
+        clock.rolled(ahead_s=None if queued is None else queued.seconds)
         parts.engine.free_cache()
         credits_ = credit_step(parts, report.trained)
-        updated = self._update(interleaved(report.trained, replayed))
-        parts.engine.load(parts.engine.weight_version + 1)
-        sent = {} if parts.elsewhere is None else parts.elsewhere.metrics()
-        state.step += 1
-        state.task_cursor = report.cursor
-        ended = time.perf_counter()
-        values = step_record(
-            parts,
-            report,
-            credits_,
-            mixed=mixed,
-            updated=updated.metrics,
-            counts_before=counts,
-        )
-        if parts.buffer is not None:
-            values |= evolve_buffer(
-                parts.buffer,
-                report.traces,
-                settings=parts.settings.buffer,
-                step=state.step,
-                count_tokens=token_counter(parts.renderer),
+        probes = self._probes(report)
+        with beside(parts, report, step=state.step + 1, is_last=self._is_last(report)) as ahead:
+            clock.updating()
+            updated, aged = self._update(report, replayed, probes)
+            clock.updated()
+            if ahead is not None:
+                ahead.wait(on_tick=lambda shown: self.progress.advance(self.num_done, rollouts=shown))
+            clock.waited()
+            parts.engine.load(parts.engine.weight_version + 1)
+            state.step += 1
+            state.task_cursor = report.cursor
+            values = step_record(
+                parts, report, credits_, mixed=mixed, updated=updated.metrics, counts_before=played.counts
             )
-        values |= timing_metrics(
-            rollout_s=rolled - began,
-            update_s=ended - rolled,
-            num_policy_tokens=values.get("tokens/policy", 0.0),
-            num_computed_tokens=updated.num_computed_tokens,
-        )
-        values |= sent
-        self._record(report, values)
+            values |= aged | clock.ended(
+                num_policy_tokens=values.get("tokens/policy", 0.0),
+                num_computed_tokens=updated.num_computed_tokens,
+            )
+            values |= self._grown(report)
+            self._record(report, values)
+            # Only now: what the next rollouts bring is no part of this step's record.
+            state.queued = None if ahead is None else ahead.take()
         return {name: values[key] for name, key in _SHOWN.items() if key in values}
 
-    def _play(self, counts: Sequence[Mapping[str, int]]) -> SampledStep:
-        """The step's rollouts; ``counts`` are the algorithm's from before."""
+    def _grown(self, report: SampledStep) -> dict[str, float]:
+        """What the buffer takes in of the step, and how the weights went to engines elsewhere."""
+        parts = self.parts
+        sent = {} if parts.elsewhere is None else parts.elsewhere.metrics()
+        if parts.buffer is None:
+            return sent
+        grown = evolve_buffer(
+            parts.buffer,
+            report.traces,
+            settings=parts.settings.buffer,
+            step=self.state.step,
+            count_tokens=token_counter(parts.renderer),
+        )
+        return grown | sent
+
+    def _play(self) -> Played:
+        """The step's rollouts, with nothing beside them."""
         parts, state = self.parts, self.state
+        counts = parts.algorithm.counts()
         try:
-            return play_step(parts, self.rollouts(training=True), step=state.step, cursor=state.task_cursor)
+            sampled = play_step(
+                parts, self.rollouts(training=True), step=state.step, cursor=state.task_cursor
+            )
         except _StopRequested:
             # the step is given up: it will be played again, to the same bits
             parts.algorithm.restore_counts(counts)
             raise
+        return Played(sampled=sampled, counts=counts, seconds=0.0)
 
-    def _update(self, traces: Sequence[Trace]) -> UpdateReport:
-        """The optimiser steps on these rollouts."""
-        return self.parts.learner.update(
-            traces,
-            self.parts.algorithm,
+    def _is_last(self, report: SampledStep) -> bool:
+        """Whether no step comes behind the one of these rollouts."""
+        state = self.state
+        written = rollout_metrics(report.traces)
+        num_tokens = state.num_policy_tokens + sum(written.get(name, 0.0) for name in WRITTEN_TOKENS)
+        budget = self.parts.settings.train.max_policy_tokens
+        ends = state.step + 1 >= self.parts.settings.train.num_steps
+        return ends or (budget is not None and num_tokens >= budget)
+
+    def _probes(self, report: SampledStep) -> list[Trace]:
+        """What says that the engines have the newest weights, where the rollouts cannot."""
+        elsewhere = self.parts.elsewhere
+        if elsewhere is None or not self.parts.settings.cluster.max_staleness:
+            return []
+        return [probe for trace in report.traces[:1] for probe in elsewhere.probes(trace)]
+
+    def _update(
+        self, report: SampledStep, replayed: Sequence[Trace], probes: Sequence[Trace]
+    ) -> tuple[UpdateReport, dict[str, float]]:
+        """The optimiser steps on these rollouts, and how old those are where that is a question."""
+        parts = self.parts
+        limit, version = parts.settings.cluster.max_staleness, parts.engine.weight_version
+        aged = staleness_metrics(report.traces, version=version, limit=limit) if limit else {}
+        updated = parts.learner.update(
+            interleaved(report.trained, replayed),
+            parts.algorithm,
             on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
+            version=version if limit else None,
+            probes=probes,
         )
+        return updated, aged
 
     def _record(self, report: SampledStep, values: dict[str, float]) -> None:
         """Traces, metrics and alarms of the step that has ended; ``values`` gets what the run counts."""
@@ -313,6 +360,9 @@ class Trainer:
         state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
         values["tokens/policy_total"] = float(state.num_policy_tokens)
         values["grad/learning_rate"] = parts.learner.learning_rate
+        if self.num_restarts:
+            values["cluster/trainer_restarts"] = float(self.num_restarts)
+            self.num_restarts = 0
         if (seconds := self.pace.seconds("checkpoint")) is not None:
             values["time/checkpoint"] = seconds
         state.traces.write(
@@ -323,6 +373,8 @@ class Trainer:
         self._say(
             step_alarms(parts.settings, step=state.step, values=values, fault_reasons=report.fault_reasons)
         )
+        if parts.elsewhere is not None:
+            self._say(parts.elsewhere.notes())
 
     def _evaluate(self, label: str) -> None:
         """Play the frozen panel unless its result is on file already. Raises EnvironmentFault where no
@@ -338,38 +390,8 @@ class Trainer:
             evaluation, traces = evaluate(
                 rollouts, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
             )
-        lost = lost_reasons(traces)
-        if not evaluation.num_tasks:
-            raise EnvironmentFault(
-                f"the evaluation {label!r} has no result, every rollout was lost to a fault: "
-                f"{fault_line(lost)}"
-            )
-        values = {
-            "eval/score": evaluation.score,
-            "eval/ci_low": evaluation.ci_low,
-            "eval/ci_high": evaluation.ci_high,
-            "eval/num_tasks": float(evaluation.num_tasks),
-            "eval/num_faults": float(evaluation.num_faults),
-            "time/evaluation": self.pace.last("evaluation"),
-        }
-        self.state.metrics.write(step, "eval", values)
-        number = len(self.run.finished_evaluations())
-        self.state.traces.write_evaluation(
-            number, rows_of(traces, step=step, tokenizer=self.parts.renderer.tokenizer)
-        )
-        # Last, because it marks the evaluation as done.
-        self.run.add_evaluation(
-            evaluation,
-            split=settings.split,
-            temperature=settings.temperature,
-            panel_hash=panel_hash(self.parts.test_tasks),
+        values, lines = record_evaluation(
+            self.state, evaluation, traces, seconds=self.pace.last("evaluation")
         )
         self.trackers.log(step, values)
-        repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
-        self.progress.note(
-            f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)} "
-            f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} "
-            f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}"
-        )
-        if (gain := gain_over_start(self.run.finished_evaluations())) is not None:
-            self.progress.note(f"{label}: {gain}")
+        self._say(lines)

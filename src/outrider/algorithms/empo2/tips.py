@@ -2,6 +2,7 @@
 remembered (EMPO², arXiv 2602.23008).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -125,11 +126,14 @@ class Tips:
         """Memory and novelty, as plain data and arrays, for a checkpoint."""
         tips, tip_arrays = self.hook.memory.snapshot()
         novelty, novelty_arrays = self.novelty.snapshot()
-        return {"tips": tips, "novelty": novelty}, {**tip_arrays, **novelty_arrays}
+        # of rollouts that no step has measured yet: those that were played beside an update
+        counts = {"counts": dict(self.hook.counts)} if self.hook.counts else {}
+        return {"tips": tips, "novelty": novelty, **counts}, {**tip_arrays, **novelty_arrays}
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
         """Puts back what :meth:`state` saved."""
         self.hook.memory.restore(state["tips"], arrays)
+        self.hook.counts = Counter(state.get("counts", {}))
         self.novelty.restore(state["novelty"], arrays)
 
 

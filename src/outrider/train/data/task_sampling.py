@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from outrider.algorithms.algorithm import TaskChoice
@@ -48,14 +48,14 @@ class TaskOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """``traces`` are all groups that were played, ``trained`` those that the update gets by the ``choice``'s
-    filter.
+    """``traces`` are all groups that were played, ``trained`` those that the update gets: all, or where the
+    step ``is_filtered`` those that the algorithm's filter kept.
 
     ``faults`` and ``fault_reasons`` are those of all rounds
     (:class:`~outrider.rollout.scheduler.RolloutReport`).
     """
 
-    choice: TaskChoice
+    is_filtered: bool
     traces: list[Trace]
     trained: list[Trace]
     faults: Counter[str]
@@ -102,7 +102,7 @@ def sample_step(
     """
     if choice.tasks is not None:
         report = rollouts.run(choice.tasks, modes=modes, training_step=step)
-        return _as_chosen(report, choice, cursor=cursor)
+        return _as_chosen(report, cursor=cursor)
     played: list[Trace] = []
     trained: list[Trace] = []
     faults: Counter[str] = Counter()
@@ -126,7 +126,7 @@ def sample_step(
         reasons += report.fault_reasons
         num_batches += 1
     return SampledStep(
-        choice=choice,
+        is_filtered=filtered is not None,
         traces=played,
         trained=trained,
         faults=faults,
@@ -136,12 +136,12 @@ def sample_step(
     )
 
 
-def _as_chosen(report: RolloutReport, choice: TaskChoice, *, cursor: int) -> SampledStep:
+def _as_chosen(report: RolloutReport, *, cursor: int) -> SampledStep:
     """A step whose tasks the algorithm named: all of its groups are trained, and the order of tasks stands
     still.
     """
     return SampledStep(
-        choice=replace(choice, groups=None),
+        is_filtered=False,
         traces=report.traces,
         trained=report.traces,
         faults=report.faults,

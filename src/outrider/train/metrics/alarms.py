@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from outrider.rollout.faults import fault_line
+from outrider.train.metrics.staleness import staleness_alarms
 from outrider.train.settings import RunSettings
 
 
@@ -31,7 +32,7 @@ def step_alarms(
             f"step {step}: {missing:.0f} of {settings.train.tasks_per_step} groups are missing after "
             f"{values['group/num_extra_batches']:.0f} extra batches without spread; trained on the others"
         )
-    return lines + skipped_alarms(step, values)
+    return lines + staleness_alarms(step, values) + skipped_alarms(step, values)
 
 
 def skipped_alarms(step: int, values: Mapping[str, float]) -> list[str]:

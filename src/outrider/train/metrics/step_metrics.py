@@ -1,7 +1,6 @@
 """Declared metrics of one step's rollouts, from traces and credits (meanings: docs/metrics.md)."""
 
 import re
-import resource
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
@@ -124,20 +123,6 @@ def _num_discarded(traces: Sequence[Trace]) -> int:
         if node.trainable
     }
     return written - sum(len(node.token_ids) for node in paths.values())
-
-
-def timing_metrics(
-    *, rollout_s: float, update_s: float, num_policy_tokens: float, num_computed_tokens: int
-) -> dict[str, float]:
-    """Seconds, tokens per second, and the largest resident memory so far."""
-    return {
-        "time/rollout": rollout_s,
-        "time/update": update_s,
-        "time/step": rollout_s + update_s,
-        "speed/rollout_tokens": num_policy_tokens / rollout_s,
-        "speed/update_tokens": num_computed_tokens / update_s,
-        "memory/peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
 
 
 def diversity(traces: Sequence[Trace]) -> float | None:

@@ -39,7 +39,7 @@ def step_record(
         values |= retrieval_metrics(traces, credits_, counts)
     values["rollout/num_retries"] = float(report.faults["retries"])
     values["rollout/num_close_faults"] = float(report.faults["close"])
-    if report.choice.groups is not None:
+    if report.is_filtered:
         values |= report.metrics(parts.settings.train.tasks_per_step)
     if (spread := diversity(traces)) is not None:
         values["rollout/diversity"] = spread

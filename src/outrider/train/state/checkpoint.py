@@ -18,6 +18,7 @@ from safetensors.numpy import save_file as save_arrays
 from outrider.atomic_io import remove, replacing_folder, sync
 from outrider.errors import CheckpointError
 from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
+from outrider.train.state.queue import Played, write_queue
 from outrider.train.state.records import RECORDS
 from outrider.train.update.weight_files import tensor_files
 
@@ -49,17 +50,21 @@ def save_checkpoint(
     arrays: Mapping[str, NDArray[Any]] | None = None,
     *,
     records: Mapping[str, Any] | None = None,
+    queued: Played | None = None,
 ) -> None:
     """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints as they
     were.
 
     ``arrays`` are the vectors of an algorithm's memory, whose plain data is in ``state``; ``records`` is what
-    the run has on file beside its checkpoints (:mod:`outrider.train.state.records`).
+    the run has on file beside its checkpoints (:mod:`outrider.train.state.records`); ``queued`` are rollouts
+    of the next step.
 
     Raises CheckpointError when it cannot be written (a full disk), which leaves them as they were too.
     """
     try:
         with replacing_folder(folder) as temporary:
+            if queued is not None:
+                write_queue(temporary, queued)
             _write(temporary, weights, state, arrays or {})
             if records is not None:
                 write_sealed(temporary / RECORDS, records)

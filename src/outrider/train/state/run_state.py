@@ -18,6 +18,7 @@ from outrider.train.state.checkpoint import (
     save_checkpoint,
 )
 from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, is_sealed
+from outrider.train.state.queue import Played, read_queue
 from outrider.train.state.records import Records
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.same_inputs import BUFFER, input_digests, other_inputs
@@ -43,6 +44,7 @@ class RunState:
     num_policy_tokens: int = 0
     task_cursor: int = 0
     saved_step: int = -1
+    queued: Played | None = None  # the next step's rollouts, where they were played beside this one's update
     metrics: MetricsWriter = field(init=False)
     traces: TraceWriter = field(init=False)
     records: Records = field(init=False)
@@ -108,7 +110,9 @@ class RunState:
         if self.parts.algorithm.remembers:
             state["memory"], arrays = self.parts.algorithm.state()
         folder = self.run.checkpoints / f"step-{self.step:06d}"
-        save_checkpoint(folder, self.parts.learner, state, arrays, records=self.records.written())
+        save_checkpoint(
+            folder, self.parts.learner, state, arrays, records=self.records.written(), queued=self.queued
+        )
         self.saved_step = self.step
         # Only once the new one is on disk.
         prune_checkpoints(
@@ -172,8 +176,9 @@ class RunState:
             self.parts.algorithm.restore_counts(state["hook_counts"])
             if self.parts.algorithm.remembers:
                 self.parts.algorithm.restore(state["memory"], load_memory(checkpoint))
+            self.queued = read_queue(checkpoint)
             sealed = is_sealed(checkpoint / STATE)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise damaged(checkpoint, error) from error
         if not sealed:
             self.note(

@@ -79,4 +79,6 @@ class MetricAccumulator:
         num, total, squares = self._weights
         if num:  # over all tokens: the share of a micro-batch would depend on the split
             averaged["ratio/importance_ess_share"] = total**2 / (num * squares) if squares else 0.0
+        if num and "staleness/logprob_shift" in averaged:
+            averaged["staleness/truncated_fraction"] = self._totals["ratio/num_truncated"] / num
         return averaged | self._totals | self._maxima | self._minima

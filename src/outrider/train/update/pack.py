@@ -47,7 +47,8 @@ class PackedBatch:
     ``predictors_U`` index the packed position whose output predicts each scored token; ``token_T`` is the
     token of an entry, ``ordinal_T`` its number among the trained tokens of its rollout, ``turn_T`` a number
     of its rollout's turn. ``is_foreign_T`` marks tokens that the policy did not write in this step:
-    demonstrations, whose engine log-prob is 0, and replayed rollouts.
+    demonstrations, whose engine log-prob is 0, and replayed rollouts. ``version_T`` is the version of the
+    weights that sampled a token, -1 where none is known.
     """
 
     ids_N: Tensor
@@ -63,6 +64,7 @@ class PackedBatch:
     ordinal_T: Tensor
     turn_T: Tensor
     is_foreign_T: Tensor
+    version_T: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +81,7 @@ class PackedBatch:
             ratio_scale_T=self.ratio_scale_T.to(scores_T),
             engine_logprobs_T=self.engine_logprobs_T.to(scores_T),
             is_foreign_T=self.is_foreign_T.to(scores_T.device),
+            version_T=self.version_T.to(scores_T.device),
         )
 
 
@@ -88,7 +91,7 @@ class _Builder:
     positions: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     scored: list[tuple[int, int]] = field(default_factory=list)
-    entries: list[tuple[int, float, float, float, int, int, int, bool]] = field(default_factory=list)
+    entries: list[tuple[int, float, float, float, int, int, int, bool, int]] = field(default_factory=list)
     num_trained: dict[int, int] = field(default_factory=dict)  # by rollout index
     num_turns: int = 0
 
@@ -144,8 +147,19 @@ class _Builder:
                     off_policy = sequence.is_replayed or not node.trainable
                     # a demonstrator is taken to have been certain
                     engine = node.logprobs[offset] if node.trainable else 0.0
+                    version = -1 if node.weight_version is None else node.weight_version
                     self.entries.append(
-                        (len(self.scored), credit[offset], scale, engine, index, ordinal, turn, off_policy)
+                        (
+                            len(self.scored),
+                            credit[offset],
+                            scale,
+                            engine,
+                            index,
+                            ordinal,
+                            turn,
+                            off_policy,
+                            version,
+                        )
                     )
                 # Once, however many entries refer to it.
                 self.scored.append((previous, token))
@@ -156,7 +170,8 @@ class _Builder:
 
     def batch(self) -> PackedBatch:
         predictors, targets = zip(*self.scored, strict=True)
-        tokens, credit, scale, engine, owner, ordinal, turn, off_policy = zip(*self.entries, strict=True)
+        columns = zip(*self.entries, strict=True)
+        tokens, credit, scale, engine, owner, ordinal, turn, off_policy, version = columns
         return PackedBatch(
             ids_N=torch.tensor(self.ids),
             positions_N=torch.tensor(self.positions),
@@ -172,6 +187,7 @@ class _Builder:
             ordinal_T=torch.tensor(ordinal),
             turn_T=torch.tensor(turn),
             is_foreign_T=torch.tensor(off_policy),
+            version_T=torch.tensor(version),
         )
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.common.losses import token_weights
 from outrider.algorithms.common.token_loss import TokenLossInputs
-from outrider.errors import EngineFault
 from outrider.trace import Leaf, Node, Trace, without_memory
 from outrider.train.learning_settings import UpdateSettings
+from outrider.train.update.agreement import logprob_gap, require_agreement
 from outrider.train.update.batch_loss import TokenLossOf, batch_loss, loss_inputs
 from outrider.train.update.metric_accumulator import MetricAccumulator
 from outrider.train.update.off_policy import ActingLogprobs, acting_logprobs
@@ -74,22 +74,22 @@ def update(
     first: bool,
     token_loss: TokenLossOf | None = None,
     gate_always: bool = False,
+    version: int | None = None,
+    probes: Sequence[Trace] = (),
     on_batch: Callable[[int], None] | None = None,
 ) -> UpdateReport:
     """Train on credited groups. Raises EngineFault before the very first step when the log-prob gap is too
     large.
 
-    ``token_loss`` is the algorithm's (None: that of the ``objective``).
-    ``gate_always`` checks every step: for an engine with weights of its own, which could be old ones.
-
-    ``on_batch`` is called after every micro-batch with the scored tokens so far: live progress.
+    ``token_loss`` is the algorithm's (None: that of the ``objective``). ``gate_always`` checks every step:
+    for an engine with weights of its own, which could be old ones. ``version`` is that of the policy's
+    weights, where tokens may be of older ones, which say nothing of the engine; ``probes`` are checked and
+    not trained on. ``on_batch`` is called after every micro-batch with the scored tokens so far.
     Raises ValueError for an objective with a KL term and no ``reference``.
     """
     if objective.kl_weight > 0 and reference is None:
         raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
-    # Cut between groups, never inside one: siblings share the beginning that packing computes once.
-    bounds = [len(traces) * i // settings.num_mini_batches for i in range(settings.num_mini_batches + 1)]
-    mini_batches = [rollout_paths(traces[start:end]) for start, end in pairwise(bounds) if end > start]
+    mini_batches = _mini_batches(traces, settings.num_mini_batches)
     running = _Update(
         policy=policy,
         objective=objective,
@@ -98,20 +98,20 @@ def update(
         # one that the reward alone needs has been used by now
         reference=reference if objective.kl_weight > 0 else None,
         on_batch=on_batch or (lambda num_tokens: None),
+        version=version,
     )
-    # A single step: pi_old is the policy being scored, so the pass that trains gives the old log-probs too.
-    once = len(mini_batches) == 1 and settings.num_epochs == 1
-    # All of them before the first step: pi_old is one policy, whatever mini-batch or epoch it divides.
-    olds = [None if once else running.old_scores(paths) for paths in mini_batches]
-    actings = [running.acting(paths) for paths in mini_batches]
-    for _ in range(settings.num_epochs):
-        for paths, old, acting in zip(mini_batches, olds, actings, strict=True):
-            # until a step was made: a mini-batch without signal makes none
-            gate = gate_always or (first and policy.num_steps == 0)
-            running.mini_batch(paths, olds=old, acting=acting, gate=gate)
+    if probes:
+        running.check(rollout_paths(probes))
+    running.steps(mini_batches, gate=gate_always, gate_first=first)
     if not mini_batches:
         running.common.add("grad/norm", 0.0)
     return running.whole_report()
+
+
+def _mini_batches(traces: Sequence[Trace], num: int) -> list[list[RolloutPath]]:
+    """Cut between groups, never inside one: siblings share the beginning that packing computes once."""
+    bounds = [len(traces) * i // num for i in range(num + 1)]
+    return [rollout_paths(traces[start:end]) for start, end in pairwise(bounds) if end > start]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +124,7 @@ class _Update:
     settings: UpdateSettings
     reference: Scorer | None
     on_batch: Callable[[int], None]
+    version: int | None
     report: UpdateReport = field(default_factory=UpdateReport)
     accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
     common: MetricAccumulator = field(init=False)
@@ -142,6 +143,32 @@ class _Update:
             accumulator.merge(measured)
         report.metrics |= accumulator.means()
         return report
+
+    def steps(self, mini_batches: Sequence[Sequence[RolloutPath]], *, gate: bool, gate_first: bool) -> None:
+        """All optimiser steps; ``gate_first`` checks until one was made."""
+        # A single step: pi_old is the policy being scored: the pass that trains gives the old log-probs too.
+        once = len(mini_batches) == 1 and self.settings.num_epochs == 1
+        # All of them before the first step: pi_old is one policy, whatever mini-batch or epoch it divides.
+        olds = [None if once else self.old_scores(paths) for paths in mini_batches]
+        actings = [self.acting(paths) for paths in mini_batches]
+        for _ in range(self.settings.num_epochs):
+            for paths, old, acting in zip(mini_batches, olds, actings, strict=True):
+                # until a step was made: a mini-batch without signal makes none
+                checked = gate or (gate_first and self.policy.num_steps == 0)
+                self.mini_batch(paths, olds=old, acting=acting, gate=checked)
+
+    def check(self, paths: Sequence[RolloutPath]) -> None:
+        """Raises EngineFault where an engine does not have the policy's weights."""
+        gaps: list[Tensor] = []
+        with torch.no_grad():
+            for batch in passes(self._packed(paths), self.policy.ranks):
+                if batch is None:
+                    self.policy.idle()
+                    continue
+                scores = self.policy.score(batch)
+                gaps.append((scores.logprobs_T - batch.like(scores.logprobs_T).engine_logprobs_T).abs())
+                self._measure_gap(gaps[-1])
+        require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
 
     def old_scores(self, paths: Sequence[RolloutPath]) -> list[TokenScores]:
         """pi_old and entropies of every micro-batch, recomputed by the trainer before the first of several
@@ -199,7 +226,7 @@ class _Update:
                 self._count(batch)
         # After the backward passes, so that nothing is scored twice; still before any weight moves.
         if gate:
-            _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
+            require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
         self._step()
 
     def _pass(self, given: "_Given", gaps: list[Tensor]) -> tuple[Tensor, bool]:
@@ -215,7 +242,8 @@ class _Update:
         inputs = loss_inputs(
             scores.logprobs_T, batch, self.objective.denominators(start_T, acting_T), self.accumulator
         )
-        gaps.append(_gap(inputs))
+        is_older_T = None if self.version is None else batch.version_T != self.version
+        gaps.append(logprob_gap(inputs, is_older_T))
         reference_T = self._reference_logprobs(batch)
         # After the gap is kept: where the engine is gated, the gate has to see the NaN.
         if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
@@ -231,7 +259,14 @@ class _Update:
         if self.objective.positive_nll > 0:
             nll = success_nll(scores.logprobs_T, given.success_T, self.accumulator)
             loss = loss + self.objective.positive_nll * nll
-        self._measure_gap(gaps[-1], start.entropies_T[~inputs.is_foreign_T])
+        own_T = ~inputs.is_foreign_T
+        if bool(own_T.any()):
+            self.accumulator.add(
+                "entropy/trainer_mean", float(start.entropies_T[own_T].mean()), int(own_T.sum())
+            )
+        self._measure_gap(gaps[-1])
+        if is_older_T is not None:
+            self._measure_shift(inputs, is_older_T & own_T)
         return loss, True
 
     def _idle(self) -> Tensor:
@@ -252,10 +287,17 @@ class _Update:
         with torch.no_grad():
             return self.reference.score(batch).logprobs_T
 
-    def _measure_gap(self, gap_O: Tensor, entropies_O: Tensor) -> None:
-        """Trainer against engine, over the O tokens that the policy wrote in this step."""
+    def _measure_shift(self, inputs: TokenLossInputs, older_T: Tensor) -> None:
+        """How far the policy has moved since it wrote the older tokens."""
+        if bool(older_T.any()):
+            shift_T = (inputs.denominators.trainer_T - inputs.engine_logprobs_T).abs()
+            self.accumulator.add(
+                "staleness/logprob_shift", float(shift_T[older_T].mean()), int(older_T.sum())
+            )
+
+    def _measure_gap(self, gap_O: Tensor) -> None:
+        """Trainer against engine, over O tokens that both have from the same weights."""
         if len(gap_O):
-            self.accumulator.add("entropy/trainer_mean", float(entropies_O.mean()), len(gap_O))
             self.accumulator.add("gap/logprob_mean", float(gap_O.mean()), len(gap_O))
             self.accumulator.add_max("gap/logprob_max", float(gap_O.max()))
 
@@ -267,7 +309,7 @@ class _Update:
     def _skip(self, gaps: Sequence[Tensor], *, gate: bool) -> None:
         """A log-prob that is not finite makes no step; where the engine is checked, it may be the reason."""
         if gate:
-            _require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
+            require_agreement(self.policy, gaps, self.settings.max_logprob_gap)
         self.policy.drop_gradients()
         self.common.add_sum("grad/num_skipped", 1.0)
         self._end_step(skipped=True)
@@ -297,11 +339,6 @@ class _Given:
     success_T: Tensor
 
 
-def _gap(inputs: TokenLossInputs) -> Tensor:
-    """|trainer - engine| in nats, of the tokens that the policy wrote in this step."""
-    return (inputs.denominators.trainer_T - inputs.engine_logprobs_T)[~inputs.is_foreign_T].abs()
-
-
 def _trained(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list[RolloutPath]:
     """Rollouts whose gradient is not zero by construction; the others stay in every denominator."""
     return [path for path in paths if _is_trained(path, objective)]
@@ -314,20 +351,6 @@ def _is_trained(path: RolloutPath, objective: ObjectiveSettings) -> bool:
         objective.positive_nll > 0 and path.succeeded and not path.is_replayed
     )
     return any(map(len, credits_)) if every else any(any(credit) for credit in credits_)
-
-
-def _require_agreement(policy: Policy, gaps: Sequence[Tensor], limit: float) -> None:
-    """The mean over all tokens of the mini-batch: that of a micro-batch would depend on the split, and a
-    short one is noisy.
-    """
-    # float64: near the limit the verdict must not hang on how a float32 sum was split.
-    every = torch.cat([gap for each in policy.ranks.gather(list(gaps)) for gap in each]).double()
-    gap = float(every.mean()) if len(every) else 0.0
-    if not gap <= limit:  # NaN too
-        policy.drop_gradients()
-        raise EngineFault(
-            f"trainer and engine disagree by {gap:.4f} nats a token before an update (limit {limit})"
-        )
 
 
 def _weights(

@@ -1,0 +1,34 @@
+"""What several processes cost and bring, beside what the design accepts (docs/benchmarks.md).
+
+    python -m benchmarks.cluster_figures [--model smollm2-135m-instruct] [--pairs 3]
+
+Each process has one thread. With two cores nothing else may run: two ranks, or an engine beside a trainer,
+need one each. Seconds of one machine; read the ratios.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from benchmarks.cluster_measures import Figure, imbalance, overlap, recovery, transfer, two_ranks
+from benchmarks.markdown_table import markdown
+
+
+def main() -> None:
+    """Print the table, row by row as they are measured."""
+    parser = argparse.ArgumentParser(description="Figures of a run on several processes.")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--pairs", type=int, default=3, help="repetitions; medians are told")
+    given = parser.parse_args()
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for measure in (imbalance, two_ranks, transfer, recovery, overlap):
+            found = measure(given.model, Path(folder), given.pairs)
+            figures += found
+            for one in found:
+                print(f"{one.name}: {one.measured}", flush=True)
+    print(markdown(["figure", "measured", "accepted"], [[f.name, f.measured, f.accepted] for f in figures]))
+
+
+if __name__ == "__main__":
+    main()

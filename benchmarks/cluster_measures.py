@@ -1,0 +1,228 @@
+"""What ``cluster_figures.py`` measures, one function a row."""
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.scale.groups import groups
+
+from outrider.config import validate
+from outrider.scale.placement import Shape, place
+from outrider.scale.start import remote_rollouts, sharded_learner
+from outrider.train.building import build
+from outrider.train.components import Components
+from outrider.train.models import local_learner
+from outrider.train.settings import RunSettings
+from outrider.train.update.update import rollout_paths
+
+_OVERLAP = (
+    "environment.type=factbook", "environment.hops=[1]", "environment.num_train=64", "algorithm.type=grpo",
+    "algorithm.group_size=4", "rollout.max_turns=2", "rollout.max_turn_tokens=64", "train.num_steps=6",
+    "train.tasks_per_step=4", "train.checkpoint_every=6", "evaluation.num_tasks=1",
+    "evaluation.at_start=false", "algorithm.kl_weight=0.01",  # else groups of equal rewards are not computed
+    "evaluation.every=0", "num_threads=1", "model.precision=float32", "cluster.weights=store",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A row of the table."""
+
+    name: str
+    measured: str
+    accepted: str
+
+
+def settings_of(model: str, **cluster: Any) -> RunSettings:
+    """A small task; ``cluster`` are fields of its section."""
+    return validate(
+        RunSettings,
+        {
+            "environment": {"type": "factbook"},
+            "algorithm": {"type": "grpo", "group_size": 4},
+            "model": {"name": model, "precision": "float32"},
+            "rollout": {"max_turns": 2, "max_turn_tokens": 32},
+            "train": {"tasks_per_step": 4},
+            # the groups' log-probs are drawn: no engine wrote them
+            "update": {"max_tokens": 1024, "max_logprob_gap": 1e9},
+            "num_threads": 1,
+            "cluster": cluster,
+        },
+    )
+
+
+def imbalance(model: str, folder: Path, num: int) -> list[Figure]:
+    """Of the rollouts of 4 groups a rank, over many draws; no process is started."""
+    shape = Shape(num_parameters=135_000_000, num_layers=30, attention_width=576)
+    worst = []
+    for seed in range(50):
+        for num_ranks in (2, 4, 8):
+            paths = rollout_paths(groups(4 * num_ranks, rollouts=8, seed=seed, longest=400))
+            loads = [shape.cost(one) for one in place(paths, num_ranks=num_ranks, cost=shape.cost)]
+            worst.append(max(loads) * num_ranks / sum(loads))
+    told = f"median {statistics.median(worst):.3f}, largest {max(worst):.3f} of {len(worst)} draws"
+    return [Figure(name="cost of the heaviest rank over the mean, 4 groups a rank", measured=told,
+                   accepted="at most 1.10")]  # fmt: skip
+
+
+def two_ranks(model: str, folder: Path, num: int) -> list[Figure]:
+    """The update of the same groups by one process and by two, without what follows it."""
+    traces = groups(8, rollouts=8, seed=1, longest=200)
+    num_tokens = sum(len(node.token_ids) for trace in traces for node in trace.nodes)
+    seconds: dict[int, float] = {}
+    for ranks in (1, 2):
+        settings = settings_of(model, num_trainers=ranks)
+        start = local_learner if ranks == 1 else sharded_learner
+        learner: Any = start(settings, initial=False)
+        try:
+            algorithm = _algorithm(settings)
+            # the first call of each: pages that were never touched
+            taken = [
+                _timed(lambda own=learner, page=algorithm: own.update(traces, page, on_batch=lambda n: None))
+                for _ in range(num + 1)
+            ]
+            seconds[ranks] = statistics.median(taken[1:])
+        finally:
+            learner.close()
+    told = (
+        f"{seconds[1] / seconds[2]:.2f} ({seconds[1]:.1f} and {seconds[2]:.1f} s, {num_tokens} unique tokens)"
+    )
+    return [Figure(name="update, 2 ranks against 1 process, one thread each, with the copy of the weights",
+                   measured=told, accepted="at least 1.4")]  # fmt: skip
+
+
+def _algorithm(settings: RunSettings) -> Any:
+    from outrider.train.building import make_algorithm
+
+    return make_algorithm(settings, None, vocabulary_size=100, stateful=False, num_tokens=len, train_tasks=())
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def crew(model: str, folder: Path) -> Iterator[Components]:
+    """Two engines and two rollout workers."""
+    parts = build(
+        settings_of(model, num_engines=2, num_rollout_workers=2, max_restarts=99),
+        buffer_path=folder / "buffer.sqlite",
+        resumed=False,
+        on_tokens=lambda num_tokens: None,
+        note=lambda line: None,
+        start=local_learner,
+        spread=remote_rollouts,
+    )
+    try:
+        yield parts
+    finally:
+        assert parts.elsewhere is not None
+        parts.elsewhere.close()
+        parts.factory.close()
+
+
+def transfer(model: str, folder: Path, num: int) -> list[Figure]:
+    """Weights through the object store to two engines."""
+    with crew(model, folder) as parts:
+        remote: Any = parts.elsewhere
+        told = []
+        for version in range(1, num + 1):
+            remote.engine.load(version)
+            told.append(remote.metrics())
+        num_bytes = sum(one.nbytes for one in parts.learner.language_model.model.parameters())
+    share = told[0]["weights/bytes"] / (2 * num_bytes)
+    seconds = statistics.median(one["time/weights"] for one in told)
+    return [
+        Figure(name="bytes of a transfer an engine over those of the weights", measured=f"{share:.4f}",
+               accepted="at most 1.01"),
+        Figure(name="calls of a transfer an engine", measured=f"{told[0]['weights/rpcs'] / 2:g}",
+               accepted="at most 4"),
+        Figure(name="seconds of a transfer to 2 engines", measured=f"{seconds:.1f}", accepted=""),
+    ]  # fmt: skip
+
+
+def recovery(model: str, folder: Path, num: int) -> list[Figure]:
+    """How much longer a batch takes in which a process is killed."""
+    draw = random.Random(0)
+    lost: dict[str, list[float]] = {"engine": [], "rollout worker": []}
+    with crew(model, folder) as parts:
+        remote: Any = parts.elsewhere
+
+        def play() -> float:
+            rollouts = remote.rollouts(parts, training=True, on_finished=lambda done, owed: None)
+            return _timed(lambda: rollouts.run(parts.train_tasks[:4], modes=("plain",) * 4, training_step=0))
+
+        play()
+        whole = statistics.median(play() for _ in range(num))
+        for _ in range(num):
+            for name, pids in (("engine", remote.engine_pids), ("rollout worker", remote.worker_pids)):
+                os.kill(draw.choice(pids), signal.SIGKILL)
+                lost[name].append(play() - whole)
+    limits = {"engine": "at most 20 s", "rollout worker": "at most 15 s"}
+    return [
+        Figure(name=f"a batch of {whole:.1f} s is longer where one {name} is killed",
+               measured=f"median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s",
+               accepted=limits[name])
+        for name, seconds in lost.items()
+    ]  # fmt: skip
+
+
+def overlap(model: str, folder: Path, num: int) -> list[Figure]:
+    """Steps of a run with rollouts beside updates, against one that plays and trains in turn."""
+    ratios, idle, shapes = [], [], []
+    for pair in range(num):
+        steps = {age: _steps(model, folder / f"overlap-{pair}-{age}", age) for age in (0, 1)}
+        medians = {age: statistics.median(one["time/step"] for one in own) for age, own in steps.items()}
+        ratios.append(medians[0] / medians[1])
+        shapes.append(
+            [statistics.median(one[f"time/{name}"] for one in steps[0]) for name in ("rollout", "update")]
+        )
+        idle.append(
+            [
+                statistics.median(one[f"time/idle_{who}"] for one in steps[1])
+                for who in ("trainers", "engines")
+            ]
+        )
+    rollout, update = (statistics.median(one[n] for one in shapes) for n in (0, 1))
+    trainers, engines = (statistics.median(one[n] for one in idle) for n in (0, 1))
+    told = (
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}; in turn rollouts "
+        f"{rollout:.1f} s and update {update:.1f} s; beside each other trainers idle {trainers:.0%}, "
+        f"engines {engines:.0%})"
+    )
+    return [Figure(name="steps a second, rollouts beside updates against in turn", measured=told,
+                   accepted="at least 1.6 idle, 1.35 busy")]  # fmt: skip
+
+
+def _steps(model: str, run: Path, age: int) -> list[dict[str, float]]:
+    """Metrics of the steps but the first, which plays two batches, and the last, which plays none."""
+    recipe = run.with_suffix(".toml")
+    recipe.write_text(f'[model]\nname = "{model}"\n')
+    command = [
+        sys.executable,
+        "-m",
+        "outrider",
+        "train",
+        str(recipe),
+        "--run",
+        str(run),
+        "--progress",
+        "none",
+    ]
+    subprocess.run(
+        [*command, *_OVERLAP, f"cluster.max_staleness={age}"], check=True, capture_output=True, text=True
+    )
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [one for one in records if one["kind"] == "train"][1:-1]

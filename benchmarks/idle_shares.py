@@ -1,0 +1,42 @@
+"""Who waited for whom in a run on several processes, step by step, from its metrics.
+
+    python -m benchmarks.idle_shares --run runs/demo-cluster
+
+The first step of rollouts beside an update plays two batches: one for itself.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+
+from benchmarks.markdown_table import markdown
+
+COLUMNS = {
+    "rollouts, s": "time/rollout",
+    "update, s": "time/update",
+    "step, s": "time/step",
+    "trainers idle": "time/idle_trainers",
+    "engines idle": "time/idle_engines",
+    "age of tokens": "staleness/mean",
+}
+
+
+def rows(run: Path) -> list[list[str]]:
+    """A row per training step, and their medians."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [one for one in records if one["kind"] == "train"]
+    told = [[str(one["step"]), *(f"{one.get(key, 0.0):.2f}" for key in COLUMNS.values())] for one in steps]
+    medians = [f"{median(one.get(key, 0.0) for one in steps):.2f}" for key in COLUMNS.values()]
+    return [*told, ["median", *medians]]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Idle shares of a run with [cluster].")
+    parser.add_argument("--run", type=Path, required=True)
+    print(markdown(["step", *COLUMNS], rows(parser.parse_args().run)))
+
+
+if __name__ == "__main__":
+    main()

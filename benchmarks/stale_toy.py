@@ -1,0 +1,36 @@
+"""What tokens of older weights cost: RAPO on the lock (tests/toys.py), the engine some versions behind.
+
+    python -m benchmarks.stale_toy [--seeds 10] [--tokens 6000]
+
+Every row has the same number of policy tokens; the expected return is exact, at temperature 1 and without
+retrieval. Age 1 is that of rollouts beside an update (cluster.max_staleness = 1).
+"""
+
+import argparse
+
+from tests.toys import MAX_POLICY_TOKENS, TABLE_HEAD, rapo, table_row
+from tests.toys_stale import play
+
+from outrider.train.update.policy import set_threads
+
+AGES = (0, 1, 2)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="RAPO on a combination lock with older weights.")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=MAX_POLICY_TOKENS)
+    arguments = parser.parse_args()
+    set_threads(1)
+    print(TABLE_HEAD)
+    for age in AGES:
+        results = [
+            play(rapo(), seed=seed, staleness=age, max_policy_tokens=arguments.tokens)
+            for seed in range(arguments.seeds)
+        ]
+        print(table_row(f"age {age}", results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

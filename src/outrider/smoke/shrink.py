@@ -1,0 +1,167 @@
+"""Which settings ``--smoke`` changes, as overrides that stand above all others."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.config import NONE, to_toml
+from outrider.smoke.stand_ins import StandIns, embedder_of
+from outrider.train.settings import RunSettings
+from outrider.train.state.recorded import RECORD
+
+_GROUP: Final = 4
+_AT_MOST: Final[Mapping[str, int]] = {
+    "rollout.max_turns": 2, "rollout.max_turn_tokens": 16, "rollout.max_response_tokens": 1024,
+    "rollout.max_observation_tokens": 128, "rollout.max_splice_tokens": 256,
+    "train.num_steps": 1, "train.tasks_per_step": 2, "update.num_mini_batches": 2, "update.num_epochs": 1,
+    "cold_start.num_examples": 2, "cold_start.num_epochs": 1, "model.trained_layers": 1,
+    "buffer.num_tasks": 2, "evaluation.num_tasks": 2, "evaluation.num_samples": 1,
+    "evaluation.num_trials": 2, "num_threads": 1, "train.max_concurrent": 2,
+}  # fmt: skip
+_SET: Final[dict[str, Any]] = {
+    "model.device": "cpu", "model.precision": "float32", "model.context_length": None, "evaluation.every": 0,
+    "evaluation.panel": None, "trackers": [], "train.max_policy_tokens": None, "train.keep_checkpoints": 9,
+}  # fmt: skip
+# where experts are imitated: their paths have to fit, at a token a character
+_ROOM: Final[dict[str, Any]] = {
+    "rollout.max_turn_tokens": 256, "rollout.max_response_tokens": 16_000,
+}  # fmt: skip
+_CUTS: Final = ("rollout.max_turns", "environment.max_moves")
+# of an environment, an algorithm or an engine, at any depth
+_NAMED_AT_MOST: Final[Mapping[str, int]] = {
+    "num_train": 2, "num_valid": 2, "num_test": 2, "num_train_variations": 2, "num_valid_variations": 2,
+    "num_test_variations": 2, "max_moves": 4, "max_extra_batches": 1, "max_tip_tokens": 16,
+    "num_candidates": 2, "num_simulators": 1, "num_servers": 1,
+}  # fmt: skip
+_COUNTS: Final = ("first_wave", "num_hybrid")  # rollouts of a group: they shrink with it
+_FILES: Final = ("corpus", "pages", "products", "attributes", "human_goals", "data", "demonstrations")
+
+
+def smoke_overrides(settings: RunSettings, names: StandIns, *, server: str) -> list[str]:
+    """``section.key=value`` for all that differs from ``settings``. ``server``: URL of the stand-in for
+    endpoints. What shrinks stays in proportion where it can: hybrid rollouts of a group of 16 are as many of
+    four.
+    """
+    tree = settings.model_dump(mode="json")
+    before = dict(_leaves(tree))
+    wanted = {key: min(limit, before[key] or limit) for key, limit in _AT_MOST.items() if before[key]}
+    wanted |= _SET | {"model.name": str(names.model), "model.initial_checkpoint": None}
+    if (given := settings.model.initial_checkpoint) is not None:
+        wanted["model.initial_checkpoint"] = smoke_checkpoint(given, names)
+    if tree["engine"]["type"] == "vllm":
+        wanted["engine"] = {"type": "local"}
+    wanted |= _buffer(settings, names)
+    wanted |= _cluster(tree)
+    for section in ("environment", "algorithm", "engine"):
+        if section not in wanted:
+            wanted |= dict(_shrunk(tree[section], f"{section}.", _share(tree, section)))
+    wanted |= dict(_files(tree["environment"], names))
+    wanted |= {
+        key: None for key, value in before.items() if _is_lost(key, value, ("algorithm", "cold_start"))
+    }
+    wanted |= dict(_endpoints(tree, "", server))
+    if settings.cold_start.num_examples:
+        wanted = {key: value for key, value in wanted.items() if key not in _CUTS} | _ROOM
+    if settings.train.num_steps:
+        wanted["evaluation.at_start"] = False
+    return [_override(key, value) for key, value in wanted.items() if before.get(key, ...) != value]
+
+
+def smoke_checkpoint(given: str, names: StandIns) -> str | None:
+    """The newest checkpoint of the run that ``given`` is one of, whatever its step, if that was a smoke run;
+    the weights of another model are left out. What is not there stays as it is, and is told.
+    """
+    run = Path(given).parent.parent
+    if not (run / RECORD).is_file():
+        return given
+    if f'name = "{names.model}"' not in (run / RECORD).read_text(encoding="utf-8"):
+        return None
+    found = sorted(Path(given).parent.glob("step-*"))
+    return str(found[-1]) if found else given
+
+
+def _buffer(settings: RunSettings, names: StandIns) -> dict[str, Any]:
+    path, embedder = settings.buffer.path, settings.buffer.embedder
+    if path is None:
+        return {"buffer.embedder": "hash"}
+    if Path(path).exists():
+        return {"buffer.embedder": embedder_of(Path(path), embedder)}
+    return {"buffer.path": str(names.buffer), "buffer.embedder": "hash"}
+
+
+def _cluster(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """One process: ``cluster`` as if it were not there."""
+    from outrider.train.cluster_settings import ClusterSettings
+
+    plain = ClusterSettings().model_dump(mode="json")
+    return {f"cluster.{key}": value for key, value in plain.items() if tree["cluster"][key] != value}
+
+
+def _share(tree: Mapping[str, Any], section: str) -> float:
+    """By how much a group shrinks."""
+    size = tree["algorithm"].get("group_size", _GROUP) if section == "algorithm" else _GROUP
+    return min(1.0, _GROUP / size)
+
+
+def _shrunk(tree: Mapping[str, Any], above: str, share: float) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _shrunk(value, f"{above}{key}.", share)
+        elif key == "group_size":
+            yield f"{above}{key}", min(value, _GROUP)
+        elif key in _COUNTS and value:
+            yield f"{above}{key}", max(1, round(value * share))
+        elif key == "embedder":
+            yield f"{above}{key}", "hash"
+        elif key in _NAMED_AT_MOST:
+            yield f"{above}{key}", min(_NAMED_AT_MOST[key], value or _NAMED_AT_MOST[key])
+
+
+def _files(tree: Mapping[str, Any], names: StandIns) -> Iterator[tuple[str, Any]]:
+    """Files of an environment that are not there: of a data set and of a corpus there are stand-ins,
+    environments of their own go back to what they ship.
+    """
+    for key, value in tree.items():
+        is_set = isinstance(value, Mapping) and isinstance(value.get("path"), str)
+        if is_set and not Path(value["path"]).exists():
+            yield f"environment.{key}", {"path": str(names.questions)}
+        elif _is_lost(f"environment.{key}", value, ("environment",)):
+            yield f"environment.{key}", str(names.passages) if key in ("corpus", "pages") else None
+
+
+def _is_lost(key: str, value: Any, sections: tuple[str, ...]) -> bool:
+    section, name = key.partition(".")[0], key.rpartition(".")[2]
+    return section in sections and name in _FILES and isinstance(value, str) and not Path(value).exists()
+
+
+def _endpoints(tree: Mapping[str, Any], above: str, server: str) -> Iterator[tuple[str, Any]]:
+    """Every URL of a server; of a list, such as the tools', the list as a whole."""
+    for key, value in tree.items():
+        if key == "base_url":
+            yield f"{above}{key}", server
+        elif isinstance(value, Mapping):
+            yield from _endpoints(value, f"{above}{key}.", server)
+        elif isinstance(value, list) and (changed := _elsewhere(value, server)) != value:
+            yield f"{above}{key}", changed
+
+
+def _elsewhere(value: Any, server: str) -> Any:
+    if isinstance(value, list):
+        return [_elsewhere(one, server) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {key: server if key == "base_url" else _elsewhere(one, server) for key, one in value.items()}
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its value, those of sections too."""
+    for key, value in tree.items():
+        yield f"{above}{key}", value
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+
+
+def _override(key: str, value: Any) -> str:
+    plain = NONE if value is None else value
+    literal = to_toml({"v": [plain]}).removeprefix("v = [").removesuffix("]")  # in a list a table is inline
+    return f"{key}={literal}"

@@ -1,0 +1,94 @@
+"""docs/papers.md: every command of the page runs end to end in its smoke size, in this process, on files and
+servers that stand in for those of the papers.
+"""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from outrider import cli
+from outrider.runs import Run
+from tests.test_papers import COMMANDS, ROOT
+
+SHRINKS = ("train", "eval", "buffer", "critic")
+# what a benchmark has in the place of --smoke
+SMALL = {
+    "benchmarks.learning": ("--seeds", "1", "--policy-tokens", "1", "--methods", "grpo", "rapo"),
+    "benchmarks.diversity": (
+        "--by",
+        "mode",
+        "--embedder",
+        "hash",
+        "--least-turns",
+        "1",
+        "--eps",
+        "0.3",
+        "--draws",
+        "2",
+    ),
+}
+MAKERS = {
+    made: command for command in COMMANDS for made in re.findall(r"--(?:run|out) (\S+)", command)
+}  # fmt: skip
+
+
+class Page:
+    """The commands that have run. One that reads what another one makes has it run first."""
+
+    def __init__(self) -> None:
+        self.played: set[str] = set()
+
+    def play(self, command: str) -> None:
+        if command in self.played:
+            return
+        self.played.add(command)
+        words = set(re.findall(r"runs/[\w-]+|data/[\w.]+|[\w-]+\.safetensors", command))
+        for named in sorted(words & MAKERS.keys()):
+            self.play(MAKERS[named])
+        program, *arguments = shlex.split(command)
+        if program == "python":
+            module = arguments[1]
+            assert importlib.import_module(module).main([*arguments[2:], *SMALL[module]]) == 0
+        else:
+            smoke = ["--smoke"] if arguments[0] in SHRINKS else []
+            assert cli.main([*arguments, *smoke]) == 0
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("papers")
+        patch.chdir(place)
+        patch.setenv("OUTRIDER_CACHE", str(place / "cache"))
+        (place / "recipes").symlink_to(ROOT / "recipes")
+        (place / "data").mkdir()
+        yield Page()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[one[:90] for one in COMMANDS])
+def test_every_command_runs_in_smoke_size(command: str, page: Page) -> None:
+    if "scienceworld" in command and not (find_spec("scienceworld") and shutil.which("java")):
+        pytest.skip("ScienceWorld needs its extra and Java")
+    page.play(command)
+    for run in re.findall(r"outrider train .*?--run (\S+)", command):
+        assert_trained(Path(run))
+    for run in re.findall(r"outrider eval .*?--run (\S+)", command):
+        assert Run.of(Path(run)).evaluations().num_rows >= 1
+
+
+def assert_trained(run: Path) -> None:
+    """One step, or the cold start that was asked for, of the tiny model."""
+    settings = Run.of(run).settings
+    assert "smoke-" in settings.model.name
+    assert os.listdir(run / "checkpoints")
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [one for one in steps if "reward/mean" in one]
+    assert len(trained) == min(1, settings.train.num_steps)

@@ -1,0 +1,80 @@
+"""A run whose processes broke begins anew: how often, and when not."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from threading import Event
+
+import pytest
+
+from outrider.errors import ClusterFault, EngineFault
+from outrider.train.cluster_restarts import restarted
+
+
+def played(
+    ends: list[Exception | None], *, limit: int = 2, times: list[float] | None = None, stop: bool = False
+) -> tuple[list[int], list[str], list[str]]:
+    """Attempts that end like this, one after the other; their numbers, what was closed, and what was told."""
+    begun: list[int] = []
+    happened: list[str] = []
+    notes: list[str] = []
+    asked, moments = Event(), iter(times or [0.0] * len(ends))
+
+    def begin(number: int, closing: ExitStack) -> Callable[[], None]:
+        begun.append(number)
+        closing.callback(happened.append, f"closed {number}")
+
+        def train() -> None:
+            happened.append(f"trained {number}")
+            if stop:
+                asked.set()
+            end = ends[number]
+            if end is not None:
+                raise end
+
+        return train
+
+    try:
+        restarted(begin, limit=limit, stop=asked, note=notes.append, clock=lambda: next(moments))
+    except (ClusterFault, EngineFault) as fault:
+        happened.append(f"raised {fault}")
+    return begun, happened, notes
+
+
+FAULT = ClusterFault("trainer rank 1 died in update; continue from the newest checkpoint with --resume")
+
+
+def test_parts_are_closed_before_others_are_made() -> None:
+    begun, happened, notes = played([FAULT, None])
+    assert begun == [0, 1]
+    assert happened == ["trained 0", "closed 0", "trained 1", "closed 1"]
+    assert notes == [
+        "trainer rank 1 died in update; all processes begin anew from the newest checkpoint, "
+        "1 of 2 times within an hour"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "times", "num"),
+    [(0, None, 1), (2, None, 3), (2, [0.0, 1800.0, 3700.0, 3701.0, 3702.0], 4), (5, None, 5)],
+)
+def test_the_hour_has_a_limit(limit: int, times: list[float] | None, num: int) -> None:
+    begun, happened, _ = played([FAULT] * 4 + [None], limit=limit, times=times)
+    assert begun == list(range(num))
+    assert happened[-1] == ("closed 4" if num == 5 else f"raised {FAULT}")
+
+
+def test_other_errors_and_a_stop_end_the_run() -> None:
+    assert played([EngineFault("gap"), None])[1] == ["trained 0", "closed 0", "raised gap"]
+    assert played([FAULT, None], stop=True)[1][-1] == f"raised {FAULT}"
+
+
+def test_a_set_up_that_fails_is_not_tried_again() -> None:
+    numbers = []
+
+    def begin(number: int, closing: ExitStack) -> Callable[[], None]:
+        numbers.append(number)
+        raise ClusterFault("no processors")
+
+    with pytest.raises(ClusterFault, match="no processors"):
+        restarted(begin, limit=3, stop=Event(), note=print)
+    assert numbers == [0]
