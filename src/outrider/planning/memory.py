@@ -1,0 +1,123 @@
+"""Bytes that training and generation hold, from a model's shape. The formulas, with their papers.
+
+- **states** (ZeRO-3, arXiv 1910.02054): 16 bytes per parameter in mixed precision with Adam, over N ranks;
+- **activations** (Korthikanti et al., arXiv 2205.05198): a checkpointed layer keeps its input, one layer at a
+  time is computed again;
+- **keys and values** (PagedAttention, arXiv 2309.06180): two vectors of K D numbers per layer and token.
+
+Shape letters are those of :class:`outrider.planning.shape.ModelShape`; T is a micro-batch's tokens, b the
+bytes of a number of the working precision (bfloat16 2, float32 4), N the trainer ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from outrider.planning.shape import ModelShape
+
+MARGIN: Final = 1.1  # allocator's gaps, and buffers that no formula has
+CONTEXT_BYTES: Final = 2_000_000_000  # CUDA's context, kernels and NCCL's buffers, per GPU
+SLEEPING_BYTES: Final = 2_000_000_000  # what an engine that sleeps leaves on its GPU
+HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.train.update.chunked_logprobs
+
+MASTER, MOMENTS, GRADIENT = 4, 8, 4  # bytes per parameter: float32, two moments of Adam, float32
+VALUE_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What of the settings decides the memory of a trainer rank."""
+
+    ranks: int = 1
+    max_tokens: int
+    precision: str = "bfloat16"
+    checkpointed: bool = False
+    has_reference: bool = False
+
+    @property
+    def value_bytes(self) -> int:
+        """b."""
+        return VALUE_BYTES[self.precision]
+
+
+def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
+    """What one trainer rank holds at its peak, in bytes by what it is for; the sum is its peak before
+    :data:`MARGIN`.
+    """
+    share, b = shape.num_parameters / training.ranks, training.value_bytes
+    alone = training.ranks == 1
+    return {
+        "masters": MASTER * share,
+        "moments": MOMENTS * share,
+        "gradients": GRADIENT * share,
+        # in float32 masters and working copy are one memory
+        "working copy": b * share if alone and b < MASTER else 0.0,
+        "reference": b * share if training.has_reference else 0.0,
+        "gathered layers": 0.0 if alone else gathered_bytes(shape, b),
+        "activations kept": kept_bytes(shape, training),
+        # the head's backward pass is over when that of the last layer begins
+        "pass in work": max(
+            layer_bytes(shape, training),
+            head_bytes(shape, b) + (head_gradient_bytes(shape, b) if alone else 0.0),
+        ),
+    }
+
+
+def gathered_bytes(shape: ModelShape, value_bytes: int) -> float:
+    """FSDP2's gathers: the root's weights, two layers (one computed, one on its way), and the gradient of
+    the larger of them in float32 before ranks sum it: ``b P_root + 2 b P_layer + 4 max(P_root, P_layer)``.
+    """
+    root, layer = shape.root_parameters, shape.layer_parameters
+    return value_bytes * (root + 2 * layer) + GRADIENT * max(root, layer)
+
+
+def head_gradient_bytes(shape: ModelShape, value_bytes: int) -> float:
+    """In one process: the gradient of the vocabulary projection in float32 and the part of one block, before
+    both are added to what earlier micro-batches left: ``(4 + b) V d``.
+    """
+    return (GRADIENT + value_bytes) * shape.embedding_parameters
+
+
+def kept_bytes(shape: ModelShape, training: Training) -> float:
+    """Between forward and backward pass: checkpointed the inputs of all layers, ``b L d T``, else what their
+    backward passes read.
+    """
+    per_token = shape.width if training.checkpointed else kept_per_token(shape)
+    return training.value_bytes * shape.num_layers * per_token * training.max_tokens
+
+
+def layer_bytes(shape: ModelShape, training: Training) -> float:
+    """The layer at work, with its gradients: ``b (9 d + 4 f) T``."""
+    return training.value_bytes * (9 * shape.width + 4 * shape.mlp_width) * training.max_tokens
+
+
+def kept_per_token(shape: ModelShape) -> int:
+    """Numbers that a layer keeps for its backward pass per token: inputs and outputs of its two norms (4 d),
+    queries and what attention gives (2 H D), keys and values (2 K D), gate, up and their product (3 f).
+    """
+    return 4 * shape.width + 2 * shape.attention_width + 2 * shape.kv_width + 3 * shape.mlp_width
+
+
+def head_bytes(shape: ModelShape, value_bytes: int) -> float:
+    """Logits of a block of tokens in the working precision, and log-probs and probabilities of a chunk of
+    it in float32: ``(512 b + 128 * 8) V`` (:mod:`outrider.train.update.chunked_logprobs`).
+    """
+    return (HEAD_ROWS * value_bytes + 2 * 4 * HEAD_CHUNK) * shape.vocabulary
+
+
+def weight_bytes(shape: ModelShape, *, tensor_parallel: int, value_bytes: int = 2) -> float:
+    """Weights on one GPU of an engine: ``b P / tp``."""
+    return value_bytes * shape.num_parameters / tensor_parallel
+
+
+def token_bytes(shape: ModelShape, *, tensor_parallel: int, value_bytes: int = 2) -> float:
+    """Keys and values of one token on one GPU of an engine: ``2 b L K D / tp``; with more GPUs than
+    key-value heads each GPU still has one head.
+    """
+    heads = max(1.0, shape.num_kv_heads / tensor_parallel)
+    return 2 * value_bytes * shape.num_layers * heads * shape.head_size
+
+
+def with_margin(num_bytes: float) -> float:
+    """What a GPU needs for ``num_bytes`` of tensors."""
+    return MARGIN * num_bytes + CONTEXT_BYTES

@@ -1,0 +1,106 @@
+"""A recipe's plan: what it needs, whether it fits, what to change."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.errors import ConfigError
+from outrider.planning.change import fits_if_checkpointed, largest_tokens, smallest
+from outrider.planning.devices import Device
+from outrider.planning.fit import Fit, Layout, Placement, fit
+from outrider.planning.memory import weight_bytes
+from outrider.planning.read_shape import find_shape
+from outrider.planning.shape import ModelShape
+from outrider.planning.workload import Workload, workload_of
+from outrider.train.settings import RunSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line says beside the recipe; None: as the recipe's ``[cluster]`` has it."""
+
+    device: Device
+    gpus_per_node: int = 8
+    gpus: int | None = None
+    placement: Placement | None = None
+    tensor_parallel: int | None = None
+    engines: int | None = None
+    prompt_tokens: int = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """``smaller``: the fewest GPUs that hold the recipe, colocated and apart; ``advice``: what else."""
+
+    shape: ModelShape
+    work: Workload
+    asked: Asked
+    fit: Fit
+    fewest: Sequence[Fit]
+    advice: Sequence[str]
+
+    @property
+    def sync_bytes(self) -> float:
+        """Of one transfer of weights to an engine: bfloat16, ``2 P``."""
+        return weight_bytes(self.shape, tensor_parallel=1)
+
+    @property
+    def update_seconds(self) -> float:
+        """See :meth:`Workload.update_seconds`."""
+        ranks, peak = self.fit.layout.trainers, self.asked.device.peak
+        return self.work.update_seconds(self.shape, ranks=ranks, peak=peak)
+
+
+def make_plan(settings: RunSettings, asked: Asked) -> Plan:
+    """Read the model's shape and count. Raises ModelError for a model whose shape is not here, ConfigError
+    for a layout that cannot be, or settings that plan does not count.
+    """
+    if settings.model.lora is not None or settings.model.trained_layers is not None:
+        raise ConfigError("plan counts full fine-tuning: without model.lora and model.trained_layers")
+    shape = find_shape(settings.model.name)
+    work = workload_of(settings, prompt_tokens=asked.prompt_tokens, longest=shape.longest)
+    layout, memory = layout_of(settings, asked, shape), asked.device.memory
+    found = fit(shape, work, layout, gpu_memory=memory)
+    fewest = [
+        one
+        for placement in ("colocate", "disaggregate")
+        if (one := smallest(shape, work, placement, gpu_memory=memory, gpus_per_node=asked.gpus_per_node))
+    ]
+    advice = [] if found.fits else _advice(shape, work, layout, memory)
+    return Plan(shape=shape, work=work, asked=asked, fit=found, fewest=fewest, advice=advice)
+
+
+def layout_of(settings: RunSettings, asked: Asked, shape: ModelShape) -> Layout:
+    """The processes that are asked for. Raises ConfigError where the numbers do not go together."""
+    cluster = settings.cluster
+    tp = asked.tensor_parallel or cluster.tensor_parallel
+    if shape.num_heads % tp or tp > asked.gpus_per_node:
+        raise ConfigError(
+            f"tensor_parallel {tp} has to divide the {shape.num_heads} heads and fit into a node of "
+            f"{asked.gpus_per_node} GPUs"
+        )
+    engines, gpus = asked.engines or cluster.num_engines, asked.gpus
+    alone = cluster.num_trainers == 1 and not cluster.is_remote
+    placement = asked.placement or ("colocate" if gpus and gpus > 1 else None)
+    if placement is None:
+        placement = "process" if alone or gpus == 1 else cluster.placement
+    if placement == "process":
+        return Layout()
+    trainers = gpus or cluster.num_trainers
+    if placement == "disaggregate":
+        trainers = gpus - engines * tp if gpus else cluster.num_trainers
+        if trainers < 1:
+            raise ConfigError(f"{gpus} GPUs are too few for {engines} engines of {tp} beside a trainer")
+    elif trainers % tp:
+        raise ConfigError(f"tensor_parallel {tp} does not divide {trainers} colocated GPUs")
+    else:
+        engines = trainers // tp
+    return Layout(placement=placement, trainers=trainers, engines=engines, tensor_parallel=tp)
+
+
+def _advice(shape: ModelShape, work: Workload, layout: Layout, memory: float) -> list[str]:
+    found = []
+    if fits_if_checkpointed(shape, work, layout, gpu_memory=memory):
+        found.append("update.checkpoint_activations=true")
+    if (tokens := largest_tokens(shape, work, layout, gpu_memory=memory)) is not None:
+        found.append(f"update.max_tokens={tokens}")
+    return found

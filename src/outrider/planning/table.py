@@ -1,0 +1,118 @@
+"""A plan as lines for people and as values for machines."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from outrider.planning.devices import GB
+from outrider.planning.fit import Fit
+from outrider.planning.plan import Plan
+from outrider.planning.workload import USED_SHARE
+
+_MB = 1e6
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """Name, value and a few words on each line."""
+    shape, work, found = plan.shape, plan.work, plan.fit
+    yield _line("model", shape.name, shape.family)
+    yield _line("parameters", f"{shape.num_parameters:,}")
+    yield _line("layout", layout_words(found), f"{plan.asked.device.memory / GB:g} GB per GPU")
+    yield _line("trainer rank", _gb(sum(found.rank.values())), "at its peak, of which:")
+    for name, size in found.rank.items():
+        if size:
+            yield _line(f"  {name}", _gb(size))
+    shared = "the model that trains" if not found.weights else "bfloat16"
+    yield _line("engine GPU, weights", _gb(found.weights), shared)
+    yield _line("  keys and values", f"{found.token / 1e3:,.1f} kB", "per token")
+    yield from _gpus(plan)
+    yield _line("episodes at a time", f"{found.episodes:,}", f"per engine, of {work.context:,} tokens")
+    yield _line("tokens per step", f"{work.step_tokens:,}", f"at most: {work.episodes:,} episodes")
+    yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
+    if plan.asked.device.peak:
+        yield _line("seconds of an update", f"{plan.update_seconds:,.0f}", seconds_words(plan))
+    yield from _verdict(plan)
+
+
+def _gpus(plan: Plan) -> Iterator[str]:
+    found, words = plan.fit, "with 10 % and 2 GB more, without keys and values"
+    if found.layout.placement == "disaggregate":
+        yield _line("a trainer's GPU", _gb(found.trainer_gpu), "with 10 % and 2 GB more")
+        yield _line("an engine's GPU", _gb(found.engine_gpu), words)
+    else:
+        yield _line("a GPU", _gb(found.trainer_gpu), words)
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    yield _line("fits", "yes" if plan.fit.fits else "no", "" if plan.fit.fits else _why(plan.fit))
+    for advice in plan.advice:
+        yield _line("change", advice, "would fit")
+    for one in plan.fewest:
+        yield _line("fewest GPUs", str(one.layout.num_gpus), layout_words(one))
+    if not plan.fewest:
+        yield _line("fewest GPUs", "none", "no number of them fits: the pass or the vocabulary is too large")
+
+
+def _why(found: Fit) -> str:
+    if max(found.trainer_gpu, found.engine_gpu) > found.gpu_memory:
+        return "more than a GPU has"
+    return "no room for the keys and values of one episode"
+
+
+def layout_words(found: Fit) -> str:
+    """Processes in words."""
+    layout = found.layout
+    if layout.placement == "process":
+        return "one process on one GPU"
+    engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
+    if layout.placement == "colocate":
+        return f"{layout.trainers} GPUs, {engines} of {layout.tensor_parallel} on them (colocate)"
+    ranks = f"{layout.trainers} trainer ranks" if layout.trainers > 1 else "1 trainer"
+    return f"{ranks}, {engines} of {layout.tensor_parallel} beside them (disaggregate)"
+
+
+def seconds_words(plan: Plan) -> str:
+    """What the estimate assumes."""
+    device, m = plan.asked.device, plan.work.extra_forwards
+    return (
+        f"estimate: {plan.fit.layout.trainers} ranks at {USED_SHARE:.0%} of {device.name}'s "
+        f"{device.peak / 1e12:g} TFLOP/s, {m} extra forward passes, all tokens of the step, no attention"
+    )
+
+
+def _line(name: str, value: str, words: str = "") -> str:
+    return f"{name:<24} {value:>16}  {words}".rstrip()
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:,.2f} GB" if size >= GB / 10 else f"{size / _MB:,.1f} MB"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Bytes, tokens and seconds; keys are stable."""
+    work, found = plan.work, plan.fit
+    return {
+        "model": asdict(plan.shape) | {"num_parameters": plan.shape.num_parameters},
+        "device": asdict(plan.asked.device),
+        "training": asdict(work.training) | {"ranks": found.layout.trainers},
+        **_fit_json(found),
+        "context": work.context,
+        "tokens_per_step": work.step_tokens,
+        "sync_bytes": plan.sync_bytes,
+        "update_seconds": plan.update_seconds if plan.asked.device.peak else None,
+        "change": list(plan.advice),
+        "fewest": [_fit_json(one) for one in plan.fewest],
+    }
+
+
+def _fit_json(found: Fit) -> dict[str, Any]:
+    return {
+        "fits": found.fits,
+        "layout": asdict(found.layout) | {"num_gpus": found.layout.num_gpus},
+        "rank_bytes": dict(found.rank),
+        "engine_weight_bytes": found.weights,
+        "token_bytes": found.token,
+        "trainer_gpu_bytes": found.trainer_gpu,
+        "engine_gpu_bytes": found.engine_gpu,
+        "episodes": found.episodes,
+    }

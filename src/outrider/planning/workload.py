@@ -1,0 +1,64 @@
+"""What of a run's settings decides its memory and its work."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from outrider.planning.memory import Training
+from outrider.planning.shape import ModelShape
+from outrider.train.settings import RunSettings
+
+USED_SHARE: Final = 0.35  # of a device's peak rate, an assumption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """``context``: tokens of the longest episode, prompt and response. ``shares_weights``: the engine is the
+    model that trains. ``extra_forwards``: passes without a gradient over the tokens of an update.
+    """
+
+    training: Training
+    context: int
+    episodes: int
+    shares_weights: bool
+    extra_forwards: int
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step at most: every episode as long as it may be, and nothing shared."""
+        return self.episodes * self.context
+
+    def update_seconds(self, shape: ModelShape, *, ranks: int, peak: float) -> float:
+        """Estimate ``(6 + 2 c + 2 m) P U / (0.35 N peak)``: forward and backward pass are 6 operations per
+        parameter and token, a pass computed again (c) and each of m extra forwards 2. Attention's products
+        are not counted.
+        """
+        per_parameter = 6 + 2 * self.training.checkpointed + 2 * self.extra_forwards
+        operations = per_parameter * shape.num_parameters * self.step_tokens
+        return operations / (USED_SHARE * ranks * peak)
+
+
+def workload_of(settings: RunSettings, *, prompt_tokens: int, longest: int | None = None) -> Workload:
+    """Of a recipe. The length of prompts is not in it, so it is given; ``longest``: positions of the model.
+
+    ``precision = "auto"`` counts as bfloat16 on a GPU and float32 on a CPU.
+    """
+    device, update, algorithm = settings.model.device, settings.update, settings.algorithm
+    precision = settings.model.precision
+    if precision == "auto":
+        precision = "float32" if device == "cpu" else "bfloat16"
+    room = [one for one in (settings.model.context_length, longest) if one]
+    context = min([prompt_tokens + settings.rollout.max_response_tokens, *room])
+    several = update.num_mini_batches * update.num_epochs > 1
+    return Workload(
+        training=Training(
+            # a rollout that is longer is a micro-batch of its own
+            max_tokens=max(update.max_tokens, context),
+            precision=precision,
+            checkpointed=update.checkpoint_activations,
+            has_reference=algorithm.needs_reference,
+        ),
+        context=context,
+        episodes=settings.train.tasks_per_step * algorithm.group_size,
+        shares_weights=settings.engine.is_exact,
+        extra_forwards=several + algorithm.needs_reference,
+    )
