@@ -10,6 +10,11 @@ from outrider.plugins.names import KINDS
 def add(commands: Commands) -> None:
     """The commands ``doctor``, ``list``, ``new`` and ``init``."""
     doctor = commands.add_parser("doctor", help="what works on this machine")
+    doctor.add_argument("--cluster", action="store_true", help="what a run on several processes needs")
+    doctor.add_argument("--ray-address", default="local", help="with --cluster: auto, or of a Ray to join")
+    doctor.add_argument(
+        "--folder", type=Path, default=Path("runs"), help="with --cluster: where runs will be (default: runs)"
+    )
     doctor.set_defaults(command=_doctor)
     listed = commands.add_parser("list", help="every plug-in, where it comes from, and what it is")
     listed.add_argument("kind", nargs="?", choices=KINDS, help="only this kind")
@@ -25,6 +30,13 @@ def add(commands: Commands) -> None:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
+    if parsed.cluster:
+        from outrider.scale.start import require_packages
+
+        require_packages()
+        from outrider.commands.cluster_doctor import examine_cluster
+
+        return examine_cluster(ray_address=parsed.ray_address, folder=parsed.folder)
     from outrider.train.machine.doctor import examine
 
     return examine()

@@ -52,7 +52,8 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
         "gradients": GRADIENT * share,
         # in float32 masters and working copy are one memory
         "working copy": b * share if alone and b < MASTER else 0.0,
-        "reference": b * share if training.has_reference else 0.0,
+        # one process copies its working copy; ranks hold theirs in float32 shards (outrider.scale.rank)
+        "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
         "gathered layers": 0.0 if alone else gathered_bytes(shape, b),
         "activations kept": kept_bytes(shape, training),
         # the head's backward pass is over when that of the last layer begins

@@ -27,6 +27,7 @@ class Session:
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
         self._folder: Path | None = None
+        self._has_begun = False
         self.ray: Any = import_module("ray")
         self.is_local = settings.ray_address == "local"
         with _own_sigterm():
@@ -66,6 +67,7 @@ class Session:
         host, separator, port = self._settings.ray_address.removeprefix("ray://").rpartition(":")
         if separator and port.isdigit():
             _wait_for(host, int(port), until)
+        self._has_begun = True
         while True:
             try:
                 self.ray.init(address=self._settings.ray_address, namespace="outrider", **options)
@@ -103,8 +105,9 @@ class Session:
 
     def close(self) -> None:
         """End Ray where it is the run's own, and what it left on disk; may be called twice."""
-        with suppress(Exception), _own_sigterm():
-            self.ray.shutdown()
+        if self._has_begun:  # else it would end one that somebody else is connected to
+            with suppress(Exception), _own_sigterm():
+                self.ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,12 +58,17 @@ class Check:
 
 def examine() -> int:
     """Print a line a part; 1 when something is missing that every run needs, else 0. Never raises."""
-    findings = [find(check) for check in _checks()]
+    return report(_checks(), title="outrider doctor")
+
+
+def report(checks: Sequence[Check], *, title: str) -> int:
+    """The same for these checks."""
+    findings = [find(check) for check in checks]
     table = Table(
         "part",
         "state",
         *(Column(name, overflow="fold") for name in ("found", "what to do")),
-        title="outrider doctor",
+        title=title,
     )
     for finding in findings:
         missing = Text("MISSING", style="bold red") if finding.required else Text("missing", style="yellow")
