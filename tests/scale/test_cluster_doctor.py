@@ -1,4 +1,4 @@
-"""The doctor of several processes: what it finds on this machine, and what it says where something is wrong."""
+"""The doctor of several processes: what it finds here, and what it says where something is wrong."""
 
 from pathlib import Path
 from typing import Any
