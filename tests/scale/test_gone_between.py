@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from outrider.config import validate
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.errors import CheckpointError, ClusterFault, ProcessGone
 from outrider.memory.embedder import load_embedder
@@ -25,6 +26,8 @@ from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Leaf, Trace
 from outrider.train.data.task_sampling import SampledStep
 from outrider.train.overlap import Ahead
+from outrider.train.settings import RunSettings
+from outrider.train.state.same_settings import flat_settings, other_settings
 from outrider.types import Message, Origin, Outcome, Step, Task, Trajectory
 
 TASK = Task(key="a", question="?", answers=("!",))
@@ -202,3 +205,15 @@ def prompted(num_tokens: int) -> Trace:
 def test_a_prompt_without_room_for_a_token_is_no_probe(num_tokens: int) -> None:
     engine: Any = SimpleNamespace(context_length=8)
     assert probes(engine, prompted(num_tokens), num=2) == []
+
+
+def test_a_run_that_was_ended_by_too_many_replacements_may_go_on_with_more() -> None:
+    def settings(max_restarts: int) -> RunSettings:
+        cluster = {"num_rollout_workers": 2, "max_restarts": max_restarts}
+        recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": cluster}
+        return validate(RunSettings, recipe)
+
+    began_with = flat_settings(settings(3))
+    assert other_settings(began_with, settings(20)) == []
+    # of a checkpoint from when it was written down
+    assert other_settings(began_with | {"cluster.max_restarts": 3}, settings(20)) == []
