@@ -207,6 +207,16 @@ def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int
     crew.remote.notes()
 
 
+def test_an_engine_that_dies_between_two_batches_is_replaced(crew: Crew, unbroken: object) -> None:
+    """Where it is asked first; the run does not begin anew for it."""
+    os.kill(crew.remote.engine_pids[0], signal.SIGKILL)
+    crew.remote.engine.free_cache()
+    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    assert counts == {"cluster/engine_deaths": 1.0}
+    assert "engine 0 died in free_cache" in crew.remote.notes()[0]
+    assert bits(crew.play()) == unbroken
+
+
 def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> None:
     engine = crew.remote.engine
     os.kill(crew.remote.engine_pids[0], signal.SIGKILL)

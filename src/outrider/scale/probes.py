@@ -13,9 +13,12 @@ _NUM_TOKENS: Final = 16
 
 def probes(engine: Engine, trace: Trace, *, num: int) -> list[Trace]:
     """``num`` continuations of the prompt of a played group, one an engine: groups take the engines in turn.
-    Empty where none of its rollouts has a prompt. Raises what the engine raises.
+    Empty where none of its rollouts has a prompt that leaves room. Raises what the engine raises.
     """
-    prompt = next((path[0] for _, path in trace.rollouts() if path and path[0].token_ids), None)
+    longest = engine.context_length - 1
+    prompt = next(
+        (path[0] for _, path in trace.rollouts() if path and 0 < len(path[0].token_ids) <= longest), None
+    )
     if prompt is None:
         return []
     requests = [

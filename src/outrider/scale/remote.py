@@ -3,11 +3,13 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from outrider.engines.base import Generation, Request
 from outrider.errors import ClusterFault, ProcessGone
 from outrider.rollout.scheduler import Rollouts
 from outrider.scale.engine import EngineActor, RemoteEngine
@@ -27,6 +29,7 @@ from outrider.train.overlap import Ahead
 from outrider.train.settings import RunSettings
 
 _CLOSE_S: Final = 10.0
+_AnswerT = TypeVar("_AnswerT")
 
 
 class EnginePool(RemoteEngine):
@@ -40,7 +43,7 @@ class EnginePool(RemoteEngine):
         carrier: Carrier,
         *,
         load_s: float,
-        anew: Callable[[ProcessGone], None],
+        anew: Callable[[ProcessGone, bool], None],
         **given: Any,
     ) -> None:
         super().__init__(client="controller", **given)
@@ -64,13 +67,35 @@ class EnginePool(RemoteEngine):
                 self._send(parcel, dict(enumerate(self._actors)))
                 break
             except ProcessGone as gone:
-                self._anew(gone)  # which sends it too
+                self._anew(gone, True)  # which sends it too
         super().load(version)
         self.sent = {
             "weights/bytes": float(parcel.num_bytes * len(self._actors)),
             "weights/rpcs": float(len(self._actors)),
             "time/weights": time.perf_counter() - began,
         }
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """See :class:`RemoteEngine`: of an engine that is gone, another one is asked."""
+        return self._lasting(partial(super().generate, requests))
+
+    def free_cache(self) -> None:
+        """See :class:`RemoteEngine`."""
+        self._lasting(super().free_cache)
+
+    def busy_s(self) -> float:
+        """See :class:`RemoteEngine`."""
+        return self._lasting(super().busy_s)
+
+    def _lasting(self, ask: Callable[[], _AnswerT]) -> _AnswerT:
+        """An engine that died between two batches is noticed here first. Raises ClusterFault where no other
+        one may take its place.
+        """
+        while True:
+            try:
+                return ask()
+            except ProcessGone as gone:
+                self._anew(gone, False)
 
     def put(self, number: int, actor: Any) -> None:
         """Another process is engine ``number`` from now on, with the weights that were sent last."""
@@ -114,7 +139,7 @@ class Remote:
         self._engines: list[Any] = []
         self._places: Any = None
         self._folder = folder
-        self._given: Any = None  # what workers are told
+        self._parts: Any = None  # what workers are told comes of them
         self.repairs = Repairs(cluster.max_restarts)
         try:
             self._carrier = self._made_carrier(folder)
@@ -131,7 +156,7 @@ class Remote:
                 learner,
                 self._carrier,
                 load_s=cluster.update_timeout_s,
-                anew=self._replace_loading,
+                anew=self._replace_asked,
                 ray=self._session.ray,
                 actors=self._engines,
                 tokenizer=learner.language_model.tokenizer,
@@ -182,14 +207,14 @@ class Remote:
             else:
                 raise fault
 
-    def _replace_loading(self, gone: ProcessGone) -> None:
-        self.repairs.count("weights/num_failed")
+    def _replace_asked(self, gone: ProcessGone, is_loading: bool) -> None:
+        self.repairs.count("weights/num_failed", int(is_loading))
         self.replace({gone.who: gone}, num_groups=0)
 
     def _replace_worker(self, number: int) -> None:
         self._end(self.workers[number], self.worker_pids[number])
         self.workers[number] = self._new_worker(number)
-        [self.worker_pids[number]] = self._built({who(number): self.workers[number]}, self._given)
+        [self.worker_pids[number]] = self._built({who(number): self.workers[number]}, self._told())
 
     def _replace_engine(self, number: int) -> None:
         self._end(self._engines[number], self.engine_pids[number])
@@ -226,18 +251,15 @@ class Remote:
         raises.
         """
         portable(parts.algorithm.hooks)
-        model, buffer = parts.learner.language_model.model, parts.buffer
-        given = WorkerSettings(
-            recipe=self._recipe,
-            vocabulary_size=int(model.config.get_text_config().vocab_size),
-            context_length=self.engine.context_length,
-            train_tasks=list(parts.train_tasks),
-            buffer=None if buffer is None else (str(buffer.path.resolve()), buffer.revision),
-        )
-        self._given = self._session.ray.put(given)
+        self._parts = parts
         self.worker_pids = self._built(
-            {who(number): one for number, one in enumerate(self.workers)}, self._given
+            {who(number): one for number, one in enumerate(self.workers)}, self._told()
         )
+
+    def _told(self) -> Any:
+        """Made when it is asked for: a buffer may have been rolled back since the run began."""
+        given = WorkerSettings.of(self._parts, self._recipe, context_length=self.engine.context_length)
+        return self._session.ray.put(given)
 
     def rollouts(
         self,

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Protocol
 
 from outrider.errors import ConfigError, ProcessGone
@@ -76,6 +77,7 @@ class RemoteRollouts:
         played: dict[int, Played] = {}
         while missing := {number: job for number, job in jobs.items() if number not in played}:
             gone = self._play(missing, played, num_owed=sum(map(len, each)))
+            self._leave_if_given_up()
             if gone:
                 again = {number: job for number, job in jobs.items() if number not in played}
                 if continued:
@@ -104,7 +106,7 @@ class RemoteRollouts:
             on_ended=lambda num: self._on_finished(num_before + num, num_owed),
         )
         try:
-            found = outcomes(self._ray, calls, what="its rollouts", watch=beats)
+            found = outcomes(self._ray, calls, what="its rollouts", watch=partial(self._watch, beats))
         finally:
             beats.close()
         gone: dict[str, ProcessGone] = {}
@@ -115,6 +117,14 @@ class RemoteRollouts:
             else:
                 played[number] = outcome
         return gone
+
+    def _watch(self, beats: "Beats") -> Mapping[str, ProcessGone]:
+        self._leave_if_given_up()
+        return beats()
+
+    def _leave_if_given_up(self) -> None:
+        if self._ahead is not None:
+            self._ahead.leave_if_given_up()
 
     def _jobs(
         self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], step: int, *, continued: bool

@@ -28,6 +28,8 @@ class Session:
         self._settings = settings
         self._folder: Path | None = None
         self._has_begun = False
+        # else whoever asks a Ray that was ended starts another one, or finds a stray one
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
         self.ray: Any = import_module("ray")
         self.is_local = settings.ray_address == "local"
         with _own_sigterm():

@@ -22,7 +22,7 @@ from outrider.scale.engine import RemoteEngine
 from outrider.scale.recipe import Recipe
 from outrider.tokens import ChatRenderer
 from outrider.train.building import make_algorithm
-from outrider.train.components import token_counter
+from outrider.train.components import Components, token_counter
 from outrider.train.update.policy import set_threads
 from outrider.types import Task
 
@@ -38,6 +38,18 @@ class WorkerSettings:
     context_length: int
     train_tasks: Sequence[Task]
     buffer: tuple[str, int] | None
+
+    @classmethod
+    def of(cls, parts: Components, recipe: Recipe, *, context_length: int) -> "WorkerSettings":
+        """As the parts are now."""
+        model, buffer = parts.learner.language_model.model, parts.buffer
+        return cls(
+            recipe=recipe,
+            vocabulary_size=int(model.config.get_text_config().vocab_size),
+            context_length=context_length,
+            train_tasks=list(parts.train_tasks),
+            buffer=None if buffer is None else (str(buffer.path.resolve()), buffer.revision),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +94,8 @@ class RolloutWorker:
     """Played by one thread, asked by others."""
 
     def __init__(self, number: int, engines: Sequence[Any]) -> None:
-        self._number, self._engines = number, engines
+        self._number, self._engines = number, list(engines)
+        self._is_built = False
         self._whereabouts = Whereabouts()
         self._num_ended = 0
 
@@ -117,11 +130,14 @@ class RolloutWorker:
             timeout_s=settings.cluster.turn_timeout_s,
             first=self._number,
         )
+        self._is_built = True
         return os.getpid()
 
     def use_engine(self, number: int, engine: Any) -> None:
         """Another process is engine ``number`` from now on."""
-        self._engine.put(number, engine)
+        self._engines[number] = engine
+        if self._is_built:  # else the one before died in the run's very first transfer
+            self._engine.put(number, engine)
 
     def run(self, job: Job) -> Played:
         """Play the groups. Raises what :meth:`outrider.rollout.scheduler.Scheduler.run` raises, and

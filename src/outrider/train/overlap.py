@@ -16,6 +16,7 @@ from outrider.train.data.task_sampling import SampledStep, play_step
 from outrider.train.state.queue import Played
 
 _TICK_S: Final = 0.5  # how long the person who watches may have to wait
+_LEAVE_S: Final = 10.0  # a thread that replaces a process may take longer to end
 
 
 class _GivenUp(Exception):
@@ -54,7 +55,7 @@ class Ahead:
     def sent(self) -> None:
         """Those who play have all that they need of this process."""
         self._sent.set()
-        self._leave_if_given_up()
+        self.leave_if_given_up()
 
     def ended(self) -> None:
         """The rollouts are there; waits until this process may take in what came of them."""
@@ -62,14 +63,17 @@ class Ahead:
             self._seconds = time.perf_counter() - self._began
         self._ended.set()
         self._released.wait()
-        self._leave_if_given_up()
+        self.leave_if_given_up()
 
     def on_finished(self, num_done: int, num_owed: int) -> None:
         """Progress of the rollouts, kept for :meth:`wait`."""
         self.shown = f"{num_done}/{num_owed}"
-        self._leave_if_given_up()
+        self.leave_if_given_up()
 
-    def _leave_if_given_up(self) -> None:
+    def leave_if_given_up(self) -> None:
+        """To be called again and again while the rollouts are waited for: ends the thread once nobody wants
+        them.
+        """
         if self._is_given_up:
             raise _GivenUp
 
@@ -99,9 +103,12 @@ class Ahead:
             raise self._error
 
     def give_up(self) -> None:
-        """Nothing of these rollouts is taken in."""
+        """Nothing of these rollouts is taken in, and their thread ends: it must not see the processes end
+        that it waits for, which it would replace.
+        """
         self._is_given_up = True
         self._released.set()
+        self._thread.join(_LEAVE_S)
 
 
 @contextmanager

@@ -336,7 +336,8 @@ class Trainer:
         elsewhere = self.parts.elsewhere
         if elsewhere is None or not self.parts.settings.cluster.max_staleness:
             return []
-        return [probe for trace in report.traces[:1] for probe in elsewhere.probes(trace)]
+        # the first group may have been lost to a fault
+        return next(filter(None, map(elsewhere.probes, report.traces)), [])
 
     def _update(
         self, report: SampledStep, replayed: Sequence[Trace], probes: Sequence[Trace]

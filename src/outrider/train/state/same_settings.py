@@ -28,7 +28,7 @@ FREE: Final = {
     "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
     "environment.python.num_servers", "engine.memory", "trackers",
     "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
-    "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights",
+    "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights", "cluster.max_restarts",
 }  # fmt: skip
 # The same numbers in exact arithmetic: what is added in which order, and on what.
 ROUNDING: Final = {

@@ -1,0 +1,219 @@
+"""What is gone while nobody waits for rollouts, or while nobody wants them any more: without Ray, but for a
+Ray that was ended.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.config import validate
+from outrider.engines.base import FinishReason, Generation, Request
+from outrider.errors import CheckpointError, ClusterFault, ProcessGone
+from outrider.memory.embedder import load_embedder
+from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.rollout.whereabouts import Whereabouts
+from outrider.scale.probes import probes
+from outrider.scale.remote import EnginePool
+from outrider.scale.rollouts import RemoteRollouts
+from outrider.scale.worker import RolloutWorker, WorkerSettings
+from outrider.trace import Leaf, Trace
+from outrider.train.data.task_sampling import SampledStep
+from outrider.train.overlap import Ahead
+from outrider.train.settings import RunSettings
+from outrider.train.state.same_settings import flat_settings, other_settings
+from outrider.types import Message, Origin, Outcome, Step, Task, Trajectory
+
+TASK = Task(key="a", question="?", answers=("!",))
+
+
+class Died(Exception):
+    """As Ray says it."""
+
+
+class FakeRay:
+    """Calls are answers, or errors; those of ``pending`` come when they are let go."""
+
+    exceptions = SimpleNamespace(RayTaskError=type("T", (Exception,), {}), RayError=Died,
+                                 OutOfMemoryError=type("O", (Exception,), {}))  # fmt: skip
+
+    def __init__(self) -> None:
+        self.dead = threading.Event()
+        self.num_asked = 0
+
+    def wait(self, references: list[Any], **given: Any) -> tuple[list[Any], list[Any]]:
+        self.num_asked += 1
+        if references[0] != "pending" or self.dead.wait(0.01):
+            return references[:1], references[1:]
+        return [], references
+
+    def get(self, reference: Any) -> Any:
+        if reference == "pending" or isinstance(reference, Exception):
+            raise Died
+        return reference
+
+
+def actor(**answers: Any) -> Any:
+    """Every method is answered at once, by a value or by what a function gives."""
+
+    def method(name: str) -> Any:
+        found = answers[name]
+        return SimpleNamespace(remote=lambda *given: found(*given) if callable(found) else found)
+
+    return SimpleNamespace(**{name: method(name) for name in answers})
+
+
+class Crew:
+    def __init__(self) -> None:
+        self.workers = [actor(run="pending", beat="beat")]
+        self.replaced: list[str] = []
+
+    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+        self.replaced += gone
+        raise ClusterFault("too late")
+
+
+def test_rollouts_that_are_given_up_replace_nobody_and_ask_ray_no_more() -> None:
+    """The run begins anew at once: its processes are ended, which is no death, and so is its Ray."""
+    ray, crew = FakeRay(), Crew()
+
+    def play(ahead: Ahead) -> SampledStep:
+        RemoteRollouts(
+            ray, crew, hooks=(), is_training=True, version=lambda: 0, max_concurrent=1, heartbeat_s=60.0,
+            on_finished=ahead.on_finished, whereabouts=Whereabouts(), ahead=ahead,
+        ).run([TASK], modes=("plain",), training_step=1)  # fmt: skip
+        raise AssertionError("unreachable")
+
+    ahead = Ahead(play, counts=[])
+    ahead.wait_until_sent()
+    ahead.give_up()
+    num_asked = ray.num_asked
+    ray.dead.set()
+    ahead._thread.join(10.0)
+    assert not ahead._thread.is_alive()
+    assert (crew.replaced, ray.num_asked) == ([], num_asked)
+
+
+@pytest.mark.cluster
+def test_a_ray_that_was_ended_is_not_started_by_who_asks_it() -> None:
+    pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
+    code = """
+from outrider.scale.session import Session
+from outrider.train.cluster_settings import ClusterSettings
+session = Session(ClusterSettings())
+session.close()
+try:
+    session.ray.wait([session.ray.ObjectRef(b"0" * 28)], timeout=0)
+except Exception:
+    pass
+assert not session.ray.is_initialized()
+"""
+    environ = {name: one for name, one in os.environ.items() if not name.startswith("RAY_")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ, timeout=120)
+
+
+def pool(engines: list[Any], anew: Any) -> EnginePool:
+    return EnginePool(
+        SimpleNamespace(), SimpleNamespace(), load_s=1.0, anew=anew, ray=FakeRay(), actors=engines,  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(), context_length=64, timeout_s=1.0,
+    )  # fmt: skip
+
+
+REQUEST = Request(request_id="g/0", cache_key="g/0", token_ids=(1,), max_tokens=1, seed=0)
+GENERATION = Generation(
+    request_id="g/0", token_ids=(1,), logprobs=(0.0,), entropies=(0.0,), weight_version=0,
+    finish_reason=FinishReason.EOS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ask", "found"),
+    [
+        (EnginePool.free_cache, None),
+        (EnginePool.busy_s, 2.0),
+        (lambda engine: engine.generate([REQUEST]), [GENERATION]),
+    ],
+)
+def test_an_engine_that_died_between_two_batches_is_replaced_where_it_is_asked_first(
+    ask: Any, found: Any
+) -> None:
+    """And does not make the whole run begin anew."""
+    told: list[tuple[str, bool]] = []
+
+    def anew(gone: ProcessGone, is_loading: bool) -> None:
+        told.append((gone.who, is_loading))
+        engines.put(0, actor(free_cache=True, busy_s=2.0, generate=(GENERATION,)))
+
+    engines = pool([actor(free_cache=Died(), busy_s=Died(), generate=Died())], anew)
+    assert ask(engines) == found
+    assert told == [("engine 0", False)]
+
+
+def test_a_worker_that_is_not_built_yet_takes_another_engine() -> None:
+    """An engine may die in the run's very first transfer."""
+    worker = RolloutWorker(0, ["one", "two"])
+    worker.use_engine(1, "three")
+    assert worker._engines == ["one", "three"]
+
+
+def trajectory(name: str) -> Trajectory:
+    steps = (Step(text=f"{name} 1", observation="seen", is_terminal=True),)
+    asked = (Message(role="user", content=f"question {name}"),)
+    return Trajectory(trajectory_id=name, task_key=name, agent="a", reward=1.0, prompt=asked, steps=steps)
+
+
+def test_a_worker_that_takes_a_place_sees_the_buffer_as_it_is_now(tmp_path: Path) -> None:
+    """A run that goes on rolls it back behind what its first workers were told."""
+    buffer = StepTraceBuffer(tmp_path / "buffer.sqlite", load_embedder("hash"), mode="write")
+    buffer.add_trajectories([trajectory("a")])
+    revision = buffer.revision
+    buffer.add_trajectories([trajectory("b")])
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=7)))
+    learner = SimpleNamespace(language_model=SimpleNamespace(model=model))
+    parts: Any = SimpleNamespace(learner=learner, buffer=buffer, train_tasks=[TASK])
+    recipe: Any = None
+    before = WorkerSettings.of(parts, recipe, context_length=8)
+    buffer.rollback(revision)
+    now = WorkerSettings.of(parts, recipe, context_length=8)
+    assert before.buffer is not None and now.buffer is not None
+    with pytest.raises(CheckpointError):
+        StepTraceBuffer(before.buffer[0], load_embedder("hash"), mode="read", revision=before.buffer[1])
+    with StepTraceBuffer(now.buffer[0], load_embedder("hash"), mode="read", revision=now.buffer[1]) as reader:
+        assert reader.revision == revision
+    buffer.close()
+
+
+def prompted(num_tokens: int) -> Trace:
+    trace = Trace(task=TASK, modes=("plain",))
+    root = trace.append(
+        parent=None,
+        origin=Origin.PROMPT,
+        token_ids=(1,) * num_tokens,
+        message=Message(role="user", content="?"),
+    )
+    trace.finish(Leaf(node_id=root.node_id, rollout=0, outcome=Outcome.TRUNCATED_TOKENS, episode_return=0.0))
+    return trace
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9])
+def test_a_prompt_without_room_for_a_token_is_no_probe(num_tokens: int) -> None:
+    engine: Any = SimpleNamespace(context_length=8)
+    assert probes(engine, prompted(num_tokens), num=2) == []
+
+
+def test_a_run_that_was_ended_by_too_many_replacements_may_go_on_with_more() -> None:
+    def settings(max_restarts: int) -> RunSettings:
+        cluster = {"num_rollout_workers": 2, "max_restarts": max_restarts}
+        recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": cluster}
+        return validate(RunSettings, recipe)
+
+    began_with = flat_settings(settings(3))
+    assert other_settings(began_with, settings(20)) == []
+    # of a checkpoint from when it was written down
+    assert other_settings(began_with | {"cluster.max_restarts": 3}, settings(20)) == []
