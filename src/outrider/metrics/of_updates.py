@@ -105,7 +105,8 @@ OF_UPDATES: Final[tuple[Metric, ...]] = (
          "the log; memory of the machine"),
         ("engine_hangs", "processes", "engine processes that were silent and were replaced in this step", "0",
          "cluster.turn_timeout_s"),
-        ("trainer_restarts", "restarts", "times that all began anew from a checkpoint since the command was given; in the first step after",
+        ("trainer_restarts", "restarts",
+         "times that all began anew from a checkpoint since the command was given; in the first step after",
          "missing", "the log; cluster.update_timeout_s"),
     ),
     *group(
