@@ -17,7 +17,7 @@ from outrider.algorithms.algorithm import Algorithm
 from outrider.config import validate
 from outrider.errors import ClusterFault
 from outrider.scale.probes import probes
-from outrider.scale.session import Session
+from outrider.scale.session import Session, on_node
 from outrider.scale.start import remote_rollouts, sharded_learner
 from outrider.scale.weights import Carrier, ObjectStore
 from outrider.smoke.model import save_model
@@ -76,7 +76,7 @@ class _Tried:
             carrier = ObjectStore(ray)
             blob = carrier.put(random.Random(0).randbytes(_BLOB_BYTES))
             looks = [
-                ray.remote(num_cpus=0, scheduling_strategy=_at(node["NodeID"]))(_look).remote(
+                ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(_look).remote(
                     str(mark.resolve()), carrier, [blob]
                 )
                 for node in ray.nodes()
@@ -179,12 +179,6 @@ class _Page(Algorithm):
 
     def __init__(self, settings: RunSettings) -> None:
         self.objective = settings.algorithm
-
-
-def _at(node_id: str) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def _look(mark: str, carrier: Carrier, blobs: Sequence[Any]) -> dict[str, Any]:

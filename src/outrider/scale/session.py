@@ -114,6 +114,13 @@ class Session:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def on_node(node_id: str) -> Any:
+    """A scheduling strategy: there and nowhere else."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
     """Ray puts a handler of its own in the place of the one that asks the trainer to stop."""
