@@ -23,6 +23,7 @@ METHODS: Final[Mapping[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """What each sets beside the recipe; the first three change no weights."""
 _TRAINED: Final = ("grpo", "empo2")
+_OF_TRAINING: Final = ("train.num_steps=", "cold_start.num_examples=", "evaluation.at_start=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class Plan:
                 column=f"{method}, from {task}",
                 command="eval",
                 recipe=self.recipe,
-                overrides=(f"seed={seed}", *self._shared(method, other)),
+                overrides=(f"seed={seed}", *self._untaught(method, other)),
                 options={
                     "checkpoint": str(last[-1] if last else checkpoints),
                     "adapt": str(self.num_trials),
@@ -136,12 +137,16 @@ class Plan:
         tries = {"adapt": str(self.num_trials), "method": "reflexion"} if method == "reflexion" else {}
         return Piece(
             run=self._folder(f"{method}-{task}"), column=method, command="eval", recipe=self.recipe,
-            overrides=(*self._shared(method, task), *critic), options=tries,
+            overrides=(*self._untaught(method, task), *critic), options=tries,
         )  # fmt: skip
 
     def _shared(self, method: str, task: str) -> tuple[str, ...]:
         named = self.setting.replace("{task}", task)
         return (*self.overrides, named, "evaluation.panel=none", *METHODS[method])
+
+    def _untaught(self, method: str, task: str) -> tuple[str, ...]:
+        """Without what says how much is trained, which an evaluation refuses."""
+        return tuple(one for one in self._shared(method, task) if not one.startswith(_OF_TRAINING))
 
     def _folder(self, name: str) -> Path:
         return self.out / re.sub(r"[^\w.-]+", "_", name)
