@@ -1,9 +1,9 @@
 """EMPO²'s per-task table and its adaptation curves: one model a task, method and seed, and what its memory
 alone does on another task.
 
-    python -m benchmarks.by_task RECIPE --out DIR [--tasks A B ...] [--seeds 3] [--first-seed 0]
-        [--methods naive reflexion retrospex grpo empo2] [--critic FILE] [--trials 10] [--transfers A:B ...]
-        [--setting 'environment.task_names=["{task}"]'] [section.key=value ...]
+    python -m benchmarks.by_task RECIPE [section.key=value ...] --out DIR [--tasks A B ...] [--seeds 3]
+        [--first-seed 0] [--methods naive reflexion retrospex grpo empo2] [--critic FILE] [--trials 10]
+        [--transfers A:B ...] [--setting 'environment.task_names=["{task}"]']
 
 Table 1 of arXiv 2602.23008: rows are tasks, columns methods. ``--transfers A:B`` (Fig. 1 and 8) plays the
 weights that a method reached on A for ``--trials`` trials on B, with a memory that starts empty and no change
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a run failed or was stopped, 2 bad configuration, 130 interrupted."""
     parser = make_parser()
     parsed, rest = parser.parse_known_args(arguments)
+    rest += parsed.overrides
     # an option of several words takes what follows it
     for name in ("tasks", "methods", "transfers"):
         given = vars(parsed)[name]
@@ -72,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.by_task", description="A row a task, a column a method; and adaptation."
     )
     parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of every run")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs and tables")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK")
     parser.add_argument("--methods", nargs="+", default=["naive", "reflexion", "grpo", "empo2"])

@@ -34,6 +34,18 @@ SMALL = {
         "--draws",
         "2",
     ),
+    "benchmarks.by_task": (
+        "--smoke",
+        "--tasks",
+        "find-animal",
+        "--methods",
+        "naive",
+        "empo2",
+        "--seeds",
+        "1",
+        "--transfers",
+        "find-animal:find-plant",
+    ),
 }
 MAKERS = {
     made: command for command in COMMANDS for made in re.findall(r"--(?:run|out) (\S+)", command)
@@ -78,6 +90,8 @@ def test_every_command_runs_in_smoke_size(command: str, page: Page) -> None:
     if "scienceworld" in command and not (find_spec("scienceworld") and shutil.which("java")):
         pytest.skip("ScienceWorld needs its extra and Java")
     page.play(command)
+    for folder in re.findall(r"benchmarks.by_task .*?--out (\S+)", command):
+        assert {one.name for one in Path(folder).glob("*.md")} == {"table.md", "adaptation.md"}
     for run in re.findall(r"outrider train .*?--run (\S+)", command):
         assert_trained(Path(run))
     for run in re.findall(r"outrider eval .*?--run (\S+)", command):
@@ -91,4 +105,4 @@ def assert_trained(run: Path) -> None:
     assert os.listdir(run / "checkpoints")
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [one for one in steps if "reward/mean" in one]
-    assert len(trained) == min(1, settings.train.num_steps)
+    assert len(trained) == settings.train.num_steps <= max(1, len(settings.train.stages))

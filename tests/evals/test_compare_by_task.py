@@ -189,6 +189,15 @@ def test_the_order_of_runs_changes_nothing_but_that_of_columns(tmp_path: Path) -
     assert compare_by_task(given[::-1]).methods == ("arpo", "grpo")
 
 
+def test_a_row_may_be_of_fewer_parts_of_a_key(tmp_path: Path) -> None:
+    """As for a shop, in which every task is a product of its own."""
+    run = write_run(tmp_path / "one", [panel("a", 1) | panel("b", 0)], settings=trained("grpo", "a"))
+    found = compare_by_task([run], depth=1)
+    assert found.tasks == {"world": 2} and found.cells["world", "grpo"].returns.value == 0.5
+    assert task_tables(found)[0].rows[0][0] == "world"
+    assert compare_by_task([run], depth=3).tasks == {"world/a/0": 1, "world/b/0": 1}
+
+
 def test_the_command_writes_both_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "one", [panel("a", 1, 0)], settings=trained("grpo", "a"))
     files = ["--markdown", str(tmp_path / "t.md"), "--html", str(tmp_path / "t.html")]
@@ -196,5 +205,7 @@ def test_the_command_writes_both_pages(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Mean return by task" in capsys.readouterr().out
     assert "| a | 2 | 0.5 [0, 1] (1) |" in (tmp_path / "t.md").read_text()
     assert "<table>" in (tmp_path / "t.html").read_text()
+    assert main(["compare", "--by-task", "--depth", "1", run]) == 0
+    assert main(["compare", "--depth", "1", run, run]) == 2
     with pytest.raises(OutriderError):
         compare_tasks([], markdown=None, html=None, console=Console(file=StringIO()))

@@ -1,13 +1,14 @@
 """Runs by task and method: one row a task, one column a method, as in EMPO²'s Table 1, where every task may
 have a model of its own; and curves over the trials of an adaptation (its Fig. 8).
 
-A task here is all that its keys share: of ``scienceworld/find-animal/3`` it is ``scienceworld/find-animal``.
-A run counts in the row of every task that its panel has.
+A task here is what the keys of its variations begin with: of ``scienceworld/find-animal/3`` it is
+``scienceworld/find-animal``. A run counts in the row of every task that its panel has.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -66,9 +67,9 @@ class _Named:
     run: Run
 
 
-def compare_by_task(given: Sequence[str], *, seed: int = 0) -> ByTask:
+def compare_by_task(given: Sequence[str], *, depth: int | None = None, seed: int = 0) -> ByTask:
     """``given``: run directories, each also as ``NAME=DIRECTORY`` where the column is to be called that;
-    columns come in their order.
+    columns come in their order. ``depth``: how many parts of a key name a task (None: all but the last).
 
     Raises ConfigError without runs, DataError for a folder that is no run, and :class:`Incomparable` for runs
     that are no seeds of one method, or were evaluated in different ways.
@@ -77,11 +78,12 @@ def compare_by_task(given: Sequence[str], *, seed: int = 0) -> ByTask:
         raise ConfigError("compare --by-task needs run directories")
     named = _load(given)
     scored = [one for one in named if one.run.evaluations]
-    rows = _rows(scored)
+    row_of = partial(_row, depth=depth)
+    rows = _rows(scored, row_of)
     notes = [f"{one.run.name}: {note}" for one in named for note in one.run.notes if not _is_known(one, note)]
     notes += [f"{one.run.name} has no evaluation" for one in named if not one.run.evaluations]
     notes += [why for one in scored for why in unfinished(one.run)]
-    tasks = {row: _common(row, [one.run for one in members], notes) for row, members in rows.items()}
+    tasks = {row: _common(row, [one.run for one in members], notes, row_of) for row, members in rows.items()}
     methods = tuple(dict.fromkeys(one.method for one in named))
     grouped = {
         (row, method): found
@@ -124,22 +126,23 @@ def _split(given: str) -> tuple[str | None, Path]:
     return (name, Path(path)) if equals and name and not Path(given).exists() else (None, Path(given))
 
 
-def _rows(named: Sequence[_Named]) -> dict[str, list[_Named]]:
+def _rows(named: Sequence[_Named], row_of: Callable[[str], str]) -> dict[str, list[_Named]]:
     """Runs by task, in the order of names."""
     rows: dict[str, list[_Named]] = {}
     for one in named:
-        for row in {_row(key) for key in one.run.evaluations[-1].task_returns}:
+        for row in {row_of(key) for key in one.run.evaluations[-1].task_returns}:
             rows.setdefault(row, []).append(one)
     if not rows:
         raise ConfigError("none of these runs has an evaluation with scores of single tasks")
     return dict(sorted(rows.items()))
 
 
-def _row(key: str) -> str:
-    return key.rpartition("/")[0] or "all tasks"
+def _row(key: str, *, depth: int | None) -> str:
+    parts = key.split("/")
+    return "/".join(parts[:-1] if depth is None else parts[:depth]) or "all tasks"
 
 
-def _common(row: str, runs: Sequence[Run], notes: list[str]) -> list[str]:
+def _common(row: str, runs: Sequence[Run], notes: list[str], row_of: Callable[[str], str]) -> list[str]:
     """Keys of the task that every run scored. Raises Incomparable for other splits or temperatures, or none
     in common.
     """
@@ -151,7 +154,7 @@ def _common(row: str, runs: Sequence[Run], notes: list[str]) -> list[str]:
                 f"{first.name} and {run.name} were not evaluated alike on {row}: split {ours.split} at "
                 f"temperature {ours.temperature:g}, and {theirs.split} at {theirs.temperature:g}"
             )
-    every = [{key for key in run.evaluations[-1].task_returns if _row(key) == row} for run in runs]
+    every = [{key for key in run.evaluations[-1].task_returns if row_of(key) == row} for run in runs]
     shared = sorted(set.intersection(*every))
     if not shared:
         raise Incomparable(f"the runs on {row} have no scored variation in common")

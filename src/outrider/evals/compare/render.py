@@ -32,12 +32,19 @@ def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | N
     return 0
 
 
-def compare_tasks(given: Sequence[str], *, markdown: Path | None, html: Path | None, console: Console) -> int:
+def compare_tasks(
+    given: Sequence[str],
+    *,
+    markdown: Path | None,
+    html: Path | None,
+    console: Console,
+    depth: int | None = None,
+) -> int:
     """``outrider compare --by-task``: the same with a row a task and a column a method.
 
     Raises what :func:`~outrider.evals.compare.by_task.compare_by_task` raises, and ``OSError``.
     """
-    found = compare_by_task(given)
+    found = compare_by_task(given, depth=depth)
     _print(task_tables(found), [f"note: {note}" for note in task_notes(found)], console)
     _write(((markdown, markdown_tasks), (html, html_tasks)), found, console)
     return 0
