@@ -158,7 +158,7 @@ def test_stages_that_cannot_be_are_refused(recipe: Path, stages: str, told: str)
 
 def test_an_evaluation_of_a_recipe_with_stages_has_no_stage(recipe: Path) -> None:
     chosen = load_settings(RunSettings, file=recipe, overrides=[GRPO, STAGES, "train.num_steps=0"])
-    assert len(chosen.train.stages) == 2
+    assert len(chosen.train.stages) == 2 and stage_lines(chosen.train, ()) == []
 
 
 def test_a_pattern_that_fits_nothing_is_told_and_so_is_a_small_stage(recipe: Path) -> None:

@@ -63,8 +63,8 @@ def smoke_overrides(settings: RunSettings, names: StandIns, *, server: str) -> l
     wanted |= dict(_endpoints(tree, "", server))
     if settings.cold_start.num_examples:
         wanted = {key: value for key, value in wanted.items() if key not in _CUTS} | _ROOM
-    if settings.train.num_steps:
-        wanted["evaluation.at_start"] = False
+    if settings.train.num_steps or settings.cold_start.num_examples:
+        wanted["evaluation.at_start"] = False  # there is one at the end
     return [_override(key, value) for key, value in wanted.items() if before.get(key, ...) != value]
 
 

@@ -55,8 +55,13 @@ def stage_metrics(settings: TrainSettings, *, step: int) -> dict[str, float]:
 
 
 def stage_lines(settings: TrainSettings, tasks: Sequence[Task]) -> list[str]:
-    """For the person who watches: what each stage plays, and which have too few tasks for a whole step."""
-    size, lines = settings.tasks_per_step, []
+    """For the person who watches: what each stage plays, and which have too few tasks for a whole step.
+
+    Nothing where no step is taken, as in an evaluation of the recipe.
+    """
+    if not settings.num_steps:
+        return []
+    size, lines = settings.tasks_per_step, list[str]()
     begins = [*_begins(settings.stages), settings.num_steps]
     for number, stage in enumerate(settings.stages):
         num = len(tasks_of(stage, tasks))
