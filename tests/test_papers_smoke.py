@@ -80,6 +80,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         place = tmp_path_factory.mktemp("papers")
         patch.chdir(place)
         patch.setenv("OUTRIDER_CACHE", str(place / "cache"))
+        # a simulator lives for seconds here: its second compiler costs more than it brings
+        patch.setenv("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         (place / "recipes").symlink_to(ROOT / "recipes")
         (place / "data").mkdir()
         yield Page()
