@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from outrider import api
 from outrider.algorithms.algorithm import Algorithm, TaskChoice
-from outrider.config import load_settings
+from outrider.algorithms.empo2.algorithm import Empo2Settings
+from outrider.config import load_settings, validate
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.scheduler import RolloutReport
 from outrider.runs import Run
 from outrider.trace import Trace
-from outrider.train.data.stages import require_tasks, stage_lines, tasks_of
+from outrider.train.data.stages import groups_on, require_tasks, stage_lines, tasks_of
 from outrider.train.data.task_sampling import TaskOrder, play_step
 from outrider.train.learning_settings import StageSettings
 from outrider.train.settings import RunSettings, TrainSettings
@@ -159,6 +160,20 @@ def test_stages_that_cannot_be_are_refused(recipe: Path, stages: str, told: str)
 def test_an_evaluation_of_a_recipe_with_stages_has_no_stage(recipe: Path) -> None:
     chosen = load_settings(RunSettings, file=recipe, overrides=[GRPO, STAGES, "train.num_steps=0"])
     assert len(chosen.train.stages) == 2 and stage_lines(chosen.train, ()) == []
+
+
+def test_groups_are_counted_by_the_tasks_that_they_come_from() -> None:
+    """So that EMPO² says that a stage shows no tips where that stage plays no task twice, and only there."""
+    tasks = [
+        Task(key=f"{letter}/{n}", question="") for letter, num in (("a", 3), ("b", 9)) for n in range(num)
+    ]
+    assert groups_on(TrainSettings(num_steps=5, tasks_per_step=4), tasks) == [(20, 12)]
+    stages = tuple(StageSettings(tasks=(f"{one}/*",), num_steps=n) for one, n in (("a", 1), ("b", 2)))
+    chosen = TrainSettings(num_steps=5, tasks_per_step=4, stages=(*stages, StageSettings(tasks=("a/*",))))
+    assert groups_on(chosen, tasks) == [(3 * 3, 3), (8, 9)]  # three steps of three groups on a, in two stages
+    empo2 = validate(Empo2Settings, {})
+    said = [empo2.warnings(num_groups=groups, num_tasks=num) for groups, num in groups_on(chosen, tasks)]
+    assert [len(one) for one in said] == [0, 1] and "8 groups play none of the 9 tasks twice" in said[1][0]
 
 
 def test_a_pattern_that_fits_nothing_is_told_and_so_is_a_small_stage(recipe: Path) -> None:

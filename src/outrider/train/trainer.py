@@ -15,7 +15,7 @@ from outrider.train.components import Components, token_counter
 from outrider.train.data.buffer_growth import evolve_buffer
 from outrider.train.data.imitation import imitate_experts
 from outrider.train.data.off_policy_data import interleaved, mix_in
-from outrider.train.data.stages import stage_lines, stage_metrics
+from outrider.train.data.stages import groups_on, stage_lines, stage_metrics
 from outrider.train.data.task_sampling import SampledStep, play_step
 from outrider.train.evaluation_record import record_evaluation
 from outrider.train.metrics.ahead import work_ahead
@@ -146,8 +146,8 @@ class Trainer:
         """Up to the checkpoint of step 0, from which training goes on."""
         self.state.begin()
         settings, tasks = self.parts.settings, self.parts.train_tasks
-        num_groups = settings.train.num_steps * settings.train.tasks_per_step
-        self._say(settings.algorithm.warnings(num_groups=num_groups, num_tasks=len(tasks)))
+        for num_groups, num_tasks in groups_on(settings.train, tasks):
+            self._say(settings.algorithm.warnings(num_groups=num_groups, num_tasks=num_tasks))
         self._say(stage_lines(settings.train, tasks))
         given = settings.model.initial_checkpoint
         if self.parts.settings.evaluation.at_start:

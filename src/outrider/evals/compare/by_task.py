@@ -198,7 +198,8 @@ def _made(
     method: str, returns: Sequence[Sequence[float]], solved: Sequence[Sequence[float]], *, seed: int
 ) -> Cell:
     def estimate(rows: Sequence[Sequence[float]], within: tuple[float, float]) -> Estimate:
-        if len(rows) == 1 and len(rows[0]) > 1:
+        # of one run, over variations; a bootstrap of equal returns has no width, and is no interval
+        if len(rows) == 1 and len(rows[0]) > 1 and (within == _SHARES or len(set(rows[0])) > 1):
             low, high = interval(rows[0], binary=within == _SHARES and set(rows[0]) <= {0.0, 1.0})
             return Estimate(value=fmean(rows[0]), low=low, high=high)
         return iqm_estimate(Sample(name=method, scores=np.asarray(rows)), seed=seed, within=within)

@@ -49,6 +49,22 @@ def require_tasks(settings: TrainSettings, tasks: Sequence[Task]) -> None:
                 )
 
 
+def groups_on(settings: TrainSettings, tasks: Sequence[Task]) -> list[tuple[int, int]]:
+    """Groups that a whole run plays and the tasks that they are drawn from: of all, or of the stages, where
+    those of the same patterns count as one.
+    """
+    size = settings.tasks_per_step
+    if not settings.stages:
+        return [(settings.num_steps * size, len(tasks))]
+    begins = [*_begins(settings.stages), settings.num_steps]
+    found: dict[tuple[str, ...], tuple[int, int]] = {}
+    for stage, begin, end in zip(settings.stages, begins[:-1], begins[1:], strict=True):
+        num_tasks = len(tasks_of(stage, tasks))
+        before, _ = found.get(stage.tasks, (0, num_tasks))
+        found[stage.tasks] = before + max(0, end - begin) * min(size, num_tasks), num_tasks
+    return list(found.values())
+
+
 def stage_metrics(settings: TrainSettings, *, step: int) -> dict[str, float]:
     """The number of a training step's stage, from 1, under its declared name; empty where there is none."""
     return {"stage/number": 1.0 + _number_at(step, settings.stages)} if settings.stages else {}
