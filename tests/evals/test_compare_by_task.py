@@ -118,7 +118,7 @@ def test_what_is_shown_says_what_is_missing_and_cannot_be_steered(tmp_path: Path
 
 
 def test_curves_over_trials_and_their_gain(tmp_path: Path) -> None:
-    """Checkpoints of two methods, two seeds each, tell the columns apart; a run that solved all is held."""
+    """Checkpoints of two methods, two seeds each, tell the columns apart; a run that was cut is not held."""
     given, memory = [], ("evaluation.num_trials = 3", "train.num_steps = 0", 'algorithm.type = "empo2"')
     for name, more in (("empo2", ()), ("grpo", WITHOUT_TIPS)):
         for seed in range(2):
@@ -134,13 +134,26 @@ def test_curves_over_trials_and_their_gain(tmp_path: Path) -> None:
     [curves] = found.curves
     assert curves.task == "world/b" and list(curves.x) == [1, 2, 3]
     assert curves.bands["empo2, tips"].value == pytest.approx([0.225, 0.625, 0.425])
-    assert curves.bands["grpo, tips"].value == pytest.approx([0.225] * 3)
+    assert curves.bands["grpo, tips"].value == pytest.approx([0.225, math.nan, math.nan], nan_ok=True)
+    assert "grpo-0-adapted was cut: 1 of 3 trials" in found.notes
     assert (curves.bands["empo2, tips"].low < curves.bands["empo2, tips"].value).all()
     told = task_tables(found)[-1]
     assert "empo2, tips: first 0.225, best 0.625 at trial 2 (+177.8 %), last 0.425" in told.caption
     assert found.cells["world/b", "empo2, tips"].returns.value == pytest.approx(0.425)
     page = html_tasks(found)
     assert page.count("<svg") == 1 and "over trials" in page
+
+
+def test_a_run_that_solved_all_has_no_further_trial_and_keeps_what_it_reached(tmp_path: Path) -> None:
+    memory = ("evaluation.num_trials = 3", "train.num_steps = 0", 'algorithm.type = "empo2"')
+    begin = [(*memory, f'model.initial_checkpoint = "{tmp_path}/gone-{n}/c/s"') for n in range(2)]
+    given = [
+        write_run(tmp_path / "a", [panel("b", 0.0, 1.0), panel("b", 1.0, 1.0)], settings=begin[0]),
+        write_run(tmp_path / "b", [panel("b", 0.0, 0.0)] * 3, seed=1, settings=begin[1]),
+    ]
+    found = compare_by_task([f"mine={one}" for one in given])
+    assert found.curves[0].bands["mine"].value == pytest.approx([0.25, 0.5, 0.5])
+    assert not [note for note in found.notes if "cut" in note]
 
 
 def test_a_trial_that_lost_a_variation_is_not_measured(tmp_path: Path) -> None:

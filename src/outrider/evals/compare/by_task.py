@@ -82,7 +82,7 @@ def compare_by_task(given: Sequence[str], *, depth: int | None = None, seed: int
     rows = _rows(scored, row_of)
     notes = [f"{one.run.name}: {note}" for one in named for note in one.run.notes if not _is_known(one, note)]
     notes += [f"{one.run.name} has no evaluation" for one in named if not one.run.evaluations]
-    notes += [why for one in scored for why in unfinished(one.run)]
+    notes += [why for one in scored for why in (*unfinished(one.run), *_cut(one.run))]
     tasks = {row: _common(row, [one.run for one in members], notes, row_of) for row, members in rows.items()}
     methods = tuple(dict.fromkeys(one.method for one in named))
     grouped = {
@@ -154,7 +154,10 @@ def _common(row: str, runs: Sequence[Run], notes: list[str], row_of: Callable[[s
                 f"{first.name} and {run.name} were not evaluated alike on {row}: split {ours.split} at "
                 f"temperature {ours.temperature:g}, and {theirs.split} at {theirs.temperature:g}"
             )
-    every = [{key for key in run.evaluations[-1].task_returns if row_of(key) == row} for run in runs]
+    last = [run.evaluations[-1] for run in runs]
+    every = [
+        {key for key in one.task_returns if row_of(key) == row and key in one.task_scores} for one in last
+    ]
     shared = sorted(set.intersection(*every))
     if not shared:
         raise Incomparable(f"the runs on {row} have no scored variation in common")
@@ -241,24 +244,34 @@ def _curves(
     grouped: Mapping[tuple[str, str], Sequence[Run]], tasks: Mapping[str, Sequence[str]], *, seed: int
 ) -> Iterable[TrialCurves]:
     for row, keys in tasks.items():
-        lines = {
-            method: [_line(run.trials, keys) for run in runs]
+        adapted = {
+            method: runs
             for (of, method), runs in grouped.items()
             if of == row and all(run.trials for run in runs)
         }
-        if not lines:
+        if not adapted:
             continue
-        num = max(len(line) for members in lines.values() for line in members)
+        num = max(len(run.trials) for runs in adapted.values() for run in runs)
         bands = {
-            # where all are solved there is no further trial, and nothing changes any more
-            method: iqm_band(
-                method, np.asarray([[*line, *line[-1:] * (num - len(line))] for line in members]), seed=seed
-            )
-            for method, members in lines.items()
+            method: iqm_band(method, np.asarray([_line(run.trials, keys, num) for run in runs]), seed=seed)
+            for method, runs in adapted.items()
         }
         yield TrialCurves(task=row, x=np.arange(1, num + 1, dtype=np.float64), bands=bands)
 
 
-def _line(trials: Sequence[ScoredStep], keys: Sequence[str]) -> list[float]:
-    """Mean return of each trial; NaN where a fault took one of the variations."""
-    return [fmean(one.task_returns.get(key, math.nan) for key in keys) for one in trials]
+def _line(trials: Sequence[ScoredStep], keys: Sequence[str], num: int) -> list[float]:
+    """Mean return of each trial, of ``num``; NaN where a fault took one of the variations, and where a run
+    was cut. One that solved everything has no further trial, and nothing changes any more.
+    """
+    line = [fmean(one.task_returns.get(key, math.nan) for key in keys) for one in trials]
+    held = line[-1] if trials[-1].score >= 1.0 else math.nan
+    return [*line, *[held] * (num - len(line))]
+
+
+def _cut(run: Run) -> list[str]:
+    """That trials are missing."""
+    wanted = run.config.get("evaluation.num_trials", "0")
+    found = len(run.trials)
+    if not found or not wanted.isdecimal() or found >= int(wanted) or run.trials[-1].score >= 1.0:
+        return []
+    return [f"{run.name} was cut: {found} of {wanted} trials"]
