@@ -50,7 +50,7 @@ def plan_stages(shapes: Sequence[str]) -> list[Stage]:
     return [
         Stage(name="limits", shape=first, share=60, least=20),
         Stage(name="contracts", shape=first, share=180, least=30),
-        Stage(name="determinism", shape=first, share=180, least=60),
+        Stage(name="determinism", shape=first, share=300, least=60),
         Stage(name="demo", shape=first, share=300, least=90),
         *(
             Stage(name=name, shape=shape, share=share, least=60)

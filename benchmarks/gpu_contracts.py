@@ -39,12 +39,14 @@ num_train = 8
 num_test = 4
 [algorithm]
 type = "grpo"
-group_size = 4
+group_size = 2
 [rollout]
-max_turns = 3
-max_turn_tokens = 12
+max_turns = 8
+max_turn_tokens = 64
+max_response_tokens = 4096
+max_observation_tokens = 512
 [cold_start]
-num_examples = 8
+num_examples = 4
 batch_size = 4
 [train]
 num_steps = {steps}
@@ -162,8 +164,15 @@ def _resumed(device: str, folder: Path) -> str:
         recipe = folder / f"{name}.toml"
         recipe.write_text(_RECIPE.format(model=model, device=device, steps=parts[0]), encoding="utf-8")
         command = [sys.executable, "-m", "outrider", "train", "--progress", "none"]
-        subprocess.run([*command, str(recipe), "--run", str(run)], check=True)
+        _trained([*command, str(recipe), "--run", str(run)])
         for steps in parts[1:]:
-            subprocess.run([*command, "--resume", str(run), f"train.num_steps={steps}"], check=True)
+            _trained([*command, "--resume", str(run), f"train.num_steps={steps}"])
         weights.append(load_file(run / "checkpoints" / "step-000002" / MASTERS))
     return _distance(*weights)
+
+
+def _trained(command: Sequence[str]) -> None:
+    """Raises SystemExit with the line that the run said last."""
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit((done.stderr.strip().splitlines() or ["outrider said nothing"])[-1])
