@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.gpu_rows import Row, RowFile
+from benchmarks.gpu_shapes import SHAPES
 from benchmarks.markdown_table import markdown
 
 _ENDING_S: Final = 20.0  # of the budget: to stop a stage and to write the page
+_PYTHON: Final = (3, 11)
 _NEEDED: Final = ("torch", "transformers", "numpy", "pydantic", "safetensors", "rich", "jinja2")
 RECORD, PAGE = Path("records/gpu.json"), Path("docs/gpu.md")
 
@@ -91,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def missing(device: str) -> str | None:
     """One line that says what has to be there, None where all is."""
+    if sys.version_info < _PYTHON:
+        return f"{sys.executable} is too old: Outrider needs Python {'.'.join(map(str, _PYTHON))} or newer"
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
         told = ", ".join(lacking)
@@ -101,7 +105,8 @@ def missing(device: str) -> str | None:
     try:
         require_device(device)
     except ConfigError as error:
-        return f"no GPU to measure: {str(error).removeprefix('model.device = ')}"
+        told = str(error).removeprefix("model.device = ").partition("; without a GPU")[0]
+        return f"no GPU to measure: {told}; --device cpu --shapes tiny tries the command"
     return None
 
 
@@ -146,8 +151,6 @@ def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from benchmarks.gpu_models import SHAPES
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measure a GPU.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=25.0, help="the whole takes no longer")

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from benchmarks.gpu_models import TINY
 from benchmarks.gpu_rows import RowFile
+from benchmarks.gpu_shapes import TINY
 from outrider.printing import score
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from benchmarks.gpu_shapes import KNOWN, TINY
 from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.fused import fuse
 from outrider.engines.local.model import LanguageModel
@@ -17,18 +18,11 @@ from outrider.planning.read_shape import known_models, shape_of
 from outrider.planning.shape import ModelShape
 from outrider.smoke.model import character_tokenizer
 
-KNOWN: Final = {
-    "demo": "smollm2-135m-instruct",
-    "1.5B": "Qwen/Qwen2.5-1.5B-Instruct",
-    "7B": "Qwen/Qwen2.5-7B-Instruct",
-}
-TINY: Final = "tiny"
 _TINY: Final[Mapping[str, Any]] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 10_000, "tie_word_embeddings": True,
     "max_position_embeddings": 2048,
 }  # fmt: skip
-SHAPES: Final = (*KNOWN, TINY)
 _CONTEXT: Final = 4096  # of the engine; no workload is longer
 
 
@@ -42,7 +36,7 @@ class Made:
 
 
 def described(name: str) -> Mapping[str, Any]:
-    """What config.json says of one of :data:`SHAPES`."""
+    """What config.json says of one of ``gpu_shapes.SHAPES``."""
     return _TINY if name == TINY else known_models()[KNOWN[name]]
 
 

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_limits import Limits, seconds, step_bytes, update_operations
-from benchmarks.gpu_models import TINY, Made, make_model
+from benchmarks.gpu_models import Made, make_model
 from benchmarks.gpu_rows import RowFile
+from benchmarks.gpu_shapes import TINY
 from benchmarks.plan_memory_child import forget_peak, resident
 from benchmarks.speed_clock import against, alternate
 from benchmarks.speed_sides import WORKLOADS, Contexts, Outrider, Plain, Vllm, Workload, play

@@ -12,8 +12,8 @@ import torch
 from benchmarks.gpu_contracts import contracts, determinism
 from benchmarks.gpu_demo import demo
 from benchmarks.gpu_limits import Limits, measure_limits
-from benchmarks.gpu_models import SHAPES, TINY
 from benchmarks.gpu_rows import RowFile
+from benchmarks.gpu_shapes import SHAPES, TINY
 from benchmarks.gpu_speed import generation, updates
 from outrider.train.update.policy import set_threads
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +13,10 @@ import torch
 from benchmarks.figure_records import render_all
 from benchmarks.gpu_contracts import compared
 from benchmarks.gpu_limits import Limits, step_bytes, update_operations
-from benchmarks.gpu_models import KNOWN, described, make_model
+from benchmarks.gpu_models import described, make_model
 from benchmarks.gpu_record import Device, write_page, write_record
 from benchmarks.gpu_rows import Row, RowFile
+from benchmarks.gpu_shapes import KNOWN
 from benchmarks.gpu_speed import updates
 from benchmarks.speed_update import Shape, batches
 
@@ -66,9 +69,15 @@ def test_a_missing_gpu_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_NEEDED", ("torch", "no_such_package"))
-    assert "lacks no_such_package:" in (gpu.missing("cpu") or "")
+def test_a_python_without_packages_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the site's packages, as a bare machine's; nothing is imported before they are looked for."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert "lacks torch, transformers, numpy" in done.stderr and done.stderr.count("\n") == 1
+    monkeypatch.setattr(gpu, "_PYTHON", (99, 1))
+    assert "needs Python 99.1" in (gpu.missing("cpu") or "")
 
 
 def stage(
