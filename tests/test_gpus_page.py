@@ -72,6 +72,16 @@ def test_make_has_it(command: str) -> None:
             gpu._parser().parse_args(shlex.split(value))
 
 
+def test_the_address_of_a_ray_is_a_setting_of_a_new_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["train", "recipes/demo.toml", "--ray-address", "auto", "--dry-run"]) == 0
+    assert 'ray_address = "auto"' in capsys.readouterr().out
+    assert cli.main(["train", "--resume", "runs/none", "--ray-address", "auto"]) == 2
+    assert "keeps its model, its directory and the address of its Ray" in capsys.readouterr().err
+
+
 def test_what_is_submitted_is_a_run() -> None:
     """The arguments of the scripts are a run directory, a recipe and settings."""
     [submitted] = [one for one in SHOWN if one.startswith("sbatch")]
