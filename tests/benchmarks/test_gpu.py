@@ -1,6 +1,7 @@
 """``make gpu`` on a CPU: its stages with tiny shapes, budgets that are kept, rows for what is missing."""
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.figure_records import render_all
-from benchmarks.gpu_contracts import compared
+from benchmarks.gpu_contracts import compared, contracts
 from benchmarks.gpu_limits import Limits, step_bytes, update_operations
 from benchmarks.gpu_models import described, make_model
 from benchmarks.gpu_record import Device, write_page, write_record
 from benchmarks.gpu_rows import Row, RowFile
 from benchmarks.gpu_shapes import KNOWN
-from benchmarks.gpu_speed import updates
+from benchmarks.gpu_speed import generation, updates
 from benchmarks.speed_update import Shape, batches
 
 from benchmarks import gpu
@@ -25,6 +26,7 @@ from outrider.engines.base import FinishReason, Generation
 from outrider.planning.read_shape import shape_of
 
 ROOT = Path(__file__).parents[2]
+NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 MARKED = "<!-- figures: gpu -->\n\n<!-- /figures -->\n"
 
 
@@ -192,6 +194,26 @@ def test_a_step_reads_every_weight_but_an_untied_embedding() -> None:
     assert step_bytes(untied, rows=0, context=0, value_bytes=2) == 2 * head_less
     kept = 2 * 2 * tied.num_layers * tied.kv_width
     assert step_bytes(tied, rows=3, context=5, value_bytes=2) - 2 * tied.num_parameters == 15 * kept
+
+
+@NO_VLLM
+def test_contracts_and_generation_on_a_cpu(tmp_path: Path) -> None:
+    rows = RowFile(tmp_path / "rows.jsonl")
+    contracts("tiny", "cpu", tmp_path, rows)
+    generation("tiny", "cpu", Limits(copy=1e9, product=1e12), None, rows)
+    told = {row.what: row.measured for row in rows.read()}
+    assert told["contract, local engine, float32"] == told["contract, local engine, bfloat16"] == "holds"
+    assert told["tiny: vLLM"].startswith("skipped") and told["contract, vLLM engine"].startswith("skipped")
+    assert told["tiny: 2 prompts of 8 x 2, 4 new, new tokens/s"].startswith("generate ")
+    assert len([what for what in told if "a decoding step" in what]) == 2
+
+
+@NO_VLLM
+def test_a_vllm_that_ends_is_a_row(tmp_path: Path) -> None:
+    """A Python that has none: its process ends at once."""
+    rows = RowFile(tmp_path / "rows.jsonl")
+    generation("tiny", "cpu", Limits(copy=1e9, product=1e12), sys.executable, rows)
+    assert rows.read()[-1].measured.startswith("failed: vLLM's process ended")
 
 
 def test_what_does_not_fit_trains_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
