@@ -19,7 +19,8 @@ STAND_INS: Mapping[str, str] = {
     "scontrol": 'if [ "$1" = show ]; then printf "one\\ntwo\\nthree\\n"; fi',
     # as a step does: it lasts until it is ended
     "srun": "exec sleep 600",
-    "ray": '[ "$1" = status ] && grep -q "start --head" "$CALLS"',
+    # written down when it answers, so that its line is behind that of the head
+    "ray": '[ "$1" = status ] && grep -q "start --head" "$CALLS" && echo "ray $*" >> "$CALLS"',
     "hostname": "echo 10.0.0.1 10.0.0.2",
     # as a run does: it waits for what has to join
     "outrider": 'until [ "$(grep -c "^srun" "$CALLS")" -ge "${STEPS:-2}" ]; do /bin/sleep 0.05; done\n'
@@ -35,7 +36,7 @@ def calls(tmp_path: Path) -> Path:
     programs.mkdir()
     for name, does in STAND_INS.items():
         program = programs / name
-        writes = "" if name == "sleep" else f'echo "{name} $*" >> "$CALLS"\n'
+        writes = "" if name in ("sleep", "ray") else f'echo "{name} $*" >> "$CALLS"\n'
         program.write_text(f"#!/bin/bash\n{writes}{does}\n", encoding="utf-8")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "calls").touch()
@@ -76,9 +77,7 @@ def test_slurm_starts_the_head_then_the_others_then_the_run(calls: Path) -> None
     assert head.endswith("--block") and others.endswith("--block") and "--cpus-per-task=8" in head
     begun = "outrider train recipe.toml cluster.num_trainers=24 --ray-address auto"
     trained = f"{begun} --run runs/mine --progress plain"
-    answered = max(
-        number for number, line in enumerate(told) if line.startswith("ray status --address=10.0.0.1:6379")
-    )
+    answered = told.index("ray status --address=10.0.0.1:6379")
     assert told.index(head) < answered < min(told.index(others), told.index(trained))
     assert "scontrol requeue" not in calls.read_text(encoding="utf-8")
 
