@@ -136,6 +136,9 @@ def test_the_rayjob_has_the_fields_that_kuberay_reads() -> None:
         assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
         assert container["resources"]["requests"] == container["resources"]["limits"]
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
-    asked = int(next(word for word in spec["entrypoint"].split() if "num_trainers" in word).split("=")[1])
+    words = [word.partition("=") for word in spec["entrypoint"].split()]
+    asked = sum(
+        int(value) for name, _, value in words if name in ("cluster.num_trainers", "cluster.num_engines")
+    )
     gpus = int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert asked == gpus * workers["replicas"]
