@@ -24,6 +24,7 @@ from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.scale.repairs import Repairs
 from outrider.testing import check_engine
 from outrider.train.building import build
+from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Components
 from outrider.train.models import local_learner
 from outrider.train.settings import RunSettings
@@ -229,7 +230,7 @@ def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> N
 
 
 def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
-    crew.remote.repairs = Repairs(0)
+    crew.remote.repairs = Repairs(Allowance(0))
     os.kill(crew.remote.engine_pids[1], signal.SIGKILL)
     told(crew, "engine 1 died in generate")
     os.kill(crew.remote.worker_pids[1], signal.SIGKILL)
@@ -238,15 +239,13 @@ def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
 
 def test_replacements_are_counted_by_the_hour() -> None:
     clock = [0.0]
-    repairs = Repairs(2, clock=lambda: clock[0])
+    repairs = Repairs(Allowance(2, clock=lambda: clock[0]))
     gone = ProcessGone("engine 1 died in generate (X); continue", "engine 1")
     for now in (0.0, 1800.0, 3700.0):
         clock[0] = now
         repairs.allow(gone)
-    assert repairs.take_notes()[-1] == "engine 1 died in generate (X); replaced, 2 of 2 within an hour"
-    with pytest.raises(
-        ClusterFault, match=r"engine 1 died .*after 2 replacements within an hour, cluster\.max"
-    ):
+    assert repairs.take_notes()[-1] == "engine 1 died in generate (X); replaced, repair 2 of 2 within an hour"
+    with pytest.raises(ClusterFault, match=r"engine 1 died .*after 2 repairs within an hour, cluster\.max"):
         repairs.allow(gone)
     again = pickle.loads(pickle.dumps(gone))
     assert (str(again), again.who, again.is_silent) == (str(gone), "engine 1", False)

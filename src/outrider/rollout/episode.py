@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
+from outrider.rollout.faults import given_up
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
 from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.tip_splice import ask_for_reflection, show_tip
@@ -34,7 +35,13 @@ class Limits(Settings):
     A longer observation or retrieved step loses its middle. What still leaves the policy no room for a token
     is not appended: the rollout ends there as truncated after an observation. A splice must leave room for a
     whole turn, or the rollout goes on without it.
+
+    ``group_timeout_s``: a group of training that takes longer, from its first rollout's start, gives up the
+    rollouts that are still under way, each in front of its next turn; those are ``cancelled``, and masked.
+    None: no group is given up. What is given up depends on speed, so the same seed may give other bits.
     """
+
+    details: ClassVar[frozenset[str]] = frozenset({"group_timeout_s"})
 
     max_turns: int = Field(8, ge=1)
     max_turn_tokens: int = Field(256, ge=1)
@@ -42,6 +49,7 @@ class Limits(Settings):
     max_observation_tokens: int = Field(1024, ge=1)
     max_splice_tokens: int = Field(512, ge=1)
     step_timeout_s: float = Field(60.0, gt=0)
+    group_timeout_s: float | None = Field(None, gt=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +83,10 @@ class EpisodeRunner:
         rollout: int,
         mode: str,
         fork: Fork | None = None,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> Leaf:
-        """Play one rollout into ``trace``, from the prompt or from ``fork`` on.
+        """Play one rollout into ``trace``, from the prompt or from ``fork`` on. Once ``is_late`` it is given
+        up in front of its next turn.
 
         Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or
         records it.
@@ -96,16 +106,22 @@ class EpisodeRunner:
             fork.continue_in(state)
         outcome = None
         while outcome is None:
+            if is_late():
+                return given_up(rollout)
             outcome = await self._turn(state)
+        return await self._leaf(state, outcome)
+
+    async def _leaf(self, state: EpisodeState, outcome: Outcome) -> Leaf:
+        """What the environment says of an episode that has ended."""
         self._at(state, "the environment's result")
-        result = await self._guarded(environment.result)
+        result = await self._guarded(state.environment.result)
         # A fault and no number: NaN would pass for a rollout that nobody could score.
         if not math.isfinite(result.episode_return):
             raise EnvironmentFault(f"the environment recorded a return of {result.episode_return}")
         reflection, num_reflection_tokens = await self._reflect(state, result)
         return Leaf(
             node_id=state.last_node.node_id,
-            rollout=rollout,
+            rollout=state.rollout,
             outcome=outcome,
             episode_return=result.episode_return,
             success=result.success,

@@ -2,9 +2,11 @@
 
 import asyncio
 import heapq
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, cast
 
 from outrider.engines.base import Engine
@@ -15,7 +17,7 @@ from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Brancher, Copies, Fork, Owe, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
 from outrider.rollout.event_loop import run_to_end
-from outrider.rollout.faults import FaultLog, lost
+from outrider.rollout.faults import FaultLog, given_up, lost
 from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
 from outrider.rollout.rejoin import rejoin
@@ -84,6 +86,9 @@ class Scheduler:
     max_retries: int = 2
     # a batch's cap on calls is for training: an evaluation must not depend on its size
     limits_calls: bool = False
+    # stragglers too: a group of training that takes longer gives up what is under way
+    group_timeout_s: float | None = None
+    clock: Callable[[], float] = time.monotonic
     streams: bool = False  # the engine takes every request at once (StreamingEngine)
     # elsewhere: where copies of the hooks play, the originals see the groups
     ends_groups: bool = True
@@ -153,7 +158,9 @@ class Scheduler:
         for hook in self.hooks if self.ends_groups else ():
             hook.after_group(trace)
 
-    async def _play(self, runner: EpisodeRunner, owed: _Owed, faults: FaultLog) -> Leaf:
+    async def _play(
+        self, runner: EpisodeRunner, owed: _Owed, faults: FaultLog, is_late: Callable[[], bool]
+    ) -> Leaf:
         """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under
         where it began.
         """
@@ -161,6 +168,8 @@ class Scheduler:
         mode, name = _mode(trace, rollout, fork), f"{trace.task.key}/{rollout}"
         for attempt in range(self.max_retries + 1):
             environment: Environment | None = None
+            if is_late():
+                return given_up(rollout)
             try:
                 self.whereabouts.at(name, "a new environment")
                 environment = await fork_environment(
@@ -173,6 +182,7 @@ class Scheduler:
                     rollout=rollout,
                     mode=mode,
                     fork=fork,
+                    is_late=is_late,
                 )
             # Nothing else is tried again: any other exception is a defect of code, not of infrastructure.
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
@@ -212,6 +222,7 @@ class _Batch:
         self._size = len(traces[0].modes) if traces else 0
         self._numbers = {trace.task.key: number for number, trace in enumerate(traces)}
         self._owed: list[_Owed] = []  # a heap
+        self._began: dict[int, float] = {}  # group -> when its first rollout did
         self._faults = FaultLog()
         self._ended: set[str] = set()  # rollouts whose keys and values the engine still has
         # rollout -> number of batches when a fork of it was last waiting for its first
@@ -275,8 +286,14 @@ class _Batch:
         self._scheduler.engine.release(gone)
         self._ended.difference_update(gone)
 
+    def _is_late(self, group: int) -> bool:
+        limit = self._scheduler.group_timeout_s
+        return limit is not None and self._scheduler.clock() - self._began[group] > limit
+
     async def _work(self, one: _Owed) -> None:
-        one.trace.finish(await self._scheduler._play(self._runner, one, self._faults))
+        self._began.setdefault(one.group, self._scheduler.clock())
+        is_late = partial(self._is_late, one.group)
+        one.trace.finish(await self._scheduler._play(self._runner, one, self._faults, is_late))
         self._ended.add(f"{one.trace.task.key}/{one.rollout}")
         self._book.ended(one.trace, one.rollout)
         if self._scheduler.on_finished is not None:

@@ -151,6 +151,8 @@ class RemoteEngine:
         self._ray, self._actors, self._client, self._timeout_s = ray, list(actors), client, timeout_s
         self._first = self._next = first  # clients begin at different engines
         self._homes: dict[str, int] = {}  # group -> engine
+        self._known_busy_s = [0.0] * len(actors)  # of each engine, as it was told last
+        self._before_s = [0.0] * len(actors)  # of those in whose place it is
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Sample all requests, each engine its groups' at the same time."""
@@ -204,8 +206,12 @@ class RemoteEngine:
         self._wait({_who(number): one.free_cache.remote() for number, one in self._each()}, "free_cache")
 
     def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on."""
+        """Another process is engine ``number`` from now on. What the one before did since it was last asked
+        for its seconds is lost, and so are they.
+        """
         self._actors[number] = actor
+        self._before_s[number] += self._known_busy_s[number]
+        self._known_busy_s[number] = 0.0
 
     def forget(self) -> None:
         """All that is kept for this client: after a batch that broke."""
@@ -214,7 +220,8 @@ class RemoteEngine:
     def busy_s(self) -> float:
         """Seconds in which an engine generated so far: mean over engines."""
         found = self._wait({_who(number): one.busy_s.remote() for number, one in self._each()}, "busy_s")
-        return float(sum(found) / len(found))
+        self._known_busy_s = [float(one) for one in found]
+        return sum(self._known_busy_s + self._before_s) / len(found)
 
     def load(self, version: int) -> None:
         """The engines have weights of this version now: ask for no other. Groups take engines from the first

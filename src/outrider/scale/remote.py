@@ -23,6 +23,7 @@ from outrider.scale.waiting import results
 from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, pack
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Trace
+from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Components
 from outrider.train.learner import Learner
 from outrider.train.overlap import Ahead
@@ -129,7 +130,13 @@ class Remote:
     """
 
     def __init__(
-        self, settings: RunSettings, learner: Learner, *, folder: Path, session: Session | None = None
+        self,
+        settings: RunSettings,
+        learner: Learner,
+        *,
+        folder: Path,
+        allowance: Allowance | None = None,
+        session: Session | None = None,
     ) -> None:
         self._settings, cluster = settings, settings.cluster
         self._recipe = Recipe.of(settings)
@@ -140,7 +147,7 @@ class Remote:
         self._places: Any = None
         self._folder = folder
         self._parts: Any = None  # what workers are told comes of them
-        self.repairs = Repairs(cluster.max_restarts)
+        self.repairs = Repairs(allowance or Allowance(cluster.max_restarts))
         try:
             self._carrier = self._made_carrier(folder)
             self._places = self._session.places(

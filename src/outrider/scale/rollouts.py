@@ -60,6 +60,9 @@ class RemoteRollouts:
         self._is_training, self._version = is_training, version
         self._max_concurrent, self._heartbeat_s = max_concurrent, heartbeat_s
         self._on_finished, self._whereabouts = on_finished, whereabouts
+        # by worker, of the batch: its part of the cap on calls, and what it has spent of that
+        self._parts: dict[int, tuple[int, int, int]] = {}
+        self._num_spent: dict[int, int] = {}
 
     def run(
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
@@ -80,12 +83,11 @@ class RemoteRollouts:
             self._leave_if_given_up()
             if gone:
                 again = {number: job for number, job in jobs.items() if number not in played}
-                if continued:
-                    raise next(iter(gone.values()))  # what is left of the batch's calls is known to nobody
                 self._crew.replace(gone, num_groups=sum(len(job.tasks) for job in again.values()))
                 jobs |= {number: replace(job, is_again=True) for number, job in again.items()}
         if self._ahead is not None:
             self._ahead.ended()
+        self._num_spent |= {number: one.num_spent for number, one in played.items()}
         # by worker, and not by who came to an end first
         return self._merged({number: played[number] for number in jobs}, len(tasks))
 
@@ -133,8 +135,12 @@ class RemoteRollouts:
         snapshots = [hook.snapshot() for hook in self._copied]
         jobs: dict[int, Job] = {}
         begin = 0
+        if not continued:
+            self._parts, self._num_spent = {}, {}
         for number in range(min(size, len(tasks))):
             mine = range(number, len(tasks), size)
+            if not continued:
+                self._parts[number] = (begin, begin + len(mine), len(tasks))
             jobs[number] = Job(
                 tasks=[tasks[group] for group in mine],
                 modes=[modes[group] for group in mine],
@@ -143,7 +149,8 @@ class RemoteRollouts:
                 is_training=self._is_training,
                 version=self._version(),
                 snapshots=snapshots,
-                calls=(begin, begin + len(mine), len(tasks)),
+                calls=self._parts.get(number, (0, 0, 1)),
+                num_spent=self._num_spent.get(number, 0),
                 max_concurrent=max(1, self._max_concurrent // size),
             )
             begin += len(mine)

@@ -56,7 +56,8 @@ class WorkerSettings:
 class Job:
     """Groups to play. ``snapshots`` are those of the hooks (empty in an evaluation), ``version`` that of the
     weights; of a batch's cap on tool calls the worker has the part from ``calls[0]`` to ``calls[1]`` of
-    ``calls[2]`` groups. ``is_again``: a process was gone when this was played before.
+    ``calls[2]`` groups, of which ``num_spent`` are spent in a batch that is ``continued``. ``is_again``: a
+    process was gone when this was played before.
     """
 
     tasks: Sequence[Task]
@@ -67,16 +68,20 @@ class Job:
     version: int
     snapshots: Sequence[Any]
     calls: tuple[int, int, int]
+    num_spent: int
     max_concurrent: int
     is_again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The groups of a job, and what the copies of the hooks have gathered."""
+    """The groups of a job, what the copies of the hooks have gathered, and the calls that the worker has
+    spent of its part of the batch's cap, where there is one.
+    """
 
     report: RolloutReport
     gathered: list[Any]
+    num_spent: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,13 +156,20 @@ class RolloutWorker:
         copies = [hook for hook in hooks if isinstance(hook, Portable)]
         for hook, snapshot in zip(copies, job.snapshots, strict=True):
             hook.restore(snapshot)
-        if isinstance(self._factory, CallCapped) and not job.continued:
-            self._factory.take_share(*job.calls)
+        capped = self._factory if isinstance(self._factory, CallCapped) else None
+        if capped is not None:
+            capped.take_share(*job.calls)
+            if job.continued:
+                capped.go_on(job.num_spent)
         modes = [tuple(one) for one in job.modes]
         report = self._scheduler(job).run(
             job.tasks, modes=modes.__getitem__, training_step=job.training_step, continued=job.continued
         )
-        return Played(report=report, gathered=[hook.gathered() for hook in copies])
+        return Played(
+            report=report,
+            gathered=[hook.gathered() for hook in copies],
+            num_spent=0 if capped is None else capped.num_spent(),
+        )
 
     def _scheduler(self, job: Job) -> Scheduler:
         settings = self._settings
@@ -173,6 +185,7 @@ class RolloutWorker:
             max_concurrent=job.max_concurrent,
             max_retries=settings.train.max_retries,
             limits_calls=job.is_training,
+            group_timeout_s=settings.rollout.group_timeout_s if job.is_training else None,
             on_finished=self._on_finished,
             whereabouts=self._whereabouts,
             ends_groups=False,

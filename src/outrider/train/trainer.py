@@ -254,6 +254,7 @@ class Trainer:
             max_concurrent=settings.num_concurrent,
             max_retries=settings.train.max_retries,
             limits_calls=training,
+            group_timeout_s=settings.rollout.group_timeout_s if training else None,
             on_finished=on_finished,
             whereabouts=parts.whereabouts,
         )
