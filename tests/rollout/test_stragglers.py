@@ -1,4 +1,4 @@
-"""Groups that take longer than rollout.group_timeout_s: what is under way is given up, masked and counted."""
+"""Groups that take longer than train.group_timeout_s: what is under way is given up, masked and counted."""
 
 from collections import Counter
 

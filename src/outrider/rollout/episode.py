@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from pydantic import Field
 
@@ -35,13 +35,7 @@ class Limits(Settings):
     A longer observation or retrieved step loses its middle. What still leaves the policy no room for a token
     is not appended: the rollout ends there as truncated after an observation. A splice must leave room for a
     whole turn, or the rollout goes on without it.
-
-    ``group_timeout_s``: a group of training that takes longer, from its first rollout's start, gives up the
-    rollouts that are still under way, each in front of its next turn; those are ``cancelled``, and masked.
-    None: no group is given up. What is given up depends on speed, so the same seed may give other bits.
     """
-
-    details: ClassVar[frozenset[str]] = frozenset({"group_timeout_s"})
 
     max_turns: int = Field(8, ge=1)
     max_turn_tokens: int = Field(256, ge=1)
@@ -49,7 +43,6 @@ class Limits(Settings):
     max_observation_tokens: int = Field(1024, ge=1)
     max_splice_tokens: int = Field(512, ge=1)
     step_timeout_s: float = Field(60.0, gt=0)
-    group_timeout_s: float | None = Field(None, gt=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def lost(rollout: int, outcome: Outcome, detail: str) -> Leaf:
 
 def given_up(rollout: int) -> Leaf:
     """A rollout of a group that takes too long."""
-    return lost(rollout, Outcome.CANCELLED, "its group took longer than rollout.group_timeout_s")
+    return lost(rollout, Outcome.CANCELLED, "its group took longer than train.group_timeout_s")
 
 
 @dataclass(slots=True)

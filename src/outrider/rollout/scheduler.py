@@ -5,6 +5,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, cast
@@ -20,6 +21,7 @@ from outrider.rollout.event_loop import run_to_end
 from outrider.rollout.faults import FaultLog, given_up, lost
 from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
+from outrider.rollout.loop_lag import LoopLag
 from outrider.rollout.rejoin import rejoin
 from outrider.rollout.stream_batcher import StreamBatcher, StreamingEngine
 from outrider.rollout.tree_growth import Expansion, ExpansionBook
@@ -37,7 +39,8 @@ class RolloutReport:
 
     ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``, and
     ``close``: environments that broke while they were closed, which changes no outcome. ``fault_reasons`` is
-    what each of them said.
+    what each of them said. ``loop_lag_s`` is how late the event loop came back to what was due (99th
+    percentile), where requests go to the engine one by one; a round holds the loop, which waits for it.
     """
 
     traces: list[Trace]
@@ -45,6 +48,7 @@ class RolloutReport:
     num_retries: int
     faults: Counter[str] = field(default_factory=Counter)
     fault_reasons: tuple[str, ...] = ()
+    loop_lag_s: float | None = None
 
 
 class Rollouts(Protocol):
@@ -89,6 +93,7 @@ class Scheduler:
     # stragglers too: a group of training that takes longer gives up what is under way
     group_timeout_s: float | None = None
     clock: Callable[[], float] = time.monotonic
+    is_over: Callable[[], bool] = lambda: False  # nobody wants these groups any more: they are given up
     streams: bool = False  # the engine takes every request at once (StreamingEngine)
     # elsewhere: where copies of the hooks play, the originals see the groups
     ends_groups: bool = True
@@ -243,11 +248,13 @@ class _Batch:
         )
         self._runner = scheduler._runner(self._batcher, self._book, training_step)
         self._rounds = scheduler._rounds(continued=continued)
+        self._lag = LoopLag()
 
     async def play(self) -> RolloutReport:
         """Until every rollout has its outcome."""
         try:
-            async with asyncio.TaskGroup() as self._tasks:
+            watched = self._lag.measured() if self._scheduler.streams else nullcontext()
+            async with watched, asyncio.TaskGroup() as self._tasks:
                 self._admit(0)
         finally:
             self._scheduler.engine.release(sorted(self._ended))
@@ -256,7 +263,7 @@ class _Batch:
             if self._faults.counts["retries"]:
                 rejoin(trace)
             self._scheduler._complete(trace, self._size)
-        return _report(self._traces, self._batcher, self._faults)
+        return _report(self._traces, self._batcher, self._faults, self._lag.p99)
 
     def _owe(self, trace: Trace, rollout: int, fork: Fork | None) -> None:
         # A heap: a fork that is granted late still begins before rollouts of later groups.
@@ -288,7 +295,8 @@ class _Batch:
 
     def _is_late(self, group: int) -> bool:
         limit = self._scheduler.group_timeout_s
-        return limit is not None and self._scheduler.clock() - self._began[group] > limit
+        late = limit is not None and self._scheduler.clock() - self._began[group] > limit
+        return late or self._scheduler.is_over()
 
     async def _work(self, one: _Owed) -> None:
         self._began.setdefault(one.group, self._scheduler.clock())
@@ -322,13 +330,16 @@ def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
     return trace.modes[rollout]
 
 
-def _report(traces: list[Trace], batcher: RoundBatcher | StreamBatcher, faults: FaultLog) -> RolloutReport:
+def _report(
+    traces: list[Trace], batcher: RoundBatcher | StreamBatcher, faults: FaultLog, lag: float | None
+) -> RolloutReport:
     return RolloutReport(
         traces=traces,
         num_batches=batcher.num_batches,
         num_retries=faults.counts["retries"],
         faults=faults.counts,
         fault_reasons=faults.reasons,
+        loop_lag_s=lag,
     )
 
 

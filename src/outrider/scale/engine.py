@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from outrider.engines.base import Engine, EngineContext, Generation, Request
 from outrider.engines.local.model import LanguageModel, load_model, resolve_precision
@@ -60,10 +60,14 @@ class EngineActor:
         self._version = parcel.version
         return parcel.version, found
 
-    def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
+    def generate(
+        self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
+    ) -> list[Generation]:
         """See :class:`outrider.engines.base.Engine`. Raises ClusterFault where the weights are not those of
-        ``version``.
+        ``version``, ``or_newer`` ones.
         """
+        if or_newer and self._version is not None:
+            version = max(version, self._version)
         if version != self._version:
             held = "no weights yet" if self._version is None else f"weights of version {self._version}"
             raise ClusterFault(
@@ -131,8 +135,10 @@ class RemoteEngine:
     keys and values; groups take the engines in turn, in the order in which they first ask.
 
     Raises EngineFault where a batch could not be served, as any engine does, and ClusterFault where an engine
-    is gone, silent, or has other weights than those of ``weight_version``.
+    is gone, silent, or has other weights than those of ``weight_version``, ``or_newer`` ones.
     """
+
+    or_newer: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -173,7 +179,7 @@ class RemoteEngine:
     async def stream(self, request: Request) -> Generation:
         """See :class:`outrider.rollout.stream_batcher.StreamingEngine`."""
         number = self._home(request)
-        call = self._actors[number].stream.remote(request, self.weight_version)
+        call = self._actors[number].stream.remote(request, self.weight_version, self.or_newer)
         what, setting = "generate", "cluster.turn_timeout_s"
         try:
             found: Generation = await asyncio.wait_for(asyncio.wrap_future(call.future()), self._timeout_s)

@@ -16,6 +16,7 @@ class Repairs:
     def __init__(self, allowance: Allowance) -> None:
         self._allowance = allowance
         self._counts: Counter[str] = Counter()
+        self.num_replaced: Counter[str] = Counter()  # by name, of the whole run
         self._notes: list[str] = []
 
     def allow(self, fault: ClusterFault) -> None:
@@ -26,6 +27,7 @@ class Repairs:
 
     def count_process(self, gone: ProcessGone) -> None:
         """An engine or a rollout worker that died or was silent."""
+        self.num_replaced[gone.who] += 1
         if gone.who.startswith("rollout worker"):
             self._counts["cluster/worker_deaths"] += 1
         else:

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 from outrider.errors import ConfigError, ProcessGone
 from outrider.rollout.hooks import Hook, Portable
+from outrider.rollout.loop_lag import largest
 from outrider.rollout.scheduler import Modes, RolloutReport
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.waiting import outcomes, silent, told
@@ -26,6 +27,11 @@ class Crew(Protocol):
     @property
     def workers(self) -> Sequence[Any]:
         """Those that play now."""
+        ...
+
+    @property
+    def num_replaced(self) -> Counter[str]:
+        """How often each process was, by its name."""
         ...
 
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
@@ -174,6 +180,7 @@ class RemoteRollouts:
             num_retries=sum(one.num_retries for one in reports),
             faults=sum((one.faults for one in reports), Counter()),
             fault_reasons=tuple(reason for one in reports for reason in one.fault_reasons),
+            loop_lag_s=largest([one.loop_lag_s for one in reports]),
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from outrider.algorithms.algorithm import TaskChoice
+from outrider.rollout.loop_lag import largest
 from outrider.rollout.scheduler import RolloutReport, Rollouts
 from outrider.seeding import stream
 from outrider.trace import Trace
@@ -52,7 +53,7 @@ class SampledStep:
     step ``is_filtered`` those that the algorithm's filter kept.
 
     ``faults`` and ``fault_reasons`` are those of all rounds
-    (:class:`~outrider.rollout.scheduler.RolloutReport`).
+    (:class:`~outrider.rollout.scheduler.RolloutReport`), and so is ``loop_lag_s``.
     """
 
     is_filtered: bool
@@ -62,6 +63,7 @@ class SampledStep:
     fault_reasons: tuple[str, ...]
     num_extra_batches: int
     cursor: int
+    loop_lag_s: float | None = None
 
     def metrics(self, wanted: int) -> dict[str, float]:
         """Metrics of dynamic sampling; ``wanted`` groups make a step."""
@@ -107,6 +109,7 @@ def sample_step(
     trained: list[Trace] = []
     faults: Counter[str] = Counter()
     reasons: list[str] = []
+    lags: list[float | None] = []
     num_batches = 0
     filtered, num_groups = choice.groups, choice.num_groups
     while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
@@ -124,6 +127,7 @@ def sample_step(
         trained += report.traces if filtered is None else filtered.keep(report.traces)
         faults += report.faults
         reasons += report.fault_reasons
+        lags.append(report.loop_lag_s)
         num_batches += 1
     return SampledStep(
         is_filtered=filtered is not None,
@@ -133,6 +137,7 @@ def sample_step(
         fault_reasons=tuple(reasons),
         num_extra_batches=max(0, num_batches - 1),
         cursor=cursor,
+        loop_lag_s=largest(lags),
     )
 
 
@@ -148,6 +153,7 @@ def _as_chosen(report: RolloutReport, *, cursor: int) -> SampledStep:
         fault_reasons=report.fault_reasons,
         num_extra_batches=0,
         cursor=cursor,
+        loop_lag_s=report.loop_lag_s,
     )
 
 
