@@ -60,8 +60,19 @@ class Session:
             self.close()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ClusterFault(
-                f"cluster.ray_address = {self._settings.ray_address}: {reason[:300]}"
+                f"cluster.ray_address = {self._settings.ray_address}: {reason[:300]}{self._hint(reason)}"
             ) from error
+
+    def _hint(self, reason: str) -> str:
+        """Ray sends its token to no address that is named, unless it is told to, and does not say that this
+        is why.
+        """
+        if self.is_local or "Failed to connect" not in reason or "RAY_AUTH_MODE" in os.environ:
+            return ""
+        return (
+            "; where that Ray asks for a token (a machine with ~/.ray/auth_token), set RAY_AUTH_MODE=token "
+            "for this command, and for every `ray start`"
+        )
 
     def _init(self, options: dict[str, Any], until: float) -> None:
         """A machine under load starts Ray too slowly for Ray's own limit of half a minute: again, then. Where

@@ -3,12 +3,11 @@ with the scheduler of a run in one process.
 """
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -30,10 +29,6 @@ from outrider.train.building import make_algorithm
 from outrider.train.components import Components, token_counter
 from outrider.train.update.policy import set_threads
 from outrider.types import Task
-
-# An event loop and hundreds of environments' threads share an interpreter: with Python's 5 ms each, a loop
-# that is due waits for all of them that want to run.
-_SWITCH_S: Final = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +117,6 @@ class RolloutWorker:
         """Make everything that a run makes for its rollouts, from the settings; the process id."""
         import ray
 
-        sys.setswitchinterval(_SWITCH_S)
         settings = self._settings = given.recipe.settings()
         self._given = given
         set_threads(settings.num_threads, device="cpu")
