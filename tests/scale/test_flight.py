@@ -8,7 +8,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +21,11 @@ from outrider.scale.flight import RemoteFlight
 from outrider.scale.flight_worker import Room
 from outrider.scale.worker import Beat, Job, Played
 from outrider.trace import Trace
-from outrider.train.building import build
 from outrider.train.data.task_sampling import TaskOrder
 from outrider.train.in_flight import Flight
-from outrider.train.models import local_learner
 from outrider.train.state.flight_queue import OpenStep, PlayedGroup
 from outrider.types import Task
-from tests.scale.test_remote_faults import Crew, settings_of
+from tests.scale.test_remote_faults import Crew, crew_of
 from tests.scale.traces import Traces
 from tests.train.whole_runs import command, write_data
 
@@ -42,21 +39,8 @@ cluster = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    from outrider.scale.remote import Remote
-
-    parts = build(
-        settings_of(folder, **ALOFT),
-        buffer_path=tmp_path_factory.mktemp("flight") / "buffer.sqlite",
-        resumed=False,
-        on_tokens=lambda num: None,
-        note=lambda line: None,
-        start=local_learner,
-        spread=partial(Remote, session=session),
-    )
-    assert isinstance(parts.elsewhere, Remote)
-    yield Crew(parts, parts.elsewhere)
-    parts.elsewhere.close()
-    parts.factory.close()
+    with crew_of(session, folder, tmp_path_factory.mktemp("flight"), **ALOFT) as made:
+        yield made
 
 
 def flown(crew: Crew, *, num_steps: int, between: Callable[[int], None] = lambda step: None) -> list[Trace]:

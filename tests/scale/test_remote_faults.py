@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,11 +75,18 @@ class Crew:
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    with crew_of(session, folder, tmp_path_factory.mktemp("crew")) as made:
+        yield made
+
+
+@contextmanager
+def crew_of(session: "Session", folder: Path, place: Path, **changed: Any) -> Iterator[Crew]:
+    """With these fields of the section ``cluster``."""
     from outrider.scale.remote import Remote
 
     parts = build(
-        settings_of(folder),
-        buffer_path=tmp_path_factory.mktemp("crew") / "buffer.sqlite",
+        settings_of(folder, **changed),
+        buffer_path=place / "buffer.sqlite",
         resumed=False,
         on_tokens=lambda num: None,
         note=lambda line: None,
