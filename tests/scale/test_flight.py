@@ -23,7 +23,7 @@ from outrider.scale.worker import Beat, Job, Played
 from outrider.trace import Trace
 from outrider.train.data.task_sampling import TaskOrder
 from outrider.train.in_flight import Flight
-from outrider.train.state.flight_queue import OpenStep, PlayedGroup
+from outrider.train.state.flight_queue import OpenStep, PlayedGroup, read_kept, write_kept
 from outrider.types import Task
 from tests.scale.test_remote_faults import Crew, crew_of
 from tests.scale.traces import Traces
@@ -78,7 +78,11 @@ def test_groups_go_on_with_new_weights(crew: Crew) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("engine", signal.SIGKILL), ("worker", signal.SIGKILL), ("worker", signal.SIGSTOP)],
+    [
+        ("engine", signal.SIGKILL),
+        pytest.param("worker", signal.SIGKILL, marks=pytest.mark.slow),
+        ("worker", signal.SIGSTOP),
+    ],
 )
 def test_what_breaks_in_flight_is_begun_again(crew: Crew, kind: str, how: signal.Signals) -> None:
     pids = crew.remote.engine_pids if kind == "engine" else crew.remote.worker_pids
@@ -94,6 +98,28 @@ def test_what_breaks_in_flight_is_begun_again(crew: Crew, kind: str, how: signal
 
 
 @cluster
+@pytest.mark.timeout(300)
+def test_groups_that_had_ended_are_kept_and_others_begin_anew(crew: Crew, tmp_path: Path) -> None:
+    first = Flight(crew.parts, crew.remote.flight(crew.parts), step=0, cursor=0, kept=None)
+    first.begin(1)
+    first.collect(0, on_tick=lambda told: None)
+    write_kept(tmp_path, first.kept())
+    kept = read_kept(tmp_path)
+    first.collect(1, on_tick=lambda told: None)  # else both would play the same groups
+    assert kept is not None and [one.step for one in kept.steps] == [1]
+    ended = {number: group.report.traces[0].nodes for number, group in kept.steps[0].ended.items()}
+    crew.remote.repairs.take_counts()
+    again = Flight(crew.parts, crew.remote.flight(crew.parts), step=1, cursor=4, kept=kept)
+    traces = again.collect(1, on_tick=lambda told: None).sampled.traces
+    order = TaskOrder(tasks=crew.parts.train_tasks, tasks_per_step=4, seed=crew.parts.settings.seed)
+    assert [trace.task for trace in traces] == order.take(4, cursor=4)[0]
+    assert {number: traces[number].nodes for number in ended} == ended
+    assert again.num_begun_anew == 4 - len(ended)
+    assert crew.remote.repairs.take_counts()["rollout/num_groups_replayed"] == again.num_begun_anew
+
+
+@cluster
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_is_killed_goes_on_with_the_groups_that_had_ended(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")

@@ -30,7 +30,8 @@ class ClusterSettings(Settings):
     not give the same bits. ``batching``: an engine gets a round of requests of
     all rollouts of a worker (``rounds``), which come to the same bits again, or each as soon as it is there
     (``stream``), and no turn waits for another one's. A process that dies or is silent is
-    replaced, at most ``max_restarts`` times within an hour. The other fields have one possible value so far.
+    replaced, or all begin anew from the newest checkpoint: ``max_restarts`` times within an hour, counted
+    together. The other fields have one possible value so far.
     """
 
     details: ClassVar[frozenset[str]] = frozenset(
