@@ -237,6 +237,17 @@ def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> N
     assert "engine 0 died in loading the weights of version" in crew.remote.notes()[0]
 
 
+def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew, unbroken: object) -> None:
+    """As with a node that had both: the engine is missed first, and the worker cannot be told of another."""
+    for pid in (crew.remote.engine_pids[1], crew.remote.worker_pids[0]):
+        os.kill(pid, signal.SIGKILL)
+    crew.remote.engine.free_cache()
+    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    assert counts == {"cluster/engine_deaths": 1.0, "cluster/worker_deaths": 1.0}
+    assert len(crew.remote.notes()) == 2
+    assert bits(crew.play()) == unbroken
+
+
 def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
     crew.remote.repairs = Repairs(Allowance(0))
     os.kill(crew.remote.engine_pids[1], signal.SIGKILL)

@@ -21,7 +21,7 @@ from outrider.scale.repairs import Repairs
 from outrider.scale.rollouts import RemoteRollouts, portable, who
 from outrider.scale.session import Session
 from outrider.scale.stream import StreamEngineActor
-from outrider.scale.waiting import results
+from outrider.scale.waiting import outcomes, results, silent
 from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, pack
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Trace
@@ -217,14 +217,16 @@ class Remote:
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
         """See :class:`outrider.scale.rollouts.Crew`."""
         self.repairs.count("rollout/num_groups_replayed", num_groups)
-        # Workers first: those are told of new engines.
-        for name, fault in sorted(gone.items(), reverse=True):
+        left = dict(gone)
+        while left:
+            name = max(left)  # workers first: those are told of new engines
+            fault = left.pop(name)
             self.repairs.allow(fault)
             self.repairs.count_process(fault)
             kind, _, number = name.rpartition(" ")
             if kind == "engine":
-                self._replace_engine(int(number))
-            elif kind == "rollout worker":
+                left |= self._replace_engine(int(number))
+            elif kind == "rollout worker" and self._parts is not None:
                 self._replace_worker(int(number))
             else:
                 raise fault
@@ -239,20 +241,25 @@ class Remote:
         self._session.await_place(self.workers[number], who(number))
         [self.worker_pids[number]] = self._built({who(number): self.workers[number]}, self._told())
 
-    def _replace_engine(self, number: int) -> None:
+    def _replace_engine(self, number: int) -> dict[str, ProcessGone]:
+        """The workers that cannot be told of it, because they are gone too: a node has both."""
         self._end(self._engines[number], self.engine_pids[number])
         actor = self._new_engine(number)
         self._session.await_place(actor, f"engine {number}")
         [(self.engine_pids[number], _)] = self._built({f"engine {number}": actor})
         self._engines[number] = actor
         self.engine.put(number, actor)
-        results(
-            self._session.ray,
-            {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)},
-            what="taking another engine",
-            limit_s=self._settings.cluster.update_timeout_s,
-            setting="cluster.update_timeout_s",
-        )
+        calls = {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)}
+        what, setting = "taking another engine", "cluster.heartbeat_s"
+        limit_s = self._settings.cluster.heartbeat_s
+        until = time.monotonic() + limit_s
+
+        def late() -> dict[str, ProcessGone]:
+            is_late = time.monotonic() > until
+            return {name: silent(name, what, limit_s, setting) for name in calls} if is_late else {}
+
+        found = outcomes(self._session.ray, calls, what=what, watch=late)
+        return {name: one for name, one in found.items() if isinstance(one, ProcessGone)}
 
     def _end(self, actor: Any, pid: int) -> None:
         with suppress(Exception):

@@ -53,7 +53,7 @@ def outcomes(
         ready, _ = ray.wait(list(missing), num_returns=1, timeout=_TICK_S)
         for one in ready:
             found[missing[one]] = answered(ray, one, missing[one], what)
-        found |= {who: gone for who, gone in watch().items() if who in calls}
+        found |= {who: gone for who, gone in watch().items() if who in calls and who not in found}
     return found
 
 
