@@ -217,11 +217,12 @@ class Remote:
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
         """See :class:`outrider.scale.rollouts.Crew`."""
         self.repairs.count("rollout/num_groups_replayed", num_groups)
-        left = dict(gone)
+        left, done = dict(gone), 0
         while left:
             name = max(left)  # workers first: those are told of new engines
             fault = left.pop(name)
-            self.repairs.allow(fault)
+            self.repairs.allow(fault, is_another=done > 0)
+            done += 1
             self.repairs.count_process(fault)
             kind, _, number = name.rpartition(" ")
             if kind == "engine":

@@ -15,15 +15,21 @@ class Repairs:
 
     def __init__(self, allowance: Allowance) -> None:
         self._allowance = allowance
+        self._number = 0  # of the newest repair, within the hour
         self._counts: Counter[str] = Counter()
         self.num_replaced: Counter[str] = Counter()  # by name, of the whole run
         self._notes: list[str] = []
 
-    def allow(self, fault: ClusterFault) -> None:
-        """A process is to be replaced, because of this fault. Raises NoRepair where that is one too many."""
-        number = self._allowance.spend(fault)
+    def allow(self, fault: ClusterFault, *, is_another: bool = False) -> None:
+        """A process is to be replaced, because of this fault; ``is_another``: one more of those that are gone
+        at once, which count once. Raises NoRepair where that is one too many.
+        """
+        if not is_another:
+            self._number = self._allowance.spend(fault)
         told = str(fault).partition("; ")[0]
-        self._notes.append(f"{told}; replaced, repair {number} of {self._allowance.limit} within an hour")
+        self._notes.append(
+            f"{told}; replaced, repair {self._number} of {self._allowance.limit} within an hour"
+        )
 
     def count_process(self, gone: ProcessGone) -> None:
         """An engine or a rollout worker that died or was silent."""
