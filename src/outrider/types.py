@@ -34,7 +34,7 @@ class Outcome(StrEnum):
     TOOL_FAULT = "tool_fault"
     ENVIRONMENT_FAULT = "environment_fault"
     ENGINE_FAULT = "engine_fault"
-    CANCELLED = "cancelled"  # in the records of earlier versions only
+    CANCELLED = "cancelled"  # its group took longer than train.group_timeout_s
 
     @property
     def is_fault(self) -> bool:

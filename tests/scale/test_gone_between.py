@@ -155,6 +155,18 @@ def test_an_engine_that_died_between_two_batches_is_replaced_where_it_is_asked_f
     assert told == [("engine 0", False)]
 
 
+def test_seconds_of_an_engine_that_is_gone_still_count() -> None:
+    """Else an engine in its place makes a step's sum smaller than the one before, and nobody seems busy."""
+
+    def anew(gone: ProcessGone, is_loading: bool) -> None:
+        engines.put(0, actor(busy_s=0.5))
+
+    answers: list[Any] = [4.0, Died()]
+    engines = pool([actor(busy_s=lambda: answers.pop(0)), actor(busy_s=2.0)], anew)
+    assert engines.busy_s() == 3.0
+    assert engines.busy_s() == (4.0 + 0.5 + 2.0) / 2
+
+
 def test_a_worker_that_is_not_built_yet_takes_another_engine() -> None:
     """An engine may die in the run's very first transfer."""
     worker = RolloutWorker(0, ["one", "two"])

@@ -189,6 +189,16 @@ class CallCapped(Protocol):
         """
         ...
 
+    def num_spent(self) -> int:
+        """What has been spent of this batch's part."""
+        ...
+
+    def go_on(self, num_spent: int) -> None:
+        """Be within a bounded batch, so much of whose part is spent: another process spent it, or this one in
+        rounds before one that broke.
+        """
+        ...
+
 
 @runtime_checkable
 class RoundAware(Protocol):

@@ -14,6 +14,7 @@ from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
+from outrider.rollout.faults import given_up
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
 from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.tip_splice import ask_for_reflection, show_tip
@@ -75,8 +76,10 @@ class EpisodeRunner:
         rollout: int,
         mode: str,
         fork: Fork | None = None,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> Leaf:
-        """Play one rollout into ``trace``, from the prompt or from ``fork`` on.
+        """Play one rollout into ``trace``, from the prompt or from ``fork`` on. Once ``is_late`` it is given
+        up in front of its next turn.
 
         Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or
         records it.
@@ -96,16 +99,22 @@ class EpisodeRunner:
             fork.continue_in(state)
         outcome = None
         while outcome is None:
+            if is_late():
+                return given_up(rollout)
             outcome = await self._turn(state)
+        return await self._leaf(state, outcome)
+
+    async def _leaf(self, state: EpisodeState, outcome: Outcome) -> Leaf:
+        """What the environment says of an episode that has ended."""
         self._at(state, "the environment's result")
-        result = await self._guarded(environment.result)
+        result = await self._guarded(state.environment.result)
         # A fault and no number: NaN would pass for a rollout that nobody could score.
         if not math.isfinite(result.episode_return):
             raise EnvironmentFault(f"the environment recorded a return of {result.episode_return}")
         reflection, num_reflection_tokens = await self._reflect(state, result)
         return Leaf(
             node_id=state.last_node.node_id,
-            rollout=rollout,
+            rollout=state.rollout,
             outcome=outcome,
             episode_return=result.episode_return,
             success=result.success,

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from outrider.engines.base import Engine, EngineContext, Generation, Request
 from outrider.engines.local.model import LanguageModel, load_model, resolve_precision
@@ -60,10 +60,14 @@ class EngineActor:
         self._version = parcel.version
         return parcel.version, found
 
-    def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
+    def generate(
+        self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
+    ) -> list[Generation]:
         """See :class:`outrider.engines.base.Engine`. Raises ClusterFault where the weights are not those of
-        ``version``.
+        ``version``, ``or_newer`` ones.
         """
+        if or_newer and self._version is not None:
+            version = max(version, self._version)
         if version != self._version:
             held = "no weights yet" if self._version is None else f"weights of version {self._version}"
             raise ClusterFault(
@@ -131,8 +135,10 @@ class RemoteEngine:
     keys and values; groups take the engines in turn, in the order in which they first ask.
 
     Raises EngineFault where a batch could not be served, as any engine does, and ClusterFault where an engine
-    is gone, silent, or has other weights than those of ``weight_version``.
+    is gone, silent, or has other weights than those of ``weight_version``, ``or_newer`` ones.
     """
+
+    or_newer: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -151,6 +157,8 @@ class RemoteEngine:
         self._ray, self._actors, self._client, self._timeout_s = ray, list(actors), client, timeout_s
         self._first = self._next = first  # clients begin at different engines
         self._homes: dict[str, int] = {}  # group -> engine
+        self._known_busy_s = [0.0] * len(actors)  # of each engine, as it was told last
+        self._before_s = [0.0] * len(actors)  # of those in whose place it is
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Sample all requests, each engine its groups' at the same time."""
@@ -171,7 +179,7 @@ class RemoteEngine:
     async def stream(self, request: Request) -> Generation:
         """See :class:`outrider.rollout.stream_batcher.StreamingEngine`."""
         number = self._home(request)
-        call = self._actors[number].stream.remote(request, self.weight_version)
+        call = self._actors[number].stream.remote(request, self.weight_version, self.or_newer)
         what, setting = "generate", "cluster.turn_timeout_s"
         try:
             found: Generation = await asyncio.wait_for(asyncio.wrap_future(call.future()), self._timeout_s)
@@ -204,8 +212,12 @@ class RemoteEngine:
         self._wait({_who(number): one.free_cache.remote() for number, one in self._each()}, "free_cache")
 
     def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on."""
+        """Another process is engine ``number`` from now on. What the one before did since it was last asked
+        for its seconds is lost, and so are they.
+        """
         self._actors[number] = actor
+        self._before_s[number] += self._known_busy_s[number]
+        self._known_busy_s[number] = 0.0
 
     def forget(self) -> None:
         """All that is kept for this client: after a batch that broke."""
@@ -214,7 +226,8 @@ class RemoteEngine:
     def busy_s(self) -> float:
         """Seconds in which an engine generated so far: mean over engines."""
         found = self._wait({_who(number): one.busy_s.remote() for number, one in self._each()}, "busy_s")
-        return float(sum(found) / len(found))
+        self._known_busy_s = [float(one) for one in found]
+        return sum(self._known_busy_s + self._before_s) / len(found)
 
     def load(self, version: int) -> None:
         """The engines have weights of this version now: ask for no other. Groups take engines from the first

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,22 +14,26 @@ from outrider.engines.base import Generation, Request
 from outrider.errors import ClusterFault, ProcessGone
 from outrider.rollout.scheduler import Rollouts
 from outrider.scale.engine import EngineActor, RemoteEngine
+from outrider.scale.flight import RemoteFlight
 from outrider.scale.probes import probes
 from outrider.scale.recipe import Recipe
 from outrider.scale.repairs import Repairs
 from outrider.scale.rollouts import RemoteRollouts, portable, who
 from outrider.scale.session import Session
 from outrider.scale.stream import StreamEngineActor
-from outrider.scale.waiting import results
+from outrider.scale.waiting import outcomes, results, silent
 from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, pack
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Trace
+from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Components
+from outrider.train.in_flight import GroupPlayer
 from outrider.train.learner import Learner
 from outrider.train.overlap import Ahead
 from outrider.train.settings import RunSettings
 
 _CLOSE_S: Final = 10.0
+_MOST_GROUPS: Final = 64  # of a worker at a time, a thread each
 _AnswerT = TypeVar("_AnswerT")
 
 
@@ -129,7 +134,13 @@ class Remote:
     """
 
     def __init__(
-        self, settings: RunSettings, learner: Learner, *, folder: Path, session: Session | None = None
+        self,
+        settings: RunSettings,
+        learner: Learner,
+        *,
+        folder: Path,
+        allowance: Allowance | None = None,
+        session: Session | None = None,
     ) -> None:
         self._settings, cluster = settings, settings.cluster
         self._recipe = Recipe.of(settings)
@@ -140,7 +151,7 @@ class Remote:
         self._places: Any = None
         self._folder = folder
         self._parts: Any = None  # what workers are told comes of them
-        self.repairs = Repairs(cluster.max_restarts)
+        self.repairs = Repairs(allowance or Allowance(cluster.max_restarts))
         try:
             self._carrier = self._made_carrier(folder)
             self._places = self._session.places(
@@ -173,11 +184,11 @@ class Remote:
             return Folder(folder.resolve())
         return ObjectStore(self._session.ray)
 
-    def _actor(self, kind: type, place: int, num_calls: int) -> Any:
+    def _actor(self, kind: type, place: int, num_calls: int, **options: Any) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         placed = PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=place)
-        made = self._session.ray.remote(num_cpus=1, max_restarts=0)(kind)
+        made = self._session.ray.remote(num_cpus=1, max_restarts=0, **options)(kind)
         return made.options(scheduling_strategy=placed, max_concurrency=num_calls)
 
     def _new_engine(self, number: int) -> Any:
@@ -188,21 +199,35 @@ class Remote:
         return actor.remote(self._recipe, number, str(self._folder), self._carrier)
 
     def _new_worker(self, number: int) -> Any:
-        """Beside the engines. One thread plays, others are asked for beats and for the end."""
-        actor = self._actor(RolloutWorker, self._settings.cluster.num_engines + number, 3)
+        """Beside the engines. One thread plays, or one a group where weights come in between; others are
+        asked for beats and for the end.
+        """
+        settings, options = self._settings, {}
+        if settings.cluster.in_flight:
+            num = max(1, settings.num_concurrent // settings.cluster.num_rollout_workers)
+            options["concurrency_groups"] = {"play": min(num, _MOST_GROUPS)}
+        actor = self._actor(RolloutWorker, settings.cluster.num_engines + number, 3, **options)
         return actor.remote(number, self._engines)
+
+    @property
+    def num_replaced(self) -> Counter[str]:
+        """See :class:`outrider.scale.rollouts.Crew`."""
+        return self.repairs.num_replaced
 
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
         """See :class:`outrider.scale.rollouts.Crew`."""
         self.repairs.count("rollout/num_groups_replayed", num_groups)
-        # Workers first: those are told of new engines.
-        for name, fault in sorted(gone.items(), reverse=True):
-            self.repairs.allow(fault)
+        left, done = dict(gone), 0
+        while left:
+            name = max(left)  # workers first: those are told of new engines
+            fault = left.pop(name)
+            self.repairs.allow(fault, is_another=done > 0)
+            done += 1
             self.repairs.count_process(fault)
             kind, _, number = name.rpartition(" ")
             if kind == "engine":
-                self._replace_engine(int(number))
-            elif kind == "rollout worker":
+                left |= self._replace_engine(int(number))
+            elif kind == "rollout worker" and self._parts is not None:
                 self._replace_worker(int(number))
             else:
                 raise fault
@@ -214,21 +239,28 @@ class Remote:
     def _replace_worker(self, number: int) -> None:
         self._end(self.workers[number], self.worker_pids[number])
         self.workers[number] = self._new_worker(number)
+        self._session.await_place(self.workers[number], who(number))
         [self.worker_pids[number]] = self._built({who(number): self.workers[number]}, self._told())
 
-    def _replace_engine(self, number: int) -> None:
+    def _replace_engine(self, number: int) -> dict[str, ProcessGone]:
+        """The workers that cannot be told of it, because they are gone too: a node has both."""
         self._end(self._engines[number], self.engine_pids[number])
         actor = self._new_engine(number)
+        self._session.await_place(actor, f"engine {number}")
         [(self.engine_pids[number], _)] = self._built({f"engine {number}": actor})
         self._engines[number] = actor
         self.engine.put(number, actor)
-        results(
-            self._session.ray,
-            {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)},
-            what="taking another engine",
-            limit_s=self._settings.cluster.update_timeout_s,
-            setting="cluster.update_timeout_s",
-        )
+        calls = {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)}
+        what, setting = "taking another engine", "cluster.heartbeat_s"
+        limit_s = self._settings.cluster.heartbeat_s
+        until = time.monotonic() + limit_s
+
+        def late() -> dict[str, ProcessGone]:
+            is_late = time.monotonic() > until
+            return {name: silent(name, what, limit_s, setting) for name in calls} if is_late else {}
+
+        found = outcomes(self._session.ray, calls, what=what, watch=late)
+        return {name: one for name, one in found.items() if isinstance(one, ProcessGone)}
 
     def _end(self, actor: Any, pid: int) -> None:
         with suppress(Exception):
@@ -281,6 +313,17 @@ class Remote:
             on_finished=on_finished,
             whereabouts=parts.whereabouts,
             ahead=ahead,
+        )
+
+    def flight(self, parts: Components) -> GroupPlayer:
+        """See :class:`outrider.train.components.Elsewhere`."""
+        return RemoteFlight(
+            self._session.ray,
+            self,
+            hooks=parts.algorithm.hooks,
+            version=lambda: self.engine.weight_version,
+            heartbeat_s=self._settings.cluster.heartbeat_s,
+            whereabouts=parts.whereabouts,
         )
 
     def probes(self, trace: Trace) -> list[Trace]:

@@ -13,7 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.errors import ClusterFault
+from outrider.errors import ClusterFault, NoRepair
+from outrider.scale.waiting import AGAIN
 from outrider.train.cluster_settings import ClusterSettings
 
 _PREFIX: Final = "outrider-ray-"
@@ -59,8 +60,19 @@ class Session:
             self.close()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ClusterFault(
-                f"cluster.ray_address = {self._settings.ray_address}: {reason[:300]}"
+                f"cluster.ray_address = {self._settings.ray_address}: {reason[:300]}{self._hint(reason)}"
             ) from error
+
+    def _hint(self, reason: str) -> str:
+        """Ray sends its token to no address that is named, unless it is told to, and does not say that this
+        is why.
+        """
+        if self.is_local or "Failed to connect" not in reason or "RAY_AUTH_MODE" in os.environ:
+            return ""
+        return (
+            "; where that Ray asks for a token (a machine with ~/.ray/auth_token), set RAY_AUTH_MODE=token "
+            "for this command, and for every `ray start`"
+        )
 
     def _init(self, options: dict[str, Any], until: float) -> None:
         """A machine under load starts Ray too slowly for Ray's own limit of half a minute: again, then. Where
@@ -88,15 +100,29 @@ class Session:
         group = placement_group([{"CPU": 1}] * num, strategy="PACK")
         limit = self._settings.placement_timeout_s
         if not group.wait(limit):
-            there = self.ray.cluster_resources().get("CPU", 0)
-            free = self.ray.available_resources().get("CPU", 0)
+            free = self._free()
             remove_placement_group(group)
             raise ClusterFault(
                 f"{of or f'cluster.num_trainers = {num} needs'} {num} processors, "
-                f"and {free:g} of {there:g} were free "
-                f"within {limit:g} s (cluster.placement_timeout_s)"
+                f"and {free} were free within {limit:g} s (cluster.placement_timeout_s)"
             )
         return group
+
+    def await_place(self, actor: Any, who: str) -> None:
+        """Raises NoRepair where an actor that takes another one's place does not come to one in time: its
+        node was lost, and no other one has room.
+        """
+        limit = self._settings.placement_timeout_s
+        ready, _ = self.ray.wait([actor.__ray_ready__.remote()], timeout=limit)
+        if not ready:
+            raise NoRepair(
+                f"{who} found no other place within {limit:g} s (cluster.placement_timeout_s): "
+                f"{self._free()} processors were free; {AGAIN}"
+            )
+
+    def _free(self) -> str:
+        there = self.ray.cluster_resources().get("CPU", 0)
+        return f"{self.ray.available_resources().get('CPU', 0):g} of {there:g}"
 
     def give_back(self, places: Any) -> None:
         """Let others have the processors of :meth:`places`: a Ray that is shared goes on."""

@@ -8,8 +8,7 @@ from outrider.config import Settings
 
 # What the design names and no code does yet: refused, so that a recipe never asks for it in silence.
 _NOT_YET: Final = {
-    "tensor_parallel": (1,), "placement": ("disaggregate",), "max_staleness": (0, 1), "in_flight": (False,),
-    "weights": ("auto", "store", "disk"),
+    "tensor_parallel": (1,), "placement": ("disaggregate",), "weights": ("auto", "store", "disk"),
 }  # fmt: skip
 
 
@@ -26,10 +25,13 @@ class ClusterSettings(Settings):
     of the ranks, a start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout
     worker answers a heartbeat within ``heartbeat_s``. ``max_staleness`` 1 plays the rollouts of the
     next step beside the update of this one: its tokens are one version old, which the sampler correction
-    weighs. ``batching``: an engine gets a round of requests of
+    weighs. ``in_flight`` lets engines take new weights between two turns of an episode, and groups of
+    ``max_staleness`` further steps play beside an update: no token is older than that, and the same seed does
+    not give the same bits. ``batching``: an engine gets a round of requests of
     all rollouts of a worker (``rounds``), which come to the same bits again, or each as soon as it is there
     (``stream``), and no turn waits for another one's. A process that dies or is silent is
-    replaced, at most ``max_restarts`` times within an hour. The other fields have one possible value so far.
+    replaced, or all begin anew from the newest checkpoint: ``max_restarts`` times within an hour, counted
+    together. The other fields have one possible value so far.
     """
 
     details: ClassVar[frozenset[str]] = frozenset(
@@ -71,6 +73,11 @@ class ClusterSettings(Settings):
             raise ValueError("max_staleness above 1 needs in_flight = true")
         if self.batching == "stream" and not self.is_remote:
             raise ValueError("batching = stream needs engines in processes of their own: weights = store")
+        if self.in_flight and (not self.max_staleness or self.batching != "stream"):
+            raise ValueError(
+                "in_flight needs max_staleness of at least 1, and batching = stream: engines take weights "
+                "between two requests"
+            )
         if self.max_staleness and not self.is_remote:
             raise ValueError(
                 "max_staleness needs engines in processes of their own: weights = store, or several of them"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from threading import Event
 from typing import Literal
 
@@ -11,7 +12,7 @@ from outrider.printing import score
 from outrider.rollout.paired import gain_over_start
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.train.building import build
-from outrider.train.cluster_restarts import restarted
+from outrider.train.cluster_restarts import Allowance, restarted
 from outrider.train.models import StartElsewhere, StartLearner, local_learner
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import newest_step
@@ -63,17 +64,18 @@ def run_training(
         ending.callback(display.close)
         displays.append(display)
 
+        allowance = Allowance(settings.cluster.max_restarts)
+        elsewhere = None if spread is None else partial(spread, allowance=allowance)
+
         def begin(num_restarts: int, closing: ExitStack) -> Callable[[], None]:
-            trainer = _set_up(run, settings, display, whereabouts, stop, closing, start, spread)
+            trainer = _set_up(run, settings, display, whereabouts, stop, closing, start, elsewhere)
             trainer.num_restarts = num_restarts
             if not num_restarts:
-                write_origins(settings, run.path)  # where they are now: a run that goes on may find others
-                run.settle()
-                run.keep()
+                _settle(run, settings)
                 ending.callback(_tell_results, run, display)
             return trainer.train
 
-        restarted(begin, limit=settings.cluster.max_restarts, stop=stop, note=display.note)
+        restarted(begin, allowance=allowance, stop=stop, note=display.note)
 
 
 def _set_up(
@@ -117,6 +119,13 @@ def _set_up(
     ending.callback(trainer.state.close)
     meter.num_done = lambda: trainer.num_done
     return trainer
+
+
+def _settle(run: RunDirectory, settings: RunSettings) -> None:
+    """The set-up has not failed: the folder stays."""
+    write_origins(settings, run.path)  # where they are now: a run that goes on may find others
+    run.settle()
+    run.keep()
 
 
 def _tell_results(run: RunDirectory, display: Progress) -> None:

@@ -12,6 +12,7 @@ from outrider.engines.local.positions import check_positions
 from outrider.errors import CheckpointError
 from outrider.plugins import registry as plugins
 from outrider.tokens import ChatRenderer
+from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Elsewhere
 from outrider.train.learner import Learner, LocalLearner
 from outrider.train.settings import RunSettings
@@ -30,9 +31,18 @@ class StartLearner(Protocol):
 
 
 class StartElsewhere(Protocol):
-    """Starts engines in other processes; ``folder`` is theirs."""
+    """Starts engines in other processes; ``folder`` is theirs, ``allowance`` how often they may be
+    replaced (None: as the settings have it).
+    """
 
-    def __call__(self, settings: RunSettings, learner: Learner, *, folder: Path) -> Elsewhere:
+    def __call__(
+        self,
+        settings: RunSettings,
+        learner: Learner,
+        *,
+        folder: Path,
+        allowance: Allowance | None = None,
+    ) -> Elsewhere:
         """Raises what a model that cannot be loaded raises, and ClusterFault."""
         ...
 

@@ -64,7 +64,10 @@ class TrainSettings(Settings):
     earlier when the policy has written so many (for comparisons at equal tokens; those of tries that a fault
     broke count too). A checkpoint every ``checkpoint_every`` steps. ``expert_timeout_s``: how long an expert
     may take for its whole path (a simulator's planner, for a cold start, a buffer or demonstrations).
-    ``watchdog_s``: after so many seconds without progress a line says where the run waits (0: never).
+    ``group_timeout_s``: a group that takes longer, from its first rollout's start, gives up the rollouts that
+    are still under way, each in front of its next turn; those are ``cancelled``, and masked (None: no group
+    is given up). What is given up depends on speed, so the same seed may give other bits. ``watchdog_s``:
+    after so many seconds without progress a line says where the run waits (0: never).
     """
 
     num_steps: int = Field(100, ge=0)
@@ -76,6 +79,7 @@ class TrainSettings(Settings):
     max_concurrent: int = Field(64, ge=1)
     max_retries: int = Field(2, ge=0)
     expert_timeout_s: float = Field(300.0, gt=0)
+    group_timeout_s: float | None = Field(None, gt=0)
     watchdog_s: float = Field(300.0, ge=0)
 
     @model_validator(mode="after")
@@ -218,6 +222,18 @@ class RunSettings(Settings):
             self._possible_remote()
         if cluster.max_staleness and self.algorithm.sampler_correction is None:
             raise ValueError("cluster.max_staleness needs algorithm.sampler_correction: old tokens need it")
+        if cluster.in_flight:
+            self._possible_in_flight()
+
+    def _possible_in_flight(self) -> None:
+        """Groups that play while weights come and go, several steps of them at a time."""
+        refused = {
+            "rollouts that branch": self.algorithm.forks_by_replay,
+            "algorithm.dynamic_sampling": self.algorithm.drops_groups,
+            "buffer.evolve": self.buffer.evolve,
+        }
+        if found := [name for name, is_there in refused.items() if is_there]:
+            raise ValueError(f"cluster.in_flight goes without {' and '.join(found)}")
 
     def _possible_remote(self) -> None:
         """Engines and rollout workers as processes of their own."""

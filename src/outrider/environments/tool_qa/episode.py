@@ -240,6 +240,14 @@ class ToolEnvironmentFactory:
         """See :class:`outrider.environments.base.CallCapped`."""
         self._budget.take_share(begin, end, of)
 
+    def num_spent(self) -> int:
+        """See :class:`outrider.environments.base.CallCapped`."""
+        return self._budget.num_spent()
+
+    def go_on(self, num_spent: int) -> None:
+        """See :class:`outrider.environments.base.CallCapped`."""
+        self._budget.go_on(num_spent)
+
     def begin_batch(self, *, limited: bool) -> None:
         """See :class:`outrider.environments.base.RoundAware`."""
         self._budget.begin_batch(limited=limited)

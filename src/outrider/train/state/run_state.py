@@ -4,6 +4,7 @@ to one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,8 @@ from outrider.train.state.checkpoint import (
     save_checkpoint,
 )
 from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, is_sealed
-from outrider.train.state.queue import Played, read_queue
+from outrider.train.state.flight_queue import Kept, read_kept, write_kept
+from outrider.train.state.queue import Played, read_queue, write_queue
 from outrider.train.state.records import Records
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.same_inputs import BUFFER, input_digests, other_inputs
@@ -45,6 +47,9 @@ class RunState:
     task_cursor: int = 0
     saved_step: int = -1
     queued: Played | None = None  # the next step's rollouts, where they were played beside this one's update
+    # of steps under way: what a checkpoint had, and what asks for it now
+    kept: Kept | None = None
+    keep: Callable[[], Kept] | None = None
     metrics: MetricsWriter = field(init=False)
     traces: TraceWriter = field(init=False)
     records: Records = field(init=False)
@@ -87,6 +92,7 @@ class RunState:
         were.
         """
         buffer = self.parts.buffer
+        write = self._queue()  # first: what it takes in, the memories below have to know
         # Before the revision is written down: a power failure may take commits that were not flushed.
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
@@ -111,13 +117,24 @@ class RunState:
             state["memory"], arrays = self.parts.algorithm.state()
         folder = self.run.checkpoints / f"step-{self.step:06d}"
         save_checkpoint(
-            folder, self.parts.learner, state, arrays, records=self.records.written(), queued=self.queued
+            folder,
+            self.parts.learner,
+            state,
+            arrays,
+            records=self.records.written(),
+            write_queue=write,
         )
         self.saved_step = self.step
         # Only once the new one is on disk.
         prune_checkpoints(
             self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints, newest=self.step
         )
+
+    def _queue(self) -> Callable[[Path], None] | None:
+        if self.keep is not None:
+            kept = self.keep()
+            return partial(write_kept, kept=kept) if kept.steps else None
+        return None if self.queued is None else partial(write_queue, played=self.queued)
 
     def save_if_new(self) -> None:
         """The same, where a training step has been done since the last one."""
@@ -176,7 +193,10 @@ class RunState:
             self.parts.algorithm.restore_counts(state["hook_counts"])
             if self.parts.algorithm.remembers:
                 self.parts.algorithm.restore(state["memory"], load_memory(checkpoint))
-            self.queued = read_queue(checkpoint)
+            if self.parts.settings.cluster.in_flight:
+                self.kept = read_kept(checkpoint)
+            else:
+                self.queued = read_queue(checkpoint)
             sealed = is_sealed(checkpoint / STATE)
         except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise damaged(checkpoint, error) from error

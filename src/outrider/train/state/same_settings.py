@@ -23,8 +23,9 @@ _PATHS: Final = {
 # No number depends on them while nothing breaks: nobody writes them down.
 FREE: Final = {
     "train.checkpoint_every", "train.keep_checkpoints", "train.watchdog_s", "train.expert_timeout_s",
-    "train.max_retries", "rollout.step_timeout_s", "environment.heap", "environment.start_limit_s",
-    "environment.load_limit_s", "environment.step_limit_s", "environment.borrow_limit_s",
+    "train.max_retries", "rollout.step_timeout_s", "train.group_timeout_s", "environment.heap",
+    "environment.start_limit_s", "environment.load_limit_s", "environment.step_limit_s",
+    "environment.borrow_limit_s",
     "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
     "environment.python.num_servers", "engine.memory", "trackers",
     "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
