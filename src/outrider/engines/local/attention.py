@@ -12,6 +12,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -240,7 +241,20 @@ class DecodePlan:
         return output.reshape(batch, heads, 1, size).transpose(1, 2)
 
 
-Plan = TreePlan | PrefillPlan | DecodePlan
+class Plan(Protocol):
+    """Where keys and values lie, and what each token may see of them."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        /,
+    ) -> torch.Tensor:
+        """Attention output, tokens before heads."""
+        ...
 
 
 def _forward(
