@@ -20,7 +20,9 @@ from outrider.train.learner import OnStep
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import require_intact
 from outrider.train.state.checkpoint_state import file_checksum
+from outrider.train.update.adapters import choose_trained
 from outrider.train.update.pack import RolloutPath
+from outrider.train.update.policy import export
 from outrider.train.update.update import UpdateReport
 from outrider.train.update.weight_files import tensor_files
 
@@ -34,8 +36,7 @@ class ShardedLearner:
         self.num_steps = 0
         self.learning_rate = 0.0
         self.has_reference = settings.algorithm.needs_reference
-        self.language_model = _loaded(settings)
-        self.trained = frozenset(name for name, _ in self.language_model.model.named_parameters())
+        self.language_model, self.trained = _loaded(settings)
         self.session = Session(settings.cluster)
         try:
             self._group = RankGroup(
@@ -109,8 +110,7 @@ class ShardedLearner:
 
     def export(self, folder: Path) -> None:
         """See :class:`outrider.train.learner.Learner`."""
-        self.language_model.model.save_pretrained(folder)
-        self.language_model.tokenizer.save_pretrained(folder)
+        export(self.language_model, folder)
 
     def close(self) -> None:
         """See :class:`outrider.train.learner.Learner`."""
@@ -126,10 +126,14 @@ class ShardedLearner:
                 own[name].copy_(whole)
 
 
-def _loaded(settings: RunSettings) -> LanguageModel:
-    model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
+def _loaded(settings: RunSettings) -> tuple[LanguageModel, frozenset[str]]:
+    """The copy that rollouts are played with, and the names of what trains in it."""
+    given = settings.model
+    model = load_model(given.name, precision=given.precision, device=given.device)
+    choose_trained(model.model, lora=given.lora, trained_layers=given.trained_layers)
+    trained = frozenset(name for name, one in model.model.named_parameters() if one.requires_grad)
     model.model.requires_grad_(False)
-    return model
+    return model, trained
 
 
 def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
@@ -145,6 +149,8 @@ def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
     return RankSettings(
         folder=str(folder.resolve()),
         precision=resolve_precision(settings.model.precision, settings.model.device),
+        lora=settings.model.lora,
+        trained_layers=settings.model.trained_layers,
         initial=None if given is None else str(Path(given).resolve()),
         has_reference=settings.algorithm.needs_reference,
         optimizer=settings.optimizer,

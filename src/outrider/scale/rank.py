@@ -8,18 +8,23 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.atomic_io import replacing_by_name
+from outrider.engines.local.model import LanguageModel
 from outrider.scale import collective
 from outrider.scale.placement import Shape
-from outrider.scale.policy import ShardedPolicy, ShardedScorer
-from outrider.scale.sharding import allocate, empty_model, fill, shard
+from outrider.scale.policy import ShardedPolicy, ShardedScorer, local
+from outrider.scale.sharding import allocate, begin, choose_empty, empty_model, fill, shard
 from outrider.trace import Trace
 from outrider.train.data.sft import cold_start
-from outrider.train.learning_settings import ColdStartSettings, OptimizerSettings, UpdateSettings
+from outrider.train.learning_settings import (
+    ColdStartSettings,
+    LoraSettings,
+    OptimizerSettings,
+    UpdateSettings,
+)
 from outrider.train.update.batch_loss import TokenLossOf
 from outrider.train.update.pack import RolloutPath
 from outrider.train.update.policy import checkpoint_layers, set_threads
@@ -36,6 +41,8 @@ class RankSettings:
 
     folder: str
     precision: str
+    lora: LoraSettings | None
+    trained_layers: int | None
     initial: str | None
     has_reference: bool
     optimizer: OptimizerSettings
@@ -67,37 +74,49 @@ class Rank:
         self.reference: ShardedScorer | None = None
         if self._settings.has_reference:
             self._copy_reference()
-        held = sum(one.to_local().numel() for one in self._tensors().values())
+        held = sum(local(one).numel() for one in self.policy.model.parameters())
         return os.getpid(), held
 
     def _policy(self) -> ShardedPolicy:
         settings = self._settings
-        model = empty_model(settings.folder)
-        if settings.update.checkpoint_activations:
-            checkpoint_layers(model.model)
-        scoring = shard(model.model, size=self._size, precision=getattr(torch, settings.precision))
-        allocate(scoring, model.model)
+        model, scoring = self._sharded(choose=True)
         num_parameters = sum(one.numel() for one in model.model.parameters())
         self.ranks = collective.GlooRanks(Shape.of(model.model.config, num_parameters=num_parameters))
         policy = ShardedPolicy(model, scoring, settings.optimizer, ranks=self.ranks)
-        if settings.initial is None:
-            fill(Path(settings.folder), policy.masters)
-        else:
+        if settings.initial is not None:
             fill(tensor_folder(Path(settings.initial)), policy.masters)
         return policy
 
-    def _copy_reference(self) -> None:
-        """A second model in shards with the policy's weights: FSDP2 refuses to copy the first."""
-        model = empty_model(self._settings.folder)
-        model.model.requires_grad_(False)
-        precision = getattr(torch, self._settings.precision)
+    def _sharded(self, *, choose: bool) -> tuple[LanguageModel, nn.Module]:
+        """A model in shards with the folder's weights and fresh adapters; ``choose``: one that trains."""
+        settings, precision = self._settings, getattr(torch, self._settings.precision)
+        model = empty_model(settings.folder)
+        adapters = choose_empty(
+            model.model,
+            lora=settings.lora,
+            trained_layers=settings.trained_layers,
+            seed=settings.seed,
+            precision=precision,
+        )
+        if not choose:
+            model.model.requires_grad_(False)
+        elif settings.update.checkpoint_activations:
+            checkpoint_layers(model.model)
         scoring = shard(model.model, size=self._size, precision=precision)
         allocate(scoring, model.model)
+        begin(model.model, Path(settings.folder), adapters)
+        return model, scoring
+
+    def _copy_reference(self) -> None:
+        """A second model in shards with the policy's weights: FSDP2 refuses to copy the first."""
+        model, scoring = self._sharded(choose=False)
+        precision = getattr(torch, self._settings.precision)
         self.reference = ShardedScorer(model, scoring, self.ranks)
+        newest = dict(self.policy.model.named_parameters())
         with torch.no_grad():
             for name, parameter in model.model.named_parameters():
                 # rounded as the working copy is, which a reference in one process is a copy of
-                parameter.copy_(self.policy.masters[name].to(precision))
+                parameter.copy_(newest[name].to(precision))
 
     def update(
         self,
@@ -174,9 +193,6 @@ class Rank:
     def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The whole parameters of these names, from rank 0; the others help and return nothing."""
         return _whole({name: self.policy.masters[name] for name in names}, keep=self._rank == 0)
-
-    def _tensors(self) -> dict[str, DTensor]:
-        return {name: one for name, one in self.policy.masters.items() if isinstance(one, DTensor)}
 
 
 def _whole(tensors: dict[str, Any], *, keep: bool) -> dict[str, Tensor]:

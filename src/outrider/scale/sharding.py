@@ -10,12 +10,15 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.fused import fuse
 from outrider.engines.local.model import LanguageModel, longest_context
 from outrider.errors import ModelError
+from outrider.train.learning_settings import LoraSettings
+from outrider.train.update.adapters import choose_trained
 from outrider.train.update.scoring import Scoring
 
 
@@ -62,6 +65,49 @@ def empty_model(folder: str) -> LanguageModel:
         context_length=longest_context(config, folder),
         eos_token_ids=frozenset(),
     )
+
+
+def choose_empty(
+    model: nn.Module,
+    *,
+    lora: LoraSettings | None,
+    trained_layers: int | None,
+    seed: int,
+    precision: torch.dtype,
+) -> dict[str, Tensor]:
+    """:func:`outrider.train.update.adapters.choose_trained` of a model without memory; the adapters by name,
+    in float32, drawn as one process draws them. No weight of the model has to be there for that: its place
+    is taken by one number.
+    """
+    whole = {module: module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+    if lora is not None:
+        for module, weight in whole.items():
+            module.weight = nn.Parameter(torch.zeros((), dtype=precision).expand(weight.shape))
+    choose_trained(model, lora=lora, trained_layers=trained_layers, seed=seed)
+    if lora is None:
+        return {}
+    for module, weight in whole.items():
+        module.weight = weight.requires_grad_(False)
+    adapters: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if ".lora_" in path and isinstance(module, nn.Linear):
+            adapters[f"{path}.weight"] = module.weight.detach().float()
+            module.weight = nn.Parameter(torch.empty_like(adapters[f"{path}.weight"], device="meta"))
+    return adapters
+
+
+@torch.no_grad()
+def begin(model: nn.Module, folder: Path, adapters: Mapping[str, Tensor]) -> None:
+    """The weights of a folder, and fresh adapters beside them."""
+    parameters = dict(model.named_parameters())
+    plain = {
+        name.replace(".base_layer.", "."): one for name, one in parameters.items() if name not in adapters
+    }
+    fill(folder, plain)
+    for name, adapter in adapters.items():
+        target = cast(DTensor, parameters[name])
+        # everybody drew the same: each takes its part
+        target.copy_(distribute_tensor(adapter, target.device_mesh, target.placements, src_data_rank=None))
 
 
 def allocate(root: nn.Module, model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from outrider.config import Settings
 
 # What the design names and no code does yet: refused, so that a recipe never asks for it in silence.
 _NOT_YET: Final = {
-    "tensor_parallel": (1,), "placement": ("disaggregate",), "max_staleness": (0, 1), "in_flight": (False,),
+    "placement": ("disaggregate",), "max_staleness": (0, 1), "in_flight": (False,),
     "weights": ("auto", "store", "disk"),
 }  # fmt: skip
 
@@ -74,6 +74,10 @@ class ClusterSettings(Settings):
         if self.max_staleness and not self.is_remote:
             raise ValueError(
                 "max_staleness needs engines in processes of their own: weights = store, or several of them"
+            )
+        if self.tensor_parallel > 1 and not self.is_remote:
+            raise ValueError(
+                "tensor_parallel needs engines in processes of their own: weights = store, or several of them"
             )
         for name, possible in _NOT_YET.items():
             if getattr(self, name) not in possible:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
-from outrider.engines.base import EngineSettings, LocalSettings
+from outrider.engines.base import EngineSettings, LocalSettings, VllmSettings
 from outrider.environments.families import EnvironmentConfig
 from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.episode import Limits
@@ -143,6 +143,8 @@ class RunSettings(Settings):
         self._possible_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
             raise ValueError(reason)
+        if self.update.attention == "flex" and self.model.device == "cpu":
+            raise ValueError("update.attention = flex has no backward pass on a CPU: it needs a GPU")
         self._possible_experts()
         self._possible_cluster()
         self.algorithm.require_possible(self)
@@ -165,7 +167,7 @@ class RunSettings(Settings):
         if not self.engine.takes_adapters:
             raise ValueError(
                 f"engine.type = {self.engine.type} needs full fine-tuning: "
-                "adapters are not merged for it (model.lora)"
+                "it does not say that it takes adapters (model.lora)"
             )
 
     def _possible_experts(self) -> None:
@@ -187,10 +189,6 @@ class RunSettings(Settings):
     def _possible_cluster(self) -> None:
         cluster = self.cluster
         if cluster.num_trainers > 1:
-            if self.model.lora is not None or self.model.trained_layers is not None:
-                raise ValueError(
-                    "cluster.num_trainers shards all weights: without model.lora and model.trained_layers"
-                )
             if self.model.device != "cpu":
                 raise ValueError("cluster.num_trainers above 1 is for model.device = cpu so far")
             if not self.train.num_steps and not self.cold_start.num_examples:
@@ -203,10 +201,10 @@ class RunSettings(Settings):
     def _possible_remote(self) -> None:
         """Engines and rollout workers as processes of their own."""
         asked = "cluster.num_engines, num_rollout_workers and weights"
-        if self.model.lora is not None:
-            raise ValueError(f"{asked} send whole weights: without model.lora")
         if self.model.device != "cpu":
             raise ValueError(f"{asked} are for model.device = cpu so far")
+        if self.cluster.tensor_parallel > 1 and not isinstance(self.engine, VllmSettings):
+            raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
         if not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError(f"{asked} have nothing to train here")
         if (

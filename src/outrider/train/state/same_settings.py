@@ -34,6 +34,7 @@ FREE: Final = {
 ROUNDING: Final = {
     "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent",
     "environment.num_workers", "update.max_tokens", "update.checkpoint_activations",
+    "update.attention",
     "cluster.num_trainers", "cluster.num_engines",
 }  # fmt: skip
 UNSEEN: Final = {
