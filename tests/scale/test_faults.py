@@ -106,10 +106,9 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ({"cluster": {"placement": "colocate", "max_staleness": 1}}, "engines sleep"),
         ({"cluster": {"max_staleness": 2}}, "needs in_flight"),
-        ({"cluster": {"tensor_parallel": 2}}, "tensor_parallel is 1 so far"),
+        ({"cluster": {"tensor_parallel": 2}}, "tensor_parallel needs engines in processes of their own"),
+        ({"cluster": {"tensor_parallel": 2, "weights": "store"}}, "needs engine.type = vllm"),
         ({"cluster": {"in_flight": True}}, "in_flight is false so far"),
-        ({"cluster": {"num_trainers": 2}, "model": {"lora": {}}}, "without model.lora"),
-        ({"cluster": {"num_trainers": 2}, "model": {"trained_layers": 1}}, "model.trained_layers"),
         ({"cluster": {"num_trainers": 2}, "model": {"device": "cuda"}}, "model.device = cpu"),
         ({"cluster": {"num_trainers": 0}}, "greater than or equal to 1"),
     ],

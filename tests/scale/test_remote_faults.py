@@ -279,7 +279,6 @@ def test_processors_that_are_not_there_are_named(session: "Session", folder: Pat
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": {"lora": {}}}, "without model.lora"),
         ({"model": {"device": "cuda"}}, "model.device = cpu"),
         ({"train": {"tasks_per_step": 1}}, "num_rollout_workers 2 exceeds train.tasks_per_step 1"),
         ({"cluster": {"weights": "nccl"}}, "weights is auto or store or disk so far"),

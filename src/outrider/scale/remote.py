@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from outrider.engines.base import Generation, Request
+from outrider.engines.base import EngineSettings, Generation, Request, VllmSettings
 from outrider.errors import ClusterFault, ProcessGone
 from outrider.rollout.scheduler import Rollouts
 from outrider.scale.engine import EngineActor, RemoteEngine
@@ -19,8 +19,9 @@ from outrider.scale.repairs import Repairs
 from outrider.scale.rollouts import RemoteRollouts, portable, who
 from outrider.scale.session import Session
 from outrider.scale.stream import StreamEngineActor
+from outrider.scale.vllm import VllmEngineActor
 from outrider.scale.waiting import results
-from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, pack
+from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, of_engines, pack
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Trace
 from outrider.train.components import Components
@@ -42,12 +43,14 @@ class EnginePool(RemoteEngine):
         learner: Learner,
         carrier: Carrier,
         *,
+        settings: EngineSettings,
         load_s: float,
         anew: Callable[[ProcessGone, bool], None],
         **given: Any,
     ) -> None:
         super().__init__(client="controller", **given)
         self._learner, self._carrier, self._load_s, self._anew = learner, carrier, load_s, anew
+        self._settings = settings
         self._parcel: Parcel | None = None
         self.sent: dict[str, float] = {}  # metrics of the newest transfer
 
@@ -56,11 +59,8 @@ class EnginePool(RemoteEngine):
         other one may take its place.
         """
         began = time.perf_counter()
-        names = self._learner.trained
-        weights = {
-            name: one for name, one in self._learner.language_model.model.named_parameters() if name in names
-        }
         self.let_go()
+        weights = of_engines(self._learner, self._settings)
         parcel = self._parcel = pack(weights, version=version, carrier=self._carrier)
         while True:
             try:
@@ -155,6 +155,7 @@ class Remote:
             self.engine = EnginePool(
                 learner,
                 self._carrier,
+                settings=settings.engine,
                 load_s=cluster.update_timeout_s,
                 anew=self._replace_asked,
                 ray=self._session.ray,
@@ -181,7 +182,9 @@ class Remote:
         return made.options(scheduling_strategy=placed, max_concurrency=num_calls)
 
     def _new_engine(self, number: int) -> Any:
-        if self._settings.cluster.batching == "stream":
+        if isinstance(self._settings.engine, VllmSettings):
+            actor = self._actor(VllmEngineActor, number, 1000)
+        elif self._settings.cluster.batching == "stream":
             actor = self._actor(StreamEngineActor, number, 1000)
         else:
             actor = self._actor(EngineActor, number, 1)
@@ -303,11 +306,12 @@ class Remote:
         """End all actors, and Ray where it was started for them; may be called twice."""
         ray = self._session.ray
         with suppress(Exception):
-            # what environments started would outlive a worker that is killed
+            # what they started would outlive a process that is killed
+            started = [*self.workers]
+            if isinstance(self._settings.engine, VllmSettings):
+                started += self._engines
             ray.wait(
-                [one.close.remote() for one in self.workers],
-                num_returns=max(1, len(self.workers)),
-                timeout=_CLOSE_S,
+                [one.close.remote() for one in started], num_returns=max(1, len(started)), timeout=_CLOSE_S
             )
         for actor in [*self.workers, *self._engines]:
             with suppress(Exception):

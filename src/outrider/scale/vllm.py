@@ -1,0 +1,128 @@
+"""An engine process whose engine is vLLM, with processes of its own: it takes requests one by one, from all
+workers.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from outrider.engines.base import Generation, Request, VllmSettings
+from outrider.engines.local.model import longest_context, resolve_model, resolve_precision, turn_ends
+from outrider.engines.vllm_async import AsyncVllm, all_of
+from outrider.engines.vllm_requests import Requests
+from outrider.errors import ClusterFault, EngineFault
+from outrider.scale.engine import require_newer, require_version
+from outrider.scale.recipe import Recipe
+from outrider.scale.weights import Carrier, Parcel
+
+
+class VllmEngineActor:
+    """See :class:`outrider.scale.engine.EngineActor`; all workers are one client here."""
+
+    def __init__(self, recipe: Recipe, number: int, folder: str | Path, carrier: Carrier) -> None:
+        self._recipe, self._number, self._carrier = recipe, number, carrier
+        self._version: int | None = None
+        self._num_running = 0
+        self._since = self._busy_s = 0.0
+
+    async def build(self) -> tuple[int, int]:
+        """See :class:`outrider.scale.engine.EngineActor`."""
+        settings = self._recipe.settings()
+        given, cluster = settings.model, settings.cluster
+        assert isinstance(settings.engine, VllmSettings)
+        self._sleeps = cluster.placement == "colocate"
+        folder = resolve_model(given.name)
+        longest = longest_context(AutoConfig.from_pretrained(folder), given.name)
+        ends, texts = turn_ends(given.name, AutoTokenizer.from_pretrained(folder), _configured(folder))
+        requests = Requests(
+            eos_token_ids=ends,
+            eos_texts=texts,
+            context_length=min(given.context_length or longest, longest),
+            top_k=settings.engine.top_k,
+        )
+        self._engine = AsyncVllm(
+            model=folder,
+            requests=requests,
+            precision=resolve_precision(given.precision, given.device),
+            device=given.device,
+            settings=settings.engine,
+            num_gpus=cluster.tensor_parallel,
+            sleeps=self._sleeps and given.device != "cpu",
+        )
+        return os.getpid(), requests.context_length
+
+    async def load(self, parcel: Parcel) -> tuple[int, int]:
+        """See :class:`outrider.scale.engine.EngineActor`."""
+        require_newer(self._number, self._version, parcel.version)
+        self._version = None  # half of them are served to nobody
+        found = await self._engine.load(parcel.version, self._pieces(parcel))
+        if found != parcel.checksum:
+            raise ClusterFault(f"the weights of version {parcel.version} did not arrive as they were sent")
+        self._version = parcel.version
+        return parcel.version, found
+
+    async def _pieces(self, parcel: Parcel) -> AsyncIterator[bytes]:
+        for handle in parcel.pieces:
+            yield await asyncio.to_thread(self._carrier.get, handle)
+
+    async def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
+        """See :class:`outrider.scale.engine.EngineActor`."""
+        require_version(self._number, self._version, version)
+        with self._busy():
+            return await all_of(self._engine, requests, version)
+
+    async def stream(self, request: Request, version: int) -> Generation:
+        """One request, beside all others. Raises what :meth:`generate` raises."""
+        require_version(self._number, self._version, version)
+        with self._busy():
+            return await self._engine.stream(request, version)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Whoever asks hears of vLLM's end as of this process's own: another one takes its place."""
+        if not self._num_running:
+            self._since = time.perf_counter()
+        self._num_running += 1
+        try:
+            yield
+        except EngineFault:
+            if self._engine.is_dead:
+                os._exit(1)
+            raise
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._busy_s += time.perf_counter() - self._since
+
+    async def free_cache(self) -> None:
+        """The trainers' turn: where they are on the same GPUs the engine sleeps until the next weights."""
+        if self._sleeps:
+            self._version = None
+            await self._engine.sleep()
+
+    async def release(self, client: str, cache_keys: Sequence[str]) -> None:
+        """Nothing to do: vLLM evicts blocks when it needs them."""
+
+    async def forget(self, client: str) -> None:
+        """Nothing: what is kept is everybody's, and no bits are promised."""
+
+    async def busy_s(self) -> float:
+        """Seconds in which at least one request was under way."""
+        running = time.perf_counter() - self._since if self._num_running else 0.0
+        return self._busy_s + running
+
+    async def close(self) -> None:
+        """End vLLM's processes."""
+        self._engine.close()
+
+
+def _configured(folder: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:  # many a folder has none
+        return None

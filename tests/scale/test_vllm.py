@@ -1,0 +1,184 @@
+"""vLLM's own processes behind an engine process of a run, with the real package on the CPU: two shards of a
+tiny model (``tensor_parallel``), adapters that are merged on their way, no barrier between turns, and a
+process of vLLM that dies.
+"""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from outrider.config import validate
+from outrider.engines.base import Request
+from outrider.errors import ClusterFault
+from outrider.testing import check_engine
+from outrider.trace import Trace
+from outrider.train.building import build
+from outrider.train.models import local_learner
+from outrider.train.settings import RunSettings
+from outrider.train.update.pack import pack
+from outrider.train.update.update import rollout_paths
+from tests.scale.test_remote_faults import Crew
+from tests.tiny import save_tiny_model
+
+if TYPE_CHECKING:
+    from outrider.scale.session import Session
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+LIMIT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def crew(session: "Session", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    from outrider.scale.remote import Remote
+
+    root = tmp_path_factory.mktemp("vllm")
+    settings = validate(
+        RunSettings,
+        {
+            "environment": {"type": "factbook"},
+            "algorithm": {"type": "grpo", "group_size": 2},
+            "engine": {"type": "vllm", "memory": 1},
+            "model": {
+                "name": str(save_tiny_model(root / "model", hidden_size=128)),  # heads of 32
+                "precision": "float32",
+                "lora": {"rank": 2},
+            },
+            "rollout": {"max_turns": 2, "max_turn_tokens": 8},
+            "train": {"tasks_per_step": 4},
+            "num_threads": 1,
+            "cluster": {
+                "num_rollout_workers": 2, "tensor_parallel": 2, "batching": "stream", "max_restarts": 20,
+                "heartbeat_s": LIMIT_S, "turn_timeout_s": LIMIT_S, "placement_timeout_s": 60,
+            },
+        },
+    )  # fmt: skip
+    parts = build(
+        settings,
+        buffer_path=root / "buffer.sqlite",
+        resumed=False,
+        on_tokens=lambda num: None,
+        note=lambda line: None,
+        start=local_learner,
+        spread=partial(Remote, session=session),
+    )
+    assert isinstance(parts.elsewhere, Remote)
+    found = Crew(parts, parts.elsewhere)
+    yield found
+    parts.elsewhere.close()
+    parts.factory.close()
+    until = time.monotonic() + 60
+    while vllm_processes():
+        assert time.monotonic() < until, vllm_processes()
+        time.sleep(0.1)
+
+
+def vllm_processes() -> dict[int, str]:
+    """Those of vLLM that live, by their numbers."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_text() if entry.name.isdigit() else ""
+        except OSError:
+            continue
+        if command.startswith("VLLM::"):
+            found[int(entry.name)] = command.strip("\0")
+    return found
+
+
+@torch.no_grad()
+def gap(crew: Crew, traces: list[Trace]) -> float:
+    """Nats between vLLM's log-probs and the trainer's."""
+    policy, apart, num = crew.parts.learner.policy, 0.0, 0  # type: ignore[attr-defined]
+    for node in (node for trace in traces for node in trace.nodes if node.trainable):
+        node.credit = (1.0,) * len(node.token_ids)  # else nobody scores it
+    paths = rollout_paths(traces)
+    for batch in pack(paths, max_tokens=4096):
+        theirs = policy.score(batch).logprobs_T
+        apart = max(apart, float((theirs - batch.engine_logprobs_T).abs().max()))
+        num += len(theirs)
+    assert num >= 8
+    return apart
+
+
+def test_tokens_are_the_trainer_s_before_and_after_new_weights(crew: Crew) -> None:
+    assert sorted(vllm_processes().values()).count("VLLM::EngineCore") == 1
+    traces = crew.play(limit_s=LIMIT_S).traces
+    assert gap(crew, traces) < 1e-3
+    learner = crew.parts.learner
+    dice = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for master in learner.policy.masters.values():  # type: ignore[attr-defined]
+            master.add_(0.2 * torch.randn(master.shape, generator=dice))
+        learner.policy.round_masters()  # type: ignore[attr-defined]
+    assert gap(crew, traces) > 0.1  # which the old tokens are not
+    engine = crew.remote.engine
+    engine.load(engine.weight_version + 1)
+    assert engine.sent["weights/rpcs"] == 1.0 and engine.sent["weights/bytes"] > 10_000
+    renewed = crew.play(limit_s=LIMIT_S).traces
+    assert gap(crew, renewed) < 1e-3
+    versions = {node.weight_version for trace in renewed for node in trace.nodes if node.trainable}
+    assert versions == {engine.weight_version}
+
+
+def test_the_contract_of_an_engine(crew: Crew) -> None:
+    check_engine(crew.remote.engine)
+
+
+def test_no_turn_waits_for_another_one_s(crew: Crew) -> None:
+    engine, ended = crew.remote.engine, []
+
+    async def ask(name: str, num_tokens: int) -> None:
+        request = Request(
+            request_id=f"{name}/0", token_ids=(5, 6, 7), max_tokens=num_tokens, seed=1, temperature=1.0
+        )
+        found = await engine.stream(request)
+        ended.append((name, len(found.token_ids)))
+
+    async def all_of_them() -> None:
+        long = [asyncio.ensure_future(ask(f"long {number}", 400)) for number in range(3)]
+        for number in range(3):
+            await ask(f"short {number}", 1)
+        await asyncio.gather(*long)
+
+    asyncio.run(all_of_them())
+    assert [name for name, _ in ended][:3] == ["short 0", "short 1", "short 2"]
+    assert max(num for _, num in ended) > 100
+
+
+def test_weights_of_another_version_are_refused(crew: Crew) -> None:
+    engine = crew.remote.engine
+    newest = engine.weight_version
+    engine.weight_version = newest - 1
+    try:
+        with pytest.raises(ClusterFault, match=f"has weights of version {newest}"):
+            engine.generate([Request(request_id="g/0", token_ids=(5,), max_tokens=2, seed=1)])
+    finally:
+        engine.weight_version = newest
+
+
+@pytest.mark.parametrize("which", ["VLLM::EngineCore", "ray"])
+def test_a_process_that_dies_is_replaced_with_all_that_it_started(crew: Crew, which: str) -> None:
+    before = vllm_processes()
+    cores = [number for number, name in before.items() if name == "VLLM::EngineCore"]
+    os.kill(crew.remote.engine_pids[0] if which == "ray" else cores[0], signal.SIGKILL)
+    traces = crew.play(limit_s=LIMIT_S).traces
+    assert gap(crew, traces) < 1e-3
+    counts = crew.remote.repairs.take_counts()
+    assert counts["cluster/engine_deaths"] == 1.0 and counts["rollout/num_groups_replayed"] == 4.0
+    until = time.monotonic() + 60
+    while before.keys() & vllm_processes().keys():
+        assert time.monotonic() < until
+        time.sleep(0.1)
