@@ -110,7 +110,7 @@ $(VLLM)/.complete: pyproject.toml constraints.txt
 	@touch $@
 
 test-vllm: $(VLLM)/.complete
-	$(VLLM)/bin/python -m pytest -m vllm tests/engines
+	$(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm.py tests/scale/test_vllm.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -100,6 +100,24 @@ def test_a_run_compiles_as_often_as_there_are_lengths() -> None:
     assert all(one < other for one, other in pairwise(lengths))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel and its backward pass need a GPU")
+def test_on_a_gpu_values_and_gradients_are_the_reference_s() -> None:
+    root = Segment(length=150)
+    forks = [Segment(length=length, ancestors=(0,)) for length in (60, 200, 3)]
+    plan = TreePlan(segments=(root, *forks, Segment(length=40)))
+    device = torch.device("cuda")
+    exact = [one.bfloat16().double().requires_grad_() for one in inputs(453)]
+    ours = [one.detach().to(device, torch.bfloat16).requires_grad_() for one in exact]
+    wanted = plan.attend(nn.Identity(), *exact, SCALE)
+    found = FlexPlan.of(plan, device=device).attend(nn.Identity(), *ours, SCALE)
+    outer = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted.backward(outer.double())
+    found.backward(outer.to(device))
+    for one, other in zip([found, *(q.grad for q in ours)], [wanted, *(q.grad for q in exact)], strict=True):
+        assert one is not None and other is not None
+        assert float((one.double().cpu() - other).norm()) <= 0.02 * float(other.norm())
+
+
 def test_off_the_cpu_it_is_compiled_once_for_fixed_lengths() -> None:
     flex._attention.cache_clear()
     with patch.object(torch, "compile", return_value=len) as compiled:

@@ -182,3 +182,45 @@ def test_a_process_that_dies_is_replaced_with_all_that_it_started(crew: Crew, wh
     while before.keys() & vllm_processes().keys():
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+def test_vllm_s_own_sender_takes_what_the_ranks_give(crew: Crew) -> None:
+    """As far as it goes without a GPU: names, types and shapes are those that were told before."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    from outrider.scale.direct import Source
+
+    model = crew.parts.learner.language_model.model
+    source = Source(model, torch.bfloat16)
+    sent = list(NCCLTrainerWeightTransferEngine._checked_iter(source, source.metadata()))
+    assert len(sent) == 1 + len([name for name, _ in model.named_parameters() if ".lora_" not in name])
+
+
+def test_what_vllm_s_receivers_load_passes_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    from outrider.engines.vllm_backends import CheckedNccl
+    from outrider.engines.weight_sum import summed
+
+    told: list[str] = []
+    for name in ("start_weight_update", "finish_weight_update"):
+        monkeypatch.setattr(NCCLWeightTransferEngine, name, lambda self, name=name: told.append(name))
+    monkeypatch.setattr(
+        NCCLWeightTransferEngine, "receive_weights", lambda self, info: self.model.load_weights(info)
+    )
+
+    class Model:
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            told.extend(name for name, _ in weights)
+
+    engine = CheckedNccl.__new__(CheckedNccl)
+    engine.model = Model()
+    sent = list(summed([("a", torch.ones(2)), ("b", torch.zeros(3))]))
+    engine.start_weight_update()
+    engine.receive_weights(sent[:1])
+    with pytest.raises(ValueError, match="without their sum"):
+        engine.finish_weight_update()
+    engine.receive_weights(sent[1:])
+    engine.finish_weight_update()
+    assert told == ["start_weight_update", "a", "b", "finish_weight_update"]
+    assert isinstance(engine.model, Model)

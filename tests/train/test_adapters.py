@@ -9,8 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from outrider.config import validate
+from outrider.engines.base import VllmSettings
 from outrider.engines.local.attention import Segment, TreePlan
+from outrider.errors import ConfigError
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
+from outrider.train.settings import RunSettings
 from outrider.train.update.adapters import merged
 from outrider.train.update.policy import Policy
 from tests.tiny import tiny_model
@@ -52,6 +56,17 @@ def test_a_merged_weight_is_the_sum_in_float64_rounded_once() -> None:
     apart = (found[name].double() - wanted).abs()
     assert bool((apart <= wanted.abs() * 2**-8).all())
     assert found["model.norm.weight"].data_ptr() == policy.model.model.norm.weight.data_ptr()
+
+
+def test_an_engine_that_does_not_say_so_gets_no_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = {
+        "environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "model": {"lora": {"rank": 2}},
+        "engine": {"type": "vllm"},
+    }  # fmt: skip
+    validate(RunSettings, recipe)
+    monkeypatch.setattr(VllmSettings, "takes_adapters", False)
+    with pytest.raises(ConfigError, match=r"engine.type = vllm needs full fine-tuning"):
+        validate(RunSettings, recipe)
 
 
 @pytest.mark.parametrize("trained_layers", [None, 1])

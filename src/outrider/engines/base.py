@@ -65,7 +65,8 @@ class LocalSettings(EngineSettings):
 
 class VllmSettings(EngineSettings):
     """``memory``: on a CPU GiB of keys and values (None: 2), on a GPU the share that vLLM may take beside the
-    trainer (None: 0.3). ``eager`` skips vLLM's compiler.
+    trainer (None: 0.3; 0.9 under ``[cluster]`` where the GPU is the engine's alone). ``eager`` skips vLLM's
+    compiler.
     """
 
     takes_adapters: ClassVar[bool] = True

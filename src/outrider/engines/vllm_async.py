@@ -8,13 +8,14 @@ they do, the prefix cache is dropped, and its blocks are salted with the version
 import asyncio
 import os
 import zlib
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 from outrider.engines.base import Generation, Request, VllmSettings
 from outrider.engines.vllm_requests import Requests, loading, options, prompt, told
-from outrider.engines.vllm_transfer import BACKEND, ENDS_WITH_PARENT, register
+from outrider.engines.vllm_transfer import ENDS_WITH_PARENT, register
 from outrider.errors import EngineFault
 
 
@@ -35,7 +36,7 @@ class AsyncVllm:
         device: str,
         settings: VllmSettings,
         num_gpus: int = 1,
-        backend: str = BACKEND,
+        backend: str = "outrider",
         sleeps: bool = False,
     ) -> None:
         self._requests = requests
@@ -97,43 +98,50 @@ class AsyncVllm:
         """Take all weights, as safetensors by Hugging Face names; the CRC-32 of all bytes. Raises EngineFault
         where vLLM does not: it serves nobody any more then.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         checksum = 0
-
-        async def send() -> None:
-            nonlocal checksum
-            async for piece in pieces:
-                checksum = zlib.crc32(piece, checksum)
-                info = {"piece": piece, "checksum": zlib.crc32(piece)}
-                await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-
-        await self.renewing(version, send)
+        await self.begin_update()
+        async for piece in pieces:
+            checksum = zlib.crc32(piece, checksum)
+            await self.take({"piece": piece, "checksum": zlib.crc32(piece)})
+        await self.end_update(version)
         return checksum
 
-    async def renewing(self, version: int, send: Callable[[], Awaitable[None]]) -> None:
-        """The order of the calls around ``send()``, which brings the weights. A sleeping engine gets memory
-        for weights before, and for keys and values after them.
+    async def meet(self, info: Mapping[str, Any]) -> None:
+        """Whoever sends weights from a GPU, anew; ``info`` is of the backend."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        with _faults("met no trainer"):
+            await self.llm.shutdown_weight_transfer_engine()
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
+
+    async def begin_update(self) -> None:
+        """Requests under way end and no other one begins; an engine that sleeps gets memory for weights."""
+        with _faults("took no weights"):
+            await self.llm.pause_generation(mode="wait", clear_cache=True)
+            if self._is_asleep:
+                await self.llm.wake_up(tags=["weights"])
+            await self.llm.start_weight_update()
+
+    async def take(self, info: Mapping[str, Any]) -> None:
+        """Weights of an update that has begun; ``info`` is of the backend."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        with _faults("took no weights"):
+            await self.llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
+
+    async def end_update(self, version: int) -> None:
+        """All weights are here. Memory for keys and values comes only now; nothing that was cached is used
+        again.
         """
-        llm = self.llm
-        try:
-            await llm.pause_generation(mode="wait", clear_cache=True)
+        with _faults("took no weights"):
+            await self.llm.finish_weight_update(weight_version=str(version))
             if self._is_asleep:
-                await llm.wake_up(tags=["weights"])
-            await llm.start_weight_update()
-            await send()
-            await llm.finish_weight_update(weight_version=str(version))
-            if self._is_asleep:
-                await llm.wake_up(tags=["kv_cache"])
+                await self.llm.wake_up(tags=["kv_cache"])
                 self._is_asleep = False
-            if not await llm.reset_prefix_cache():
+            if not await self.llm.reset_prefix_cache():
                 raise EngineFault("vLLM kept its prefix cache after new weights")
-            await llm.resume_generation()
-            held = await llm.get_weight_version()
-        except EngineFault:
-            raise
-        except Exception as error:
-            raise EngineFault(f"vLLM took no weights: {told(error)}") from error
+            await self.llm.resume_generation()
+            held = await self.llm.get_weight_version()
         if held != str(version):
             raise EngineFault(f"vLLM has weights of version {held}, and was sent {version}")
 
@@ -146,6 +154,17 @@ class AsyncVllm:
     def close(self) -> None:
         """End vLLM's processes."""
         self.llm.shutdown()
+
+
+@contextmanager
+def _faults(what: str) -> Iterator[None]:
+    """What vLLM raises, as an EngineFault."""
+    try:
+        yield
+    except EngineFault:
+        raise
+    except Exception as error:
+        raise EngineFault(f"vLLM {what}: {told(error)}") from error
 
 
 async def all_of(engine: AsyncVllm, requests: Iterable[Request], version: int) -> list[Generation]:

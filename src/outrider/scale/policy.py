@@ -111,7 +111,7 @@ class ShardedPolicy(ShardedScorer, Policy):
             moments: dict[str, Tensor] = {}
             for name, master in self.masters.items():
                 held = {
-                    "step": torch.tensor(0.0),
+                    "step": torch.tensor(0.0, device=master.device),
                     "exp_avg": torch.zeros_like(master),
                     "exp_avg_sq": torch.zeros_like(master),
                 }

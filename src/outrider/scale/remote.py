@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from outrider.engines.base import EngineSettings, Generation, Request, VllmSettings
 from outrider.errors import ClusterFault, ProcessGone
@@ -16,6 +16,7 @@ from outrider.scale.engine import EngineActor, RemoteEngine
 from outrider.scale.probes import probes
 from outrider.scale.recipe import Recipe
 from outrider.scale.repairs import Repairs
+from outrider.scale.resources import Resources
 from outrider.scale.rollouts import RemoteRollouts, portable, who
 from outrider.scale.session import Session
 from outrider.scale.stream import StreamEngineActor
@@ -28,6 +29,9 @@ from outrider.train.components import Components
 from outrider.train.learner import Learner
 from outrider.train.overlap import Ahead
 from outrider.train.settings import RunSettings
+
+if TYPE_CHECKING:
+    from outrider.scale.learner import ShardedLearner
 
 _CLOSE_S: Final = 10.0
 _AnswerT = TypeVar("_AnswerT")
@@ -123,16 +127,49 @@ class EnginePool(RemoteEngine):
             self._parcel = None
 
 
+class DirectPool(EnginePool):
+    """The ranks send from their GPUs (:mod:`outrider.scale.direct`): nothing is kept here."""
+
+    def __init__(self, ranks: "ShardedLearner", *given: Any, **named: Any) -> None:
+        super().__init__(ranks, *given, **named)
+        self._ranks = ranks
+
+    def load(self, version: int) -> None:
+        """Raises ClusterFault where not every engine says within the limit that it has these weights."""
+        began = time.perf_counter()
+        num_bytes, num_calls = self._ranks.send(version, self._actors)
+        RemoteEngine.load(self, version)
+        self.sent = {
+            "weights/bytes": float(num_bytes * len(self._actors)),
+            "weights/rpcs": float(num_calls * len(self._actors)),
+            "time/weights": time.perf_counter() - began,
+        }
+
+    def put(self, number: int, actor: Any) -> None:
+        """Another process is engine ``number`` from now on; all engines meet the ranks anew."""
+        super().put(number, actor)
+        self.load(self.weight_version)
+
+
 class Remote:
-    """See :class:`outrider.train.components.Elsewhere`. ``session`` is a Ray that is there already. Ray
-    restarts no actor, since that would have its first weights: :meth:`replace` does, with the newest.
+    """See :class:`outrider.train.components.Elsewhere`. ``session`` is a Ray that is there already,
+    ``ranks`` the learner where it is in processes of its own. Ray restarts no actor, since that would have
+    its first weights: :meth:`replace` does, with the newest.
     """
 
     def __init__(
-        self, settings: RunSettings, learner: Learner, *, folder: Path, session: Session | None = None
+        self,
+        settings: RunSettings,
+        learner: Learner,
+        *,
+        folder: Path,
+        session: Session | None = None,
+        ranks: "ShardedLearner | None" = None,
     ) -> None:
         self._settings, cluster = settings, settings.cluster
         self._recipe = Recipe.of(settings)
+        self._ask = Resources.of(settings)
+        self._beside = None if ranks is None else ranks.places
         self._session = Session(cluster) if session is None else session
         self._owns_session = session is None
         self.workers: list[Any] = []
@@ -144,7 +181,8 @@ class Remote:
         try:
             self._carrier = self._made_carrier(folder)
             self._places = self._session.places(
-                cluster.num_engines + cluster.num_rollout_workers,
+                [self._ask.engine_place] * (0 if self._ask.colocates else cluster.num_engines)
+                + [{"CPU": 1}] * cluster.num_rollout_workers,
                 of=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
                 f"{cluster.num_rollout_workers} need",
             )
@@ -152,8 +190,8 @@ class Remote:
             self.workers = [self._new_worker(number) for number in range(cluster.num_rollout_workers)]
             built = self._built({f"engine {number}": one for number, one in enumerate(self._engines)})
             self.engine_pids = [pid for pid, _ in built]
-            self.engine = EnginePool(
-                learner,
+            self.engine = (DirectPool if cluster.sends_directly else EnginePool)(
+                ranks or learner,
                 self._carrier,
                 settings=settings.engine,
                 load_s=cluster.update_timeout_s,
@@ -174,25 +212,29 @@ class Remote:
             return Folder(folder.resolve())
         return ObjectStore(self._session.ray)
 
-    def _actor(self, kind: type, place: int, num_calls: int) -> Any:
+    def _actor(self, kind: type, place: int, num_calls: int, *, places: Any = None, **asked: Any) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        placed = PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=place)
-        made = self._session.ray.remote(num_cpus=1, max_restarts=0)(kind)
+        placed = PlacementGroupSchedulingStrategy(places or self._places, placement_group_bundle_index=place)
+        made = self._session.ray.remote(max_restarts=0, **({"num_cpus": 1} | asked))(kind)
         return made.options(scheduling_strategy=placed, max_concurrency=num_calls)
 
     def _new_engine(self, number: int) -> Any:
+        kind: type = EngineActor
         if isinstance(self._settings.engine, VllmSettings):
-            actor = self._actor(VllmEngineActor, number, 1000)
+            kind = VllmEngineActor
         elif self._settings.cluster.batching == "stream":
-            actor = self._actor(StreamEngineActor, number, 1000)
-        else:
-            actor = self._actor(EngineActor, number, 1)
+            kind = StreamEngineActor
+        places = self._beside if self._ask.colocates else None
+        actor = self._actor(
+            kind, number, 1 if kind is EngineActor else 1000, places=places, **self._ask.engine
+        )
         return actor.remote(self._recipe, number, str(self._folder), self._carrier)
 
     def _new_worker(self, number: int) -> Any:
         """Beside the engines. One thread plays, others are asked for beats and for the end."""
-        actor = self._actor(RolloutWorker, self._settings.cluster.num_engines + number, 3)
+        num_before = 0 if self._ask.colocates else self._settings.cluster.num_engines
+        actor = self._actor(RolloutWorker, num_before + number, 3)
         return actor.remote(number, self._engines)
 
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:

@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from outrider.errors import ClusterFault
 from outrider.train.cluster_settings import ClusterSettings
 
 _PREFIX: Final = "outrider-ray-"
+_KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}  # what is asked of Ray
 _ASK_S: Final = 5.0  # for one answer
 _STORE_BYTES: Final = 2**30  # traces of a step, and a piece of the weights
 
@@ -79,24 +80,27 @@ class Session:
                     raise
                 self.ray.shutdown()
 
-    def places(self, num: int, *, of: str | None = None) -> Any:
-        """A processor for each of ``num`` actors; ``of`` says who asks for them. Raises ClusterFault where
-        they do not come in time: Ray itself would wait for ever.
+    def places(self, asked: Sequence[Mapping[str, float]], *, of: str) -> Any:
+        """So many processors and GPUs at each of several places; ``of`` says who asks. Raises ClusterFault
+        where they do not come in time: Ray itself would wait for ever.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        group = placement_group([{"CPU": 1}] * num, strategy="PACK")
+        group = placement_group([dict(one) for one in asked], strategy="PACK")
         limit = self._settings.placement_timeout_s
         if not group.wait(limit):
-            there = self.ray.cluster_resources().get("CPU", 0)
-            free = self.ray.available_resources().get("CPU", 0)
+            wanted = {kind: sum(one.get(kind, 0) for one in asked) for kind in _KINDS}
+            told = " and ".join(f"{num:g} {_KINDS[kind]}" for kind, num in wanted.items() if num)
+            free = " and ".join(self._free(kind) for kind, num in wanted.items() if num)
             remove_placement_group(group)
             raise ClusterFault(
-                f"{of or f'cluster.num_trainers = {num} needs'} {num} processors, "
-                f"and {free:g} of {there:g} were free "
-                f"within {limit:g} s (cluster.placement_timeout_s)"
+                f"{of} {told}, and {free} were free within {limit:g} s (cluster.placement_timeout_s)"
             )
         return group
+
+    def _free(self, kind: str) -> str:
+        there = self.ray.cluster_resources().get(kind, 0)
+        return f"{self.ray.available_resources().get(kind, 0):g} of {there:g} {_KINDS[kind]}"
 
     def give_back(self, places: Any) -> None:
         """Let others have the processors of :meth:`places`: a Ray that is shared goes on."""

@@ -18,18 +18,18 @@ from outrider.engines.local.fused import fuse
 from outrider.engines.local.model import LanguageModel, longest_context
 from outrider.errors import ModelError
 from outrider.train.learning_settings import LoraSettings
-from outrider.train.update.adapters import choose_trained
+from outrider.train.update.adapters import choose_trained, plain_names
 from outrider.train.update.scoring import Scoring
 
 
-def shard(model: PreTrainedModel, *, size: int, precision: torch.dtype) -> nn.Module:
+def shard(model: PreTrainedModel, *, size: int, precision: torch.dtype, device: str = "cpu") -> nn.Module:
     """The module whose forward scores tokens, its weights in shards over all ranks.
 
     One group a layer; embedding, vocabulary projection and last norm are the root's, because torch refuses a
     tied weight in two groups. Gradients are *summed* over ranks, since token weights are those of the whole
     mini-batch; neither setting reaches the modules below, so each gets its own.
     """
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(device, (size,))
     root = Scoring(model)
     options: dict[str, Any] = {"mesh": mesh}
     if precision != torch.float32:  # masters in float32, a working copy in the precision of the model
@@ -49,7 +49,7 @@ def sum_gradients(root: nn.Module) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def empty_model(folder: str) -> LanguageModel:
+def empty_model(folder: str, *, device: str = "cpu") -> LanguageModel:
     """The model of a folder without any memory for its weights, in float32; no tokenizer."""
     register()
     config = AutoConfig.from_pretrained(folder)
@@ -58,7 +58,8 @@ def empty_model(folder: str) -> LanguageModel:
             config, dtype=torch.float32, attn_implementation=IMPLEMENTATION
         )
     model.eval()  # as a model that is loaded: without dropout
-    fuse(model)
+    if device == "cpu":
+        fuse(model)
     return LanguageModel(
         model=model,
         tokenizer=cast(Any, None),
@@ -99,20 +100,18 @@ def choose_empty(
 @torch.no_grad()
 def begin(model: nn.Module, folder: Path, adapters: Mapping[str, Tensor]) -> None:
     """The weights of a folder, and fresh adapters beside them."""
+    fill(folder, plain_names(model))
     parameters = dict(model.named_parameters())
-    plain = {
-        name.replace(".base_layer.", "."): one for name, one in parameters.items() if name not in adapters
-    }
-    fill(folder, plain)
     for name, adapter in adapters.items():
         target = cast(DTensor, parameters[name])
         # everybody drew the same: each takes its part
-        target.copy_(distribute_tensor(adapter, target.device_mesh, target.placements, src_data_rank=None))
+        own = adapter.to(target.device)
+        target.copy_(distribute_tensor(own, target.device_mesh, target.placements, src_data_rank=None))
 
 
-def allocate(root: nn.Module, model: PreTrainedModel) -> None:
+def allocate(root: nn.Module, model: PreTrainedModel, *, device: str = "cpu") -> None:
     """Memory for this rank's shards, and the buffers, which no file has, made anew."""
-    root.to_empty(device="cpu")
+    root.to_empty(device=device)
     config = model.config.get_text_config()
     for name, module in model.named_modules():
         if not list(module.buffers(recurse=False)):
@@ -124,7 +123,7 @@ def allocate(root: nn.Module, model: PreTrainedModel) -> None:
                 f"{name} has buffers that cannot be made anew: no cluster.num_trainers"
             ) from error
         for key, value in fresh.named_buffers(recurse=False):
-            module._buffers[key] = value
+            module._buffers[key] = value.to(device)
 
 
 def fill(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "") -> None:

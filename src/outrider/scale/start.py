@@ -25,12 +25,12 @@ def remote_rollouts(settings: RunSettings, learner: Learner, *, folder: Path) ->
     require_ray("cluster.num_engines, num_rollout_workers and weights need")
     from outrider.scale.remote import Remote
 
-    if settings.cluster.num_trainers == 1:
+    if not settings.has_ranks:
         return Remote(settings, learner, folder=folder)
     from outrider.scale.learner import ShardedLearner
 
     assert isinstance(learner, ShardedLearner)  # :func:`sharded_learner` made it
-    return Remote(settings, learner, folder=folder, session=learner.session)
+    return Remote(settings, learner, folder=folder, session=learner.session, ranks=learner)
 
 
 def require_ray(what: str) -> None:

@@ -5,9 +5,10 @@ workers.
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Final
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -19,6 +20,9 @@ from outrider.errors import ClusterFault, EngineFault
 from outrider.scale.engine import require_newer, require_version
 from outrider.scale.recipe import Recipe
 from outrider.scale.weights import Carrier, Parcel
+from outrider.train.settings import RunSettings
+
+_ALONE: Final = 0.9  # share of a GPU
 
 
 class VllmEngineActor:
@@ -27,6 +31,8 @@ class VllmEngineActor:
     def __init__(self, recipe: Recipe, number: int, folder: str | Path, carrier: Carrier) -> None:
         self._recipe, self._number, self._carrier = recipe, number, carrier
         self._version: int | None = None
+        self._may_begin = asyncio.Event()  # not while weights come
+        self._may_begin.set()
         self._num_running = 0
         self._since = self._busy_s = 0.0
 
@@ -50,7 +56,8 @@ class VllmEngineActor:
             requests=requests,
             precision=resolve_precision(given.precision, given.device),
             device=given.device,
-            settings=settings.engine,
+            settings=_with_memory(settings),
+            backend=f"outrider-{cluster.weights}" if cluster.sends_directly else "outrider",
             num_gpus=cluster.tensor_parallel,
             sleeps=self._sleeps and given.device != "cpu",
         )
@@ -59,12 +66,47 @@ class VllmEngineActor:
     async def load(self, parcel: Parcel) -> tuple[int, int]:
         """See :class:`outrider.scale.engine.EngineActor`."""
         require_newer(self._number, self._version, parcel.version)
-        self._version = None  # half of them are served to nobody
-        found = await self._engine.load(parcel.version, self._pieces(parcel))
-        if found != parcel.checksum:
-            raise ClusterFault(f"the weights of version {parcel.version} did not arrive as they were sent")
-        self._version = parcel.version
+        with self._renewing():
+            found = await self._engine.load(parcel.version, self._pieces(parcel))
+            if found != parcel.checksum:
+                raise ClusterFault(
+                    f"the weights of version {parcel.version} did not arrive as they were sent"
+                )
+            self._version = parcel.version
         return parcel.version, found
+
+    @contextmanager
+    def _renewing(self) -> Iterator[None]:
+        """Half of the weights are served to nobody; whoever asks meanwhile waits."""
+        self._version = None
+        self._may_begin.clear()
+        try:
+            yield
+        finally:
+            self._may_begin.set()
+
+    async def meet(self, info: Mapping[str, Any]) -> None:
+        """The rank that sends: this and the next three are the calls of
+        :class:`outrider.scale.direct.EngineClient`.
+        """
+        await self._engine.meet(info)
+
+    async def begin_update(self) -> None:
+        """Weights will come."""
+        self._version = None
+        self._may_begin.clear()
+        await self._engine.begin_update()
+
+    async def take(self, info: Mapping[str, Any]) -> None:
+        """They come."""
+        await self._engine.take(info)
+
+    async def end_update(self, version: int) -> int:
+        """All are here; the version that they have now."""
+        await self._engine.end_update(version)
+        self._version = version
+        self._may_begin.set()
+        return version
 
     async def _pieces(self, parcel: Parcel) -> AsyncIterator[bytes]:
         for handle in parcel.pieces:
@@ -72,12 +114,14 @@ class VllmEngineActor:
 
     async def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
         """See :class:`outrider.scale.engine.EngineActor`."""
+        await self._may_begin.wait()
         require_version(self._number, self._version, version)
         with self._busy():
             return await all_of(self._engine, requests, version)
 
     async def stream(self, request: Request, version: int) -> Generation:
         """One request, beside all others. Raises what :meth:`generate` raises."""
+        await self._may_begin.wait()
         require_version(self._number, self._version, version)
         with self._busy():
             return await self._engine.stream(request, version)
@@ -119,6 +163,16 @@ class VllmEngineActor:
     async def close(self) -> None:
         """End vLLM's processes."""
         self._engine.close()
+
+
+def _with_memory(settings: RunSettings) -> VllmSettings:
+    """The most of a GPU that is the engine's alone; vLLM's default here is for one beside a trainer."""
+    engine = settings.engine
+    assert isinstance(engine, VllmSettings)
+    is_alone = settings.model.device != "cpu" and settings.cluster.placement == "disaggregate"
+    if not is_alone or engine.memory is not None:
+        return engine
+    return engine.model_copy(update={"memory": _ALONE})
 
 
 def _configured(folder: str) -> GenerationConfig | None:

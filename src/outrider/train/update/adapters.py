@@ -1,5 +1,6 @@
 """The part of the weights that trains: adapters beside linear layers (LoRA, by peft), or the last layers."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,23 +51,34 @@ def _inject(model: nn.Module, settings: LoraSettings, seed: int) -> None:
         inject_adapter_in_model(config, model)
 
 
-@torch.no_grad()
 def merged(model: nn.Module) -> dict[str, Tensor]:
-    """All weights under the names that they have without adapters, ``W + alpha / r B A`` (2106.09685) where
-    there is one: added up in float32 and rounded once. Tensors without an adapter are the model's own.
+    """All weights under the names that they have without adapters. Tensors without an adapter are the model's
+    own.
     """
-    whole: dict[str, Tensor] = {}
+    return {name: tensor.detach() for name, tensor in merged_one_by_one(model, whole=lambda tensor: tensor)}
+
+
+def plain_names(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that a model without adapters has, by the names that they have there."""
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.named_parameters()
+        if ".lora_" not in name
+    }
+
+
+@torch.no_grad()
+def merged_one_by_one(model: nn.Module, *, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """``W + alpha / r B A`` (2106.09685) where there is an adapter, added up in float32 and rounded once.
+    ``whole`` puts a tensor in shards together.
+    """
     modules = dict(model.named_modules())
-    for name, tensor in model.named_parameters():
+    for name, tensor in plain_names(model).items():
         path, _, kind = name.rpartition(".")
-        if ".lora_" in name:
-            continue
-        layer_path = path.removesuffix(".base_layer")
-        plain = f"{layer_path}.{kind}"
-        whole[plain] = tensor.detach()
-        if layer_path != path and kind == "weight":
-            layer: Any = modules[layer_path]
-            up, down = layer.lora_B[_ADAPTER].weight, layer.lora_A[_ADAPTER].weight
+        layer: Any = modules[path]
+        found = whole(tensor)
+        if kind == "weight" and f"{path}.lora_A" in modules:
+            up, down = whole(layer.lora_B[_ADAPTER].weight), whole(layer.lora_A[_ADAPTER].weight)
             change = layer.scaling[_ADAPTER] * (up.float() @ down.float())
-            whole[plain] = (tensor.float() + change).to(tensor.dtype)
-    return whole
+            found = (found.float() + change).to(tensor.dtype)
+        yield name, found
