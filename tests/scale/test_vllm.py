@@ -6,6 +6,7 @@ process of vLLM that dies.
 import asyncio
 import importlib.util
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -27,7 +28,10 @@ from outrider.train.settings import RunSettings
 from outrider.train.update.pack import pack
 from outrider.train.update.update import rollout_paths
 from tests.scale.test_remote_faults import Crew
+from tests.scale.traces import Traces
 from tests.tiny import save_tiny_model
+from tests.train.tool_run import TAGS, save_model, write_tool_run
+from tests.train.whole_runs import metrics
 
 if TYPE_CHECKING:
     from outrider.scale.session import Session
@@ -182,6 +186,29 @@ def test_a_process_that_dies_is_replaced_with_all_that_it_started(crew: Crew, wh
     while before.keys() & vllm_processes().keys():
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+def test_a_run_of_two_steps_from_the_command_line(tmp_path: Path) -> None:
+    """Two trainer ranks with adapters, an engine with vLLM, requests one by one: the second step's tokens are
+    of weights that the first one moved, and nothing is left behind.
+    """
+    write_tool_run(tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    save_model(tmp_path / "model", TAGS, hidden_size=128)  # heads of 32: vLLM has no smaller ones
+    recipe = tmp_path / "plain.toml"
+    recipe.write_text((tmp_path / "recipe.toml").read_text().replace("num_hybrid = 2", ""))
+    before, run = vllm_processes(), tmp_path / "run"
+    Traces().played(
+        "train", recipe, "--run", run, "--progress", "plain", "algorithm.type=grpo", "algorithm.group_size=4",
+        "engine.type=vllm", "engine.memory=1", "model.lora.rank=2", "optimizer.learning_rate=1e-2",
+        "train.num_steps=2", "evaluation.every=0", "evaluation.num_tasks=1", "cluster.num_trainers=2",
+        "cluster.weights=store", "cluster.batching=stream",
+        timeout=600,
+    )  # fmt: skip
+    first, second = (one for one in metrics(run) if one["kind"] == "train")
+    assert first["grad/norm"] > 0 and first["weights/rpcs"] == 1
+    assert max(first["gap/logprob_max"], second["gap/logprob_max"]) < 1e-3
+    assert vllm_processes().keys() <= before.keys()
 
 
 def test_vllm_s_own_sender_takes_what_the_ranks_give(crew: Crew) -> None:

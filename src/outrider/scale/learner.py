@@ -155,7 +155,7 @@ def _loaded(settings: RunSettings) -> tuple[LanguageModel, frozenset[str]]:
     """The copy that rollouts are played with, and the names of what trains in it."""
     given = settings.model
     model = load_model(given.name, precision=_precision(settings), device="cpu")
-    choose_trained(model.model, lora=given.lora, trained_layers=given.trained_layers)
+    choose_trained(model.model, lora=given.lora, trained_layers=given.trained_layers, seed=settings.seed)
     trained = frozenset(name for name, one in model.model.named_parameters() if one.requires_grad)
     model.model.requires_grad_(False)
     return model, trained

@@ -202,9 +202,10 @@ class Rank:
         """Where engines can meet this rank."""
         import ray
 
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         with socket.socket() as free:
             free.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+            return f"{host}:{free.getsockname()[1]}"
 
     def meet(self, actors: Sequence[Any], kind: str, address: str) -> None:
         """Before :meth:`send`, and again where another process is an engine: see
@@ -228,7 +229,8 @@ class Rank:
     def send(self, version: int) -> tuple[int, int]:
         """The weights to all engines; bytes of one copy, and calls of one engine."""
         assert self._sender is not None
-        return self._sender.send(version)
+        found: tuple[int, int] = self._sender.send(version)
+        return found
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every parameter in float32, in order."""

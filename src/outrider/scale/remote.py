@@ -151,6 +151,11 @@ class DirectPool(EnginePool):
         self.load(self.weight_version)
 
 
+def _pool(learner: Learner, ranks: "ShardedLearner | None", carrier: Carrier, **given: Any) -> EnginePool:
+    """``ranks``: those that send by themselves."""
+    return EnginePool(learner, carrier, **given) if ranks is None else DirectPool(ranks, carrier, **given)
+
+
 class Remote:
     """See :class:`outrider.train.components.Elsewhere`. ``session`` is a Ray that is there already,
     ``ranks`` the learner where it is in processes of its own. Ray restarts no actor, since that would have
@@ -190,8 +195,9 @@ class Remote:
             self.workers = [self._new_worker(number) for number in range(cluster.num_rollout_workers)]
             built = self._built({f"engine {number}": one for number, one in enumerate(self._engines)})
             self.engine_pids = [pid for pid, _ in built]
-            self.engine = (DirectPool if cluster.sends_directly else EnginePool)(
-                ranks or learner,
+            self.engine = _pool(
+                learner,
+                ranks if cluster.sends_directly else None,
                 self._carrier,
                 settings=settings.engine,
                 load_s=cluster.update_timeout_s,

@@ -19,6 +19,7 @@ from outrider.engines.vllm_requests import Requests
 from outrider.errors import ClusterFault, EngineFault
 from outrider.scale.engine import require_newer, require_version
 from outrider.scale.recipe import Recipe
+from outrider.scale.waiting import AGAIN
 from outrider.scale.weights import Carrier, Parcel
 from outrider.train.settings import RunSettings
 
@@ -81,7 +82,10 @@ class VllmEngineActor:
         self._version = None
         self._may_begin.clear()
         try:
-            yield
+            with self._ending():
+                yield
+        except EngineFault as fault:
+            raise ClusterFault(f"engine {self._number}: {fault}; {AGAIN}") from fault
         finally:
             self._may_begin.set()
 
@@ -128,20 +132,26 @@ class VllmEngineActor:
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """Whoever asks hears of vLLM's end as of this process's own: another one takes its place."""
         if not self._num_running:
             self._since = time.perf_counter()
         self._num_running += 1
+        try:
+            with self._ending():
+                yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._busy_s += time.perf_counter() - self._since
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Whoever asks hears of vLLM's end as of this process's own: another one takes its place."""
         try:
             yield
         except EngineFault:
             if self._engine.is_dead:
                 os._exit(1)
             raise
-        finally:
-            self._num_running -= 1
-            if not self._num_running:
-                self._busy_s += time.perf_counter() - self._since
 
     async def free_cache(self) -> None:
         """The trainers' turn: where they are on the same GPUs the engine sleeps until the next weights."""
