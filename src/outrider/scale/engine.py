@@ -16,7 +16,7 @@ from outrider.scale.waiting import AGAIN, results, silent, told
 from outrider.scale.weights import Carrier, Parcel, unpack
 from outrider.tokens import Tokenizer
 from outrider.train.update.adapters import choose_trained
-from outrider.train.update.policy import set_threads
+from outrider.train.update.policy import export, set_threads
 
 
 class EngineActor:
@@ -118,8 +118,7 @@ class EngineActor:
 
     def _export(self, folder: Path) -> None:
         assert self._model is not None
-        self._model.model.save_pretrained(folder)
-        self._model.tokenizer.save_pretrained(folder)
+        export(self._model, folder)
 
 
 class RemoteEngine:
