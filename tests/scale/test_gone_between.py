@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from outrider.config import validate
-from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.base import FinishReason, Generation, LocalSettings, Request
 from outrider.errors import CheckpointError, ClusterFault, ProcessGone
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
@@ -120,8 +120,8 @@ assert not session.ray.is_initialized()
 
 def pool(engines: list[Any], anew: Any) -> EnginePool:
     return EnginePool(
-        SimpleNamespace(), SimpleNamespace(), load_s=1.0, anew=anew, ray=FakeRay(), actors=engines,  # type: ignore[arg-type]
-        tokenizer=SimpleNamespace(), context_length=64, timeout_s=1.0,
+        SimpleNamespace(), SimpleNamespace(), settings=LocalSettings(), load_s=1.0, anew=anew,  # type: ignore[arg-type]
+        ray=FakeRay(), actors=engines, tokenizer=SimpleNamespace(), context_length=64, timeout_s=1.0,
     )  # fmt: skip
 
 

@@ -298,10 +298,9 @@ def test_processors_that_are_not_there_are_named(session: "Session", folder: Pat
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": {"lora": {}}}, "without model.lora"),
-        ({"model": {"device": "cuda"}}, "model.device = cpu"),
+        ({"model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
         ({"train": {"tasks_per_step": 1}}, "num_rollout_workers 2 exceeds train.tasks_per_step 1"),
-        ({"cluster": {"weights": "nccl"}}, "weights is auto or store or disk so far"),
+        ({"cluster": {"weights": "nccl"}}, "weights = nccl needs engine.type = vllm and model.device = cuda"),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, Any], message: str) -> None:

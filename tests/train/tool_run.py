@@ -153,12 +153,13 @@ def _model_folder(tags: tuple[str, ...]) -> "tempfile.TemporaryDirectory[str]":
     result.
     """
     kept = tempfile.TemporaryDirectory()
-    _save_model(Path(kept.name), tags)
+    save_model(Path(kept.name), tags)
     return kept
 
 
-def _save_model(folder: Path, tags: tuple[str, ...]) -> None:
-    save_tiny_model(folder)
+def save_model(folder: Path, tags: tuple[str, ...], **sizes: int) -> None:
+    """The tiny model that knows the tags."""
+    save_tiny_model(folder, **sizes)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(tags))
     with torch.random.fork_rng():

@@ -15,7 +15,8 @@ from outrider.scale.recipe import Recipe
 from outrider.scale.waiting import AGAIN, results, silent, told
 from outrider.scale.weights import Carrier, Parcel, unpack
 from outrider.tokens import Tokenizer
-from outrider.train.update.policy import set_threads
+from outrider.train.update.adapters import choose_trained
+from outrider.train.update.policy import export, set_threads
 
 
 class EngineActor:
@@ -41,6 +42,8 @@ class EngineActor:
         self._model = load_model(
             settings.model.name, precision=settings.model.precision, device=settings.model.device
         )
+        if settings.engine.is_exact:
+            choose_trained(self._model.model, lora=settings.model.lora, trained_layers=None)
         self._model.model.requires_grad_(False)
         return os.getpid(), self._engine("").context_length
 
@@ -49,10 +52,7 @@ class EngineActor:
         sender. Raises ClusterFault for weights that are older than those that are here.
         """
         assert self._model is not None
-        if self._version is not None and parcel.version < self._version:
-            raise ClusterFault(
-                f"engine {self._number} has weights of version {self._version}, and was sent {parcel.version}"
-            )
+        require_newer(self._number, self._version, parcel.version)
         self._version = None  # half of them are served to nobody
         found = unpack(parcel, dict(self._model.model.named_parameters()), carrier=self._carrier)
         for engine in self._engines.values():
@@ -68,11 +68,7 @@ class EngineActor:
         """
         if or_newer and self._version is not None:
             version = max(version, self._version)
-        if version != self._version:
-            held = "no weights yet" if self._version is None else f"weights of version {self._version}"
-            raise ClusterFault(
-                f"engine {self._number} has {held}, and version {version} was asked for; {AGAIN}"
-            )
+        require_version(self._number, self._version, version)
         began = time.perf_counter()
         try:
             found = self._engine(client).generate(requests)
@@ -126,8 +122,7 @@ class EngineActor:
 
     def _export(self, folder: Path) -> None:
         assert self._model is not None
-        self._model.model.save_pretrained(folder)
-        self._model.tokenizer.save_pretrained(folder)
+        export(self._model, folder)
 
 
 class RemoteEngine:
@@ -241,6 +236,19 @@ class RemoteEngine:
 
     def _wait(self, calls: Mapping[str, Any], what: str) -> list[Any]:
         return results(self._ray, calls, what=what, limit_s=self._timeout_s, setting="cluster.turn_timeout_s")
+
+
+def require_version(number: int, held: int | None, asked: int) -> None:
+    """Raises ClusterFault where an engine has other weights than a request names."""
+    if held != asked:
+        told = "no weights yet" if held is None else f"weights of version {held}"
+        raise ClusterFault(f"engine {number} has {told}, and version {asked} was asked for; {AGAIN}")
+
+
+def require_newer(number: int, held: int | None, sent: int) -> None:
+    """Raises ClusterFault where an engine was sent older weights than it has."""
+    if held is not None and sent < held:
+        raise ClusterFault(f"engine {number} has weights of version {held}, and was sent {sent}")
 
 
 def _who(number: int) -> str:

@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from outrider.scale.waiting import AGAIN
 from outrider.train.cluster_settings import ClusterSettings
 
 _PREFIX: Final = "outrider-ray-"
+_KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}  # what is asked of Ray
 _ASK_S: Final = 5.0  # for one answer
 _STORE_BYTES: Final = 2**30  # traces of a step, and a piece of the weights
 
@@ -91,20 +92,21 @@ class Session:
                     raise
                 self.ray.shutdown()
 
-    def places(self, num: int, *, of: str | None = None) -> Any:
-        """A processor for each of ``num`` actors; ``of`` says who asks for them. Raises ClusterFault where
-        they do not come in time: Ray itself would wait for ever.
+    def places(self, asked: Sequence[Mapping[str, float]], *, of: str) -> Any:
+        """So many processors and GPUs at each of several places; ``of`` says who asks. Raises ClusterFault
+        where they do not come in time: Ray itself would wait for ever.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        group = placement_group([{"CPU": 1}] * num, strategy="PACK")
+        group = placement_group([dict(one) for one in asked], strategy="PACK")
         limit = self._settings.placement_timeout_s
         if not group.wait(limit):
-            free = self._free()
+            wanted = {kind: sum(one.get(kind, 0) for one in asked) for kind in _KINDS}
+            told = " and ".join(f"{num:g} {_KINDS[kind]}" for kind, num in wanted.items() if num)
+            free = " and ".join(self._free(kind) for kind, num in wanted.items() if num)
             remove_placement_group(group)
             raise ClusterFault(
-                f"{of or f'cluster.num_trainers = {num} needs'} {num} processors, "
-                f"and {free} were free within {limit:g} s (cluster.placement_timeout_s)"
+                f"{of} {told}, and {free} were free within {limit:g} s (cluster.placement_timeout_s)"
             )
         return group
 
@@ -115,14 +117,18 @@ class Session:
         limit = self._settings.placement_timeout_s
         ready, _ = self.ray.wait([actor.__ray_ready__.remote()], timeout=limit)
         if not ready:
+            free = " and ".join(self._free(kind) for kind in _KINDS if self._has(kind))
             raise NoRepair(
                 f"{who} found no other place within {limit:g} s (cluster.placement_timeout_s): "
-                f"{self._free()} processors were free; {AGAIN}"
+                f"{free} were free; {AGAIN}"
             )
 
-    def _free(self) -> str:
-        there = self.ray.cluster_resources().get("CPU", 0)
-        return f"{self.ray.available_resources().get('CPU', 0):g} of {there:g}"
+    def _has(self, kind: str) -> bool:
+        return bool(self.ray.cluster_resources().get(kind, 0))
+
+    def _free(self, kind: str) -> str:
+        there = self.ray.cluster_resources().get(kind, 0)
+        return f"{self.ray.available_resources().get(kind, 0):g} of {there:g} {_KINDS[kind]}"
 
     def give_back(self, places: Any) -> None:
         """Let others have the processors of :meth:`places`: a Ray that is shared goes on."""

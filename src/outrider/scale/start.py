@@ -28,12 +28,14 @@ def remote_rollouts(
     require_ray("cluster.num_engines, num_rollout_workers and weights need")
     from outrider.scale.remote import Remote
 
-    if settings.cluster.num_trainers == 1:
+    if not settings.has_ranks:
         return Remote(settings, learner, folder=folder, allowance=allowance)
     from outrider.scale.learner import ShardedLearner
 
     assert isinstance(learner, ShardedLearner)  # :func:`sharded_learner` made it
-    return Remote(settings, learner, folder=folder, allowance=allowance, session=learner.session)
+    return Remote(
+        settings, learner, folder=folder, allowance=allowance, session=learner.session, ranks=learner
+    )
 
 
 def require_ray(what: str) -> None:

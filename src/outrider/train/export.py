@@ -12,14 +12,12 @@ from outrider.train.state.recorded import RECORD, recorded_settings
 def export_run(run: Path, out: Path) -> Path:
     """Write model, tokenizer and configuration into the new folder ``out``; the checkpoint that they are of.
 
-    Any number of processes may have written it. Raises CheckpointError where there is none, and ConfigError
-    for adapters and for a folder that is not empty.
+    Adapters are merged. Any number of processes may have written it. Raises CheckpointError where there is
+    none, and ConfigError for a folder that is not empty.
     """
     if not (run / RECORD).is_file():
         raise CheckpointError(f"{run} is no run directory: it has no {RECORD}")
     settings = recorded_settings(run / RECORD)
-    if settings.model.lora is not None:
-        raise ConfigError("a run with model.lora has adapters, which are not merged: nothing was exported")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name a new folder")
     checkpoints = checkpoints_newest_first(run / "checkpoints")

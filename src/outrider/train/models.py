@@ -79,6 +79,7 @@ def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
         trained_layers=settings.model.trained_layers,
         seed=settings.seed,
         checkpoint_activations=settings.update.checkpoint_activations,
+        uses_flex=settings.update.uses_flex(settings.model.device),
     )
     if initial and settings.model.initial_checkpoint is not None:
         load_weights(policy, Path(settings.model.initial_checkpoint))

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
-from outrider.engines.base import EngineSettings, LocalSettings
+from outrider.engines.base import EngineSettings, LocalSettings, VllmSettings
 from outrider.environments.families import EnvironmentConfig
 from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.episode import Limits
@@ -136,6 +136,13 @@ class RunSettings(Settings):
             return self.rollout
         return self.rollout.model_copy(update={"step_timeout_s": self.rollout.step_timeout_s + waiting})
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether trainers are processes of their own: several, or one beside engines on GPUs, because Ray
+        says which GPU is whose.
+        """
+        return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
+
     def idle(self) -> frozenset[str]:
         """Sections that nothing of this run reads."""
         no_cold_start = not self.cold_start.num_examples
@@ -166,6 +173,8 @@ class RunSettings(Settings):
         self._possible_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
             raise ValueError(reason)
+        if self.update.attention == "flex" and self.model.device == "cpu":
+            raise ValueError("update.attention = flex has no backward pass on a CPU: it needs a GPU")
         self._possible_experts()
         self._possible_cluster()
         self.algorithm.require_possible(self)
@@ -188,7 +197,7 @@ class RunSettings(Settings):
         if not self.engine.takes_adapters:
             raise ValueError(
                 f"engine.type = {self.engine.type} needs full fine-tuning: "
-                "adapters are not merged for it (model.lora)"
+                "it does not say that it takes adapters (model.lora)"
             )
 
     def _possible_experts(self) -> None:
@@ -209,17 +218,13 @@ class RunSettings(Settings):
 
     def _possible_cluster(self) -> None:
         cluster = self.cluster
-        if cluster.num_trainers > 1:
-            if self.model.lora is not None or self.model.trained_layers is not None:
-                raise ValueError(
-                    "cluster.num_trainers shards all weights: without model.lora and model.trained_layers"
-                )
-            if self.model.device != "cpu":
-                raise ValueError("cluster.num_trainers above 1 is for model.device = cpu so far")
-            if not self.train.num_steps and not self.cold_start.num_examples:
-                raise ValueError("cluster.num_trainers above 1 has nothing to train here")
+        if cluster.num_trainers > 1 and not self.train.num_steps and not self.cold_start.num_examples:
+            raise ValueError("cluster.num_trainers above 1 has nothing to train here")
+        if cluster.num_processes and self.model.device not in ("cpu", "cuda"):
+            raise ValueError("[cluster] takes model.device = cpu or cuda: Ray says which GPU is whose")
         if cluster.is_remote:
             self._possible_remote()
+            self._possible_gpus()
         if cluster.max_staleness and self.algorithm.sampler_correction is None:
             raise ValueError("cluster.max_staleness needs algorithm.sampler_correction: old tokens need it")
         if cluster.in_flight:
@@ -235,13 +240,19 @@ class RunSettings(Settings):
         if found := [name for name, is_there in refused.items() if is_there]:
             raise ValueError(f"cluster.in_flight goes without {' and '.join(found)}")
 
+    def _possible_gpus(self) -> None:
+        """What only vLLM does, and only on GPUs."""
+        cluster = self.cluster
+        has_vllm, has_gpus = isinstance(self.engine, VllmSettings), self.model.device != "cpu"
+        if cluster.tensor_parallel > 1 and not has_vllm:
+            raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
+        if (cluster.sends_directly or cluster.placement == "colocate") and not (has_vllm and has_gpus):
+            what = f"weights = {cluster.weights}" if cluster.sends_directly else "placement = colocate"
+            raise ValueError(f"cluster.{what} needs engine.type = vllm and model.device = cuda")
+
     def _possible_remote(self) -> None:
         """Engines and rollout workers as processes of their own."""
         asked = "cluster.num_engines, num_rollout_workers and weights"
-        if self.model.lora is not None:
-            raise ValueError(f"{asked} send whole weights: without model.lora")
-        if self.model.device != "cpu":
-            raise ValueError(f"{asked} are for model.device = cpu so far")
         if not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError(f"{asked} have nothing to train here")
         if (

@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -204,17 +205,7 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"cannot load model {name!r}: {reason}"[:500]) from error
-    if tokenizer.chat_template is None:
-        raise ModelError(f"model {name!r} has no chat template; use an instruct model")
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    closing = ChatRenderer(tokenizer).closing  # a base model's EOS is another one
-    ends = {
-        tokenizer.eos_token_id,
-        closing.token_id,
-        *(configured if isinstance(configured, list) else [configured]),
-    } - {None}
-    if not ends and not closing.stop:
-        raise ModelError(f"model {name!r} declares no end-of-turn id")
+    ends, texts = turn_ends(name, tokenizer, model.generation_config)
     context_length = longest_context(model.config, name)
     # its annotation hides the argument
     moved: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]
@@ -224,11 +215,31 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
         model=moved,
         tokenizer=tokenizer,
         context_length=context_length,
-        eos_token_ids=frozenset(ends),
-        eos_texts=closing.stop,
+        eos_token_ids=ends,
+        eos_texts=texts,
     )
     _check(loaded, name)
     return loaded
+
+
+def turn_ends(
+    name: str, tokenizer: PreTrainedTokenizerBase, configured: GenerationConfig | None
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Ids that end a turn, and what does where the chat template closes one with ordinary tokens. Raises
+    ModelError for a model without a chat template, and for one whose turns never end.
+    """
+    if tokenizer.chat_template is None:
+        raise ModelError(f"model {name!r} has no chat template; use an instruct model")
+    given = configured.eos_token_id if configured else None
+    closing = ChatRenderer(tokenizer).closing  # a base model's EOS is another one
+    ends = {
+        tokenizer.eos_token_id,
+        closing.token_id,
+        *(given if isinstance(given, list) else [given]),
+    } - {None}
+    if not ends and not closing.stop:
+        raise ModelError(f"model {name!r} declares no end-of-turn id")
+    return frozenset(ends), closing.stop
 
 
 @torch.no_grad()

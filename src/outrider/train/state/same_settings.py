@@ -30,12 +30,14 @@ FREE: Final = {
     "environment.python.num_servers", "engine.memory", "trackers",
     "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
     "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights", "cluster.max_restarts",
+    "cluster.placement",
 }  # fmt: skip
 # The same numbers in exact arithmetic: what is added in which order, and on what.
 ROUNDING: Final = {
     "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent",
     "environment.num_workers", "update.max_tokens", "update.checkpoint_activations",
-    "cluster.num_trainers", "cluster.num_engines",
+    "update.attention",
+    "cluster.num_trainers", "cluster.num_engines", "cluster.tensor_parallel",
 }  # fmt: skip
 UNSEEN: Final = {
     **dict.fromkeys(FREE, "moves no number"),
