@@ -108,7 +108,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         ({"cluster": {"max_staleness": 2}}, "needs in_flight"),
         ({"cluster": {"tensor_parallel": 2}}, "tensor_parallel needs engines in processes of their own"),
         ({"cluster": {"tensor_parallel": 2, "weights": "store"}}, "needs engine.type = vllm"),
-        ({"cluster": {"in_flight": True}}, "in_flight is false so far"),
+        ({"cluster": {"in_flight": True}}, "in_flight needs max_staleness of at least 1"),
         ({"cluster": {"num_trainers": 2}, "model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
         ({"cluster": {"num_trainers": 0}}, "greater than or equal to 1"),
     ],
