@@ -127,7 +127,13 @@ class ShardedLearner:
 
 
 def _loaded(settings: RunSettings) -> LanguageModel:
-    model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
+    chosen = settings.model
+    model = load_model(chosen.name, precision=chosen.precision, device=chosen.device, forward=chosen.forward)
+    if model.unpacked is not None:
+        raise ConfigError(
+            f"cluster.num_trainers = {settings.cluster.num_trainers} needs a model that runs packed; "
+            f"{chosen.name!r} does not, because {model.unpacked.why}: set cluster.num_trainers = 1"
+        )
     model.model.requires_grad_(False)
     return model
 

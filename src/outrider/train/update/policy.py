@@ -22,12 +22,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.model import LanguageModel
+from outrider.engines.local.unpacked import passes_of
 from outrider.errors import ModelError
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
 from outrider.train.update.gradient_norm import clip, sum_of_squares
 from outrider.train.update.pack import PackedBatch
 from outrider.train.update.ranks import Alone, Ranks
-from outrider.train.update.scoring import Scoring
+from outrider.train.update.scoring import Scoring, UnpackedScoring
 from outrider.train.update.weight_files import MASTERS, OPTIMIZER, read_tensors, require_shapes
 
 
@@ -46,7 +47,8 @@ class Scorer:
         self.language_model = language_model
         self.model = language_model.model
         self.ranks: Ranks = ranks or Alone()
-        self.scoring: nn.Module = Scoring(language_model.model)
+        unpacked, model = language_model.unpacked, language_model.model
+        self.scoring: nn.Module = Scoring(model) if unpacked is None else UnpackedScoring(model, unpacked)
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
@@ -59,6 +61,13 @@ class Scorer:
         # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.
         entries = batch.token_T.to(device)
         return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
+
+    def num_computed_tokens(self, batch: PackedBatch) -> int:
+        """Tokens that :meth:`score` computes; on the unpacked path a shared one once for every sequence."""
+        unpacked = self.language_model.unpacked
+        if unpacked is None:
+            return batch.num_tokens
+        return sum(len(one.tokens) for one in passes_of(batch.plan, batch.predictors_U.tolist(), unpacked))
 
     def idle(self) -> Tensor:
         """A pass for the sake of other ranks, over two tokens; a loss of 0, which has a gradient of zeros."""
@@ -251,11 +260,17 @@ def _master(parameter: nn.Parameter) -> Tensor:
 
 def _freeze_below(model: Any, trained_layers: int) -> None:
     """Embeddings, vocabulary projection and all layers but the last ``trained_layers`` keep their weights."""
-    layers = model.base_model.layers
+    try:
+        layers, norm = model.base_model.layers, model.base_model.norm
+    except AttributeError as error:
+        raise ModelError(
+            f"model.trained_layers: {type(model).__name__} names its layers otherwise ({error}); train "
+            "all of them, or set model.lora"
+        ) from error
     if trained_layers > len(layers):
         raise ModelError(f"model.trained_layers = {trained_layers}, but the model has {len(layers)} layers")
     model.requires_grad_(False)
-    for trained in (*layers[len(layers) - trained_layers :], model.base_model.norm):
+    for trained in (*layers[len(layers) - trained_layers :], norm):
         trained.requires_grad_(True)
 
 
