@@ -160,6 +160,11 @@ def _model_folder(tags: tuple[str, ...]) -> "tempfile.TemporaryDirectory[str]":
 def save_model(folder: Path, tags: tuple[str, ...], **sizes: int) -> None:
     """The tiny model that knows the tags."""
     save_tiny_model(folder, **sizes)
+    teach(folder, tags)
+
+
+def teach(folder: Path, tags: tuple[str, ...] = TAGS) -> None:
+    """Fine-tune the model of a folder, whatever its architecture, so that it searches and answers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(tags))
     with torch.random.fork_rng():

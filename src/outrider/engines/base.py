@@ -53,7 +53,7 @@ class EngineContext:
 
 class LocalSettings(EngineSettings):
     """The model that is trained generates itself, in process. ``max_rows`` bounds the batch: more requests
-    wait their turn.
+    wait their turn (a model that runs unpacked takes them one by one).
     """
 
     is_exact: ClassVar[bool] = True

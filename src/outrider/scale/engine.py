@@ -39,8 +39,9 @@ class EngineActor:
         """Load the model; the process id, and the longest context."""
         settings = self._settings = self._recipe.settings()
         set_threads(settings.num_threads, device=settings.model.device)
+        chosen = settings.model
         self._model = load_model(
-            settings.model.name, precision=settings.model.precision, device=settings.model.device
+            chosen.name, precision=chosen.precision, device=chosen.device, forward=chosen.forward
         )
         if settings.engine.is_exact:
             choose_trained(self._model.model, lora=settings.model.lora, trained_layers=None)

@@ -154,7 +154,12 @@ class ShardedLearner:
 def _loaded(settings: RunSettings) -> tuple[LanguageModel, frozenset[str]]:
     """The copy that rollouts are played with, and the names of what trains in it."""
     given = settings.model
-    model = load_model(given.name, precision=_precision(settings), device="cpu")
+    model = load_model(given.name, precision=_precision(settings), device="cpu", forward=given.forward)
+    if model.unpacked is not None:
+        raise ConfigError(
+            f"cluster.num_trainers = {settings.cluster.num_trainers} needs a model that runs packed; "
+            f"{given.name!r} does not, because {model.unpacked.why}: set cluster.num_trainers = 1"
+        )
     choose_trained(model.model, lora=given.lora, trained_layers=given.trained_layers, seed=settings.seed)
     trained = frozenset(name for name, one in model.model.named_parameters() if one.requires_grad)
     model.model.requires_grad_(False)

@@ -7,6 +7,7 @@ from typing import Protocol, cast
 from safetensors import SafetensorError
 
 from outrider.engines.base import Engine, EngineContext
+from outrider.engines.local.choice import path_of
 from outrider.engines.local.model import load_model, resolve_precision
 from outrider.engines.local.positions import check_positions
 from outrider.errors import CheckpointError
@@ -59,6 +60,7 @@ def learner_and_renderer(
 ) -> tuple[Learner, ChatRenderer]:
     """The model with its chat template, and what a person should know of them."""
     learner = start(settings, initial=not resumed)
+    note(path_of(learner.language_model, settings.model.name))
     longest = learner.language_model.context_length
     check_positions(settings, model=settings.model.name, longest=longest, note=note, resumed=resumed)
     renderer = ChatRenderer(learner.language_model.tokenizer)
@@ -71,7 +73,8 @@ def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
     """The model with its optimiser, with the weights of ``model.initial_checkpoint`` where one is named and
     wanted.
     """
-    model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
+    chosen = settings.model
+    model = load_model(chosen.name, precision=chosen.precision, device=chosen.device, forward=chosen.forward)
     policy = Policy(
         model,
         settings.optimizer,

@@ -29,13 +29,15 @@ TrackerName: TypeAlias = Annotated[str, Name("trackers")]
 class ModelSettings(Settings):
     """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a
     run writes down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it.
-    ``trained_layers``: only the last so many layers train (None: all).
+    ``trained_layers``: only the last so many layers train (None: all). ``forward``: the path that computes
+    the model (docs/models.md); ``auto`` is packed where that is exact, else unpacked.
     """
 
     name: str = "smollm2-135m-instruct"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "cpu"
     context_length: int | None = Field(None, ge=8)
+    forward: Literal["auto", "packed", "unpacked"] = "auto"
     lora: LoraSettings | None = None
     trained_layers: int | None = Field(None, ge=1)
     initial_checkpoint: str | None = None

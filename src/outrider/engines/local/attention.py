@@ -286,7 +286,9 @@ def _forward(
 ) -> tuple[torch.Tensor, None]:
     """``sliding_window`` is among the ignored arguments: load_model keeps contexts within the window."""
     if softcap is not None or s_aux is not None:
-        raise ModelError("attention with a soft cap or sinks is not supported")
+        raise ModelError("attention has a soft cap or sinks")
+    if value.shape[-1] != key.shape[-1]:
+        raise ModelError("attention has values of another size than its keys")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return plan.attend(module, query, key, value, scale), None
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from outrider.engines.base import Engine
 from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
-from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.choice import engine_for, path_of
 from outrider.engines.local.model import resolve_precision
 from outrider.engines.local.positions import check_positions
 from outrider.evals.benchmark.grades import Played, from_collected, from_trace
@@ -93,9 +93,11 @@ class LocalPlayer:
         resolved = resolve(chosen)
         set_threads(settings.num_threads, device=resolved.device)
         loaded = load_language_model(resolved)
+        if loaded.unpacked is not None:  # slower than what was planned for
+            note(path_of(loaded, resolved.name))
         check_positions(settings, model=chosen.name, longest=loaded.context_length, note=note)
         precision = resolve_precision(resolved.precision, resolved.device)
-        engine = LocalEngine(
+        engine = engine_for(
             loaded, context_length=resolved.context_length, max_rows=settings.batch_size, on_tokens=on_tokens
         )
         identity: dict[str, Json] = {

@@ -42,6 +42,7 @@ ROUNDING: Final = {
 UNSEEN: Final = {
     **dict.fromkeys(FREE, "moves no number"),
     **dict.fromkeys(ROUNDING, "moves speed and rounding alone"),
+    "model.forward": "a run's start says which path it means",
 }
 """Why somebody who reads resolved settings need not see the default of a key."""
 # How far a run goes, and how often it is measured.

@@ -26,11 +26,17 @@ def choose_trained(
 
 def _freeze_below(model: Any, trained_layers: int) -> None:
     """Embeddings, vocabulary projection and all layers but the last ``trained_layers`` keep their weights."""
-    layers = model.base_model.layers
+    try:
+        layers, norm = model.base_model.layers, model.base_model.norm
+    except AttributeError as error:
+        raise ModelError(
+            f"model.trained_layers: {type(model).__name__} names its layers otherwise ({error}); train "
+            "all of them, or set model.lora"
+        ) from error
     if trained_layers > len(layers):
         raise ModelError(f"model.trained_layers = {trained_layers}, but the model has {len(layers)} layers")
     model.requires_grad_(False)
-    for trained in (*layers[len(layers) - trained_layers :], model.base_model.norm):
+    for trained in (*layers[len(layers) - trained_layers :], norm):
         trained.requires_grad_(True)
 
 

@@ -24,12 +24,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.flex import FlexPlan
 from outrider.engines.local.model import LanguageModel
+from outrider.engines.local.unpacked import passes_of
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
 from outrider.train.update.adapters import choose_trained, merged
 from outrider.train.update.gradient_norm import clip, sum_of_squares
 from outrider.train.update.pack import PackedBatch
 from outrider.train.update.ranks import Alone, Ranks
-from outrider.train.update.scoring import Scoring
+from outrider.train.update.scoring import Scoring, UnpackedScoring
 from outrider.train.update.weight_files import MASTERS, OPTIMIZER, read_tensors, require_shapes
 
 
@@ -50,10 +51,11 @@ class Scorer:
         self, language_model: LanguageModel, *, ranks: Ranks | None = None, uses_flex: bool = False
     ) -> None:
         self.language_model = language_model
-        self.uses_flex = uses_flex
+        self.uses_flex = uses_flex and language_model.unpacked is None
         self.model = language_model.model
         self.ranks: Ranks = ranks or Alone()
-        self.scoring: nn.Module = Scoring(language_model.model)
+        unpacked, model = language_model.unpacked, language_model.model
+        self.scoring: nn.Module = Scoring(model) if unpacked is None else UnpackedScoring(model, unpacked)
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
@@ -67,6 +69,13 @@ class Scorer:
         # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.
         entries = batch.token_T.to(device)
         return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
+
+    def num_computed_tokens(self, batch: PackedBatch) -> int:
+        """Tokens that :meth:`score` computes; on the unpacked path a shared one once for every sequence."""
+        unpacked = self.language_model.unpacked
+        if unpacked is None:
+            return batch.num_tokens
+        return sum(len(one.tokens) for one in passes_of(batch.plan, batch.predictors_U.tolist(), unpacked))
 
     def idle(self) -> Tensor:
         """A pass for the sake of other ranks, over two tokens; a loss of 0, which has a gradient of zeros."""

@@ -303,7 +303,7 @@ class _Update:
 
     def _count(self, batch: PackedBatch) -> None:
         self.report.num_scored_tokens += len(batch.targets_U)
-        self.report.num_computed_tokens += batch.num_tokens
+        self.report.num_computed_tokens += self.policy.num_computed_tokens(batch)
         self.on_batch(self.report.num_scored_tokens)
 
     def _skip(self, gaps: Sequence[Tensor], *, gate: bool) -> None:
