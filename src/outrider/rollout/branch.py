@@ -10,7 +10,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from outrider.environments.base import CopyableEnvironment, Environment, EnvironmentFactory, StepResult
+from outrider.environments.base import (
+    CopyableEnvironment,
+    Environment,
+    EnvironmentFactory,
+    StepResult,
+    turn_message,
+)
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import guarded
 from outrider.rollout.hooks import EpisodeState
@@ -49,9 +55,8 @@ class Fork:
         if prompt_text(messages) != self.prompt:
             raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
         for action, expected in zip(self.actions, self.results, strict=True):
-            result = await guarded(
-                environment.step, Message(role="assistant", content=action), timeout_s=timeout_s
-            )
+            said = turn_message(environment, action)
+            result = await guarded(environment.step, said, timeout_s=timeout_s)
             if other := _differences(result, expected):
                 raise EnvironmentFault(
                     f"a replayed prefix was answered differently ({other}): "

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from outrider.engines.chat.engine import ChatEndpoint
 from outrider.engines.chat.wire import Refusal
-from outrider.environments.base import Environment, EnvironmentFactory, StepResult
+from outrider.environments.base import Environment, EnvironmentFactory, StepResult, turn_message
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.episode import Limits
@@ -193,7 +193,7 @@ class Collector:
                 outcome = Outcome.TRUNCATED_TOKENS
                 break
             num_tokens += reply.num_tokens
-            said = Message(role="assistant", content=reply.text)
+            said = turn_message(environment, reply.text)
             self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
             result: StepResult = self._timed(environment.step, said)
             steps.append(step_of(reply.text, result))
@@ -202,10 +202,10 @@ class Collector:
                 outcome = (
                     Outcome.TRUNCATED_TOKENS if reply.truncated and result.invalid else outcome_of(result)
                 )
-            elif result.message is None:
+            elif not result.observations:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
-                conversation += [said, result.message]
+                conversation += [Message(role="assistant", content=reply.text), *result.observations]
         record = self._timed(environment.result)
         if not math.isfinite(record.episode_return):
             raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")

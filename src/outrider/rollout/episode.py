@@ -9,7 +9,7 @@ from pydantic import Field
 
 from outrider.config import Settings
 from outrider.engines.base import FinishReason, Request
-from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.environments.base import Environment, EpisodeResult, StepResult, tools_of, turn_message
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
@@ -17,10 +17,10 @@ from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
 from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.tip_splice import ask_for_reflection, show_tip
-from outrider.rollout.truncation import shortened
+from outrider.rollout.truncation import bridged
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import reset_seed, stream_seed
-from outrider.tokens import ChatRenderer, text_of
+from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step, Task
 
@@ -119,7 +119,7 @@ class EpisodeRunner:
         seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
             messages = await self._guarded(environment.reset, seed)
-            return _root(trace, self.renderer.prompt(messages), messages)
+            return _root(trace, self.renderer.prompt(messages, tools_of(environment)), messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
         return fork.last_node
 
@@ -194,7 +194,7 @@ class EpisodeRunner:
 
     async def _act(self, state: EpisodeState, action: str) -> StepResult:
         self._at(state, "an environment's step")
-        result = await self._guarded(state.environment.step, Message(role="assistant", content=action))
+        result = await self._guarded(state.environment.step, turn_message(state.environment, action))
         if not math.isfinite(result.reward):
             raise EnvironmentFault(f"the environment gave a step reward of {result.reward}")
         state.actions.append(action)
@@ -212,11 +212,12 @@ class EpisodeRunner:
 
     async def _generate(self, state: EpisodeState, room: int) -> tuple[FinishReason, str]:
         self._at(state, "the wait for a batch")
+        context = state.trace.token_ids(state.last_node.node_id)
         generation = await self.batcher.generate(
             Request(
                 # Padded: batches are ordered by this text.
                 request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}",
-                token_ids=state.trace.token_ids(state.last_node.node_id),
+                token_ids=context,
                 max_tokens=room,
                 seed=stream_seed(
                     self.run_seed, "sample", self.training_step, state.task.key, state.rollout, state.turn
@@ -226,10 +227,8 @@ class EpisodeRunner:
                 cache_key=f"{state.task.key}/{state.rollout}",
             )
         )
-        text = text_of(self.renderer.tokenizer, generation.token_ids, skip_special_tokens=True)
-        # Where a template closes turns with ordinary tokens, decoding shows them as text.
-        if generation.finish_reason is FinishReason.EOS:
-            text = self.renderer.closing.cut(text)
+        is_closed = generation.finish_reason is FinishReason.EOS
+        text = self.renderer.turn_text(generation.token_ids, context=context, is_closed=is_closed)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id,
             origin=Origin.POLICY,
@@ -255,12 +254,13 @@ class EpisodeRunner:
             # unreadable because it was cut, not because it is wrong
             cut = finish is FinishReason.LENGTH and result.invalid
             return Outcome.TRUNCATED_TOKENS if cut else _ended(result)
-        if result.message is None:
+        observations = result.observations
+        if not observations:
             raise EnvironmentFault("the environment neither answered nor ended the episode")
-        if finish is FinishReason.EOS and result.message.role == "inline":
+        if finish is FinishReason.EOS and observations[0].role == "inline":
             return Outcome.INVALID  # the policy closed the one assistant message that the protocol has
         appended = self._append(
-            state, Origin.ENVIRONMENT, result.message, self.limits.max_observation_tokens, {}
+            state, Origin.ENVIRONMENT, observations, self.limits.max_observation_tokens, {}
         )
         return None if appended else Outcome.TRUNCATED_TOKENS
 
@@ -293,7 +293,7 @@ class EpisodeRunner:
             return
         limit = self.limits.max_splice_tokens
         if not self._append(
-            state, splice.origin, message_of(splice), limit, dict(splice.metadata), room=room
+            state, splice.origin, [message_of(splice)], limit, dict(splice.metadata), room=room
         ):
             state.num_splices_dropped += 1
         elif splice.step is not None:
@@ -303,7 +303,7 @@ class EpisodeRunner:
         self,
         state: EpisodeState,
         origin: Origin,
-        message: Message,
+        messages: Sequence[Message],
         limit: int,
         metadata: dict[str, object],
         *,
@@ -314,11 +314,13 @@ class EpisodeRunner:
 
         A cut at the limit is marked in the text and on the node; it is never silent.
         """
-        ids = self.renderer.bridge(state.trace.token_ids(state.last_node.node_id), [message])
-        kept, num_cut = shortened(ids, limit, renderer=self.renderer)
+        context = state.trace.token_ids(state.last_node.node_id)
+        kept, num_cut = bridged(context, messages, limit, renderer=self.renderer)
         if len(kept) > self._left(state) - room:
             return False
         metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
+        text = "\n".join(message.content for message in messages)
+        message = Message(role=messages[0].role, content=text)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id, origin=origin, token_ids=kept, message=message, metadata=metadata
         )

@@ -2,11 +2,32 @@
 cut is marked.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from outrider.tokens import ChatRenderer, text_of
 from outrider.types import Message
 
 CUT_MARK = " [...] "
 _NUM_KEPT_AT_END = 24  # tokens: they close tags and messages and open the assistant's turn
+
+
+def bridged(
+    context: Sequence[int], messages: Sequence[Message], limit: int, *, renderer: ChatRenderer
+) -> tuple[tuple[int, ...], int]:
+    """At most ``limit`` ids that put the messages behind the context, and how many were cut.
+
+    Of several messages each loses its own middle, with an equal share of what there is, so that the
+    template's words between them stay.
+    """
+    ids = renderer.bridge(context, messages)
+    if len(messages) == 1 or len(ids) <= limit:
+        return shortened(ids, limit, renderer=renderer)
+    lengths = [len(renderer.bridge((), [Message(role="inline", content=m.content)])) for m in messages]
+    share = max(0, limit - (len(ids) - sum(lengths))) // len(messages)
+    cut = [replace(m, content=shortened_text(m.content, share, renderer=renderer)) for m in messages]
+    kept, _ = shortened(renderer.bridge(context, cut), limit, renderer=renderer)
+    return kept, len(ids) - len(kept)
 
 
 def shortened(ids: tuple[int, ...], limit: int, *, renderer: ChatRenderer) -> tuple[tuple[int, ...], int]:

@@ -1,6 +1,6 @@
 """The whole configuration of a run: one tree, checked as one, before anything is written."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -28,7 +28,8 @@ TrackerName: TypeAlias = Annotated[str, Name("trackers")]
 class ModelSettings(Settings):
     """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a
     run writes down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it.
-    ``trained_layers``: only the last so many layers train (None: all).
+    ``trained_layers``: only the last so many layers train (None: all). ``template_kwargs`` are variables of
+    the chat template, such as ``{enable_thinking = false}``.
     """
 
     name: str = "smollm2-135m-instruct"
@@ -38,6 +39,7 @@ class ModelSettings(Settings):
     lora: LoraSettings | None = None
     trained_layers: int | None = Field(None, ge=1)
     initial_checkpoint: str | None = None
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class BufferSettings(Settings):
