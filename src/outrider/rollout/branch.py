@@ -43,6 +43,7 @@ class Fork:
     last_result: StepResult | None
     branch_streak: int
     environment: CopyableEnvironment | None
+    conversation: tuple[Message, ...] = ()
 
     async def restore(self, environment: Environment, *, reset_seed: int, timeout_s: float) -> None:
         """Bring a fresh environment to this point by replaying; a copy is there already.
@@ -72,6 +73,7 @@ class Fork:
         )
         state.steps, state.actions, state.results = list(self.steps), list(self.actions), list(self.results)
         state.branch_streak, state.is_forked = self.branch_streak, True
+        state.conversation = self.conversation
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
@@ -109,6 +111,7 @@ async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
         last_result=state.last_result,
         branch_streak=state.branch_streak,
         environment=copy,
+        conversation=state.conversation,
     )
 
 

@@ -15,6 +15,7 @@ from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
+from outrider.rollout.rerendering import rendered_again
 from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.tip_splice import ask_for_reflection, show_tip
 from outrider.rollout.truncation import bridged
@@ -82,6 +83,7 @@ class EpisodeRunner:
         records it.
         """
         self.whereabouts.at(f"{task.key}/{rollout}", "the start of its environment")
+        last_node, opening = await self._begin(task, trace, environment, fork)
         state = EpisodeState(
             task=task,
             trace=trace,
@@ -90,7 +92,8 @@ class EpisodeRunner:
             training_step=self.training_step,
             rollout=rollout,
             mode=mode,
-            last_node=await self._begin(task, trace, environment, fork),
+            last_node=last_node,
+            conversation=opening,
         )
         if fork is not None:
             fork.continue_in(state)
@@ -114,14 +117,19 @@ class EpisodeRunner:
             num_reflection_tokens=num_reflection_tokens,
         )
 
-    async def _begin(self, task: Task, trace: Trace, environment: Environment, fork: Fork | None) -> Node:
-        """The environment where the rollout begins, and the node that its first turn hangs under."""
+    async def _begin(
+        self, task: Task, trace: Trace, environment: Environment, fork: Fork | None
+    ) -> tuple[Node, tuple[Message, ...]]:
+        """Bring the environment to where the rollout begins: the node that its first turn hangs under, and the
+        conversation before it.
+        """
         seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
             messages = await self._guarded(environment.reset, seed)
-            return _root(trace, self.renderer.prompt(messages, tools_of(environment)), messages)
+            ids = self.renderer.prompt(messages, tools_of(environment))
+            return _root(trace, ids, messages), tuple(messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
-        return fork.last_node
+        return fork.last_node, fork.conversation
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:
@@ -259,9 +267,11 @@ class EpisodeRunner:
             raise EnvironmentFault("the environment neither answered nor ended the episode")
         if finish is FinishReason.EOS and observations[0].role == "inline":
             return Outcome.INVALID  # the policy closed the one assistant message that the protocol has
-        appended = self._append(
-            state, Origin.ENVIRONMENT, observations, self.limits.max_observation_tokens, {}
-        )
+        limit = self.limits.max_observation_tokens
+        if self.renderer.history_thinking == "strip":
+            appended = self._append_again(state, observations, limit)
+        else:
+            appended = self._append(state, Origin.ENVIRONMENT, observations, limit, {})
         return None if appended else Outcome.TRUNCATED_TOKENS
 
     async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
@@ -319,12 +329,32 @@ class EpisodeRunner:
         if len(kept) > self._left(state) - room:
             return False
         metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
-        text = "\n".join(message.content for message in messages)
-        message = Message(role=messages[0].role, content=text)
         state.last_node = state.trace.append(
-            parent=state.last_node.node_id, origin=origin, token_ids=kept, message=message, metadata=metadata
-        )
+            parent=state.last_node.node_id, origin=origin, token_ids=kept, message=_as_one(messages),
+            metadata=metadata,
+        )  # fmt: skip
         state.num_response_tokens += len(kept)
+        return True
+
+    def _append_again(self, state: EpisodeState, observations: Sequence[Message], limit: int) -> bool:
+        """As :meth:`_append`, with the conversation rendered again: its context may begin anew."""
+        context = state.trace.token_ids(state.last_node.node_id)
+        seen = rendered_again(
+            context, state.conversation, state.last_node.message.content, observations,
+            tools=tools_of(state.environment), limit=limit, renderer=self.renderer,
+        )  # fmt: skip
+        used = len(seen.token_ids) + (0 if seen.restarts else len(context))
+        left = self.limits.max_response_tokens - state.num_response_tokens - seen.num_observed
+        if min(left, self.batcher.engine.context_length - used) < 1:
+            return False
+        metadata = {"num_tokens_cut": seen.num_cut, "rollout": state.rollout}
+        state.last_node = state.trace.append(
+            parent=state.last_node.node_id, origin=Origin.ENVIRONMENT, token_ids=seen.token_ids,
+            message=_as_one(observations), restarts=seen.restarts,
+            metadata=metadata | ({"restarts": True} if seen.restarts else {}),
+        )  # fmt: skip
+        state.conversation = seen.conversation
+        state.num_response_tokens += seen.num_observed
         return True
 
     def _at(self, state: EpisodeState, place: str) -> None:
@@ -338,6 +368,12 @@ def _ended(result: StepResult) -> Outcome:
     if result.truncated:
         return Outcome.TRUNCATED_TURNS
     return Outcome.INVALID if result.invalid else Outcome.FINISHED
+
+
+def _as_one(messages: Sequence[Message]) -> Message:
+    """Several messages as their node holds them."""
+    text = "\n".join(message.content for message in messages)
+    return Message(role=messages[0].role, content=text)
 
 
 def _root(trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message]) -> Node:

@@ -14,7 +14,7 @@ from outrider.tokens.abilities import Abilities
 from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
 from outrider.tokens.closing import TurnClosing, WrittenClosing
 from outrider.tokens.conversation import ChatWriter
-from outrider.tokens.parsed import ParsedTurn, opened_thinking
+from outrider.tokens.parsed import ParsedTurn, opened_thinking, split_thinking
 from outrider.tokens.template import ANSWERED, ASKED, MARK, Chat, Template
 from outrider.tokens.tokenizer import Tokenizer, text_of
 from outrider.types import Message, Role, ToolSchema
@@ -142,6 +142,16 @@ class ChatRenderer:
     ) -> ParsedTurn:
         """See :meth:`outrider.tokens.renderer.Renderer.parse`."""
         return read_turn(self.turn_text(token_ids, context=context), self.call_format, tools)
+
+    def message_of(self, text: str, tools: Sequence[ToolSchema]) -> Message:
+        """A turn as a message of the history; calls that cannot be read stay in its words."""
+        turn = read_turn(text, self.call_format, tools)
+        if turn.problems:
+            reasoning, words, _ = split_thinking(text)
+            return Message(role="assistant", content=words, reasoning=reasoning)
+        return Message(
+            role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=turn.tool_calls
+        )
 
     def turn_text(self, token_ids: Sequence[int], *, context: Sequence[int], is_closed: bool = True) -> str:
         """The text of a turn with what the template has opened for it (``<think>``), without its closing.

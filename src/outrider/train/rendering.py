@@ -20,6 +20,7 @@ def make_renderer(
         template_kwargs=model.template_kwargs,
         call_format=None if environment is None else environment.call_format,
         observations=() if environment is None else observation_roles(environment),
+        history_thinking=model.history_thinking,
     )
 
 

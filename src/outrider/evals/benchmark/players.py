@@ -105,6 +105,8 @@ class LocalPlayer:
         }  # fmt: skip
         if resolved.template_kwargs:
             identity["template_kwargs"] = resolved.template_kwargs
+        if resolved.history_thinking != "keep":
+            identity["history_thinking"] = resolved.history_thinking
         return cls(engine=engine, identity=identity, settings=settings)
 
     def play(self, panel: PlayedPanel, store: PanelStore, record: Record) -> None:
