@@ -24,10 +24,9 @@ from outrider.types import Message, Outcome
 from tests.rollout.fakes import Factory, Fake, say, tasks
 from tests.templates_of_families import FAMILIES, byte_tokenizer
 
-TURNS = (
-    "<think>\nfirst\n</think>\n\nlook",
-    "<think>\nsecond\n</think>\n\ntake",
-    "<think>\nlast\n</think>\n\nend",
+TURNS = tuple(
+    f"<think>\n{thought}\n</think>\n\n{said}"
+    for thought, said in (("first", "look"), ("second", "take"), ("last", "end"))
 )
 
 
@@ -122,7 +121,7 @@ def test_samples_share_the_advantage_and_the_rollout_counts_once() -> None:
 
 def test_budgets_hold() -> None:
     """The response counts what was written and observed; the context, what is rendered."""
-    trace, _, _ = play("qwen3", limits=Limits(step_timeout_s=60, max_turn_tokens=60, max_response_tokens=100))
+    trace, _, _ = play("qwen3", limits=Limits(step_timeout_s=60, max_turn_tokens=60, max_response_tokens=70))
     assert {leaf.outcome for leaf in trace.leaves.values()} == {Outcome.TRUNCATED_TOKENS}
     long = [f"{text} {'x' * 200}" for text in TURNS]
     trace, _, _ = play("qwen3", turns=long, context_length=450)

@@ -120,8 +120,8 @@ class EpisodeRunner:
     async def _begin(
         self, task: Task, trace: Trace, environment: Environment, fork: Fork | None
     ) -> tuple[Node, tuple[Message, ...]]:
-        """Bring the environment to where the rollout begins: the node that its first turn hangs under, and the
-        conversation before it.
+        """Bring the environment to where the rollout begins; the node of its first context, and the
+        conversation that it is of.
         """
         seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
