@@ -173,6 +173,10 @@ class EndpointPlayer:
             "endpoint_model": found.model,
             "continues_messages": found.continues_messages,
         }
+        if found.template_kwargs:
+            identity["template_kwargs"] = found.template_kwargs
+        if found.history_thinking != "keep":
+            identity["history_thinking"] = found.history_thinking
         return cls(endpoint=ChatEndpoint(found), identity=identity, settings=settings)
 
     def play(self, panel: PlayedPanel, store: PanelStore, record: Record) -> None:
