@@ -20,7 +20,39 @@ from tests.tiny import save_tiny_model
 
 Protocol = Literal["tags", "hermes"]
 PLACES: Final = ("hill", "lake", "wood", "port")
-THINGS: Final = ("lamp", "ship", "ring", "coin", "bell", "drum")
+THINGS: Final = (
+    "lamp",
+    "ship",
+    "ring",
+    "coin",
+    "bell",
+    "drum",
+    "book",
+    "cart",
+    "door",
+    "fork",
+    "gate",
+    "harp",
+    "iron",
+    "jar",
+    "key",
+    "lock",
+    "map",
+    "nail",
+    "oar",
+    "pen",
+    "quilt",
+    "rope",
+    "sail",
+    "tent",
+    "urn",
+    "vase",
+    "wheel",
+    "yarn",
+    "axe",
+    "bow",
+)
+NUM_HELD_OUT: Final = 6  # of the things, whose places nobody can have learned by heart
 HEAD: Final = '{"name": "search", "arguments": {"query": "'
 PIECES: Final = (
     "<tool_call>", "</tool_call>", HEAD, '"}}', "<search>", "</search>", "<answer>", "</answer>", "<result>",
@@ -52,7 +84,7 @@ max_invalid = 1
 search = {{ top_k = 1 }}
 reward = {{ answer = "em", require_think = false, require_boxed = true, format_penalty = 0.0 }}
 train = {{ path = "{root}/tasks.jsonl" }}
-test = {{ path = "{root}/tasks.jsonl" }}
+test = {{ path = "{root}/held_out.jsonl" }}
 [algorithm]
 type = "grpo"
 group_size = 8
@@ -123,8 +155,10 @@ def write(root: Path, protocol: Protocol, *, num_steps: int, seed: int = 0) -> P
     """Model, questions, corpus and recipe below ``root``; returns the recipe."""
     root.mkdir(parents=True, exist_ok=True)
     save_model(root / "model", protocol)
-    facts = [(thing, PLACES[number % len(PLACES)]) for number, thing in enumerate(THINGS)]
-    lines(root / "tasks.jsonl", [{"question": f"Where is the {t}?", "answer": p} for t, p in facts])
+    facts = [(thing, PLACES[number * 7 % 11 % len(PLACES)]) for number, thing in enumerate(THINGS)]
+    asked = [{"question": f"Where is the {t}?", "answer": p} for t, p in facts]
+    lines(root / "tasks.jsonl", asked[:-NUM_HELD_OUT])
+    lines(root / "held_out.jsonl", asked[-NUM_HELD_OUT:])
     lines(root / "corpus.jsonl", [{"id": t, "title": t, "text": p} for t, p in facts])
     recipe = root / "recipe.toml"
     recipe.write_text(RECIPE.format(root=root, protocol=protocol, num_steps=num_steps, seed=seed))
@@ -135,7 +169,7 @@ def lines(path: Path, rows: Sequence[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def save_model(folder: Path, protocol: Protocol, *, num_steps: int = 200) -> None:
+def save_model(folder: Path, protocol: Protocol, *, num_steps: int = 300) -> None:
     """The tiny random model, fine-tuned on the mixture."""
     save_tiny_model(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
