@@ -1,8 +1,8 @@
 """A tool to call by tag or natively, and a tiny real model that does it half of the time.
 
 Both protocols have the same harness: the same questions and tool, and a model fine-tuned for seconds on the
-same mixture of turns. To a question it calls the tool, calls it wrongly, or guesses one of four places; after
-a result it copies the place. What is left to learn is to call, and to call so that it can be read.
+same mixture of turns. To a question it calls the tool, calls it wrongly, or gives up; after a result it
+copies the place. What is left to learn is to call, and to call so that it can be read.
 """
 
 import json
@@ -20,39 +20,7 @@ from tests.tiny import save_tiny_model
 
 Protocol = Literal["tags", "hermes"]
 PLACES: Final = ("hill", "lake", "wood", "port")
-THINGS: Final = (
-    "lamp",
-    "ship",
-    "ring",
-    "coin",
-    "bell",
-    "drum",
-    "book",
-    "cart",
-    "door",
-    "fork",
-    "gate",
-    "harp",
-    "iron",
-    "jar",
-    "key",
-    "lock",
-    "map",
-    "nail",
-    "oar",
-    "pen",
-    "quilt",
-    "rope",
-    "sail",
-    "tent",
-    "urn",
-    "vase",
-    "wheel",
-    "yarn",
-    "axe",
-    "bow",
-)
-NUM_HELD_OUT: Final = 6  # of the things, whose places nobody can have learned by heart
+THINGS: Final = ("lamp", "ship", "ring", "coin", "bell", "drum")
 HEAD: Final = '{"name": "search", "arguments": {"query": "'
 PIECES: Final = (
     "<tool_call>", "</tool_call>", HEAD, '"}}', "<search>", "</search>", "<answer>", "</answer>", "<result>",
@@ -84,7 +52,7 @@ max_invalid = 1
 search = {{ top_k = 1 }}
 reward = {{ answer = "em", require_think = false, require_boxed = true, format_penalty = 0.0 }}
 train = {{ path = "{root}/tasks.jsonl" }}
-test = {{ path = "{root}/held_out.jsonl" }}
+test = {{ path = "{root}/tasks.jsonl" }}
 [algorithm]
 type = "grpo"
 group_size = 8
@@ -130,7 +98,7 @@ def answer(protocol: Protocol, place: str) -> str:
 
 
 def examples(protocol: Protocol) -> list[Example]:
-    """The mixture: of four turns to a question one calls, one calls wrongly and two guess."""
+    """The mixture: of four turns to a question one calls, one calls wrongly and two give up."""
     told = "" if protocol == "tags" else "<|im_start|>system\nsearch\n<|im_end|>\n"
     end = "" if protocol == "tags" else "<|im_end|>"
     found: list[Example] = []
@@ -144,7 +112,7 @@ def examples(protocol: Protocol) -> list[Example]:
                 else f"<|im_end|>\n<|im_start|>tool\n{result}<|im_end|>\n<|im_start|>assistant\n"
             )
             first = [call(protocol, thing), call(protocol, thing, good=False)]
-            first += [answer(protocol, place)] * 2
+            first += [answer(protocol, "none")] * 2
             found += [Example(context=asked, turn=turn + end) for turn in first]
             after = asked + call(protocol, thing) + seen
             found += [Example(context=after, turn=answer(protocol, place) + end)] * 4
@@ -155,10 +123,8 @@ def write(root: Path, protocol: Protocol, *, num_steps: int, seed: int = 0) -> P
     """Model, questions, corpus and recipe below ``root``; returns the recipe."""
     root.mkdir(parents=True, exist_ok=True)
     save_model(root / "model", protocol)
-    facts = [(thing, PLACES[number * 7 % 11 % len(PLACES)]) for number, thing in enumerate(THINGS)]
-    asked = [{"question": f"Where is the {t}?", "answer": p} for t, p in facts]
-    lines(root / "tasks.jsonl", asked[:-NUM_HELD_OUT])
-    lines(root / "held_out.jsonl", asked[-NUM_HELD_OUT:])
+    facts = [(thing, PLACES[number % len(PLACES)]) for number, thing in enumerate(THINGS)]
+    lines(root / "tasks.jsonl", [{"question": f"Where is the {t}?", "answer": p} for t, p in facts])
     lines(root / "corpus.jsonl", [{"id": t, "title": t, "text": p} for t, p in facts])
     recipe = root / "recipe.toml"
     recipe.write_text(RECIPE.format(root=root, protocol=protocol, num_steps=num_steps, seed=seed))
