@@ -10,7 +10,9 @@ import pytest
 from outrider.cli import main
 from tests.tiny import save_tiny_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "start" / "own_environment.md"
+START = Path(__file__).parents[2] / "docs" / "start"
+PAGE = START / "own_environment.md"
+FUNCTIONS = START / "own_functions.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 # The page's own model takes minutes; its other settings are what it says.
 SMALL = ("num_threads=1", "model.precision=float32", "train.num_steps=2", "algorithm.group_size=4")
@@ -43,6 +45,29 @@ def test_the_page_does_what_it_says(
     printed = capsys.readouterr().out
     assert 'type = "guess:Guess"  # recipe' in printed and "rapo" in printed
     assert (tmp_path / "runs" / "grpo" / "report.html").exists(), printed[-2000:]
+
+
+def test_the_page_of_functions_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(save_tiny_model(tmp_path / "model", context=4096))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    blocks = BLOCK.findall(FUNCTIONS.read_text(encoding="utf-8"))
+    assert [kind for kind, *_ in blocks] == ["python", "python", "json", "toml", "sh"]
+    for kind, title, body in blocks:
+        if title:
+            Path(title).write_text(body, encoding="utf-8")
+        elif kind == "sh":
+            run_shell(body, model)
+        else:
+            exec(compile(body, str(FUNCTIONS), "exec"), {"__name__": "tutorial"})
+    sys.modules.pop("my_tools", None)
+    printed = capsys.readouterr().out
+    assert "['a', 'b']" in printed and "3.0" in printed and "Write <multiply>" in printed
+    for run in ("tags", "native"):
+        assert (tmp_path / "runs" / run / "report.html").exists(), printed[-2000:]
+    assert 'protocol = "hermes"' in (tmp_path / "runs" / "native" / "config.toml").read_text()
 
 
 def test_the_expert_finds_every_number_in_its_turns(tmp_path: Path) -> None:

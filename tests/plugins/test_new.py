@@ -5,10 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.cli import main
+from outrider.config import load_settings
+from outrider.environments.base import turn_message
+from outrider.environments.families import make_family
+from outrider.train.settings import RunSettings
 from tests.plugins.packages import install
 from tests.tiny import save_tiny_model
 
@@ -88,3 +93,19 @@ def test_a_name_or_a_folder_that_cannot_be_is_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert told in line
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "taken"]
+
+
+def test_new_functions_are_tools_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "functions", "word-tools"]) == 0
+    monkeypatch.syspath_prepend(str(tmp_path / "word-tools" / "src"))
+    names: dict[str, Any] = {}
+    exec((tmp_path / "word-tools" / "tests" / "test_word_tools.py").read_text(encoding="utf-8"), names)
+    names["test_the_contract"]()
+    settings = load_settings(RunSettings, file=tmp_path / "word-tools" / "recipe.toml")
+    family = make_family(settings.environment)
+    environment = family.make()(family.tasks("train")[0])
+    environment.reset(0)
+    said = turn_message(environment, "<count_words>the quick brown fox</count_words>")
+    assert "\n4\n" in environment.step(said).text
+    sys.modules.pop("word_tools", None)

@@ -19,8 +19,10 @@ from outrider.printing import say
 _KINDS: Final[Mapping[str, Kind]] = {
     "environment": "environments",
     "tool": "tools",
+    "functions": "tools",
     "algorithm": "algorithms",
 }
+_FUNCTION: Final = "count_words"  # of the functions the one that the package's short name stands for
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
 
@@ -58,7 +60,9 @@ def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str
     values = {
         "name": name,
         "package": package,
-        "class_name": "".join(word.capitalize() for word in words) + kind.capitalize(),
+        "class_name": _FUNCTION
+        if kind == "functions"
+        else "".join(word.capitalize() for word in words) + kind.capitalize(),
         "tag": package,
         "group": _KINDS[kind],
         "kind": kind,
@@ -78,6 +82,6 @@ def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str
         f"tests/test_{package}.py": f"test_{kind}.j2",
         "recipe.toml": f"recipe_{kind}.j2",
     }
-    if kind == "tool":
+    if kind in ("tool", "functions"):
         chosen["questions.jsonl"] = "questions.j2"
     return {path: templates.get_template(template).render(values) for path, template in chosen.items()}

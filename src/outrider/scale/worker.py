@@ -24,9 +24,9 @@ from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.engine import RemoteEngine
 from outrider.scale.flight_worker import FlightEngine, Room
 from outrider.scale.recipe import Recipe
-from outrider.tokens import ChatRenderer
 from outrider.train.building import make_algorithm
 from outrider.train.components import Components, token_counter
+from outrider.train.rendering import make_renderer
 from outrider.train.update.policy import set_threads
 from outrider.types import Task
 
@@ -120,7 +120,8 @@ class RolloutWorker:
         settings = self._settings = given.recipe.settings()
         self._given = given
         set_threads(settings.num_threads, device="cpu")
-        self._renderer = ChatRenderer(AutoTokenizer.from_pretrained(resolve_model(settings.model.name)))
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model.name))
+        self._renderer = make_renderer(tokenizer, settings.model, settings.environment)
         self._family = make_family(settings.environment)
         self._factory = self._family.make()
         self._buffer: StepTraceBuffer | None = None

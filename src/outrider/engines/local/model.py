@@ -286,7 +286,7 @@ def turn_ends(
     if tokenizer.chat_template is None:
         raise ModelError(f"model {name!r} has no chat template; use an instruct model")
     given = configured.eos_token_id if configured else None
-    closing = ChatRenderer(tokenizer).closing  # a base model's EOS is another one
+    closing = ChatRenderer(tokenizer, observations=()).closing  # a base model's EOS is another one
     ends = {
         tokenizer.eos_token_id,
         closing.token_id,

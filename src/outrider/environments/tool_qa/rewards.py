@@ -4,7 +4,7 @@ string.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,9 @@ from outrider.environments.grading.answers import (
 from outrider.environments.grading.math_answers import Verdict, compare_all
 from outrider.environments.tool_qa.reward_judge import RewardJudgeSettings
 from outrider.environments.tool_qa.tag_protocol import Answer, Turn, format_fault, parse_action
+
+Judged: TypeAlias = Callable[[str], bool]
+"""A judge's verdict on a prediction; raises what it raises."""
 
 
 class RewardConfig(Settings):
@@ -71,14 +74,9 @@ def score_turns(
     tools: Sequence[str],
     config: RewardConfig,
     *,
-    judged: Callable[[str], bool] | None = None,
+    judged: Judged | None = None,
 ) -> Score:
-    """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use.
-
-    Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
-    above 0. ``judged`` is the judge's verdict on a prediction, asked for a good format alone; raises what it
-    raises.
-    """
+    """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use."""
     fault = (
         "no turn"
         if not turns
@@ -87,6 +85,24 @@ def score_turns(
         )
     )
     prediction = _prediction(turns[-1].text, tools) if turns else ""
+    num_tools = len({turn.executed_tool for turn in turns} - {None})
+    return score_answer(prediction, answers, config, fault=fault, num_tools=num_tools, judged=judged)
+
+
+def score_answer(
+    prediction: str,
+    answers: Sequence[str],
+    config: RewardConfig,
+    *,
+    fault: str | None,
+    num_tools: int,
+    judged: Judged | None = None,
+) -> Score:
+    """Score what an episode answered, whose format has this ``fault``; ``num_tools`` different tools ran.
+
+    Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
+    above 0. ``judged`` is asked for a good format alone.
+    """
     em = exact_match(prediction, answers)
     f1 = f1_score(prediction, answers)
     verdicts = compare_all(prediction, answers) if config.answer == "math" else []
@@ -99,7 +115,6 @@ def score_turns(
         case _:
             is_correct = em
     correctness = f1 if config.answer == "f1" else float(is_correct)
-    num_tools = len({turn.executed_tool for turn in turns} - {None})
     bonus = config.multi_tool_bonus if num_tools >= 2 and correctness > 0 else 0.0
     return Score(
         reward=config.format_penalty if fault is not None else correctness + bonus,
@@ -114,10 +129,15 @@ def score_turns(
     )
 
 
+def answer_of(text: str) -> str:
+    """The answer in a text: its last box, else the text itself."""
+    boxed = last_boxed(text)
+    return unwrap_text(text if boxed is None else boxed)
+
+
 def _prediction(text: str, tools: Sequence[str]) -> str:
     """Answer of the last turn: its last box, else the answer's text; empty when it does not answer."""
     action = parse_action(text, tools)
     if not isinstance(action, Answer):
         return ""
-    boxed = last_boxed(action.text)
-    return unwrap_text(action.text if boxed is None else boxed)
+    return answer_of(action.text)
