@@ -10,7 +10,8 @@ import pytest
 from outrider.cli import main
 from tests.tiny import save_tiny_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "start" / "own_environment.md"
+START = Path(__file__).parents[2] / "docs" / "start"
+PAGE = START / "own_environment.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 # The page's own model takes minutes; its other settings are what it says.
 SMALL = ("num_threads=1", "model.precision=float32", "train.num_steps=2", "algorithm.group_size=4")
@@ -24,22 +25,36 @@ def run_shell(text: str, model: str) -> None:
         assert main([*arguments, *small, *(["--progress", "none"] if "--run" in arguments else [])]) == 0
 
 
-def test_the_page_does_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = str(save_tiny_model(tmp_path / "model"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert [kind for kind, *_ in blocks] == ["python", "python", "toml", "sh", "sh", "python"]
+def follow(page: Path, kinds: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do what the page says, in an empty folder."""
+    model = str(save_tiny_model(folder / "model"))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    assert [kind for kind, *_ in blocks] == kinds
     for kind, title, body in blocks:
         if title:
             Path(title).write_text(body, encoding="utf-8")
         elif kind == "sh":
             run_shell(body, model)
         else:
-            exec(compile(body, str(PAGE), "exec"), {"__name__": "tutorial"})
-    sys.modules.pop("guess", None)
+            exec(compile(body, str(page), "exec"), {"__name__": "tutorial"})
+    for name in ("guess", "lift"):
+        sys.modules.pop(name, None)
+
+
+def test_the_gymnasium_page_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gymnasium", reason="needs the extra gym")
+    follow(START / "own_gym.md", ["python", "python", "toml", "sh"], tmp_path, monkeypatch)
+    assert (tmp_path / "runs" / "arpo" / "report.html").exists(), capsys.readouterr().out[-2000:]
+
+
+def test_the_page_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    follow(PAGE, ["python", "python", "toml", "sh", "sh", "python"], tmp_path, monkeypatch)
     printed = capsys.readouterr().out
     assert 'type = "guess:Guess"  # recipe' in printed and "rapo" in printed
     assert (tmp_path / "runs" / "grpo" / "report.html").exists(), printed[-2000:]

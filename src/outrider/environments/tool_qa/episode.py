@@ -1,10 +1,10 @@
 """One tool-reasoning episode: reads policy turns, runs tools within limits, keeps the record."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
 from outrider.environments.tool_qa.call_budget import CallBudget
@@ -26,10 +26,15 @@ OVER_LIMIT = "No tool calls are left. Give the answer now."
 REPEATED = "This was asked before. Ask something else or answer."
 
 
+Verifier: TypeAlias = Callable[[Task, str], float | None]
+"""Score in [0, 1] of an answer to a task; 1 is correct, None is undecided and counts as wrong."""
+
+
 class EpisodeConfig(EnvironmentSettings):
-    """Limits and reward of a tool-reasoning episode."""
+    """Limits and reward of a tool-reasoning episode. ``has_verifier``: whether the tasks bring their own."""
 
     calls_tools: ClassVar[bool] = True
+    has_verifier: ClassVar[bool] = False
     details: ClassVar[frozenset[str]] = frozenset({"max_invalid", "repeated"})
 
     max_calls: int = Field(default=3, ge=0)
@@ -46,6 +51,12 @@ class EpisodeConfig(EnvironmentSettings):
     """Reply to a call that repeats an earlier one of the episode; either way it is counted."""
     reward: RewardConfig = RewardConfig()
 
+    @model_validator(mode="after")
+    def _verifiable(self) -> "EpisodeConfig":
+        if self.reward.answer == "verifier" and not self.has_verifier:
+            raise ValueError('reward.answer = "verifier": these tasks have no verifier of their own')
+        return self
+
 
 class ToolEnvironment:
     """Plays one task. Tools are shared with other episodes and not closed here."""
@@ -59,8 +70,10 @@ class ToolEnvironment:
         system_prompt: str,
         budget: CallBudget | None = None,
         judge: RewardJudge | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         self._judge = judge
+        self._verifier = verifier
         self._budget = budget or CallBudget(None)
         self._task = task
         self._tools = tools
@@ -135,6 +148,7 @@ class ToolEnvironment:
             system_prompt=self._system_prompt,
             budget=self._budget,
             judge=self._judge,
+            verifier=self._verifier,
         )
         twin._turns = list(self._turns)
         twin._calls, twin._num_calls = self._calls.copy(), self._num_calls.copy()
@@ -202,13 +216,14 @@ class ToolEnvironment:
         return StepResult(message=None, reward=score.reward, done=True, invalid=invalid)
 
     def _score(self, turns: Sequence[Turn]) -> Score:
-        judge = self._judge
+        judge, verifier = self._judge, self._verifier
         return score_turns(
             turns,
             self._task.answers,
             tuple(self._tools),
             self._config.reward,
             judged=None if judge is None else lambda prediction: judge.is_correct(self._task, prediction),
+            verified=None if verifier is None else lambda prediction: verifier(self._task, prediction),
         )
 
 
@@ -218,12 +233,24 @@ class ToolEnvironmentFactory:
     Raises ToolUnavailable where the reward's judge does not answer.
     """
 
-    def __init__(self, *, tools: Sequence[Tool], config: EpisodeConfig, system_prompt: str) -> None:
+    def __init__(
+        self,
+        *,
+        tools: Sequence[Tool],
+        config: EpisodeConfig,
+        system_prompt: str,
+        verifier: Verifier | None = None,
+    ) -> None:
+        self._verifier = verifier
         self._tools = {tool.name: tool for tool in tools}
         self._config = config
         self._system_prompt = system_prompt
         self._budget = CallBudget(config.max_batch_calls)
-        self._judge = make_reward_judge(config.reward.judge)
+        try:
+            self._judge = make_reward_judge(config.reward.judge)
+        except BaseException:
+            self.close()
+            raise
 
     def __call__(self, task: Task) -> ToolEnvironment:
         """A fresh environment for one episode of the task."""
@@ -234,6 +261,7 @@ class ToolEnvironmentFactory:
             system_prompt=self._system_prompt,
             budget=self._budget,
             judge=self._judge,
+            verifier=self._verifier,
         )
 
     def take_share(self, begin: int, end: int, of: int) -> None:

@@ -26,9 +26,9 @@ class RewardConfig(Settings):
 
     details: ClassVar[frozenset[str]] = frozenset({"judge", "require_boxed"})
 
-    answer: Literal["f1", "em", "math", "judge"] = "f1"
+    answer: Literal["f1", "em", "math", "judge", "verifier"] = "f1"
     """Correctness: token F1, or 0 or 1 by exact match after normalisation, by mathematical equivalence, or by
-    what the judge says.
+    what the judge says; or what the tasks' own verifier gives, in environments that have one.
     """
     judge: RewardJudgeSettings | None = None
     """The model that judges, for ``answer = "judge"``: ``judge = {endpoint = {base_url = "..."}}``."""
@@ -51,7 +51,7 @@ class RewardConfig(Settings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The reward and all that it was made from. ``fault`` is None for a good format; ``num_undecided`` counts
-    golds that could not be compared safely (math only).
+    golds that could not be compared safely (math), or an answer that a verifier could not score.
     """
 
     reward: float
@@ -72,33 +72,31 @@ def score_turns(
     config: RewardConfig,
     *,
     judged: Callable[[str], bool] | None = None,
+    verified: Callable[[str], float | None] | None = None,
 ) -> Score:
     """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use.
 
     Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
-    above 0. ``judged`` is the judge's verdict on a prediction, asked for a good format alone; raises what it
-    raises.
+    above 0. ``judged`` is the judge's verdict on a prediction, asked for a good format alone, and
+    ``verified`` the verifier's score in [0, 1], where 1 is correct; raises what they raise.
     """
-    fault = (
-        "no turn"
-        if not turns
-        else format_fault(
-            turns, tools, require_think=config.require_think, require_boxed=config.require_boxed
-        )
-    )
+    fault = _format_fault(turns, tools, config)
     prediction = _prediction(turns[-1].text, tools) if turns else ""
     em = exact_match(prediction, answers)
     f1 = f1_score(prediction, answers)
-    verdicts = compare_all(prediction, answers) if config.answer == "math" else []
     match config.answer:
         case "math":
-            is_correct = Verdict.EQUAL in verdicts
+            graded = _by_value(prediction, answers)
         case "judge":
             assert judged is not None
-            is_correct = fault is None and judged(prediction)
+            graded = _Graded(float(fault is None and judged(prediction)))
+        case "verifier":
+            assert verified is not None
+            graded = _verified(prediction, verified) if fault is None else _Graded(0.0)
         case _:
-            is_correct = em
-    correctness = f1 if config.answer == "f1" else float(is_correct)
+            graded = _Graded(float(em))
+    is_correct = graded.correctness >= 1
+    correctness = f1 if config.answer == "f1" else graded.correctness
     num_tools = len({turn.executed_tool for turn in turns} - {None})
     bonus = config.multi_tool_bonus if num_tools >= 2 and correctness > 0 else 0.0
     return Score(
@@ -110,8 +108,32 @@ def score_turns(
         f1=f1,
         contained=contains_answer(prediction, answers),
         is_correct=is_correct,
-        num_undecided=verdicts.count(Verdict.UNDECIDED),
+        num_undecided=graded.num_undecided,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Graded:
+    """Correctness in [0, 1], where 1 is correct, and how many comparisons were left open."""
+
+    correctness: float
+    num_undecided: int = 0
+
+
+def _by_value(prediction: str, answers: Sequence[str]) -> _Graded:
+    verdicts = compare_all(prediction, answers)
+    return _Graded(float(Verdict.EQUAL in verdicts), verdicts.count(Verdict.UNDECIDED))
+
+
+def _format_fault(turns: Sequence[Turn], tools: Sequence[str], config: RewardConfig) -> str | None:
+    if not turns:
+        return "no turn"
+    return format_fault(turns, tools, require_think=config.require_think, require_boxed=config.require_boxed)
+
+
+def _verified(prediction: str, verified: Callable[[str], float | None]) -> _Graded:
+    score = verified(prediction)
+    return _Graded(score or 0.0, num_undecided=int(score is None))
 
 
 def _prediction(text: str, tools: Sequence[str]) -> str:
