@@ -20,9 +20,9 @@ from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.engine import RemoteEngine
 from outrider.scale.recipe import Recipe
-from outrider.tokens import ChatRenderer
 from outrider.train.building import make_algorithm
 from outrider.train.components import Components, token_counter
+from outrider.train.rendering import make_renderer
 from outrider.train.update.policy import set_threads
 from outrider.types import Task
 
@@ -105,7 +105,8 @@ class RolloutWorker:
 
         settings = self._settings = given.recipe.settings()
         set_threads(settings.num_threads, device="cpu")
-        self._renderer = ChatRenderer(AutoTokenizer.from_pretrained(resolve_model(settings.model.name)))
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model.name))
+        self._renderer = make_renderer(tokenizer, settings.model, settings.environment)
         self._family = make_family(settings.environment)
         self._factory = self._family.make()
         buffer: StepTraceBuffer | None = None

@@ -14,6 +14,7 @@ from outrider.plugins import registry as plugins
 from outrider.tokens import ChatRenderer
 from outrider.train.components import Elsewhere
 from outrider.train.learner import Learner, LocalLearner
+from outrider.train.rendering import checked_renderer
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first, require_intact
 from outrider.train.state.checkpoint_state import STATE
@@ -51,10 +52,8 @@ def learner_and_renderer(
     learner = start(settings, initial=not resumed)
     longest = learner.language_model.context_length
     check_positions(settings, model=settings.model.name, longest=longest, note=note, resumed=resumed)
-    renderer = ChatRenderer(learner.language_model.tokenizer)
-    if not renderer.takes_system:
-        note("the chat template has no system message: a prompt's goes in front of its first user message")
-    return learner, renderer
+    tokenizer = learner.language_model.tokenizer
+    return learner, checked_renderer(tokenizer, settings.model, settings.environment, note=note)
 
 
 def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:

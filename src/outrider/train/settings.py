@@ -1,13 +1,13 @@
 """The whole configuration of a run: one tree, checked as one, before anything is written."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
 from outrider.engines.base import EngineSettings, LocalSettings
-from outrider.environments.families import EnvironmentConfig
+from outrider.environments.families import EnvironmentConfig, is_inline
 from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.episode import Limits
 from outrider.rollout.evaluate import EvaluationSettings
@@ -28,7 +28,10 @@ TrackerName: TypeAlias = Annotated[str, Name("trackers")]
 class ModelSettings(Settings):
     """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a
     run writes down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it.
-    ``trained_layers``: only the last so many layers train (None: all).
+    ``trained_layers``: only the last so many layers train (None: all). ``template_kwargs`` are variables of
+    the chat template, such as ``{enable_thinking = false}``. ``history_thinking``: whether the policy sees
+    the thinking of its earlier turns (``keep``: ids are appended only), or every turn sees the conversation
+    rendered again without it (``strip``: as servers do; one rollout may then be several samples).
     """
 
     name: str = "smollm2-135m-instruct"
@@ -38,6 +41,8 @@ class ModelSettings(Settings):
     lora: LoraSettings | None = None
     trained_layers: int | None = Field(None, ge=1)
     initial_checkpoint: str | None = None
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    history_thinking: Literal["keep", "strip"] = "keep"
 
 
 class BufferSettings(Settings):
@@ -139,6 +144,7 @@ class RunSettings(Settings):
             )
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
+        self._possible_history()
         self._possible_buffer()
         self._possible_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
@@ -147,6 +153,21 @@ class RunSettings(Settings):
         self._possible_cluster()
         self.algorithm.require_possible(self)
         return self
+
+    def _possible_history(self) -> None:
+        """Rendering again keeps what the messages hold, and no text between them."""
+        if self.model.history_thinking == "keep":
+            return
+        if is_inline(self.environment):
+            raise ValueError(
+                "model.history_thinking = strip needs turns that are messages of their own: "
+                "these episodes are one message (environment.protocol)"
+            )
+        if self.algorithm.retrieves or self.algorithm.tip_memory is not None:
+            raise ValueError(
+                f"model.history_thinking = strip leaves out what algorithm.type = {self.algorithm.type} "
+                "puts between messages: use keep"
+            )
 
     def _possible_buffer(self) -> None:
         if self.buffer.evolve and not self.algorithm.retrieves:

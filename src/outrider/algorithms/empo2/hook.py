@@ -246,9 +246,7 @@ def last_words(state: EpisodeState) -> str:
     Everything that it said before is in the chat already.
     """
     last = state.last_result
-    return (
-        f"{last.message.content}\n\n" if last and last.done and last.message and last.message.content else ""
-    )
+    return f"{last.text}\n\n" if last and last.done and last.text else ""
 
 
 def rendered_tips(tips: Sequence[Tip]) -> str:

@@ -207,7 +207,7 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
     if tokenizer.chat_template is None:
         raise ModelError(f"model {name!r} has no chat template; use an instruct model")
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    closing = ChatRenderer(tokenizer).closing  # a base model's EOS is another one
+    closing = ChatRenderer(tokenizer, observations=()).closing  # a base model's EOS is another one
     ends = {
         tokenizer.eos_token_id,
         closing.token_id,

@@ -7,8 +7,8 @@ from outrider.environments.reasoning_gym.generating import generate
 from outrider.environments.reasoning_gym.settings import SPLITS, ReasoningGymConfig, check_package
 from outrider.environments.reasoning_gym.verifying import SandboxedVerifier
 from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
+from outrider.environments.tool_qa.named_tools import load_tools, usages
 from outrider.environments.tool_qa.tag_protocol import stop_strings
-from outrider.environments.tool_qa.toolset import load_tools, usages
 from outrider.errors import DataError
 from outrider.types import Step, Task
 
@@ -48,7 +48,8 @@ class ReasoningGymFamily:
     def __init__(self, config: ReasoningGymConfig) -> None:
         """Generate nothing."""
         self.config = config
-        self.stop = stop_strings(config.tool_names())
+        # a native turn ends where the policy closes its message
+        self.stop = stop_strings(config.tool_names()) if config.call_format is None else ()
         self._splits: dict[str, tuple[Task, ...]] | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -70,8 +71,9 @@ class ReasoningGymFamily:
         """The package's own answer, without a way to it; None where it has none. Teaches the format."""
         if not task.answers:
             return None
+        answer = task.answers[0]
         box = "\\boxed{%s}" if self.config.reward.require_boxed else "%s"
-        text = f"<answer>{box % task.answers[0]}</answer>"
+        text = box % answer if self.config.call_format is not None else f"<answer>{box % answer}</answer>"
         return (Step(text=text, observation="", is_terminal=True),)
 
     def close(self) -> None:
@@ -86,6 +88,8 @@ def system_prompt(config: ReasoningGymConfig) -> str:
     thinking = (
         "Think step by step between <think> and </think>" if config.reward.require_think else "Think first"
     )
+    if config.call_format is not None:
+        return f"{thinking}. You have {config.max_calls} tool calls. Then write the final answer alone."
     lines = [
         f"{thinking}, then give the final answer between tags: <answer>{box}</answer>.",
         *usages(config.tools),

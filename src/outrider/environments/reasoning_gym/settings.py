@@ -1,15 +1,16 @@
 """Which generated reasoning tasks there are."""
 
 import importlib.util
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.tool_qa.episode import EpisodeConfig
+from outrider.environments.tool_qa.named_tools import ToolName, tool_tags
 from outrider.environments.tool_qa.rewards import RewardConfig
-from outrider.environments.tool_qa.toolset import ToolName, tool_tags
+from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import ToolUnavailable
+from outrider.tokens.calls import CallFormatName
 from outrider.tools.python import PythonToolConfig
 
 SPLITS: Final = ("train", "valid", "test")
@@ -39,6 +40,7 @@ class ReasoningGymConfig(EpisodeConfig):
     has_verifier: ClassVar[bool] = True
     details: ClassVar[frozenset[str]] = EpisodeConfig.details | {"system_prompt", "unsafe_verifier"}
 
+    type: Literal["reasoning_gym"] = "reasoning_gym"
     datasets: tuple[Annotated[Generator, BeforeValidator(_named)], ...] = Field(
         (Generator(name="chain_sum"),), min_length=1
     )
@@ -55,6 +57,8 @@ class ReasoningGymConfig(EpisodeConfig):
     """Decides the tasks. More tasks leave the first ones of ``train`` as they are (but in ``acre``)."""
     tools: tuple[ToolName, ...] = ()
     """Tools that may be called before the answer: ``["python"]``, or plug-ins. None is a single turn."""
+    protocol: Literal["tags"] | CallFormatName = "tags"
+    """How tools are called: by tags inside one message, or natively (as with ``type = "tools"``)."""
     python: PythonToolConfig = PythonToolConfig()
     reward: RewardConfig = RewardConfig(
         answer="verifier", format_penalty=0.0, require_think=False, require_boxed=False, multi_tool_bonus=0.0
@@ -71,10 +75,16 @@ class ReasoningGymConfig(EpisodeConfig):
         for one in self.datasets:
             if one.name in _REFUSED:
                 raise ValueError(f"the data set {one.name} is not possible here: {_REFUSED[one.name]}")
-        tool_tags(self.tools)
+        if not tool_tags(self.tools) and self.protocol != "tags":
+            raise ValueError("a native protocol needs tools: without any, the answer stands between tags")
         if self.reward.answer == "judge":
             raise ValueError("these tasks have a verifier of their own, and no judge")
         return self
+
+    @property
+    def call_format(self) -> CallFormatName | None:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return None if self.protocol == "tags" else self.protocol
 
     def tool_names(self) -> tuple[str, ...]:
         """Tag names, in the recipe's order."""

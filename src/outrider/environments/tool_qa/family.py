@@ -10,10 +10,12 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
-from outrider.environments.tool_qa.episode import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
+from outrider.environments.tool_qa.named_tools import ToolName, load_tools, tool_tags, usages
 from outrider.environments.tool_qa.tag_protocol import stop_strings
-from outrider.environments.tool_qa.toolset import ToolName, load_tools, tool_tags, usages
+from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import DataError
+from outrider.tokens.calls import CallFormatName
 from outrider.tools.python import PythonToolConfig
 from outrider.tools.search import SearchConfig
 from outrider.types import Step, Task
@@ -29,7 +31,13 @@ class ToolsConfig(EpisodeConfig):
     valid: DatasetConfig | None = None
     test: DatasetConfig | None = None
     tools: tuple[ToolName, ...] = ("search", "python")
-    """The tools in use: names of plug-ins, or tables such as ``{type = "my_module:MyTool", digits = 3}``."""
+    """The tools in use: names of plug-ins, Python functions (``"my_module:add"``), or tables such as
+    ``{type = "my_module:MyTool", digits = 3}``.
+    """
+    protocol: Literal["tags"] | CallFormatName = "tags"
+    """How tools are called: by the papers' tags inside one message, or natively in one of the forms that
+    model families write, with a message of the role ``tool`` for every result.
+    """
     corpus: Path | None = None
     """Passages to search: JSONL or Parquet with the columns id, title, text. Needed by the tool search."""
     pages: Path | None = None
@@ -50,6 +58,11 @@ class ToolsConfig(EpisodeConfig):
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
         return self
+
+    @property
+    def call_format(self) -> CallFormatName | None:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return None if self.protocol == "tags" else self.protocol
 
     def tool_names(self) -> tuple[str, ...]:
         """Tag names, in the recipe's order."""
@@ -72,7 +85,8 @@ class ToolsFamily:
 
     def __init__(self, config: ToolsConfig) -> None:
         self.config = config
-        self.stop = stop_strings(config.tool_names())
+        # a native turn ends where the policy closes its message
+        self.stop = stop_strings(config.tool_names()) if config.call_format is None else ()
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The rows of a split in file order; raises DataError when none is configured or the data are bad."""
@@ -106,6 +120,8 @@ def system_prompt(config: ToolsConfig) -> str:
     if config.prompt == "none":
         return ""
     box = r"\boxed{...}" if config.reward.require_boxed else "..."
+    if config.call_format is not None:
+        return _native_prompt(config, box)
     if config.prompt == "short":
         calls = " or ".join(f"<{name}>...</{name}>" for name in config.tool_names())
         return f"Think, use {calls}, then end with <answer>{box}</answer>."
@@ -119,3 +135,14 @@ def system_prompt(config: ToolsConfig) -> str:
         f"End with <answer>{box}</answer>, which holds the final answer and nothing else.",
     ]
     return "\n".join(lines)
+
+
+def _native_prompt(config: ToolsConfig, box: str) -> str:
+    """The same without the tools, of which the chat template tells."""
+    if config.prompt == "short":
+        return f"Use the tools, then answer with {box}."
+    thinking = "Put your thoughts in <think> and </think>. " if config.reward.require_think else ""
+    return (
+        f"Solve the question step by step. {thinking}You have {config.max_calls} tool calls. "
+        f"Then answer without a call; write the final answer as {box}."
+    )

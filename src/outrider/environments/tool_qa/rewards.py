@@ -4,7 +4,7 @@ string.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,11 @@ from outrider.environments.grading.answers import (
 from outrider.environments.grading.math_answers import Verdict, compare_all
 from outrider.environments.tool_qa.reward_judge import RewardJudgeSettings
 from outrider.environments.tool_qa.tag_protocol import Answer, Turn, format_fault, parse_action
+
+Judged: TypeAlias = Callable[[str], float | None]
+"""Correctness in [0, 1] of a prediction by a judge (0 or 1) or by the tasks' own verifier, where 1 is
+correct; None where a verifier could not decide. Raises what a judge raises.
+"""
 
 
 class RewardConfig(Settings):
@@ -71,33 +76,46 @@ def score_turns(
     tools: Sequence[str],
     config: RewardConfig,
     *,
-    judged: Callable[[str], bool] | None = None,
-    verified: Callable[[str], float | None] | None = None,
+    judged: Judged | None = None,
 ) -> Score:
-    """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use.
+    """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use."""
+    fault = (
+        "no turn"
+        if not turns
+        else format_fault(
+            turns, tools, require_think=config.require_think, require_boxed=config.require_boxed
+        )
+    )
+    prediction = _prediction(turns[-1].text, tools) if turns else ""
+    num_tools = len({turn.executed_tool for turn in turns} - {None})
+    return score_answer(prediction, answers, config, fault=fault, num_tools=num_tools, judged=judged)
+
+
+def score_answer(
+    prediction: str,
+    answers: Sequence[str],
+    config: RewardConfig,
+    *,
+    fault: str | None,
+    num_tools: int,
+    judged: Judged | None = None,
+) -> Score:
+    """Score what an episode answered, whose format has this ``fault``; ``num_tools`` different tools ran.
 
     Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
-    above 0. ``judged`` is the judge's verdict on a prediction, asked for a good format alone, and
-    ``verified`` the verifier's score in [0, 1], where 1 is correct; raises what they raise.
+    above 0. ``judged`` is asked for a good format alone.
     """
-    fault = _format_fault(turns, tools, config)
-    prediction = _prediction(turns[-1].text, tools) if turns else ""
     em = exact_match(prediction, answers)
     f1 = f1_score(prediction, answers)
     match config.answer:
         case "math":
             graded = _by_value(prediction, answers)
-        case "judge":
+        case "judge" | "verifier":
             assert judged is not None
-            graded = _Graded(float(fault is None and judged(prediction)))
-        case "verifier":
-            assert verified is not None
-            graded = _verified(prediction, verified) if fault is None else _Graded(0.0)
+            graded = _by_judge(prediction, judged) if fault is None else _Graded(0.0)
         case _:
             graded = _Graded(float(em))
-    is_correct = graded.correctness >= 1
     correctness = f1 if config.answer == "f1" else graded.correctness
-    num_tools = len({turn.executed_tool for turn in turns} - {None})
     bonus = config.multi_tool_bonus if num_tools >= 2 and correctness > 0 else 0.0
     return Score(
         reward=config.format_penalty if fault is not None else correctness + bonus,
@@ -107,7 +125,7 @@ def score_turns(
         em=em,
         f1=f1,
         contained=contains_answer(prediction, answers),
-        is_correct=is_correct,
+        is_correct=graded.correctness >= 1,
         num_undecided=graded.num_undecided,
     )
 
@@ -125,15 +143,15 @@ def _by_value(prediction: str, answers: Sequence[str]) -> _Graded:
     return _Graded(float(Verdict.EQUAL in verdicts), verdicts.count(Verdict.UNDECIDED))
 
 
-def _format_fault(turns: Sequence[Turn], tools: Sequence[str], config: RewardConfig) -> str | None:
-    if not turns:
-        return "no turn"
-    return format_fault(turns, tools, require_think=config.require_think, require_boxed=config.require_boxed)
+def _by_judge(prediction: str, judged: Judged) -> _Graded:
+    score = judged(prediction)
+    return _Graded(float(score or 0.0), num_undecided=int(score is None))
 
 
-def _verified(prediction: str, verified: Callable[[str], float | None]) -> _Graded:
-    score = verified(prediction)
-    return _Graded(score or 0.0, num_undecided=int(score is None))
+def answer_of(text: str) -> str:
+    """The answer in a text: its last box, else the text itself."""
+    boxed = last_boxed(text)
+    return unwrap_text(text if boxed is None else boxed)
 
 
 def _prediction(text: str, tools: Sequence[str]) -> str:
@@ -141,5 +159,4 @@ def _prediction(text: str, tools: Sequence[str]) -> str:
     action = parse_action(text, tools)
     if not isinstance(action, Answer):
         return ""
-    boxed = last_boxed(action.text)
-    return unwrap_text(action.text if boxed is None else boxed)
+    return answer_of(action.text)
