@@ -30,6 +30,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.complete: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps gem-llm
 	@touch $@
 
 # The text games' interpreter is compiled at installation (a minute, 230 MB); without it their tests are skipped.

@@ -30,6 +30,12 @@ class Settings(BaseModel):
         """
         return frozenset()
 
+    def imported(self) -> Mapping[str, str]:
+        """Fields that name a function of the user's by its import path, with the path: its code decides a run
+        as a plug-in's does, and is recorded with theirs.
+        """
+        return {}
+
     @model_validator(mode="before")
     @classmethod
     def _read_none(cls, values: Any) -> Any:

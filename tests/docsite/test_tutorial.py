@@ -26,22 +26,38 @@ def run_shell(text: str, model: str) -> None:
         assert main([*arguments, *small, *(["--progress", "none"] if "--run" in arguments else [])]) == 0
 
 
-def test_the_page_does_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def follow(
+    page: Path, kinds: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, **model_sizes: int
 ) -> None:
-    model = str(save_tiny_model(tmp_path / "model"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert [kind for kind, *_ in blocks] == ["python", "python", "toml", "sh", "sh", "python"]
+    """Do what the page says, in an empty folder."""
+    model = str(save_tiny_model(folder / "model", **model_sizes))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    assert [kind for kind, *_ in blocks] == kinds
     for kind, title, body in blocks:
         if title:
             Path(title).write_text(body, encoding="utf-8")
         elif kind == "sh":
             run_shell(body, model)
         else:
-            exec(compile(body, str(PAGE), "exec"), {"__name__": "tutorial"})
-    sys.modules.pop("guess", None)
+            exec(compile(body, str(page), "exec"), {"__name__": "tutorial"})
+    for name in ("guess", "lift", "my_tools"):
+        sys.modules.pop(name, None)
+
+
+def test_the_gymnasium_page_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gymnasium", reason="needs the extra gym")
+    follow(START / "own_gym.md", ["python", "python", "toml", "sh"], tmp_path, monkeypatch)
+    assert (tmp_path / "runs" / "arpo" / "report.html").exists(), capsys.readouterr().out[-2000:]
+
+
+def test_the_page_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    follow(PAGE, ["python", "python", "toml", "sh", "sh", "python"], tmp_path, monkeypatch)
     printed = capsys.readouterr().out
     assert 'type = "guess:Guess"  # recipe' in printed and "rapo" in printed
     assert (tmp_path / "runs" / "grpo" / "report.html").exists(), printed[-2000:]
@@ -50,19 +66,7 @@ def test_the_page_does_what_it_says(
 def test_the_page_of_functions_does_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = str(save_tiny_model(tmp_path / "model", context=4096))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    blocks = BLOCK.findall(FUNCTIONS.read_text(encoding="utf-8"))
-    assert [kind for kind, *_ in blocks] == ["python", "python", "json", "toml", "sh"]
-    for kind, title, body in blocks:
-        if title:
-            Path(title).write_text(body, encoding="utf-8")
-        elif kind == "sh":
-            run_shell(body, model)
-        else:
-            exec(compile(body, str(FUNCTIONS), "exec"), {"__name__": "tutorial"})
-    sys.modules.pop("my_tools", None)
+    follow(FUNCTIONS, ["python", "python", "json", "toml", "sh"], tmp_path, monkeypatch, context=4096)
     printed = capsys.readouterr().out
     assert "['a', 'b']" in printed and "3.0" in printed and "Write <multiply>" in printed
     for run in ("tags", "native"):

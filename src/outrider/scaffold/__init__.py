@@ -18,6 +18,7 @@ from outrider.printing import say
 
 _KINDS: Final[Mapping[str, Kind]] = {
     "environment": "environments",
+    "gym": "environments",
     "tool": "tools",
     "functions": "tools",
     "algorithm": "algorithms",
@@ -64,8 +65,10 @@ def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str
         if kind == "functions"
         else "".join(word.capitalize() for word in words) + kind.capitalize(),
         "tag": package,
-        "group": _KINDS[kind],
-        "kind": kind,
+        # An environment of Gymnasium's form is no plug-in: it is named by the plug-in `gym`.
+        "group": "" if kind == "gym" else _KINDS[kind],
+        "kind": "environment" if kind == "gym" else kind,
+        "extra": "[gym]" if kind == "gym" else "",
         "version": __version__,
         "folder": folder.as_posix(),
     }

@@ -19,7 +19,7 @@ from outrider.environments.tool_qa.tag_protocol import (
     parse_action,
     render_result,
 )
-from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, EpisodeConfig, ToolEpisode
+from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, EpisodeConfig, Judge, ToolEpisode
 from outrider.tools.base import Tool
 from outrider.tools.toolset import Toolset
 from outrider.types import Message, Task
@@ -113,12 +113,25 @@ class ToolEnvironmentFactory:
     Raises ToolUnavailable where the reward's judge does not answer.
     """
 
-    def __init__(self, *, tools: Sequence[Tool], config: EpisodeConfig, system_prompt: str) -> None:
+    def __init__(
+        self,
+        *,
+        tools: Sequence[Tool],
+        config: EpisodeConfig,
+        system_prompt: str,
+        verifier: Judge | None = None,
+    ) -> None:
+        """``verifier`` is the tasks' own, for the reward ``verifier``."""
         self._tools = Toolset(tools)
         self._config = config
         self._system_prompt = system_prompt
         self._budget = CallBudget(config.max_batch_calls)
-        self._judge = make_reward_judge(config.reward.judge)
+        try:
+            judge = make_reward_judge(config.reward.judge)
+        except BaseException:
+            self.close()
+            raise
+        self._judge = verifier if judge is None else judge.is_correct
 
     def __call__(self, task: Task) -> ToolEpisode:
         """A fresh environment for one episode of the task."""

@@ -20,8 +20,10 @@ from outrider.environments.grading.math_answers import Verdict, compare_all
 from outrider.environments.tool_qa.reward_judge import RewardJudgeSettings
 from outrider.environments.tool_qa.tag_protocol import Answer, Turn, format_fault, parse_action
 
-Judged: TypeAlias = Callable[[str], bool]
-"""A judge's verdict on a prediction; raises what it raises."""
+Judged: TypeAlias = Callable[[str], float | None]
+"""Correctness in [0, 1] of a prediction by a judge (0 or 1) or by the tasks' own verifier, where 1 is
+correct; None where a verifier could not decide. Raises what a judge raises.
+"""
 
 
 class RewardConfig(Settings):
@@ -29,9 +31,9 @@ class RewardConfig(Settings):
 
     details: ClassVar[frozenset[str]] = frozenset({"judge", "require_boxed"})
 
-    answer: Literal["f1", "em", "math", "judge"] = "f1"
+    answer: Literal["f1", "em", "math", "judge", "verifier"] = "f1"
     """Correctness: token F1, or 0 or 1 by exact match after normalisation, by mathematical equivalence, or by
-    what the judge says.
+    what the judge says; or what the tasks' own verifier gives, in environments that have one.
     """
     judge: RewardJudgeSettings | None = None
     """The model that judges, for ``answer = "judge"``: ``judge = {endpoint = {base_url = "..."}}``."""
@@ -54,7 +56,7 @@ class RewardConfig(Settings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The reward and all that it was made from. ``fault`` is None for a good format; ``num_undecided`` counts
-    golds that could not be compared safely (math only).
+    golds that could not be compared safely (math), or an answer that a verifier could not score.
     """
 
     reward: float
@@ -105,16 +107,15 @@ def score_answer(
     """
     em = exact_match(prediction, answers)
     f1 = f1_score(prediction, answers)
-    verdicts = compare_all(prediction, answers) if config.answer == "math" else []
     match config.answer:
         case "math":
-            is_correct = Verdict.EQUAL in verdicts
-        case "judge":
+            graded = _by_value(prediction, answers)
+        case "judge" | "verifier":
             assert judged is not None
-            is_correct = fault is None and judged(prediction)
+            graded = _by_judge(prediction, judged) if fault is None else _Graded(0.0)
         case _:
-            is_correct = em
-    correctness = f1 if config.answer == "f1" else float(is_correct)
+            graded = _Graded(float(em))
+    correctness = f1 if config.answer == "f1" else graded.correctness
     bonus = config.multi_tool_bonus if num_tools >= 2 and correctness > 0 else 0.0
     return Score(
         reward=config.format_penalty if fault is not None else correctness + bonus,
@@ -124,9 +125,27 @@ def score_answer(
         em=em,
         f1=f1,
         contained=contains_answer(prediction, answers),
-        is_correct=is_correct,
-        num_undecided=verdicts.count(Verdict.UNDECIDED),
+        is_correct=graded.correctness >= 1,
+        num_undecided=graded.num_undecided,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Graded:
+    """Correctness in [0, 1], where 1 is correct, and how many comparisons were left open."""
+
+    correctness: float
+    num_undecided: int = 0
+
+
+def _by_value(prediction: str, answers: Sequence[str]) -> _Graded:
+    verdicts = compare_all(prediction, answers)
+    return _Graded(float(Verdict.EQUAL in verdicts), verdicts.count(Verdict.UNDECIDED))
+
+
+def _by_judge(prediction: str, judged: Judged) -> _Graded:
+    score = judged(prediction)
+    return _Graded(float(score or 0.0), num_undecided=int(score is None))
 
 
 def answer_of(text: str) -> str:

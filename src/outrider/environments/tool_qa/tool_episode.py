@@ -4,15 +4,14 @@ record.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
 from outrider.environments.tool_qa.call_budget import CallBudget
-from outrider.environments.tool_qa.reward_judge import RewardJudge
 from outrider.environments.tool_qa.rewards import Judged, RewardConfig, Score
 from outrider.tools.toolset import Toolset
 from outrider.types import Message, Task
@@ -21,10 +20,15 @@ OVER_LIMIT = "No tool calls are left. Give the answer now."
 REPEATED = "This was asked before. Ask something else or answer."
 
 
+Judge: TypeAlias = Callable[[Task, str], float | None]
+"""Correctness of an answer to a task, as :data:`~outrider.environments.tool_qa.rewards.Judged`."""
+
+
 class EpisodeConfig(EnvironmentSettings):
-    """Limits and reward of a tool-reasoning episode."""
+    """Limits and reward of a tool-reasoning episode. ``has_verifier``: whether the tasks bring their own."""
 
     calls_tools: ClassVar[bool] = True
+    has_verifier: ClassVar[bool] = False
     details: ClassVar[frozenset[str]] = frozenset({"max_invalid", "repeated"})
 
     max_calls: int = Field(default=3, ge=0)
@@ -41,6 +45,12 @@ class EpisodeConfig(EnvironmentSettings):
     """Reply to a call that repeats an earlier one of the episode; either way it is counted."""
     reward: RewardConfig = RewardConfig()
 
+    @model_validator(mode="after")
+    def _verifiable(self) -> "EpisodeConfig":
+        if self.reward.answer == "verifier" and not self.has_verifier:
+            raise ValueError('reward.answer = "verifier": these tasks have no verifier of their own')
+        return self
+
 
 class ToolEpisode(ABC):
     """Plays one task. Tools are shared with other episodes and not closed here."""
@@ -53,7 +63,7 @@ class ToolEpisode(ABC):
         config: EpisodeConfig,
         system_prompt: str,
         budget: CallBudget | None = None,
-        judge: RewardJudge | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self._judge = judge
         self._budget = budget or CallBudget(None)
@@ -145,4 +155,4 @@ class ToolEpisode(ABC):
     @property
     def _judged(self) -> Judged | None:
         judge = self._judge
-        return None if judge is None else lambda prediction: judge.is_correct(self._task, prediction)
+        return None if judge is None else lambda prediction: judge(self._task, prediction)
