@@ -100,7 +100,7 @@ class TraceWriter:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files = StepFiles(directory)
+        self.files = StepFiles(directory)
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, rows: Sequence[TraceRow]) -> Path:
@@ -109,17 +109,17 @@ class TraceWriter:
         """
         if any(row.step != step for row in rows):
             raise ValueError(f"a row belongs to another step than {step}")
-        return self._files.write(step_file(step), _table(rows))
+        return self.files.write(step_file(step), node_table(rows))
 
     def write_evaluation(self, number: int, rows: Sequence[TraceRow]) -> Path:
         """Write the rollouts of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
-        return self._files.write(evaluation_file(number), _table(rows))
+        return self.files.write(evaluation_file(number), node_table(rows))
 
     def resume(self, step: int) -> int:
         """Remove the files of steps after the checkpoint step, and what a kill left half written; return how
         many.
         """
-        return self._files.resume(step)
+        return self.files.resume(step)
 
 
 class TraceReader:
@@ -127,11 +127,11 @@ class TraceReader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files = StepFiles(directory)
+        self.files = StepFiles(directory)
 
     def steps(self) -> tuple[int, ...]:
         """Steps that have a file, ascending; empty when the directory is missing."""
-        return self._files.steps()
+        return self.files.steps()
 
     def read(self, step: int) -> tuple[TraceRow, ...]:
         """The nodes of a step in the order written. Raises :class:`~outrider.errors.DataError` for a missing
@@ -168,7 +168,8 @@ def read_rows(directory: Path, name: str) -> tuple[TraceRow, ...]:
         raise DataError(f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
 
-def _table(rows: Iterable[TraceRow]) -> pa.Table:
+def node_table(rows: Iterable[TraceRow]) -> pa.Table:
+    """The rows as they are on file."""
     values = [[storable(value) for value in _row_values(row)] for row in rows]
     return pa.Table.from_pylist([dict(zip(SCHEMA.names, row, strict=True)) for row in values], schema=SCHEMA)
 
