@@ -1,58 +1,26 @@
 """What a run leaves on disk for whoever looks at it: faults with reasons, values a token, splices with their
 source, tips with their writer, versions of memories; read by Arrow, pandas, DuckDB and ``load_run``."""
 
-import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
 import outrider
-from outrider.config import load_settings
-from outrider.environments.base import StepResult
-from outrider.environments.tool_qa.episode import ToolEnvironment
-from outrider.errors import ToolFault
 from outrider.memory.changes import MemoryChange
 from outrider.runs import Run
-from outrider.train.launch import run_training
-from outrider.train.settings import RunSettings
-from outrider.train.state.run_directory import RunDirectory
 from outrider.watch.memory_rows import MEMORY_SCHEMA, MemoryWriter, read_changes
 from outrider.watch.rollout_rows import ROLLOUT_SCHEMA, rollout_table
 from outrider.watch.traces import SCHEMA, TraceReader
-from tests.train.tool_run import write_tool_run
-from tests.train.whole_runs import CASES
-
-REASON = "the search index <b>went away</b>"
+from tests.train.recorded_run import REASON, record_run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Tips, retrieval, forks and faults; the last epoch of two trains with ratios that are not 1."""
-    root = tmp_path_factory.mktemp("recorded")
-    recipe = write_tool_run(root)
-    recipe.write_text(recipe.read_text().replace("num_hybrid = 2\n", ""))
-    overrides = [*CASES["combined"], "train.num_steps=3", "evaluation.every=0", "update.num_epochs=2"]
-    settings = load_settings(
-        RunSettings, file=recipe, overrides=[*overrides, "train.max_retries=0", "buffer.evolve=true"]
-    )
-    calls = itertools.count()
-    with pytest.MonkeyPatch.context() as patch:
-        step = ToolEnvironment.step
-
-        def flaky(environment: ToolEnvironment, message: Any) -> StepResult:
-            if next(calls) % 11 == 9:
-                raise ToolFault(REASON)
-            return step(environment, message)
-
-        patch.setattr(ToolEnvironment, "step", flaky)
-        directory = RunDirectory.create(root / "run", settings)
-        run_training((directory, settings), progress="none", on_start=lambda stop: None)
-    return outrider.load_run(root / "run")
+    return outrider.load_run(record_run(tmp_path_factory.mktemp("recorded")))
 
 
 def test_faulted_rollouts_are_recorded_with_their_reason(run: Run) -> None:

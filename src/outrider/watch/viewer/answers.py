@@ -1,8 +1,7 @@
 """What the page may ask: each answer is plain data, made of files, with or without a server around it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, Final
 
 from outrider.watch.viewer.alarms import alarms_of
@@ -16,22 +15,32 @@ from outrider.watch.viewer.text_search import TextSearch
 Given = Mapping[str, str]
 
 
-@dataclass(slots=True)
 class Viewer:
-    """The runs, and the searches that have begun in them."""
+    """The runs, and the search in the one that is looked at: only its texts are kept."""
 
-    catalogue: Catalogue
-    _searches: dict[str, TextSearch] = field(default_factory=dict)
-    _lock: Lock = field(default_factory=Lock)
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+        self._lock = Lock()
+        self._search: tuple[str, TextSearch] | None = None
 
     def run(self, given: Given) -> ViewedRun:
         """Raises KeyError."""
         return self.catalogue.of(given["run"])
 
     def search(self, run: ViewedRun) -> TextSearch:
-        """The one search of a run."""
+        """The search of a run. The first time its files are read in a thread, so that neither the first
+        search nor the first filter waits for all of them.
+        """
         with self._lock:
-            return self._searches.setdefault(run.id, TextSearch(run.path))
+            if self._search is None or self._search[0] != run.id:
+                self._search = run.id, TextSearch(run.path)
+                Thread(target=_read_ahead, args=(run, self._search[1]), daemon=True).start()
+            return self._search[1]
+
+
+def _read_ahead(run: ViewedRun, search: TextSearch) -> None:
+    run.index.table()
+    search.warm(run.index.places())
 
 
 def _runs(viewer: Viewer, given: Given) -> Any:
@@ -43,11 +52,13 @@ def _curves(viewer: Viewer, given: Given) -> Any:
 
 
 def _places(viewer: Viewer, given: Given) -> Any:
-    return viewer.run(given).index.places()
+    run = viewer.run(given)
+    viewer.search(run)  # the page asks for this first
+    return run.index.places()
 
 
 def _rollouts(viewer: Viewer, given: Given) -> Any:
-    return find(viewer.run(given).index.table(), Query.of(given))
+    return find(viewer.run(given).index.table(given.get("where", "")), Query.of(given))
 
 
 def _search(viewer: Viewer, given: Given) -> Any:

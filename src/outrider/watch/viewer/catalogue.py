@@ -12,7 +12,7 @@ from outrider.file_lock import is_locked
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.watch.run_directory import RunData, read_run
 from outrider.watch.viewer.alarms import alarms_of
-from outrider.watch.viewer.live import live_state
+from outrider.watch.viewer.live import fingerprint, live_state
 from outrider.watch.viewer.rollout_index import RolloutIndex
 
 _DEPTH: Final = 4  # of folders between the one that was named and a run
@@ -43,6 +43,7 @@ class Catalogue:
         """Raises DataError where no run is below any of ``roots``."""
         self._roots = list(roots)
         self._known: dict[str, ViewedRun] = {}
+        self._overviews: dict[str, tuple[Any, dict[str, Any]]] = {}
         for root in roots:
             if not root.is_dir():
                 raise DataError(f"{root} is no folder")
@@ -64,7 +65,14 @@ class Catalogue:
 
     def overview(self) -> list[dict[str, Any]]:
         """One entry a run, as the page has them."""
-        return [overview(run) for run in self.all()]
+        return [self._overview(run) for run in self.all()]
+
+    def _overview(self, run: ViewedRun) -> dict[str, Any]:
+        """Read again only where something has changed: a page asks every few seconds."""
+        now = fingerprint(run.path)
+        if (known := self._overviews.get(run.id)) is None or known[0] != now:
+            self._overviews[run.id] = known = now, overview(run)
+        return known[1]
 
 
 def run_id(path: Path) -> str:

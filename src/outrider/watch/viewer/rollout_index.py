@@ -38,8 +38,10 @@ class RolloutIndex:
             *(evaluation_file(number).removesuffix(".parquet") for number in files.evaluations()),
         ]
 
-    def table(self) -> pa.Table:
-        """Of all that is on file now; a file that cannot be read is a note."""
+    def table(self, where: str = "") -> pa.Table:
+        """Of all that is on file now, or of one file alone; one that cannot be read is a note."""
+        if where:
+            return self._read(where) if where in self.places() else _EMPTY
         with self._lock:
             places = self.places()
             found = {place: self._facts(place) for place in places}

@@ -2,7 +2,6 @@
 
 import secrets
 import socket
-import threading
 import webbrowser
 from collections.abc import Callable
 
@@ -40,9 +39,6 @@ def serve(
     say(address)
     if opens:
         webbrowser.open(address)
-    for run in catalogue.all():
-        # so that the first question about all rollouts need not wait for the files
-        threading.Thread(target=run.index.table, daemon=True).start()
     with bound:
         uvicorn.Server(config).run(sockets=[bound])
 

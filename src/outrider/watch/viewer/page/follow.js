@@ -6,9 +6,10 @@ let source = null;
 let followed = null;
 
 export function follow(run, onNews) {
-  if (still || (run !== null && followed?.id === run.id)) {
-    if (followed && run) followed.current = run;
-    if (followed?.current && run) run.state = followed.state;
+  if (still) return;
+  if (run !== null && followed?.id === run.id) {
+    followed.current = run;
+    run.state = followed.state;
     return;
   }
   source?.close();
@@ -18,7 +19,8 @@ export function follow(run, onNews) {
   followed = mine;
   source = new EventSource(`events?run=${encodeURIComponent(run.id)}`);
   source.onmessage = (event) => {
+    const before = mine.state;
     mine.state = JSON.parse(event.data);
-    if (followed === mine) onNews(mine.current, mine.state);
+    if (followed === mine) onNews(mine.current, mine.state, before);
   };
 }

@@ -56,15 +56,20 @@ async function opened(parts, query) {
   const kind = parts[2] ?? "curves";
   const [places, curves] = await Promise.all([ask("places", { run: run.id }), ask("curves", { run: run.id })]);
   Object.assign(run, { places, curves, evaluations: curves.evaluations });
-  top(run, kind, parts[3]);
   follow(run, news);
+  top(run, kind, parts[3]);
   const view = VIEWS[kind];
   if (!view) throw new Error("there is no such page");
   return view(run, parts.slice(3), query, kind);
 }
 
 // Something of the run has changed on disk: the view takes it in where it stands.
-async function news(run, state) {
+async function news(run, state, before) {
+  const told = ({ sizes, num, newest }) => JSON.stringify([sizes, num, newest]);
+  if (before === null || told(state) === told(before)) { // where it is, and nothing more
+    top(run, address().parts[2] ?? "curves", address().parts[3], state);
+    return;
+  }
   const known = run.places.length;
   run.places = await ask("places", { run: run.id });
   top(run, address().parts[2] ?? "curves", address().parts[3], state);
