@@ -1,5 +1,6 @@
 """What the page may ask: each answer is plain data, made of files, with or without a server around it."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from threading import Lock, Thread
 from typing import Any, Final
@@ -48,7 +49,8 @@ def _runs(viewer: Viewer, given: Given) -> Any:
 
 
 def _curves(viewer: Viewer, given: Given) -> Any:
-    return curves_of(viewer.run(given).path)
+    run = viewer.run(given).path
+    return curves_of(run) | {"path": shlex.quote(str(run))}  # for commands that the page shows
 
 
 def _places(viewer: Viewer, given: Given) -> Any:

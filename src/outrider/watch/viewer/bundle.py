@@ -53,7 +53,9 @@ class _RunFiles:
         self._folder = folder
 
     def write(self) -> None:
-        for kind in ("curves", "places", "alarms"):
+        # a bundle is read elsewhere: it names no folder of this machine
+        _write(self._folder / "curves.json", self._ask("curves") | {"path": "RUN"})
+        for kind in ("places", "alarms"):
             _write(self._folder / f"{kind}.json", self._ask(kind))
         table = self._run.index.table()
         rows = rows_of_table(table)

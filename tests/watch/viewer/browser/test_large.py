@@ -1,11 +1,10 @@
-"""100,000 rollouts: everything answers, and the server stays small. How fast, `benchmarks.viewer` measures."""
+"""100,000 rollouts: everything answers, the server stays small. How fast, `benchmarks.viewer` measures."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.viewer import largest_mib, server
 from benchmarks.viewer_run import PER_STEP, write_run
 

@@ -147,7 +147,7 @@ def test_two_rollouts_side_by_side_from_the_first_different_token(served: Served
     assert marked == [texts[0][first], texts[1][first]]
 
 
-def test_a_rollout_is_a_chat_with_values_for_every_token(served: Served, at: At) -> None:
+def test_a_rollout_is_a_chat_with_values_for_every_token(served: Served, recorded: Path, at: At) -> None:
     row = row_with(served, kind="hybrid", sort="num_turns", descending="1")
     page = at(f"rollout/{place(row)}/{row['rollout']}", permissions=["clipboard-read", "clipboard-write"])
     assert page.locator(".turn").count() >= row["num_turns"] + 2
@@ -173,7 +173,7 @@ def test_a_rollout_is_a_chat_with_values_for_every_token(served: Served, at: At)
     copied = json.loads(page.evaluate("navigator.clipboard.readText()"))
     assert copied["node_id"] == row["node_id"] and copied["turns"][-1]["node_id"] == row["node_id"]
     page.get_by_role("button", name="Play again").click()
-    assert page.locator(".command").inner_text() == f"outrider replay RUN --step {row['step']}"
+    assert page.locator(".command").inner_text() == f"outrider replay {recorded} --step {row['step']}"
 
 
 def test_a_fault_is_shown_with_its_reason_and_its_turns(served: Served, at: At) -> None:

@@ -31,9 +31,9 @@ export function address() {
 
 async function show() {
   const mine = ++turn;
-  const { parts, query } = address();
   shown.leave?.();
   try {
+    const { parts, query } = address();
     const next = await opened(parts, query);
     if (mine !== turn) return; // a newer address has come
     shown = next;

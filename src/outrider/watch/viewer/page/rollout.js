@@ -28,7 +28,7 @@ export async function showRollout(run, [where, index, number_], query) {
       h("a", { href: `${base}/counter/${where}/${index}/${number_}` }, "what if: siblings without its splice or fork")),
     facts(row),
     row.fault && h("p", { class: "fault" }, `${row.outcome.replaceAll("_", " ")}: ${row.fault}`),
-    tools(row, path, values, where, draw),
+    tools(run, row, path, values, where, draw),
     path.length ? chat : h("p", { class: "quiet" }, "It was lost before a turn was written."));
   const go = (by) => () => step(run, where, by);
   return {
@@ -50,12 +50,12 @@ export function facts(row) {
   return h("dl", { class: "facts" }, all.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 }
 
-function tools(row, path, values, where, draw) {
+function tools(run, row, path, values, where, draw) {
   const command = h("code", { class: "command", hidden: true });
   const again = () => {
     command.hidden = !command.hidden;
     command.textContent = where.startsWith("step-")
-      ? `outrider replay RUN --step ${Number(where.slice(5))}` : "only training steps are played again: outrider replay RUN --step N";
+      ? `outrider replay ${run.curves.path} --step ${Number(where.slice(5))}` : "only training steps can be played again";
   };
   const copy = async () => {
     const text = JSON.stringify({ ...row, turns: path.map((node) => ({ ...node, ...(values[node.node_id] ?? {}) })) }, null, 1);
