@@ -4,10 +4,12 @@
 
 Writes a generated run (:mod:`benchmarks.viewer_run`) unless a folder has one, serves it in a process of its
 own and opens it in chromium. Times are the browser's: from the start of the navigation to the first
-contentful paint, and from the input to the answer on the page. Status 1 where a bound is not kept.
+contentful paint, and from the input to the answer on the page. The first search may come while the server
+still reads the files for it: it is told and has no bound. Status 1 where a bound is not kept.
 """
 
 import argparse
+import math
 import shutil
 import statistics
 import subprocess
@@ -60,7 +62,7 @@ def timed(page: Any, act: str, until: str) -> float:
 
 
 def measure(address: str, browser: Any) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {"first paint": [], "filter": [], "search": []}
+    found: dict[str, list[float]] = {"first paint": [], "filter": [], "first search": [], "search": []}
     page = browser.new_page()
     page.goto(address)
     page.wait_for_selector("tbody tr a")
@@ -76,11 +78,11 @@ def measure(address: str, browser: Any) -> dict[str, list[float]]:
         choose = f"""const before = {total}; const field = document.querySelector('select[name=kind]');
             field.value = '{kind}'; field.dispatchEvent(new Event('change'))"""
         found["filter"].append(timed(page, choose, f"{total} !== before"))
-    for number in range(REPEATS):
+    for number in range(REPEATS + 1):
         words = f" {7 + 60 * number}-{1000 + number}"  # of one turn alone: all files are read
         write = f"""const field = document.querySelector('input[type=search]'); field.value = '{words}';
             field.dispatchEvent(new Event('input'))"""
-        found["search"].append(
+        found["search" if number else "first search"].append(
             timed(page, write, f"document.querySelector('.hits mark')?.textContent === '{words.strip()}'")
         )
     return found
@@ -91,11 +93,14 @@ def show(found: dict[str, list[float]], memory: float, num_rollouts: int) -> boo
         "what", "first", "median", "largest", "bound", title=f"outrider view on {num_rollouts:,} rollouts"
     )
     for name, values in found.items():
-        row = (values[0], statistics.median(values), max(values), BOUNDS[name])
-        table.add_row(name, *(f"{value:.2f} s" for value in row))
+        row = (values[0], statistics.median(values), max(values))
+        bound = f"{BOUNDS[name]:.2f} s" if name in BOUNDS else "none"
+        table.add_row(name, *(f"{value:.2f} s" for value in row), bound)
     table.add_row("memory", "", "", f"{memory:.0f} MiB", f"{BOUNDS['memory']:.0f} MiB")
     Console().print(table)
-    return memory <= BOUNDS["memory"] and all(max(values) <= BOUNDS[name] for name, values in found.items())
+    return memory <= BOUNDS["memory"] and all(
+        max(values) <= BOUNDS.get(name, math.inf) for name, values in found.items()
+    )
 
 
 def main() -> int:

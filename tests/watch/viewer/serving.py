@@ -44,7 +44,7 @@ class Served:
         finally:
             connection.close()
 
-    def data(self, kind: str, **given: str) -> Any:
+    def data(self, kind: str, /, **given: str) -> Any:
         from urllib.parse import urlencode
 
         status, _, body = self.ask(f"/data/{kind}.json?{urlencode({'run': self.ids[0], **given})}")

@@ -84,7 +84,7 @@ def run_id(path: Path) -> str:
 def overview(run: ViewedRun) -> dict[str, Any]:
     """Status, method, task, score with interval, tokens, and the last alarm of a run."""
     data = read_run(run.path)
-    steps = [record["step"] for record in data.records if record["kind"] == "train"]
+    steps = [step for step, _ in data.curve("train", "reward/mean")]
     status = run.status
     last = data.evaluations[-1] if data.evaluations else None
     score = last.metrics.get("score") if last is not None else None

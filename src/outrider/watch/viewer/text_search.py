@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 MOST_HITS: Final = 200
 _READERS: Final = 2
+_BATCH: Final = 32  # files; between two the search may end early
 _KEPT_BYTES: Final = 96 * 2**20
 _AROUND: Final = 60  # letters of a hit's surroundings
 
@@ -51,8 +52,8 @@ class TextSearch:
         wanted = words.encode("utf-8", "replace").lower()
         hits: list[dict[str, Any]] = []
         newest_first = list(reversed(places))
-        for start in range(0, len(newest_first), 4 * _READERS):
-            batch = newest_first[start : start + 4 * _READERS]
+        for start in range(0, len(newest_first), _BATCH):
+            batch = newest_first[start : start + _BATCH]
             found = self._readers.map(lambda place: self._nodes(place, wanted), batch)
             for place, nodes in zip(batch, found, strict=True):
                 if nodes:

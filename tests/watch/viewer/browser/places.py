@@ -1,5 +1,6 @@
 """Addresses of rollouts in the recorded run that have what a test is about."""
 
+import time
 from typing import Any
 
 from tests.watch.viewer.serving import Served
@@ -34,3 +35,11 @@ def views(served: Served) -> dict[str, str]:
         "alarms": "alarms",
         "task": f"task/{row['task_key']}",
     }
+
+
+def until(page: Any, condition: str, *, timeout_s: float = 60.0) -> None:
+    """Playwright's own wait would have the page evaluate a string, which its policy forbids."""
+    ends = time.monotonic() + timeout_s
+    while not page.evaluate(condition):
+        assert time.monotonic() < ends, f"never came true: {condition}"
+        page.wait_for_timeout(20)

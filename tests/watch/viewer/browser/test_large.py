@@ -35,3 +35,4 @@ def test_a_hundred_thousand_rollouts_are_filtered_and_searched(
         page.locator(".hits a").first.click()
         page.wait_for_selector(".turn")
         assert largest_mib(pid) <= 500
+        page.close()  # before its server

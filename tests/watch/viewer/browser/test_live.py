@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.train.tool_run import ENVIRONMENT, write_tool_run
+from tests.watch.viewer.browser.places import until
 from tests.watch.viewer.serving import serving
 
 PROGRAM = "import sys; from outrider.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -34,7 +35,7 @@ def test_new_steps_appear_and_the_stop_button_ends_the_run(
             page.wait_for_selector("[data-live]:has-text('tokens/s')", timeout=60_000)
             newest = "Number(document.querySelector('[data-live] a').textContent.match(/\\d+/)[0])"
             first = page.evaluate(newest)
-            page.wait_for_function(f"{newest} > {first} + 1", timeout=60_000)
+            until(page, f"{newest} > {first} + 1")
             assert page.evaluate("window.stays === true")  # the page was not loaded again
             page.goto(f"{served.address}#/run/{served.ids[0]}")
             points = (
@@ -42,7 +43,7 @@ def test_new_steps_appear_and_the_stop_button_ends_the_run(
             )
             page.wait_for_selector('[data-metric="reward/mean"] .plot')
             before = page.evaluate(points)
-            page.wait_for_function(f"{points} !== {before!r}", timeout=60_000)
+            until(page, f"{points} !== {before!r}")
             page.get_by_role("button", name="Stop …").click()
             page.get_by_role("button", name="Let it run").click()
             assert process.poll() is None
@@ -50,6 +51,7 @@ def test_new_steps_appear_and_the_stop_button_ends_the_run(
             page.get_by_role("button", name="Stop it").click()
             assert process.wait(120) == 143 or process.returncode == 0
             page.wait_for_selector("[data-live]", state="detached", timeout=60_000)
+            page.close()  # before its server
         newest_checkpoint = sorted((run / "checkpoints").glob("step-*"))[-1]
         last = sorted((run / "traces").glob("step-*.parquet"))[-1]
         assert newest_checkpoint.name == last.stem

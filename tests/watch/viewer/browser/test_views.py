@@ -9,7 +9,7 @@ from typing import Any
 import outrider
 from outrider.metrics import declared_metric
 from tests.train.recorded_run import REASON
-from tests.watch.viewer.browser.places import place, row_with
+from tests.watch.viewer.browser.places import place, row_with, until
 from tests.watch.viewer.serving import Served
 
 At = Callable[..., Any]
@@ -41,7 +41,7 @@ def test_curves_show_every_metric_with_the_registrys_words(served: Served, at: A
         words = page.locator(f'[data-metric="{name}"]').inner_text()
         assert declared_metric(name).meaning in words and declared_metric(name).healthy in words
     page.get_by_label("find a metric").fill("reward/mean")
-    page.wait_for_function("document.querySelectorAll('[data-metric]').length === 1")
+    until(page, "document.querySelectorAll('[data-metric]').length === 1")
     plot = page.locator('[data-metric="reward/mean"] .plot')
     before = plot.get_attribute("aria-label")
     page.get_by_label("x axis").select_option("tokens")
@@ -72,15 +72,15 @@ def test_a_step_filters_by_histogram_and_kind_and_sorts(served: Served, at: At) 
     rows = page.locator("table.rollouts tbody tr")
     assert rows.count() == 8
     page.locator("button.bar", has=page.locator("span")).last.click()
-    page.wait_for_function("document.querySelectorAll('table.rollouts tbody tr').length < 8")
+    until(page, "document.querySelectorAll('table.rollouts tbody tr').length < 8")
     best = max(row["episode_return"] or -9 for row in served.data("rollouts", where="step-000001")["rows"])
     assert page.locator("[data-total]").get_attribute("data-total") == str(
         served.data("rollouts", where="step-000001", low=str(best - 0.05))["total"]
     )
     page.get_by_role("button", name=re.compile("show all")).click()
-    page.wait_for_function("document.querySelectorAll('table.rollouts tbody tr').length === 8")
+    until(page, "document.querySelectorAll('table.rollouts tbody tr').length === 8")
     page.get_by_label("outcome").select_option("tool_fault")
-    page.wait_for_function("document.querySelectorAll('table.rollouts tbody tr').length === 1")
+    until(page, "document.querySelectorAll('table.rollouts tbody tr').length === 1")
     assert REASON in rows.first.inner_text()
     page.get_by_label("outcome").select_option("")
     page.get_by_role("button", name="Tokens").click()
@@ -169,7 +169,7 @@ def test_a_rollout_is_a_chat_with_values_for_every_token(served: Served, recorde
     assert all(name in told for name in ("entropy", "log-prob", "advantage", "ratio", "gap"))
     assert f"{tokens[first]['entropies'][0]:.3g}"[:4] in told
     page.get_by_role("button", name="Copy as JSON").click()
-    page.wait_for_function("document.getElementById('told').textContent === 'copied as JSON'")
+    until(page, "document.getElementById('told').textContent === 'copied as JSON'")
     copied = json.loads(page.evaluate("navigator.clipboard.readText()"))
     assert copied["node_id"] == row["node_id"] and copied["turns"][-1]["node_id"] == row["node_id"]
     page.get_by_role("button", name="Play again").click()
@@ -191,7 +191,7 @@ def test_memory_is_searched_and_tells_what_was_shown_when(served: Served, at: At
     assert page.locator(".shown li").count() == len(served.data("shown", step="2"))
     page.get_by_label("Search in memories").fill("the lamp")
     few = served.data("memory", step="2", words="the lamp")["steps"]["total"]
-    page.wait_for_function(f"[...document.querySelectorAll('.items')].at(-1).children.length === {few}")
+    until(page, f"[...document.querySelectorAll('.items')].at(-1).children.length === {few}")
     page.get_by_role("button", name="Nearest steps").click()
     page.wait_for_selector("h2:has-text('Nearest steps')")
     near = served.data("neighbours", step="2", memory="steps", words="the lamp")

@@ -1,10 +1,13 @@
 // Elements, and words for numbers. Text of a run is hostile: it only ever becomes textContent.
 
+const SAID = new Set(["title", "aria-label", "placeholder"]);
+
 export function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
     if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    if (SAID.has(name)) element.setAttribute(name, visible(value));
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "class") element.className = value;
     else if (name in element && name !== "list" && !name.includes("-") && name !== "role") element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
@@ -15,7 +18,7 @@ export function h(tag, props = {}, ...children) {
 export function put(element, ...children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
-    element.append(child instanceof Node ? child : document.createTextNode(String(child)));
+    element.append(child instanceof Node ? child : document.createTextNode(visible(child)));
   }
   return element;
 }
@@ -63,7 +66,7 @@ export function signed(value) {
 }
 
 export function tell(text) {
-  document.getElementById("told").textContent = text;
+  document.getElementById("told").textContent = visible(text);
 }
 
 export function placeName(where, evaluations = []) {

@@ -1,7 +1,7 @@
 // Addresses to views, and the keys that work everywhere.
 
 import { ask } from "./data.js";
-import { fill, h, tell } from "./dom.js";
+import { fill, h, tell, visible } from "./dom.js";
 import { follow } from "./follow.js";
 import { top } from "./shell.js";
 import { showAlarms } from "./alarms.js";
@@ -38,7 +38,7 @@ async function show() {
     if (mine !== turn) return; // a newer address has come
     shown = next;
     fill(main, next.element);
-    document.title = next.title ? `${next.title} · Outrider` : "Outrider";
+    document.title = next.title ? `${visible(next.title)} · Outrider` : "Outrider";
     next.ready?.();
     window.scrollTo(0, 0);
   } catch (error) {

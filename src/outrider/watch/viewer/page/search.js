@@ -4,7 +4,7 @@ import { ask } from "./data.js";
 import { fill, h, line, placeName, tell } from "./dom.js";
 import { rolloutAddress } from "./table.js";
 
-const PAUSE_MS = 120;
+const PAUSE_MS = 60;
 
 export function searchBox(run, place) {
   const results = h("div", { class: "hits" });

@@ -31,7 +31,7 @@ export function rolloutTable(run, sorted) {
     const rows = [...body.children];
     if (!rows.length) return false;
     at = Math.min(rows.length - 1, Math.max(0, at + by));
-    rows[at].querySelector("a").focus();
+    rows[at].querySelector("td.n a").focus();
     return true;
   };
   return { element, draw, keys: { j: () => move(1), k: () => move(-1) } };
