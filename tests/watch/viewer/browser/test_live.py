@@ -1,5 +1,7 @@
 """A run that is under way: its steps come without a reload, and the button ends it with a checkpoint."""
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,8 +18,6 @@ PROGRAM = "import sys; from outrider.cli import main; sys.exit(main(sys.argv[1:]
 def test_new_steps_appear_and_the_stop_button_ends_the_run(
     tmp_path: Path, open_page: Callable[..., Any]
 ) -> None:
-    import os
-
     recipe = write_tool_run(tmp_path / "inputs")
     run = tmp_path / "run"
     given = ["train", str(recipe), "--run", str(run), "--progress", "none", "train.num_steps=100000"]
@@ -38,12 +38,10 @@ def test_new_steps_appear_and_the_stop_button_ends_the_run(
             until(page, f"{newest} > {first} + 1")
             assert page.evaluate("window.stays === true")  # the page was not loaded again
             page.goto(f"{served.address}#/run/{served.ids[0]}")
-            points = (
-                "document.querySelector('[data-metric=\"reward/mean\"] .plot').getAttribute('aria-label')"
-            )
+            label = "document.querySelector('[data-metric=\"reward/mean\"] .plot')?.ariaLabel"
             page.wait_for_selector('[data-metric="reward/mean"] .plot')
-            before = page.evaluate(points)
-            until(page, f"{points} !== {before!r}")
+            before = page.evaluate(label)
+            until(page, f"({label} ?? {json.dumps(before)}) !== {json.dumps(before)}")
             page.get_by_role("button", name="Stop …").click()
             page.get_by_role("button", name="Let it run").click()
             assert process.poll() is None
