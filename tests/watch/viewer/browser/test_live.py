@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def test_new_steps_appear_and_the_stop_button_ends_the_run(
     try:
         while not (run / "traces" / "step-000002.parquet").exists():
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            time.sleep(0.1)
         with serving([run]) as served:
             page = open_page(f"{served.address}#/run/{served.ids[0]}/step/step-000001")
             page.evaluate("window.stays = true")
@@ -48,7 +50,7 @@ def test_new_steps_appear_and_the_stop_button_ends_the_run(
             page.get_by_role("button", name="Stop …").click()
             page.get_by_role("button", name="Stop it").click()
             assert process.wait(120) == 143 or process.returncode == 0
-            page.wait_for_selector("[data-live]", state="detached", timeout=60_000)
+            page.wait_for_selector("[data-live]", state="hidden", timeout=60_000)
             page.close()  # before its server
         newest_checkpoint = sorted((run / "checkpoints").glob("step-*"))[-1]
         last = sorted((run / "traces").glob("step-*.parquet"))[-1]
