@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-PAGE: Final = 200
+PAGE: Final = 100
 NUM_BINS: Final = 20
 COLUMNS: Final = (
     "where", "step", "task_key", "trace_id", "rollout", "node_id", "outcome", "fault", "episode_return",

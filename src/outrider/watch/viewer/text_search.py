@@ -6,7 +6,7 @@ kept compressed within a bound, since people change one letter and search again.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -43,6 +43,7 @@ class TextSearch:
         self._lock = Lock()
         self._kept: OrderedDict[tuple[str, int, int], _Texts] = OrderedDict()
         self._num_bytes = 0
+        self._reading: dict[tuple[str, int, int], Future[_Texts]] = {}
         self._readers = ThreadPoolExecutor(_READERS)
 
     def find(self, words: str, places: Sequence[str]) -> dict[str, Any]:
@@ -85,17 +86,21 @@ class TextSearch:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return kept
-        with path.open("rb") as stream:
-            column = pq.ParquetFile(stream).read(columns=["text"], use_threads=False)["text"].combine_chunks()
-        offsets = np.frombuffer(column.buffers()[1], np.int32)[
-            column.offset : column.offset + len(column) + 1
-        ]
-        data = column.buffers()[2]
-        whole = (b"" if data is None else data.to_pybytes())[offsets[0] : offsets[-1]].lower()
-        packed = pa.compress(whole, codec="lz4")
-        made = _Texts(packed, len(whole), (offsets[1:] - offsets[0]).astype(np.int64))
-        self._keep(key, made)
-        return made
+            is_mine = key not in self._reading
+            reading = self._reading.setdefault(key, Future())
+        if not is_mine:
+            return reading.result()  # another thread is at it
+        try:
+            made = _read(path)
+            self._keep(key, made)
+            reading.set_result(made)
+            return made
+        except BaseException as error:
+            reading.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._reading[key]
 
     def _keep(self, key: tuple[str, int, int], texts: _Texts) -> None:
         with self._lock:
@@ -113,6 +118,16 @@ class TextSearch:
             {name: row[name] for name in columns[:-1]} | {"where": place, "text": _around(row["text"], words)}
             for row in rows
         ]
+
+
+def _read(path: Path) -> _Texts:
+    with path.open("rb") as stream:
+        column = pq.ParquetFile(stream).read(columns=["text"], use_threads=False)["text"].combine_chunks()
+    offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
+    data = column.buffers()[2]
+    whole = (b"" if data is None else data.to_pybytes())[offsets[0] : offsets[-1]].lower()
+    ends_N = (offsets[1:] - offsets[0]).astype(np.int64)
+    return _Texts(pa.compress(whole, codec="lz4"), len(whole), ends_N)
 
 
 def _places(whole: bytes, wanted: bytes, ends_N: NDArray[np.int64]) -> Iterator[int]:

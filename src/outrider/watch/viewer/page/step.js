@@ -67,7 +67,7 @@ function paging({ total, offset, rows }, go) {
   const end = offset + rows.length;
   return [
     h("span", { class: "quiet", "data-total": total }, total ? `${number(offset + 1)} to ${number(end)} of ${number(total)}` : "No rollout is like that."),
-    offset > 0 && h("button", { type: "button", onclick: () => go(Math.max(0, offset - 200)) }, "Before"),
+    offset > 0 && h("button", { type: "button", onclick: () => go(Math.max(0, offset - 100)) }, "Before"),
     end < total && h("button", { type: "button", onclick: () => go(end) }, "Next"),
   ];
 }

@@ -1,6 +1,7 @@
 // In a bundle there is no server: the filter and the search of rollout_query.py and text_search.py, here.
 
-const PAGE = 200;
+const PAGE = 100;
+const MOST_HITS = 200;
 const BINS = 20;
 const CHOICES = ["task_key", "kind", "mode", "outcome"];
 
@@ -52,8 +53,8 @@ function histogram(rows) {
 export function searchIn(texts, words) {
   const wanted = words.toLowerCase();
   const found = wanted ? texts.filter((one) => one.text.toLowerCase().includes(wanted)) : [];
-  const hits = found.slice(0, PAGE).map((one) => ({ ...one, text: around(one.text, wanted) }));
-  return { hits, more: found.length > PAGE };
+  const hits = found.slice(0, MOST_HITS).map((one) => ({ ...one, text: around(one.text, wanted) }));
+  return { hits, more: found.length > MOST_HITS };
 }
 
 function around(text, words) {
