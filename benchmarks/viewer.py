@@ -80,11 +80,11 @@ def measure(address: str, browser: Any) -> dict[str, list[float]]:
             field.value = '{kind}'; field.dispatchEvent(new Event('change'))"""
         found["filter"].append(timed(page, choose, f"{total} !== before"))
     for number in range(REPEATS + 1):
-        words = f" {7 + 60 * number}-{1000 + number}"  # of one turn alone: all files are read
+        words = f"{100 + 40 * number}-{1000 + number}"  # of one turn alone: all files are read
         write = f"""const field = document.querySelector('input[type=search]'); field.value = '{words}';
             field.dispatchEvent(new Event('input'))"""
         found["search" if number else "first search"].append(
-            timed(page, write, f"document.querySelector('.hits mark')?.textContent === '{words.strip()}'")
+            timed(page, write, f"document.querySelector('.hits mark')?.textContent === '{words}'")
         )
     return found
 

@@ -85,9 +85,9 @@ def test_a_step_filters_by_histogram_and_kind_and_sorts(served: Served, at: At) 
     assert REASON in rows.first.inner_text()
     page.get_by_label("outcome").select_option("")
     page.get_by_role("button", name="Tokens").click()
-    page.wait_for_selector("th[aria-sort]:has-text('Tokens')[aria-sort=ascending]")
+    page.wait_for_selector("th[aria-sort=descending]:has-text('Tokens')")
     tokens = [int(row.locator("td").nth(8).inner_text()) for row in rows.all()]
-    assert tokens == sorted(tokens) and len(tokens) == 8
+    assert tokens == sorted(tokens, reverse=True) and len(tokens) == 8
 
 
 def test_search_goes_over_all_steps_and_opens_the_turn(served: Served, at: At) -> None:
