@@ -20,9 +20,12 @@ export async function showCurves(run) {
       drawn.push(entry.target.draw());
     }
   }, { rootMargin: "200px" });
+  let turn = 0;
   const draw = async () => {
+    const mine = ++turn;
     const all = [[run.id, run.curves]];
     for (const id of settings.others) if (others.some((one) => one.id === id)) all.push([id, await ask("curves", { run: id })]);
+    if (mine !== turn) return; // a newer one has begun
     clear();
     fill(charts, parts(all, runs, seen));
     if (!Object.keys(run.curves.values).length) fill(charts, h("p", { class: "quiet" }, "No training step is recorded yet."));

@@ -10,8 +10,11 @@ export async function showMemory(run, [text], query) {
   const held = h("div", { class: "columns" });
   const near = h("div");
   const when = h("div");
+  let turn = 0;
   const draw = async (words = "") => {
+    const mine = ++turn;
     const found = await ask("memory", { run: run.id, step, ...(words ? { words } : {}) });
+    if (mine !== turn) return; // a newer question has been asked
     fill(held, part("Tips", found.tips, (one) => tip(one, showWhen)),
       part(`Steps${found.steps.revision === null ? "" : ` (revision ${found.steps.revision})`}`, found.steps, (one) => kept(one, showWhen)));
   };

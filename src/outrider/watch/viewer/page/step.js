@@ -14,10 +14,13 @@ export async function showStep(run, [where], query, view) {
   const table = rolloutTable(run, (sort) => change({ sort, descending: state.sort === sort && state.descending === "1" ? "0" : "1" }));
   const filters = h("div", { class: "controls" });
   const pages = h("div", { class: "row" });
+  let turn = 0;
   const draw = async () => {
     const given = { run: run.id, ...Object.fromEntries(Object.entries(state).filter(([, value]) => value !== "")) };
     if (place) given.where = place;
+    const mine = ++turn;
     const found = await ask("rollouts", given);
+    if (mine !== turn) return; // a newer question has been asked
     bars.draw(found.histogram, state.low, state.high);
     table.draw(found.rows, state.sort, state.descending === "1");
     fill(filters, ["kind", "mode", "outcome"].map((name) => choice(name, found.counts[name], state[name], (value) => change({ [name]: value }))));
