@@ -20,6 +20,7 @@ from outrider.train.state.continuing import require_continuable
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.trainer import Trainer
 from outrider.watch.progress import Progress, make_progress
+from outrider.watch.recorded_progress import RecordedProgress
 from outrider.watch.report import write_report
 from outrider.watch.token_meter import TokenMeter
 from outrider.watch.trackers import make_trackers
@@ -58,9 +59,8 @@ def run_training(
                 "evaluation.num_trials is for `outrider eval --adapt K`: training has no trials"
             )
         whereabouts = Whereabouts()
-        display = WatchedProgress(
-            make_progress(progress), whereabouts=whereabouts, after_s=settings.train.watchdog_s
-        )
+        shown = RecordedProgress(make_progress(progress), run.path)
+        display = WatchedProgress(shown, whereabouts=whereabouts, after_s=settings.train.watchdog_s)
         ending.callback(display.close)
         displays.append(display)
 
@@ -144,4 +144,4 @@ def _tell_results(run: RunDirectory, display: Progress) -> None:
         display.note(f"report: {write_report(run.path)}")
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        display.note(f"NO REPORT: {reason}; write it later with: outrider view {run.path}")
+        display.note(f"NO REPORT: {reason}; write it later with: outrider report {run.path}")

@@ -23,11 +23,12 @@ from outrider.train.metrics.alarms import skipped_alarms, step_alarms
 from outrider.train.metrics.staleness import staleness_metrics
 from outrider.train.metrics.step_clock import StepClock
 from outrider.train.metrics.step_record import step_record
-from outrider.train.metrics.trace_records import rows_of
+from outrider.train.metrics.trace_records import NodeValues
 from outrider.train.overlap import beside
 from outrider.train.state.checkpoint import checkpoints_newest_first
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.run_state import RunState
+from outrider.train.step_files import seen_by_update
 from outrider.train.step_source import StepSource
 from outrider.train.update.advantage_stage import credit_step
 from outrider.train.update.update import UpdateReport
@@ -288,7 +289,8 @@ class Trainer:
         probes = self.source.probes(report)
         with beside(parts, report, step=state.step + 1, is_last=self.source.is_last(report)) as ahead:
             clock.updating()
-            updated, aged = self._update(report, replayed, probes)
+            trained = interleaved(report.trained, replayed)
+            updated, aged = self._update(report, trained, probes)
             clock.updated()
             if ahead is not None:
                 ahead.wait(on_tick=lambda shown: self.progress.advance(self.num_done, rollouts=shown))
@@ -305,7 +307,7 @@ class Trainer:
                 num_computed_tokens=updated.num_computed_tokens,
             )
             values |= self._grown(report)
-            self._record(report, values)
+            self._record(report, values, seen_by_update(parts, trained, updated))
             self.source.recorded()
             # Only now: what the next rollouts bring is no part of this step's record.
             state.queued = None if ahead is None else ahead.take()
@@ -327,14 +329,14 @@ class Trainer:
         return grown | sent
 
     def _update(
-        self, report: SampledStep, replayed: Sequence[Trace], probes: Sequence[Trace]
+        self, report: SampledStep, trained: Sequence[Trace], probes: Sequence[Trace]
     ) -> tuple[UpdateReport, dict[str, float]]:
         """The optimiser steps on these rollouts, and how old those are where that is a question."""
         parts = self.parts
         limit, version = parts.settings.cluster.max_staleness, parts.engine.weight_version
         aged = staleness_metrics(report.traces, version=version, limit=limit) if limit else {}
         updated = parts.learner.update(
-            interleaved(report.trained, replayed),
+            trained,
             parts.algorithm,
             on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
             version=version if limit else None,
@@ -342,7 +344,7 @@ class Trainer:
         )
         return updated, aged
 
-    def _record(self, report: SampledStep, values: dict[str, float]) -> None:
+    def _record(self, report: SampledStep, values: dict[str, float], seen: NodeValues) -> None:
         """Traces, metrics and alarms of the step that has ended; ``values`` gets what the run counts."""
         parts, state = self.parts, self.state
         state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
@@ -354,9 +356,7 @@ class Trainer:
             self.num_restarts = 0
         if (seconds := self.pace.seconds("checkpoint")) is not None:
             values["time/checkpoint"] = seconds
-        state.traces.write(
-            state.step, rows_of(report.traces, step=state.step, tokenizer=parts.renderer.tokenizer)
-        )
+        state.files.write_step(parts, report.traces, seen, step=state.step)
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
         self._say(

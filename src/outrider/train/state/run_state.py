@@ -26,7 +26,7 @@ from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.same_inputs import BUFFER, input_digests, other_inputs
 from outrider.train.state.same_settings import flat_settings
 from outrider.train.state.versions import differences, versions
-from outrider.watch.traces import TraceWriter
+from outrider.train.step_files import RecordFiles
 
 _COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations")
 
@@ -51,7 +51,7 @@ class RunState:
     kept: Kept | None = None
     keep: Callable[[], Kept] | None = None
     metrics: MetricsWriter = field(init=False)
-    traces: TraceWriter = field(init=False)
+    files: RecordFiles = field(init=False)
     records: Records = field(init=False)
     _reference_checksum: int | None = None
     _tasks: dict[str, str] = field(init=False)
@@ -60,7 +60,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
-        self.traces = TraceWriter(self.run.path / "traces")
+        self.files = RecordFiles.of(self.run.path)
         self.records = Records(self.run.path)
         self._tasks = {
             "train": panel_hash(self.parts.train_tasks),
@@ -80,7 +80,7 @@ class RunState:
         """Forget what a run left that was killed before its first checkpoint."""
         self.run.cut_evaluations(0)
         self.metrics.cut(0)
-        self.traces.resume(-1)
+        self.files.resume(-1)
 
     def freeze_reference(self) -> None:
         """The KL term holds the policy to what it was when reinforcement learning began."""
@@ -251,7 +251,7 @@ class RunState:
         num_kept = self._keep_last_evaluation(state, last_label)
         self.metrics.cut(int(state["num_metric_records"]) + num_kept)
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_kept)
-        self.traces.resume(self.step)
+        self.files.resume(self.step)
         if num_kept and are_whole:
             self.seal_records()  # else a kill before the next checkpoint would leave the new label as damage
         # Its keys and values, if any, are of other weights.
