@@ -137,21 +137,22 @@ class ExpeditionRun(ToyRun):
 
     def __init__(self, toy: Toy, settings: Any, *, folder: Path) -> None:
         super().__init__(toy, settings, folder=folder)
-        task = self.tasks[0]
         with torch.no_grad():
-            for row, kind, right in zip(
-                self.model.table.weight,
-                str(task.metadata["kinds"]),
-                str(task.metadata["combination"]),
-                strict=False,
-            ):
-                if kind == "k":
-                    row[ACTIONS.index(right)] = KNOWN_LOGIT
-                elif kind == "h":
-                    row.fill_(NEVER)
-                    row[0] = EAGER
-                    row[[ACTIONS.index(place) for place in PLACES]] = 0.0
+            self.begin()
         self.policy.round_masters()  # in float32 they are the table itself
+
+    def begin(self) -> None:
+        """The untrained policy."""
+        metadata = self.tasks[0].metadata
+        for row, kind, right in zip(
+            self.model.table.weight, str(metadata["kinds"]), str(metadata["combination"]), strict=False
+        ):
+            if kind == "k":
+                row[ACTIONS.index(right)] = KNOWN_LOGIT
+            elif kind == "h":
+                row.fill_(NEVER)
+                row[0] = EAGER
+                row[[ACTIONS.index(place) for place in PLACES]] = 0.0
 
     def demonstrated(self, task: Task) -> Trajectory:
         """Of experts that never saw the end."""
