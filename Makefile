@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm lint mutation figures figures-check docs docs-serve benchmarks clean
+.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm lint mutation figures figures-check docs docs-serve benchmarks gpu clean
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
 # Images for containers often forbid to keep what was compiled: then each process of the tests compiles torch and
@@ -158,6 +158,14 @@ benchmarks: setup
 	$(BIN)/python benchmarks/spin.py
 	$(BIN)/python benchmarks/threads.py
 	$(BIN)/python benchmarks/episode_pass.py
+
+# One GPU in at most 25 minutes (docs/gpu.md). GPU_PYTHON=python3 takes the machine's own packages and installs nothing;
+# GPU_ARGS='--minutes 10' and others go to the command.
+GPU_PYTHON ?= $(BIN)/python
+GPU_ARGS ?=
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.complete)
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info

@@ -12,9 +12,7 @@ computation, and the log-prob gaps.
 import argparse
 import os
 import resource
-import statistics
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +21,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import torch
 from rich.console import Console
 from rich.table import Table
+from speed_clock import against, alternate
 from speed_gap import compared, drawing, trainer_gap, written_alone, written_elsewhere, written_together
 from speed_sides import WORKLOADS, Outrider, Plain, Vllm, play
 from speed_update import UPDATES, packed, padded
@@ -167,37 +166,6 @@ def updates(
         table.add_row(name, *against(rates, "plain, padded"))
         print(name, rates, flush=True)
     Console().print(table)
-
-
-def alternate(
-    sides: dict[str, Callable[[], int]],
-    repeats: int,
-    *,
-    device: str,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """Median rate of every side; the first round warms up. A GPU is waited for: what one side queued is not
-    the other's time.
-    """
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeats + 1):
-        for name, run in sides.items():
-            synchronise(device)
-            began = clock()
-            count = run()
-            synchronise(device)
-            rates[name].append(count / (clock() - began))
-    return {name: statistics.median(values[1:]) for name, values in rates.items()}
-
-
-def synchronise(device: str) -> None:
-    """Wait until everything that was queued on a GPU is done; a CPU queues nothing."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def against(rates: dict[str, float], base: str) -> Sequence[str]:
-    return [f"{rate:.0f} ({rate / rates[base]:.2f} x)" for rate in rates.values()]
 
 
 if __name__ == "__main__":

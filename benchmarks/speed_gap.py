@@ -18,16 +18,15 @@ from unittest.mock import patch
 
 import sampling
 import torch
+from speed_update import rollout_batch
 
 from outrider.engines.base import Generation, Request
 from outrider.engines.local import engine as local
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import LanguageModel, Precision, load_model
 from outrider.tokens import ChatRenderer
-from outrider.trace import Trace
-from outrider.train.update.pack import RolloutPath, pack
 from outrider.train.update.policy import OptimizerSettings, Policy, set_threads
-from outrider.types import Message, Origin, Task
+from outrider.types import Message
 
 _BATCH = 32
 LESSER = {
@@ -69,21 +68,7 @@ def trainer_gap(lm: LanguageModel, new: int) -> torch.Tensor:
     requests = _requests(_random_prompts(8), new)
     gaps = []
     for request, generation_ in zip(requests, LocalEngine(lm).generate(requests), strict=True):
-        trace = Trace(task=Task(key="gap", question=""))
-        message = Message(role="user", content="")
-        root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=request.token_ids, message=message)
-        ids, logprobs, entropies = generation_.token_ids, generation_.logprobs, generation_.entropies
-        node = trace.append(
-            parent=root.node_id,
-            origin=Origin.POLICY,
-            token_ids=ids,
-            message=message,
-            logprobs=logprobs,
-            entropies=entropies,
-        )
-        node.credit = (1.0,) * len(ids)
-        path = RolloutPath(nodes=trace.path(node.node_id), rollout_index=0)
-        batch = next(iter(pack([path], max_tokens=10_000)))
+        batch = rollout_batch(request.token_ids, generation_.token_ids, generation_.logprobs)
         with torch.no_grad():
             gaps.append((policy.score(batch).logprobs_T.cpu() - batch.engine_logprobs_T.cpu()).abs())
     return torch.cat(gaps)

@@ -114,13 +114,24 @@ class Outrider:
 class Vllm:
     """Talks to ``vllm_worker.py``, one JSON line a turn."""
 
-    def __init__(self, python: str, folder: str, precision: str, *, eager: bool, threads: int) -> None:
+    def __init__(
+        self,
+        python: str,
+        folder: str,
+        precision: str,
+        *,
+        eager: bool,
+        threads: int,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """``options`` are further arguments of vLLM's ``LLM``."""
         command = [
             python,
             str(Path(__file__).with_name("vllm_worker.py")),
             folder,
             precision,
             str(int(eager)),
+            json.dumps(options or {}),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(

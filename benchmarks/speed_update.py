@@ -4,14 +4,14 @@ Outrider.
 Both sides are credited with the padded tokens, so that the ratio of their rates is one of time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from outrider.trace import Trace
-from outrider.train.update.pack import RolloutPath, pack
+from outrider.train.update.pack import PackedBatch, RolloutPath, pack
 from outrider.train.update.policy import Policy
 from outrider.types import Message, Origin, Task
 
@@ -69,6 +69,29 @@ def _paths(shape: Shape) -> list[RolloutPath]:
         node.credit = (1.0,) * shape.new
         paths.append(RolloutPath(nodes=trace.path(node.node_id), rollout_index=index))
     return paths
+
+
+def rollout_batch(prompt: Sequence[int], new: Sequence[int], logprobs: Sequence[float]) -> PackedBatch:
+    """One sampled continuation, to be scored by the trainer."""
+    trace = Trace(task=Task(key="gap", question=""))
+    message = Message(role="user", content="")
+    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=tuple(prompt), message=message)
+    node = trace.append(
+        parent=root.node_id,
+        origin=Origin.POLICY,
+        token_ids=tuple(new),
+        message=message,
+        logprobs=tuple(logprobs),
+        entropies=(0.0,) * len(new),
+    )
+    node.credit = (1.0,) * len(new)
+    path = RolloutPath(nodes=trace.path(node.node_id), rollout_index=0)
+    return next(iter(pack([path], max_tokens=10_000)))
+
+
+def batches(shape: Shape) -> list[PackedBatch]:
+    """The micro-batches that :func:`packed` computes."""
+    return list(pack(_paths(shape), max_tokens=4096))
 
 
 def padded(model: Any, shape: Shape, *, lower: bool) -> Callable[[], int]:

@@ -1,5 +1,5 @@
 """vLLM's side of ``speed.py``, run by the Python of an environment that has it: folder, precision, eager (0
-or 1).
+or 1), further options as JSON.
 """
 
 import json
@@ -19,6 +19,7 @@ if __name__ == "__main__":
         enforce_eager=sys.argv[3] == "1",
         max_model_len=2048,
         enable_prefix_caching=True,
+        **json.loads(sys.argv[4]),
     )
     for line in sys.stdin:
         question = json.loads(line)

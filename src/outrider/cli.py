@@ -19,7 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before torch loads OpenMP. Spinning without end starves a tool, an embedder or a simulator beside torch;
     # not spinning at all halves the speed of generation (docs/benchmarks.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products on a GPU
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     parsed = None
     try:

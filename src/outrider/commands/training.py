@@ -21,6 +21,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--run", type=Path, help="new run directory")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="continue this run directory")
     parser.add_argument("--model", help="short for model.name=...")
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="short for cluster.ray_address=...")
     parser.add_argument(
         "--changed-plugins",
         action="store_true",
@@ -38,8 +39,9 @@ def _train(parsed: argparse.Namespace) -> int:
     # no recipe, but the first override in its place
     if parsed.resume is not None and "=" in str(parsed.recipe or ""):
         parsed.recipe, parsed.overrides = None, [str(parsed.recipe), *parsed.overrides]
-    if parsed.resume is not None and parsed.recipe is None and (parsed.run or parsed.model):
-        raise ConfigError("a resumed run keeps its model and its directory")
+    new = (parsed.run, parsed.model, parsed.ray_address)
+    if parsed.resume is not None and parsed.recipe is None and any(new):
+        raise ConfigError("a resumed run keeps its model, its directory and the address of its Ray")
     if parsed.changed_plugins and parsed.resume is None:
         raise ConfigError("--changed-plugins goes with --resume RUN")
     if parsed.dry_run and parsed.resume is not None and parsed.recipe is None:
@@ -50,6 +52,8 @@ def _train(parsed: argparse.Namespace) -> int:
     if parsed.smoke and parsed.resume is not None:
         raise ConfigError("--smoke goes with a recipe; a smoke run goes on without it")
     given = overrides(parsed)
+    if parsed.ray_address is not None:
+        given.append(f"cluster.ray_address={parsed.ray_address}")
     only_shows = parsed.dry_run and parsed.recipe is not None and parsed.resume is None
     with smoke(
         lambda them: api.run_settings(parsed.recipe, overrides=them),

@@ -23,6 +23,7 @@ from outrider.engines.local.segment_attention import causal_attention
 from outrider.errors import ModelError
 
 IMPLEMENTATION = "outrider"
+_MASK_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +239,19 @@ class DecodePlan:
             scale=scale,
         )
         return output.reshape(batch, heads, 1, size).transpose(1, 2)
+
+
+def decode_mask(lengths_B: torch.Tensor, num_seen: int, *, dtype: torch.dtype) -> torch.Tensor:
+    """[B, 1, 1, T] of 0 and minus infinity: what each row sees of the first ``num_seen`` positions.
+
+    On a GPU its rows begin at multiples of 8 numbers: the kernel that takes a mask wants them so, and torch
+    would copy another one in every layer.
+    """
+    positions = torch.arange(num_seen, device=lengths_B.device)[None, None, None, :]
+    unseen = positions > lengths_B[:, None, None, None]
+    width = num_seen if lengths_B.device.type == "cpu" else -(-num_seen // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+    mask = torch.zeros((len(lengths_B), 1, 1, width), dtype=dtype, device=lengths_B.device)
+    return mask[..., :num_seen].masked_fill_(unseen, float("-inf"))
 
 
 Plan = TreePlan | PrefillPlan | DecodePlan

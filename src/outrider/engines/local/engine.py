@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from outrider.engines.base import FinishReason, Generation, Request
-from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, SlotCache
+from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, SlotCache, decode_mask
 from outrider.engines.local.few_rows import MAX_ROWS, FewRows
 from outrider.engines.local.model import LanguageModel
 from outrider.engines.local.packed import PackedLinears
@@ -313,18 +313,13 @@ class LocalEngine:
 
     def _next_logits(self, active: list[_Row]) -> torch.Tensor:
         # The newest token is not in the cache yet: this step writes it at position `length`.
-        lengths = torch.tensor([row.length + len(row.ids) - 1 for row in active], device=self._device)
-        num_seen = int(lengths.max()) + 1
-        unseen = (
-            torch.arange(num_seen, device=self._device)[None, None, None, :] > lengths[:, None, None, None]
-        )
-        mask = torch.zeros(unseen.shape, dtype=self._lm.dtype, device=self._device).masked_fill_(
-            unseen, float("-inf")
-        )
+        stored = [row.length + len(row.ids) - 1 for row in active]
+        num_seen = max(stored) + 1  # from the host: asked of a GPU it would wait for all that is queued
+        lengths = torch.tensor(stored, device=self._device)
         plan = DecodePlan(
             cache=self._cache,
             lengths_B=lengths,
-            mask_B11T=mask,
+            mask_B11T=decode_mask(lengths, num_seen, dtype=self._lm.dtype),
             rows_B=torch.arange(len(active), device=self._device),
         )
         newest_B1 = torch.tensor([[row.ids[-1]] for row in active])

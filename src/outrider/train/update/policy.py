@@ -7,6 +7,7 @@ U scored tokens, T entries of :class:`~outrider.train.update.pack.PackedBatch`, 
 
 import copy
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -279,8 +280,12 @@ def _inject_lora(model: nn.Module, settings: LoraSettings, seed: int) -> None:
 def set_threads(num_threads: int, *, device: str = "cpu") -> None:
     """The one place where torch's thread count is set, and its deterministic mode switched on.
 
-    Same bits are promised on CPU; on a GPU an operation without a deterministic form warns.
+    Same bits are promised on CPU; on a GPU an operation without a deterministic form warns. It has to be
+    called before the first product on a GPU: cuBLAS reads then how much memory its products may use, and
+    with a fixed amount their order of sums is fixed too.
     """
+    if device != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(num_threads)
     torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
     # a debugging aid that writes every new tensor twice

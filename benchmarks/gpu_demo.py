@@ -1,0 +1,52 @@
+"""The demo on a device: steps, seconds, rewards and the held-out score of ``recipes/demo.toml``."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+from benchmarks.gpu_rows import RowFile
+from benchmarks.gpu_shapes import TINY
+from outrider.printing import score
+
+
+def demo(shape: str, device: str, folder: Path, rows: RowFile) -> None:
+    """One run; ``tiny`` is its smoke run, with a random model. Raises SystemExit with what it said last."""
+    run = folder / "demo"
+    command = [
+        sys.executable, "-m", "outrider", "train", "recipes/demo.toml", "--run", str(run),
+        "--progress", "none", f"model.device={device}", "model.precision=auto",
+    ]  # fmt: skip
+    if shape == TINY:
+        command.append("--smoke")
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    for what, measured in told(run):
+        rows.add(f"demo: {what}", measured)
+    if done.returncode:
+        raise SystemExit(" ".join(done.stderr.split()[-40:]))
+
+
+def told(run: Path) -> list[tuple[str, str]]:
+    """What a run directory says, also of one that was stopped."""
+    steps = _lines(run / "metrics.jsonl", "train")
+    if not steps:
+        return []
+    seconds = [one["time/step"] for one in steps]
+    rewards = f"{steps[0]['reward/mean']:.2f} to {steps[-1]['reward/mean']:.2f}"
+    found = [
+        ("steps, median seconds of one", f"{len(steps)}, {median(seconds):.1f}"),
+        ("reward of the first and of the last step", rewards),
+    ]
+    if scores := _lines(run / "metrics.jsonl", "eval"):
+        last = scores[-1]
+        text = score(last["eval/score"], last["eval/ci_low"], last["eval/ci_high"])
+        found.append((f"score on {last['eval/num_tasks']:.0f} held-out questions", text))
+    return found
+
+
+def _lines(file: Path, kind: str) -> list[dict[str, float]]:
+    if not file.exists():
+        return []
+    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [one for one in lines if one["kind"] == kind]

@@ -1,0 +1,37 @@
+"""Rows of a measurement: what, the figure, and what it stands beside. A stage's process writes them as it has
+them, so that one that is stopped loses nothing.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the page; ``beside`` says what the figure is to be compared with."""
+
+    what: str
+    measured: str
+    beside: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile:
+    """JSON lines."""
+
+    path: Path
+
+    def add(self, what: str, measured: str, beside: str = "") -> None:
+        """Write it now, and print it."""
+        row = Row(what=what, measured=measured, beside=beside)
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(asdict(row)) + "\n")
+        print(f"{what}: {measured}{f' ({beside})' if beside else ''}", flush=True)
+
+    def read(self) -> list[Row]:
+        """All that were written whole."""
+        if not self.path.exists():
+            return []
+        text = self.path.read_text(encoding="utf-8")
+        return [Row(**json.loads(line)) for line in text.splitlines(keepends=True) if line.endswith("\n")]

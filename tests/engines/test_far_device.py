@@ -1,0 +1,185 @@
+"""The engine and the update on another device than the CPU: nothing forgets where the model is."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.algorithms.base import ObjectiveSettings
+from outrider.config import validate
+from outrider.engines.base import Request
+from outrider.engines.local.attention import decode_mask
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.model import LanguageModel
+from outrider.testing.engine import check_engine
+from outrider.trace import Trace
+from outrider.train.data.sft import cold_start, successful_paths
+from outrider.train.learning_settings import (
+    ColdStartSettings,
+    LoraSettings,
+    OptimizerSettings,
+    UpdateSettings,
+)
+from outrider.train.settings import RunSettings
+from outrider.train.update.policy import Policy, set_threads
+from outrider.train.update.reward_kl import measure_kl
+from outrider.train.update.update import update
+from tests.algorithms.test_every_objective import EVERY
+from tests.far_device import FAR, FarTensor, far_device, moved
+from tests.scale.groups import groups
+from tests.tiny import tiny_model
+
+OF_THE_UPDATE = {
+    "loss", "aggregation", "max_length", "kl_weight", "kl_estimator", "sampler_correction",
+    "sampler_rejection", "positive_nll", "old_context", "student_mask", "shaping", "clip_own", "weight_cap",
+}  # fmt: skip
+SETTINGS = UpdateSettings(max_tokens=256, max_logprob_gap=1e9)
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[LanguageModel]:
+    """The tiny model far away, where fused optimisers are not."""
+    adam = torch.optim.AdamW
+
+    def plain(*given: Any, fused: bool, **options: Any) -> torch.optim.AdamW:
+        return adam(*given, foreach=False, **options)
+
+    monkeypatch.setattr(torch.optim, "AdamW", plain)
+    with far_device():
+        model = tiny_model(num_layers=1)
+        moved(model.model)
+        yield model
+
+
+def different() -> dict[str, ObjectiveSettings]:
+    """Of every page and preset, what is not the update of another one; a test takes a third of them."""
+    found: dict[str, ObjectiveSettings] = {}
+    seen: set[str] = set()
+    for name, table in EVERY.items():
+        algorithm = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": table}).algorithm
+        of_the_update = str((algorithm.type, algorithm.model_dump(include=OF_THE_UPDATE)))
+        if of_the_update not in seen:
+            found[name] = algorithm
+        seen.add(of_the_update)
+    return found
+
+
+def _alone() -> list[Trace]:
+    """Groups in which no node belongs to several rollouts."""
+    return groups(6, longest=20)[::2]
+
+
+def test_the_device_refuses_what_cuda_refuses() -> None:
+    with far_device():
+        one = torch.ones(2, device=FAR)
+        assert one.device == FAR and (one + torch.tensor(1.0)).tolist() == [2.0, 2.0]
+        assert one[torch.tensor([0])].tolist() == [1.0]
+        with pytest.raises(RuntimeError, match="same device"):
+            one + torch.ones(2)
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.ones(2)[torch.zeros(1, dtype=torch.long, device=FAR)]
+
+
+def test_the_engine_samples_there_what_it_samples_here(far: LanguageModel) -> None:
+    requests = [
+        Request(
+            request_id=str(i), token_ids=tuple(range(5, 12 + i)), max_tokens=8, seed=i, cache_key=str(i % 4),
+            temperature=(1.0, 0.7, 0.0)[i % 3],
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    there = LocalEngine(far, max_rows=3)
+    here = LocalEngine(tiny_model(num_layers=1), max_rows=3)
+    for _ in range(2):  # the second turn goes on in the slots of the first
+        ours, theirs = here.generate(requests), there.generate(requests)
+        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+        requests = [
+            replace(one, token_ids=(*one.token_ids, *done.token_ids, 7))
+            for one, done in zip(requests, ours, strict=True)
+        ]
+    check_engine(LocalEngine(far))
+
+
+@pytest.mark.parametrize("name", [*different()][::3])
+def test_every_update_there_is_the_one_here(far: LanguageModel, name: str) -> None:
+    objective = different()[name]
+    found = []
+    for model in (tiny_model(num_layers=1), far):
+        policy = Policy(model, OptimizerSettings(learning_rate=1e-3))
+        traces = groups(5, longest=20)
+        traces[4].is_replayed = True
+        reference = policy.frozen_copy() if objective.kl_weight > 0 else None
+        report = update(
+            policy, traces, objective=objective, settings=SETTINGS, reference=reference, first=True
+        )
+        found.append(report.metrics)
+    assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": LoraSettings(rank=2)}, {"checkpoint_activations": True}])
+def test_a_cold_start_and_what_is_kept(far: LanguageModel, options: dict[str, Any], tmp_path: Path) -> None:
+    """Losses of the cold start, the reward's KL to the model before it, and a checkpoint that is read."""
+    told: list[list[float]] = []
+    for model in (tiny_model(num_layers=1), far):
+        policy = Policy(model, OptimizerSettings(learning_rate=1e-3), **options)
+        reference = policy.frozen_copy()
+        losses: list[float] = []
+        cold_start(
+            policy,
+            successful_paths(_alone()),
+            ColdStartSettings(num_examples=4, batch_size=3),
+            run_seed=0,
+            max_tokens=SETTINGS.max_tokens,
+            on_step=lambda done, total, values, to=losses: to.append(values["sft/loss"]),
+        )
+        traces = _alone()
+        measure_kl(policy, reference, traces, max_tokens=SETTINGS.max_tokens)
+        told.append(
+            [*losses, *(value for trace in traces for node in trace.nodes for value in node.kl or ())]
+        )
+    assert len(told[0]) > 20 and told[1] == pytest.approx(told[0], rel=1e-3, abs=1e-4)
+    policy.save(tmp_path)
+    before = {name: one.tolist() for name, one in policy.masters.items()}
+    for one in policy.masters.values():
+        one.zero_()
+    policy.load(tmp_path, num_steps=policy.num_steps)
+    assert {name: one.tolist() for name, one in policy.masters.items()} == before
+    assert all(
+        isinstance(value, FarTensor)
+        for moments in policy.optimizer.state.values()
+        for value in moments.values()
+    )
+
+
+def test_the_mask_of_a_step_begins_where_a_gpu_s_kernel_wants_it() -> None:
+    stored = torch.tensor([3, 0, 8])
+    here = decode_mask(stored, 9, dtype=torch.float32)
+    assert here.is_contiguous()
+    assert [row.index(float("-inf")) if float("-inf") in row else 9 for row in here[:, 0, 0].tolist()] == [
+        4,
+        1,
+        9,
+    ]
+    with far_device():
+        there = decode_mask(torch.tensor([3, 0, 8], device=FAR), 9, dtype=torch.float32)
+        assert there.tolist() == here.tolist()
+        assert there.stride(0) == 16 and there.stride(-1) == 1
+
+
+def test_a_gpu_s_products_get_a_fixed_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that the test's end takes it back
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    num = torch.get_num_threads()
+    try:
+        set_threads(num)
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        set_threads(num, device="cuda")
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        set_threads(num)
