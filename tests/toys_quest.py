@@ -7,9 +7,7 @@ policy and experts give up (EMPO²'s tips). Of the *vault*'s twenty actions the 
 hooks, credit and update as in :mod:`tests.toys`.
 """
 
-import copy
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,14 +15,19 @@ from typing import Any, Final
 import torch
 
 from outrider.engines.base import Generation, Request
-from outrider.environments.base import Environment, EpisodeResult, StepResult
 from outrider.rollout.episode import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.seeding import stream
 from outrider.tokens import Tokenizer
-from outrider.types import Message, Step, Task, Trajectory
+from outrider.types import Task, Trajectory
 from tests.toys import ACTIONS, ROOMS, Toy
-from tests.toys_expedition import ExpeditionModel, ExpeditionRun
+from tests.toys_expedition import (
+    Expedition,
+    ExpeditionFactory,
+    ExpeditionModel,
+    ExpeditionRun,
+    unrewarded,
+)
 from tests.toys_memory import GIVE_UP, PLACES, ReadingEngine
 
 KINDS: Final = "mlchv"
@@ -62,49 +65,22 @@ class QuestToy(Toy):
         return [Task(key="quest", question="quest", metadata={"right": right})]
 
 
-class Quest:
-    """What is right leads into the next room; what is wrong ends the episode with nothing."""
+class Quest(Expedition):
+    """What is right leads into the next room, and from the crossroads everything does."""
 
     def __init__(self, task: Task) -> None:
-        self._right: list[str] = list(task.metadata["right"])
+        self._right = list(task.metadata["right"])
         self._room = 0
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        """To the beginning of the march."""
-        self._room = 0
-        return (Message(role="user", content=f"room {ROOMS[0]}"),)
-
-    def step(self, message: Message) -> StepResult:
-        """Every answered step counts as an executed call."""
-        right = self._right[self._room]
-        if right and message.content != right:
-            return StepResult(message=None, done=True, num_tool_calls=1)
-        self._room += 1
-        if self._room == len(self._right):
-            return StepResult(message=None, reward=1.0, done=True, num_tool_calls=1)
-        return StepResult(message=Message(role="user", content=f"room {ROOMS[self._room]}"), num_tool_calls=1)
-
-    def result(self) -> EpisodeResult:
-        """1 behind the vault."""
-        success = self._room == len(self._right)
-        return EpisodeResult(episode_return=float(success), success=success)
-
-    def copy(self) -> "Quest":
-        """The same place."""
-        return copy.copy(self)
-
-    def close(self) -> None:
-        """Nothing to release."""
+    def _is_right(self, action: str) -> bool:
+        return self._right[self._room] in ("", action)
 
 
-class QuestFactory:
+class QuestFactory(ExpeditionFactory):
     """Makes environments; nothing is shared."""
 
     def __call__(self, task: Task) -> Quest:
         return Quest(task)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 class QuestModel(ExpeditionModel):
@@ -142,18 +118,8 @@ class QuestEngine(ReadingEngine):
 
 def half_way(task: Task) -> Trajectory:
     """An expert that opens the lock and gives up in the hidden place: it has no reward."""
-    environment: Environment = Quest(task)
-    environment.reset(0)
     march, key, *_ = task.metadata["right"]
-    steps = []
-    for action in (march, key, GIVE_UP, GIVE_UP):
-        answer = environment.step(Message(role="assistant", content=action))
-        said = answer.message.content if answer.message else ""
-        steps.append(Step(text=action, observation=said, is_terminal=answer.done))
-    return Trajectory(
-        trajectory_id=f"expert/{task.key}", task_key=task.key, agent="expert", prompt=(),
-        steps=tuple(steps), reward=0.0,
-    )  # fmt: skip
+    return unrewarded(task, Quest(task), [march, key, GIVE_UP, GIVE_UP])
 
 
 class QuestRun(ExpeditionRun):
