@@ -22,7 +22,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
     details: ClassVar[frozenset[str]] = frozenset()
-    """Fields that hardly anybody sets: at their default ``--dry-run`` names them below the others."""
+    """Fields, or dotted keys below them, that hardly anybody sets: at their default ``--dry-run`` names them
+    below the others.
+    """
 
     def idle(self) -> frozenset[str]:
         """Fields, or dotted keys below them, that have no effect as the others stand (a kind of KL without a
