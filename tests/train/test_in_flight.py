@@ -140,7 +140,7 @@ class Run:
         self.begin(None)
 
     def begin(self, kept: Kept | None) -> None:
-        train = SimpleNamespace(tasks_per_step=self.per_step, num_steps=self.num_steps)
+        train = SimpleNamespace(tasks_per_step=self.per_step, num_steps=self.num_steps, stages=())
         self.parts: Any = SimpleNamespace(
             settings=SimpleNamespace(train=train, seed=5), algorithm=Plain((self.hook,)), train_tasks=TASKS
         )
