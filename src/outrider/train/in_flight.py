@@ -16,7 +16,7 @@ from outrider.rollout.hooks import Hook, Portable
 from outrider.rollout.loop_lag import largest
 from outrider.rollout.tree_growth import Expansion
 from outrider.train.components import Components
-from outrider.train.data.task_sampling import SampledStep, order_at
+from outrider.train.data.task_sampling import SampledStep, drawn_from
 from outrider.train.state.flight_queue import Kept, OpenStep, PlayedGroup
 from outrider.train.state.queue import Played
 
@@ -75,16 +75,14 @@ class Flight:
             self._player.begin(one, range(len(one.tasks)), is_again=False)
 
     def _drawn(self, step: int) -> OpenStep:
-        algorithm = self._parts.algorithm
-        order, cursor = order_at(step, parts=self._parts, cursor=self._cursor)
-        choice = algorithm.choose_tasks(order.tasks, step=step, num_groups=order.tasks_per_step)
+        order, cursor, choice = drawn_from(self._parts, step=step, cursor=self._cursor)
         if choice.groups is not None:
             raise ConfigError("cluster.in_flight goes without an algorithm that leaves groups out of a step")
         if choice.tasks is not None:
             tasks = list(choice.tasks)
         else:
             tasks, cursor = order.take(choice.num_groups, cursor=cursor)
-        modes = [tuple(algorithm.modes_of(step, group)) for group in range(len(tasks))]
+        modes = [tuple(self._parts.algorithm.modes_of(step, group)) for group in range(len(tasks))]
         return OpenStep(step=step, tasks=tasks, modes=modes, cursor=cursor)
 
     def collect(self, step: int, *, on_tick: Callable[[str], None]) -> Played:

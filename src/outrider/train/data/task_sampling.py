@@ -79,37 +79,29 @@ class SampledStep:
         }
 
 
-def order_at(step: int, *, parts: Components, cursor: int) -> tuple[TaskOrder, int]:
-    """The order from which a training step takes its tasks, and where in it: that of the step's stage, from
-    its beginning on in the stage's first step.
-    """
-    settings, tasks = parts.settings, parts.train_tasks
-    stage = stage_at(step, settings=settings.train, tasks=tasks)
-    if stage is not None:
-        tasks = stage.tasks
-        cursor = 0 if step == stage.begin else cursor
-    order = TaskOrder(
-        tasks=tasks,
-        tasks_per_step=settings.train.tasks_per_step,
-        seed=settings.seed,
-        stage=None if stage is None else stage.number,
-    )
-    return order, cursor
-
-
 def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) -> SampledStep:
     """The groups of a training step, by the run's settings; ``cursor`` is where the step before left the
     order of tasks.
     """
-    order, cursor = order_at(step, parts=parts, cursor=cursor)
-    return sample_step(
-        rollouts,
-        order,
-        cursor=cursor,
-        choice=parts.algorithm.choose_tasks(order.tasks, step=step, num_groups=order.tasks_per_step),
-        modes=partial(parts.algorithm.modes_of, step),
-        step=step,
-    )
+    order, cursor, choice = drawn_from(parts, step=step, cursor=cursor)
+    modes = partial(parts.algorithm.modes_of, step)
+    return sample_step(rollouts, order, cursor=cursor, choice=choice, modes=modes, step=step)
+
+
+def drawn_from(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, int, TaskChoice]:
+    """The order of a step's tasks, where in it the step begins, and what the algorithm chooses; ``cursor`` is
+    where the step before left.
+    """
+    settings, tasks = parts.settings, parts.train_tasks
+    size = settings.train.tasks_per_step
+    stage = stage_at(step, settings=settings.train, tasks=tasks)
+    if stage is not None:
+        tasks = stage.tasks
+        # An order of its own, from its beginning on.
+        cursor = 0 if step == stage.begin else cursor
+    number = None if stage is None else stage.number
+    order = TaskOrder(tasks=tasks, tasks_per_step=size, seed=settings.seed, stage=number)
+    return order, cursor, parts.algorithm.choose_tasks(tasks, step=step, num_groups=size)
 
 
 def sample_step(
