@@ -33,17 +33,39 @@ export function chart({ title, xLabel, lines, smoothing, open }) {
     const far = ({ one, index }) => Math.abs((one.values[index] ?? Infinity) - y);
     return shown.sort((a, b) => far(a) - far(b))[0] ?? null;
   };
-  const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const axis = {
+    stroke: colour("--quiet"),
+    grid: { stroke: colour("--line"), width: 1 },
+    ticks: { show: false },
+    font: "11px system-ui",
+  };
   const short = (plot, ticks) => ticks.map((value) => number(value));
-  const plot = new uPlot({
-    width: 320, height: HEIGHT, legend: { show: false }, padding: [8, 8, 0, 0],
-    scales: { x: { time: false }, y: { range: (plot, low, high) => spread(low, high) } },
-    cursor: { drag: { x: false, y: false }, points: { size: 7 } },
-    axes: [{ ...axis, size: 26, values: short, ...(xLabel === "step" ? { incrs: WHOLE } : {}) }, { ...axis, size: 52, values: short }],
-    series: [{}, ...lines.map((one) => ({
-      label: one.label, stroke: colour(one.ink), width: 1.6, spanGaps: true, points: { show: one.x.length < 40, size: 5 },
-    }))],
-  }, data, holder);
+  const plot = new uPlot(
+    {
+      width: 320,
+      height: HEIGHT,
+      legend: { show: false },
+      padding: [8, 8, 0, 0],
+      scales: { x: { time: false }, y: { range: (plot, low, high) => spread(low, high) } },
+      cursor: { drag: { x: false, y: false }, points: { size: 7 } },
+      axes: [
+        { ...axis, size: 26, values: short, ...(xLabel === "step" ? { incrs: WHOLE } : {}) },
+        { ...axis, size: 52, values: short },
+      ],
+      series: [
+        {},
+        ...lines.map((one) => ({
+          label: one.label,
+          stroke: colour(one.ink),
+          width: 1.6,
+          spanGaps: true,
+          points: { show: one.x.length < 40, size: 5 },
+        })),
+      ],
+    },
+    data,
+    holder,
+  );
   holder.addEventListener("click", () => {
     const found = nearest(plot);
     if (found) open(found.one, found.index);
@@ -52,7 +74,8 @@ export function chart({ title, xLabel, lines, smoothing, open }) {
   holder.addEventListener("mousemove", () => {
     const found = nearest(plot);
     said.textContent = found
-      ? `${lines.length > 1 ? found.one.label + ", " : ""}step ${found.one.steps[found.index]}: ${number(found.one.values[found.index], 4)}`
+      ? `${lines.length > 1 ? found.one.label + ", " : ""}step ${found.one.steps[found.index]}: ` +
+        number(found.one.values[found.index], 4)
       : "\u00a0";
   });
   const fit = new ResizeObserver(() => {
@@ -61,7 +84,13 @@ export function chart({ title, xLabel, lines, smoothing, open }) {
   fit.observe(holder);
   holder.setAttribute("role", "img");
   holder.setAttribute("aria-label", `${title} over ${xLabel}: ${lines.map(described).join("; ")}`);
-  return { element: h("div", {}, holder, said), leave: () => { fit.disconnect(); plot.destroy(); } };
+  return {
+    element: h("div", {}, holder, said),
+    leave: () => {
+      fit.disconnect();
+      plot.destroy();
+    },
+  };
 }
 
 // A constant lies in the middle; else the line has a little air.
@@ -74,5 +103,7 @@ function spread(low, high) {
 function described(one) {
   const known = one.values.filter((value) => value !== null);
   if (!known.length) return `${one.label}: no value`;
-  return `${one.label}: from ${number(known[0])} to ${number(known.at(-1))}, at least ${number(Math.min(...known))}, at most ${number(Math.max(...known))}`;
+  const [least, most] = [Math.min(...known), Math.max(...known)];
+  const ends = `from ${number(known[0])} to ${number(known.at(-1))}`;
+  return `${one.label}: ${ends}, at least ${number(least)}, at most ${number(most)}`;
 }

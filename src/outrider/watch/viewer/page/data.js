@@ -49,7 +49,8 @@ export async function ask(kind, given = {}) {
 }
 
 function within(found, words) {
-  const has = (one) => [one.text, one.key, one.observation ?? ""].some((text) => text.toLowerCase().includes(words));
+  const has = (one) =>
+    [one.text, one.key, one.observation ?? ""].some((text) => text.toLowerCase().includes(words));
   const cut = (part) => ({ ...part, items: part.items.filter(has), total: part.items.filter(has).length });
   return { ...found, tips: cut(found.tips), steps: cut(found.steps) };
 }

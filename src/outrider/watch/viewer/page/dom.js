@@ -9,7 +9,8 @@ export function h(tag, props = {}, ...children) {
     if (SAID.has(name)) element.setAttribute(name, visible(value));
     else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "class") element.className = value;
-    else if (name in element && name !== "list" && !name.includes("-") && name !== "role") element[name] = value;
+    else if (name in element && name !== "list" && !name.includes("-") && name !== "role")
+      element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
   return put(element, ...children);
@@ -45,7 +46,9 @@ export function visible(text) {
 }
 
 export function line(text, most = 120) {
-  const flat = visible(String(text).slice(0, most * 4)).replace(/\s+/g, " ").trim();
+  const flat = visible(String(text).slice(0, most * 4))
+    .replace(/\s+/g, " ")
+    .trim();
   return flat.length > most ? flat.slice(0, most) + " …" : flat;
 }
 
@@ -62,7 +65,9 @@ export function percent(value) {
 }
 
 export function signed(value) {
-  return value === null || value === undefined || Number.isNaN(value) ? "–" : (value > 0 ? "+" : "") + number(value);
+  return value === null || value === undefined || Number.isNaN(value)
+    ? "–"
+    : (value > 0 ? "+" : "") + number(value);
 }
 
 export function tell(text) {

@@ -16,8 +16,16 @@ import { showStep } from "./step.js";
 import { showTask } from "./task.js";
 
 const VIEWS = {
-  curves: showCurves, step: showStep, all: showStep, group: showGroup, rollout: showRollout, beside: showBeside,
-  counter: showCounter, memory: showMemory, alarms: showAlarms, task: showTask,
+  curves: showCurves,
+  step: showStep,
+  all: showStep,
+  group: showGroup,
+  rollout: showRollout,
+  beside: showBeside,
+  counter: showCounter,
+  memory: showMemory,
+  alarms: showAlarms,
+  task: showTask,
 };
 const main = document.getElementById("main");
 let shown = { keys: {}, refresh: null };
@@ -42,7 +50,8 @@ async function show() {
     next.ready?.();
     window.scrollTo(0, 0);
   } catch (error) {
-    if (mine === turn) fill(main, h("p", { class: "fault", role: "alert" }, `This cannot be shown: ${error.message}`));
+    if (mine === turn)
+      fill(main, h("p", { class: "fault", role: "alert" }, `This cannot be shown: ${error.message}`));
   }
 }
 
@@ -54,7 +63,10 @@ async function opened(parts, query) {
   }
   const run = { id: parts[1] };
   const kind = parts[2] ?? "curves";
-  const [places, curves] = await Promise.all([ask("places", { run: run.id }), ask("curves", { run: run.id })]);
+  const [places, curves] = await Promise.all([
+    ask("places", { run: run.id }),
+    ask("curves", { run: run.id }),
+  ]);
   Object.assign(run, { places, curves, evaluations: curves.evaluations });
   follow(run, news);
   top(run, kind, parts[3]);
@@ -66,7 +78,8 @@ async function opened(parts, query) {
 // Something of the run has changed on disk: the view takes it in where it stands.
 async function news(run, state, before) {
   const told = ({ sizes, num, newest }) => JSON.stringify([sizes, num, newest]);
-  if (before === null || told(state) === told(before)) { // where it is, and nothing more
+  if (before === null || told(state) === told(before)) {
+    // where it is, and nothing more
     top(run, address().parts[2] ?? "curves", address().parts[3], state);
     return;
   }

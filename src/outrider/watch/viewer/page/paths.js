@@ -34,26 +34,42 @@ export function rolloutOf(group, rollout) {
 
 export function childrenOf(group) {
   const found = new Map();
-  for (const node of group.nodes.values()) found.set(node.parent_id, [...(found.get(node.parent_id) ?? []), node]);
+  for (const node of group.nodes.values())
+    found.set(node.parent_id, [...(found.get(node.parent_id) ?? []), node]);
   return found;
 }
 
 export const ORIGINS = {
-  prompt: "prompt", policy: "policy", environment: "environment", buffer: "retrieved step", memory: "tips", demonstration: "demonstration",
+  prompt: "prompt",
+  policy: "policy",
+  environment: "environment",
+  buffer: "retrieved step",
+  memory: "tips",
+  demonstration: "demonstration",
 };
 
 export function splice(node) {
   const told = node.metadata;
-  if (node.origin === "buffer") return [
-    told.similarity !== undefined && `similarity ${told.similarity === null ? "not measured" : told.similarity.toFixed(3)}`,
-    told.source && `from ${told.source}`, told.agent && `by ${told.agent}`, told.source_task && `task ${told.source_task}`,
-    told.memory_version !== undefined && `buffer revision ${told.memory_version}`,
-  ].filter(Boolean).join(" · ");
-  if (node.origin === "memory") return [
-    told.writers && `written by ${told.writers.map(writer).join(", ")}`,
-    told.similarities?.length && `similarity ${told.similarities.map((one) => (one ?? NaN).toFixed(2)).join(", ")}`,
-    told.memory_version !== undefined && `memory version ${told.memory_version}`,
-  ].filter(Boolean).join(" · ");
+  if (node.origin === "buffer")
+    return [
+      told.similarity !== undefined &&
+        `similarity ${told.similarity === null ? "not measured" : told.similarity.toFixed(3)}`,
+      told.source && `from ${told.source}`,
+      told.agent && `by ${told.agent}`,
+      told.source_task && `task ${told.source_task}`,
+      told.memory_version !== undefined && `buffer revision ${told.memory_version}`,
+    ]
+      .filter(Boolean)
+      .join(" · ");
+  if (node.origin === "memory")
+    return [
+      told.writers && `written by ${told.writers.map(writer).join(", ")}`,
+      told.similarities?.length &&
+        `similarity ${told.similarities.map((one) => (one ?? NaN).toFixed(2)).join(", ")}`,
+      told.memory_version !== undefined && `memory version ${told.memory_version}`,
+    ]
+      .filter(Boolean)
+      .join(" · ");
   return "";
 }
 

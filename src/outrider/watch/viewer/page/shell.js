@@ -7,9 +7,15 @@ const nav = h("nav", { "aria-label": "Page" });
 const told = h("span");
 const speed = h("span");
 const newest = h("a");
-const bar = h("div", { class: "live", "data-live": "", hidden: true },
-  h("span", { class: "dot", "aria-hidden": "true" }), told, speed, newest,
-  h("button", { type: "button", class: "stop", onclick: () => confirmStop(shown) }, "Stop …"));
+const bar = h(
+  "div",
+  { class: "live", "data-live": "", hidden: true },
+  h("span", { class: "dot", "aria-hidden": "true" }),
+  told,
+  speed,
+  newest,
+  h("button", { type: "button", class: "stop", onclick: () => confirmStop(shown) }, "Stop …"),
+);
 document.getElementById("top").append(nav, bar);
 let shown = null;
 let drawn = "";
@@ -30,13 +36,16 @@ export function top(run, kind = "", where = "", state = null) {
   }
   const at = (name) => (kind === name ? { "aria-current": "page" } : {});
   const base = `#/run/${encodeURIComponent(run.id)}`;
-  fill(nav, brand,
+  fill(
+    nav,
+    brand,
     h("span", { class: "name" }, run.id.replace(/-[0-9a-f]{8}$/, "")),
     h("a", { href: base, ...at("curves") }, "Curves"),
     newestPlace && h("a", { href: `${base}/step/${newestPlace}`, ...at("step") }, "Steps"),
     h("a", { href: `${base}/all`, ...at("all") }, "All rollouts"),
     h("a", { href: `${base}/memory/${memoryStep(where, newestPlace)}`, ...at("memory") }, "Memory"),
-    h("a", { href: `${base}/alarms`, ...at("alarms") }, "Alarms"));
+    h("a", { href: `${base}/alarms`, ...at("alarms") }, "Alarms"),
+  );
 }
 
 function memoryStep(where, newestPlace) {
@@ -59,7 +68,10 @@ function live(run) {
 }
 
 function confirmStop(run) {
-  const close = () => { dialog.close(); dialog.remove(); };
+  const close = () => {
+    dialog.close();
+    dialog.remove();
+  };
   const stop = async () => {
     try {
       await askToStop(run.id);
@@ -69,11 +81,23 @@ function confirmStop(run) {
     }
     close();
   };
-  const dialog = h("dialog", { "aria-labelledby": "stop-title" },
+  const dialog = h(
+    "dialog",
+    { "aria-labelledby": "stop-title" },
     h("h2", { id: "stop-title" }, "Stop this run?"),
-    h("p", {}, "It gives up the rollouts under way, writes a checkpoint and ends. ",
-      "outrider train --resume goes on from there."),
-    h("div", { class: "row" }, h("button", { onclick: close }, "Let it run"), h("button", { class: "stop", onclick: stop }, "Stop it")));
+    h(
+      "p",
+      {},
+      "It gives up the rollouts under way, writes a checkpoint and ends. ",
+      "outrider train --resume goes on from there.",
+    ),
+    h(
+      "div",
+      { class: "row" },
+      h("button", { onclick: close }, "Let it run"),
+      h("button", { class: "stop", onclick: stop }, "Stop it"),
+    ),
+  );
   document.body.append(dialog);
   dialog.addEventListener("cancel", close);
   dialog.showModal();

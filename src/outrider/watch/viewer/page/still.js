@@ -7,22 +7,30 @@ const CHOICES = ["task_key", "kind", "mode", "outcome"];
 
 export function rolloutsOf(rows, given) {
   const chosen = rows.filter(
-    (row) => CHOICES.every((name) => !given[name] || row[name] === given[name])
-      && (given.training !== "1" || row.where.startsWith("step-")),
+    (row) =>
+      CHOICES.every((name) => !given[name] || row[name] === given[name]) &&
+      (given.training !== "1" || row.where.startsWith("step-")),
   );
   const low = given.low ? Number(given.low) : -Infinity;
   const high = given.high ? Number(given.high) : Infinity;
   const isBounded = given.low || given.high;
   const bounded = chosen.filter(
-    (row) => !isBounded || (row.episode_return !== null && row.episode_return >= low && row.episode_return <= high),
+    (row) =>
+      !isBounded || (row.episode_return !== null && row.episode_return >= low && row.episode_return <= high),
   );
   const sort = given.sort ?? "step";
   const sign = given.descending === "1" ? -1 : 1;
   const sorted = [...bounded].sort((one, other) => compared(one[sort], other[sort], sign));
   const offset = Number(given.offset ?? 0);
-  const counts = Object.fromEntries(["kind", "mode", "outcome"].map((name) => [name, counted(bounded, name)]));
+  const counts = Object.fromEntries(
+    ["kind", "mode", "outcome"].map((name) => [name, counted(bounded, name)]),
+  );
   return {
-    total: bounded.length, offset, rows: sorted.slice(offset, offset + PAGE), histogram: histogram(chosen), counts,
+    total: bounded.length,
+    offset,
+    rows: sorted.slice(offset, offset + PAGE),
+    histogram: histogram(chosen),
+    counts,
   };
 }
 

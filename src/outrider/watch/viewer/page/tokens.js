@@ -5,8 +5,18 @@ import { h, number, visible } from "./dom.js";
 export const SHADES = {
   entropy: { text: "entropy", of: (v, i) => v.entropies[i], edges: [0.05, 0.2, 0.5, 1, 1.7, 2.5, 3.5] },
   logprob: { text: "log-prob", of: (v, i) => -v.logprobs[i], edges: [0.05, 0.2, 0.5, 1, 2, 4, 7] },
-  advantage: { text: "advantage", of: (v, i) => v.advantages[i], isSigned: true, edges: [0.01, 0.3, 0.8, 1.5] },
-  ratio: { text: "importance ratio", of: (v, i) => logOf(v.ratios[i]), isSigned: true, edges: [0.001, 0.02, 0.1, 0.2] },
+  advantage: {
+    text: "advantage",
+    of: (v, i) => v.advantages[i],
+    isSigned: true,
+    edges: [0.01, 0.3, 0.8, 1.5],
+  },
+  ratio: {
+    text: "importance ratio",
+    of: (v, i) => logOf(v.ratios[i]),
+    isSigned: true,
+    edges: [0.001, 0.02, 0.1, 0.2],
+  },
   gap: { text: "trainer–sampler gap", of: gapOf, isSigned: true, edges: [1e-5, 1e-3, 0.01, 0.1] },
 };
 
@@ -29,7 +39,9 @@ function shade(name, values, index) {
 }
 
 export function tokenText(node, values, by) {
-  const spans = values.tokens.map((token, index) => h("span", { class: `t ${shade(by, values, index)}`, "data-i": index }, visible(token) || "∅"));
+  const spans = values.tokens.map((token, index) =>
+    h("span", { class: `t ${shade(by, values, index)}`, "data-i": index }, visible(token) || "∅"),
+  );
   const element = h("pre", { class: "tokens", "data-node": node.node_id }, spans);
   const reading = h("p", { class: "reading quiet" }, "\u00a0");
   const told = (event) => {
@@ -45,7 +57,8 @@ export function numbers(values, index) {
   const at = (name) => values[name][index];
   const parts = [
     `${index + 1} of ${values.tokens.length} “${visible(values.tokens[index])}”`,
-    `entropy ${number(at("entropies"), 4)} nats`, `log-prob ${number(at("logprobs"), 4)}`,
+    `entropy ${number(at("entropies"), 4)} nats`,
+    `log-prob ${number(at("logprobs"), 4)}`,
     at("advantages") !== undefined && `advantage ${number(at("advantages"), 4)}`,
     at("ratios") !== undefined && `ratio ${number(at("ratios"), 5)}`,
     gapOf(values, index) !== undefined && `gap ${number(gapOf(values, index), 3)}`,

@@ -15,14 +15,27 @@ export function turn(node, { values = null, by = "entropy", whole = null, isOpen
     h("span", { class: `origin ${node.origin}` }, ORIGINS[node.origin]),
     h("span", { class: "role" }, roleOf(node)),
     about && h("span", { class: "quiet" }, about),
-    node.origin === "policy" && h("span", { class: "quiet" }, `${number(node.num_tokens)} tokens · entropy ${number(node.mean_entropy)}`),
+    node.origin === "policy" &&
+      h(
+        "span",
+        { class: "quiet" },
+        `${number(node.num_tokens)} tokens · entropy ${number(node.mean_entropy)}`,
+      ),
     calls && h("span", { class: "badge" }, calls),
   ];
   const body = values?.tokens?.length ? tokenText(node, values, by) : plain(node, whole);
-  return h("article", { class: `turn ${node.origin}`, "data-node": node.node_id },
+  return h(
+    "article",
+    { class: `turn ${node.origin}`, "data-node": node.node_id },
     isTool
-      ? h("details", { open }, h("summary", {}, head, h("span", { class: "quiet text" }, line(node.text, 90))), body)
-      : [h("header", {}, head), body]);
+      ? h(
+          "details",
+          { open },
+          h("summary", {}, head, h("span", { class: "quiet text" }, line(node.text, 90))),
+          body,
+        )
+      : [h("header", {}, head), body],
+  );
 }
 
 const roleOf = (node) => (node.role === "inline" ? "inside the assistant's message" : node.role);
@@ -35,13 +48,18 @@ function plain(node, whole) {
     return holder;
   }
   holder.textContent = visible(node.text.slice(0, FOLDED));
-  const more = h("button", {
-    type: "button", class: "plain",
-    onclick: async () => {
-      more.disabled = true;
-      holder.textContent = visible(node.num_hidden && whole ? (await whole(node)).text : node.text);
-      more.remove();
+  const more = h(
+    "button",
+    {
+      type: "button",
+      class: "plain",
+      onclick: async () => {
+        more.disabled = true;
+        holder.textContent = visible(node.num_hidden && whole ? (await whole(node)).text : node.text);
+        more.remove();
+      },
     },
-  }, `Show ${number(rest)} more letters`);
+    `Show ${number(rest)} more letters`,
+  );
   return h("div", {}, holder, more);
 }
