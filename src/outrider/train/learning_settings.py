@@ -2,7 +2,7 @@
 moment.
 """
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -82,3 +82,14 @@ class UpdateSettings(Settings):
     max_tokens: int = Field(4096, ge=1)
     max_logprob_gap: float = Field(0.1, gt=0)
     checkpoint_activations: bool = False
+
+
+class StageSettings(Settings):
+    """One stage of training: ``num_steps`` steps on the training tasks whose keys fit one of ``tasks``.
+
+    ``tasks`` are patterns as of a shell, such as ``scienceworld/find-animal/*``; keys are in traces and
+    evaluations. The last stage has no ``num_steps``: it lasts as long as the run.
+    """
+
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_steps: int | None = Field(None, ge=1)
