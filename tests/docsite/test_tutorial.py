@@ -18,11 +18,16 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 SMALL = ("num_threads=1", "model.precision=float32", "train.num_steps=2", "algorithm.group_size=4")
 
 
-def run_shell(text: str, model: str) -> None:
+SHORT = ("train.tasks_per_step=2", "rollout.max_turns=2", "rollout.max_turn_tokens=16", "train.num_steps=1")
+
+
+def run_shell(text: str, model: str, more: tuple[str, ...] = ()) -> None:
     for line in text.splitlines():
         name, *arguments = shlex.split(line)
         assert name == "outrider"
-        small = [f"model.name={model}", "buffer.embedder=hash", *SMALL] if arguments[0] == "train" else []
+        small = (
+            [f"model.name={model}", "buffer.embedder=hash", *SMALL, *more] if arguments[0] == "train" else []
+        )
         assert main([*arguments, *small, *(["--progress", "none"] if "--run" in arguments else [])]) == 0
 
 
@@ -59,7 +64,7 @@ def test_the_page_of_functions_does_what_it_says(
         if title:
             Path(title).write_text(body, encoding="utf-8")
         elif kind == "sh":
-            run_shell(body, model)
+            run_shell(body, model, SHORT)
         else:
             exec(compile(body, str(FUNCTIONS), "exec"), {"__name__": "tutorial"})
     sys.modules.pop("my_tools", None)
