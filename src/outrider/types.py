@@ -51,10 +51,13 @@ ToolSchema: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A tool that the policy asks for by a native call. ``call_id`` is unique within its turn."""
+    """A tool that the policy asks for by a native call: a name and JSON. ``call_id`` is unique within its
+    turn.
+    """
 
     name: str
-    arguments: Mapping[str, Json] = field(default_factory=dict)
+    # not Json: what reads the nodes of a checkpoint cannot follow an alias that holds itself
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     call_id: str = ""
 
 

@@ -14,22 +14,34 @@ START = Path(__file__).parents[2] / "docs" / "start"
 PAGE = START / "own_environment.md"
 FUNCTIONS = START / "own_functions.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
 # The page's own model takes minutes; its other settings are what it says.
 SMALL = ("num_threads=1", "model.precision=float32", "train.num_steps=2", "algorithm.group_size=4")
 
 
-def run_shell(text: str, model: str) -> None:
+SHORT = ("train.tasks_per_step=2", "rollout.max_turns=2", "rollout.max_turn_tokens=16", "train.num_steps=1")
+
+
+def run_shell(text: str, model: str, more: tuple[str, ...] = ()) -> None:
     for line in text.splitlines():
         name, *arguments = shlex.split(line)
         assert name == "outrider"
-        small = [f"model.name={model}", "buffer.embedder=hash", *SMALL] if arguments[0] == "train" else []
+        small = (
+            [f"model.name={model}", "buffer.embedder=hash", *SMALL, *more] if arguments[0] == "train" else []
+        )
         assert main([*arguments, *small, *(["--progress", "none"] if "--run" in arguments else [])]) == 0
 
 
 def follow(
-    page: Path, kinds: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, **model_sizes: int
+    page: Path,
+    kinds: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    more: tuple[str, ...] = (),
+    **model_sizes: int,
 ) -> None:
-    """Do what the page says, in an empty folder."""
+    """Do what the page says, in an empty folder; ``more`` settings make it small."""
     model = str(save_tiny_model(folder / "model", **model_sizes))
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
@@ -39,7 +51,7 @@ def follow(
         if title:
             Path(title).write_text(body, encoding="utf-8")
         elif kind == "sh":
-            run_shell(body, model)
+            run_shell(body, model, more)
         else:
             exec(compile(body, str(page), "exec"), {"__name__": "tutorial"})
     for name in ("guess", "lift", "my_tools"):
@@ -66,7 +78,14 @@ def test_the_page_does_what_it_says(
 def test_the_page_of_functions_does_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    follow(FUNCTIONS, ["python", "python", "json", "toml", "sh"], tmp_path, monkeypatch, context=4096)
+    follow(
+        FUNCTIONS,
+        ["python", "python", "json", "toml", "sh"],
+        tmp_path,
+        monkeypatch,
+        more=SHORT,
+        context=4096,
+    )
     printed = capsys.readouterr().out
     assert "['a', 'b']" in printed and "3.0" in printed and "Write <multiply>" in printed
     for run in ("tags", "native"):

@@ -162,6 +162,10 @@ class Collector:
         self.whereabouts.at(name, "a new environment")
         environment = self._timed(self.factory, task)
         try:
+            if tools_of(environment):
+                raise ModelError(
+                    "an agent behind an endpoint calls tools by tag so far: environment.protocol = tags"
+                )
             return self._episode(environment, task, rollout, num_retries)
         finally:
             self.whereabouts.at(name, "closing its environment")
@@ -169,10 +173,6 @@ class Collector:
             self.whereabouts.ended(name)
 
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
-        if tools_of(environment):
-            raise ModelError(
-                "an agent behind an endpoint calls tools by tag so far: environment.protocol = tags"
-            )
         # By task alone: all rollouts of a task begin in the same state.
         prompt = tuple(self._timed(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
         conversation = list(prompt)
