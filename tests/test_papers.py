@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.by_task import make_parser as by_task_parser
 from benchmarks.diversity import make_parser as diversity_parser
 from benchmarks.learning import make_parser as learning_parser
 
@@ -24,7 +25,10 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`\n]+)`", TEXT)
 COMMANDS = [one for one in CODE if one.startswith(("outrider ", "python ")) and one.count(" ") > 1]
-PARSERS = {"benchmarks.learning": learning_parser, "benchmarks.diversity": diversity_parser}
+PARSERS = {
+    "benchmarks.learning": learning_parser, "benchmarks.diversity": diversity_parser,
+    "benchmarks.by_task": by_task_parser,
+}  # fmt: skip
 
 
 class Parsed(Exception):
@@ -40,7 +44,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunDirectory, "create", stop)
     for module, name in (
         (buffer_commands, "build_buffer"), (buffer_commands, "import_trajectories"),
-        (compare_render, "compare_runs"), (critic_training, "train_critic"), (report, "write_report"),
+        (compare_render, "compare_runs"), (compare_render, "compare_tasks"),
+        (critic_training, "train_critic"), (report, "write_report"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stop)
 

@@ -1,6 +1,6 @@
 """EMPO²'s reference numbers for memory, credit and reported results, through what the library makes of them.
 
-One has no counterpart on purpose: ``retrospex_rescore``, a baseline that is not built.
+That of ``retrospex_rescore`` is tested in ``test_retrospex.py``.
 """
 
 from typing import Any

@@ -12,6 +12,7 @@ from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.tool_qa.episode import ToolEnvironment
 from outrider.errors import EnvironmentFault
 from outrider.rollout.episode import Limits
+from outrider.runs import Run
 from outrider.trace import Trace
 from outrider.train.settings import RunSettings
 from outrider.types import Origin
@@ -48,6 +49,17 @@ def test_a_curve_over_trials_is_written(
     if method == "reflexion":  # solved stays solved
         scores = [one["metric"]["score"]["value"] for one in records]  # type: ignore[index]
         assert scores == sorted(scores) and all(one["num_tasks"] == 3 for one in records)
+    for number, one in enumerate(records):
+        alone = one["trial"]
+        rows = Run.of(run).evaluation_traces(number).to_pylist()
+        played = {row["task_key"]: row["episode_return"] for row in rows if row["episode_return"] is not None}
+        assert alone["task_returns"] == played  # type: ignore[index]
+        assert alone["task_scores"].keys() == played.keys()  # type: ignore[index]
+        if method == "tips" or number == 0:
+            assert alone["task_returns"] == one["task_returns"]  # type: ignore[index]
+        else:  # what was solved is not played again
+            before = records[number - 1]["task_scores"]
+            assert played.keys() == {key for key, solved in before.items() if not solved}  # type: ignore[attr-defined]
     assert "no weight update" in capsys.readouterr().out
 
 

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from outrider.commands.parts import Commands
+from outrider.commands.parts import Commands, positive
+from outrider.errors import ConfigError
 from outrider.printing import say
 
 
@@ -28,9 +29,19 @@ def add(commands: Commands) -> None:
     compare.add_argument(
         "runs",
         nargs="+",
-        type=Path,
         metavar="RUN",
-        help="run directories, the seeds of two configurations or more",
+        help="run directories, the seeds of two configurations or more; with --by-task also NAME=RUN",
+    )
+    compare.add_argument(
+        "--by-task",
+        action="store_true",
+        help="a row a task and a column a method, whose runs may be one model a task; curves over trials",
+    )
+    compare.add_argument(
+        "--depth",
+        type=positive,
+        metavar="N",
+        help="with --by-task: N parts of a task's key name its row (default: all but the last)",
     )
     compare.add_argument(
         "--markdown", type=Path, metavar="FILE", help="the tables, verdicts and notes as Markdown too"
@@ -63,7 +74,12 @@ def _export(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    from outrider.evals.compare.render import compare_runs
+    from outrider.evals.compare.render import compare_runs, compare_tasks
     from outrider.terminal import Terminal
 
-    return compare_runs(parsed.runs, markdown=parsed.markdown, html=parsed.html, console=Terminal())
+    files = {"markdown": parsed.markdown, "html": parsed.html}
+    if parsed.by_task:
+        return compare_tasks(parsed.runs, **files, console=Terminal(), depth=parsed.depth)
+    if parsed.depth is not None:
+        raise ConfigError("--depth goes with --by-task")
+    return compare_runs([Path(run) for run in parsed.runs], **files, console=Terminal())

@@ -69,6 +69,10 @@ OF_UPDATES: Final[tuple[Metric, ...]] = (
          "the config"),
     ),
     *group(
+        "stage",
+        ("number", "1", "which of train.stages the step's tasks are of, from 1", "rises", "train.stages"),
+    ),
+    *group(
         "time",
         ("rollout", "s", "wall-clock seconds of the rollout phase", "stable",
          "rollout/length_tokens_mean, tools"),

@@ -50,6 +50,7 @@ def smoke_overrides(settings: RunSettings, names: StandIns, *, server: str) -> l
         wanted["model.initial_checkpoint"] = smoke_checkpoint(given, names)
     if tree["engine"]["type"] == "vllm":
         wanted["engine"] = {"type": "local"}
+    wanted |= _stages(tree["train"])
     wanted |= _buffer(settings, names)
     wanted |= _cluster(tree)
     for section in ("environment", "algorithm", "engine"):
@@ -62,8 +63,8 @@ def smoke_overrides(settings: RunSettings, names: StandIns, *, server: str) -> l
     wanted |= dict(_endpoints(tree, "", server))
     if settings.cold_start.num_examples:
         wanted = {key: value for key, value in wanted.items() if key not in _CUTS} | _ROOM
-    if settings.train.num_steps:
-        wanted["evaluation.at_start"] = False
+    if settings.train.num_steps or settings.cold_start.num_examples:
+        wanted["evaluation.at_start"] = False  # there is one at the end
     return [_override(key, value) for key, value in wanted.items() if before.get(key, ...) != value]
 
 
@@ -87,6 +88,15 @@ def _buffer(settings: RunSettings, names: StandIns) -> dict[str, Any]:
     if Path(path).exists():
         return {"buffer.embedder": embedder_of(Path(path), embedder)}
     return {"buffer.path": str(names.buffer), "buffer.embedder": "hash"}
+
+
+def _stages(train: Mapping[str, Any]) -> dict[str, Any]:
+    """A step of each, so that the run crosses their borders."""
+    *before, last = train["stages"] or [None]
+    if last is None or not train["num_steps"]:
+        return {}
+    stages = [*({**stage, "num_steps": 1} for stage in before), {"tasks": last["tasks"]}]
+    return {"train.stages": stages, "train.num_steps": len(stages)}
 
 
 def _cluster(tree: Mapping[str, Any]) -> dict[str, Any]:

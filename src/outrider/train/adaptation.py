@@ -2,7 +2,8 @@
 (EMPO², Fig. 8).
 
 ``tips`` are written and shown as in training. ``reflexion`` tries again only what failed; its score counts
-what any trial has solved.
+what any trial has solved. Every trial leaves a line in ``evaluations.jsonl`` and its rollouts in ``traces``;
+``outrider compare --by-task`` draws the curve over them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +30,26 @@ from outrider.terminal import Terminal
 from outrider.trace import Leaf, Trace
 from outrider.train.building import build
 from outrider.train.components import Components, token_counter
+from outrider.train.metrics.trace_records import rows_of
 from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
 from outrider.types import Task
 from outrider.watch.progress import Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
+from outrider.watch.traces import TraceWriter
 from outrider.watch.watchdog import WatchedProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What a trial (``number`` from 0) leaves: the record, ``so_far`` with the best try of every task where
+    solved tasks are not played again, that of the trial ``alone``, and its rollouts.
+    """
+
+    number: int
+    so_far: Evaluation
+    alone: Evaluation
+    traces: Sequence[Trace]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +63,7 @@ class Adaptation:
     display: Progress
     num_done: int = 0
 
-    def run(self, *, on_trial: Callable[[Evaluation], None]) -> list[Evaluation]:
+    def run(self, *, on_trial: Callable[["Trial"], None]) -> list[Evaluation]:
         """The first trial has nothing to read: it is the model alone. Raises EnvironmentFault where no
         rollout has a result.
         """
@@ -57,6 +72,7 @@ class Adaptation:
         trials = []
         for trial in range(self.parts.settings.evaluation.num_trials):
             evaluation, traces = self._trial(tasks, trial)
+            alone = evaluation
             if self.hook.retries_failures:
                 _keep_best(best, traces)
                 evaluation = _over_all(evaluation, best)
@@ -66,7 +82,7 @@ class Adaptation:
                 raise EnvironmentFault(
                     f"{evaluation.label!r} has no result, every rollout was lost to a fault: {reasons}"
                 )
-            on_trial(evaluation)
+            on_trial(Trial(number=trial, so_far=evaluation, alone=alone, traces=traces))
             trials.append(evaluation)
             if not tasks:
                 break
@@ -154,8 +170,19 @@ def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabou
         "trial", "score [95 % interval]", "mean return, no share", "tasks", "faults", title="no weight update"
     )
 
-    def record(evaluation: Evaluation) -> None:
-        run.add_evaluation(evaluation, split=chosen.split, temperature=chosen.temperature, panel_hash=panel)
+    traces = TraceWriter(run.path / "traces")
+
+    def record(trial: Trial) -> None:
+        evaluation = trial.so_far
+        rows = rows_of(trial.traces, step=0, tokenizer=parts.renderer.tokenizer)
+        traces.write_evaluation(trial.number, rows)
+        run.add_evaluation(
+            evaluation,
+            split=chosen.split,
+            temperature=chosen.temperature,
+            panel_hash=panel,
+            trial=trial.alone,
+        )
         solved = score(evaluation.score, evaluation.ci_low, evaluation.ci_high)
         returned = score(evaluation.mean_return, is_share=False)
         counts = (str(evaluation.num_tasks), str(evaluation.num_faults))

@@ -26,6 +26,7 @@ from outrider.train.components import Components, Elsewhere, token_counter
 from outrider.train.data.buffer_opening import open_buffer
 from outrider.train.data.experts import demonstrations_of
 from outrider.train.data.no_expert import require_experts
+from outrider.train.data.stages import require_tasks
 from outrider.train.learner import Learner
 from outrider.train.models import (
     StartElsewhere,
@@ -142,6 +143,8 @@ def _train_tasks(family: TaskFamily, settings: RunSettings) -> Sequence[Task]:
     tasks = family.tasks("train") if num_steps or settings.cold_start.num_examples else ()
     if num_steps and len(tasks) < size:
         raise DataError(f"{len(tasks)} training tasks are fewer than train.tasks_per_step = {size}")
+    if num_steps:
+        require_tasks(settings.train, tasks)
     return tasks
 
 

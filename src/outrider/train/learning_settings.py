@@ -2,7 +2,7 @@
 moment.
 """
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -88,3 +88,14 @@ class UpdateSettings(Settings):
     def uses_flex(self, device: str) -> bool:
         """Whether a micro-batch on this device is one call of flex attention."""
         return self.attention == "flex" or (self.attention == "auto" and device.startswith("cuda"))
+
+
+class StageSettings(Settings):
+    """One stage of training: ``num_steps`` steps on the training tasks whose keys fit one of ``tasks``.
+
+    ``tasks`` are patterns as of a shell, such as ``scienceworld/find-animal/*``; keys are in traces and
+    evaluations. The last stage has no ``num_steps``: it lasts as long as the run.
+    """
+
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_steps: int | None = Field(None, ge=1)

@@ -16,6 +16,7 @@ from outrider.train.learning_settings import (
     ColdStartSettings,
     LoraSettings,
     OptimizerSettings,
+    StageSettings,
     UpdateSettings,
 )
 
@@ -58,15 +59,17 @@ class BufferSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """``num_steps`` training steps of ``tasks_per_step`` groups. ``max_policy_tokens`` ends the run earlier
-    when the policy has written so many (for comparisons at equal tokens; those of tries that a fault broke
-    count too). A checkpoint every ``checkpoint_every`` steps. ``expert_timeout_s``: how long an expert may
-    take for its whole path (a simulator's planner, for a cold start, a buffer or demonstrations).
+    """``num_steps`` training steps of ``tasks_per_step`` groups, on all training tasks or in ``stages``, one
+    after the other on tasks of their own (none: all tasks, all the time). ``max_policy_tokens`` ends the run
+    earlier when the policy has written so many (for comparisons at equal tokens; those of tries that a fault
+    broke count too). A checkpoint every ``checkpoint_every`` steps. ``expert_timeout_s``: how long an expert
+    may take for its whole path (a simulator's planner, for a cold start, a buffer or demonstrations).
     ``watchdog_s``: after so many seconds without progress a line says where the run waits (0: never).
     """
 
     num_steps: int = Field(100, ge=0)
     tasks_per_step: int = Field(8, ge=1)
+    stages: tuple[StageSettings, ...] = ()
     max_policy_tokens: int | None = Field(None, ge=1)
     checkpoint_every: int = Field(10, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
@@ -74,6 +77,22 @@ class TrainSettings(Settings):
     max_retries: int = Field(2, ge=0)
     expert_timeout_s: float = Field(300.0, gt=0)
     watchdog_s: float = Field(300.0, ge=0)
+
+    @model_validator(mode="after")
+    def _possible_stages(self) -> "TrainSettings":
+        *before, last = (stage.num_steps for stage in self.stages) if self.stages else (None,)
+        if last is not None:
+            raise ValueError(
+                "the last of train.stages has no num_steps: it lasts until train.num_steps are done"
+            )
+        if None in before:
+            raise ValueError("every one of train.stages but the last needs num_steps")
+        if 0 < self.num_steps <= (begin := sum(filter(None, before))):
+            raise ValueError(
+                f"the last of train.stages would begin at step {begin}: "
+                f"train.num_steps = {self.num_steps} ends before it"
+            )
+        return self
 
 
 class RunSettings(Settings):

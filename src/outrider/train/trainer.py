@@ -15,6 +15,7 @@ from outrider.train.components import Components, token_counter
 from outrider.train.data.buffer_growth import evolve_buffer
 from outrider.train.data.imitation import imitate_experts
 from outrider.train.data.off_policy_data import interleaved, mix_in
+from outrider.train.data.stages import groups_on, stage_lines, stage_metrics
 from outrider.train.data.task_sampling import SampledStep, play_step
 from outrider.train.evaluation_record import record_evaluation
 from outrider.train.metrics.ahead import work_ahead
@@ -144,12 +145,10 @@ class Trainer:
     def _begin(self) -> None:
         """Up to the checkpoint of step 0, from which training goes on."""
         self.state.begin()
-        settings = self.parts.settings
-        num_groups, num_tasks = (
-            settings.train.num_steps * settings.train.tasks_per_step,
-            len(self.parts.train_tasks),
-        )
-        self._say(settings.algorithm.warnings(num_groups=num_groups, num_tasks=num_tasks))
+        settings, tasks = self.parts.settings, self.parts.train_tasks
+        for num_groups, num_tasks in groups_on(settings.train, tasks):
+            self._say(settings.algorithm.warnings(num_groups=num_groups, num_tasks=num_tasks))
+        self._say(stage_lines(settings.train, tasks))
         given = settings.model.initial_checkpoint
         if self.parts.settings.evaluation.at_start:
             self._evaluate("before training" if given is None else f"of {given}")
@@ -361,6 +360,7 @@ class Trainer:
         state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
         values["tokens/policy_total"] = float(state.num_policy_tokens)
         values["grad/learning_rate"] = parts.learner.learning_rate
+        values |= stage_metrics(parts.settings.train, step=state.step - 1)
         if self.num_restarts:
             values["cluster/trainer_restarts"] = float(self.num_restarts)
             self.num_restarts = 0

@@ -26,8 +26,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One line of ``evaluations.jsonl``. ``metrics`` are the finite ones; ``task_scores`` is empty where they
-    are not on file.
+    """One line of ``evaluations.jsonl``. ``metrics`` are the finite ones; ``task_scores`` and
+    ``task_returns`` are empty where they are not on file.
 
     ``num_faults`` are rollouts that ended in a fault and are in no score.
     """
@@ -41,6 +41,7 @@ class Evaluation:
     panel_hash: str
     num_faults: int = 0
     task_scores: Mapping[str, float] = field(default_factory=dict)
+    task_returns: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +168,11 @@ def _is_record(record: Mapping[str, Json], notes: list[str]) -> bool:
     return False
 
 
+def _by_task(line: Mapping[str, Any], name: str) -> dict[str, float]:
+    found = {str(key): finite(value) for key, value in line.get(name, {}).items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     try:
         metrics = {
@@ -189,11 +195,8 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
             temperature=float(line["temperature"]),
             panel_hash=str(line["panel_hash"]),
             num_faults=int(line.get("num_faults", 0)),
-            task_scores={
-                str(key): score
-                for key, value in line.get("task_scores", {}).items()
-                if (score := finite(value)) is not None
-            },
+            task_scores=_by_task(line, "task_scores"),
+            task_returns=_by_task(line, "task_returns"),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         notes.append(f"evaluations.jsonl: an evaluation was left out ({type(error).__name__}: {error})")

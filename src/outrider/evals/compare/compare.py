@@ -107,7 +107,7 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
         settings=differing(by_label),
         notes=(
             *(f"{run.name}: {note}" for run in runs for note in run.notes),
-            *(why for run in runs if run.evaluations for why in _unfinished(run)),
+            *(why for run in runs if run.evaluations for why in unfinished(run)),
             *_without_curve(runs, curves),
         ),
     )
@@ -167,7 +167,7 @@ def _pairs(
     p_seeds = _corrected([seeds_p(a, b) if min(a.num_runs, b.num_runs) > 1 else None for a, b in pairs])
     results: list[Pair] = []
     for (first, second), test, p, over_seeds in zip(pairs, tests, p_tasks, p_seeds, strict=True):
-        obstacles = [why for run in (*groups[first.name], *groups[second.name]) for why in _unfinished(run)]
+        obstacles = [why for run in (*groups[first.name], *groups[second.name]) for why in unfinished(run)]
         difference = iqm_difference(first, second, seed=seed, within=(-1.0, 1.0))
         decided = verdict(
             first, second, difference=difference, test=test, p_corrected=p, p_seeds=over_seeds,
@@ -194,7 +194,7 @@ def _corrected(p_values: Sequence[float | None]) -> list[float | None]:
     return [None if p is None else next(corrected) for p in p_values]
 
 
-def _unfinished(run: Run) -> list[str]:
+def unfinished(run: Run) -> list[str]:
     """Why the last evaluation is not that of a finished training."""
     step = run.evaluations[-1].step
     budget = run.config.get("train.max_policy_tokens", "none")

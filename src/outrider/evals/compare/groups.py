@@ -12,7 +12,7 @@ _SAME_TRAINING: Final = frozenset((
     "train.max_concurrent", "train.max_retries", "train.expert_timeout_s", "train.watchdog_s",
 ))  # fmt: skip
 # each seed has its own: whether there is one counts
-_STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))
+STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))
 _BUDGET: Final = "train.max_policy_tokens"  # it follows what another run spent: whether there is one counts
 _ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
 _NUM_DIGITS: Final = 6  # of a hash in a label
@@ -28,7 +28,7 @@ def grouped(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
     """
     by_key: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
-        key = (_algorithm(run.config), _digest(_comparable(run.config)), _digest(_comparable(run.settings)))
+        key = (algorithm_of(run.config), _digest(comparable(run.config)), _digest(comparable(run.settings)))
         by_key.setdefault(key, []).append(run)
     for members in by_key.values():
         _check_seeds(members)
@@ -43,8 +43,8 @@ def differing(groups: Mapping[str, Sequence[Run]]) -> tuple[tuple[str, tuple[str
     """(key, one value per group) of the settings in which groups differ; of paths with one name, the ends
     that differ.
     """
-    shown = [_comparable(members[0].config) for members in groups.values()]
-    exact = [_comparable(members[0].settings) for members in groups.values()]
+    shown = [comparable(members[0].config) for members in groups.values()]
+    exact = [comparable(members[0].settings) for members in groups.values()]
     rows = []
     for key in sorted({key for one in exact for key in one}):
         values, wholes = ([one.get(key, "not set") for one in configs] for configs in (shown, exact))
@@ -56,14 +56,15 @@ def differing(groups: Mapping[str, Sequence[Run]]) -> tuple[tuple[str, tuple[str
     return tuple(rows)
 
 
-def _is_trained(config: Mapping[str, str]) -> bool:
+def is_trained(config: Mapping[str, str]) -> bool:
+    """Whether the run changed weights, in steps or a cold start."""
     return config.get("train.num_steps") != "0" or config.get("cold_start.num_examples", "0") != "0"
 
 
-def _comparable(config: Mapping[str, str]) -> dict[str, str]:
+def comparable(config: Mapping[str, str]) -> dict[str, str]:
     """The settings that decide what was trained."""
     # without training, the weights are those of the path
-    named = {_BUDGET, *(_STARTS if _is_trained(config) else ())}
+    named = {_BUDGET, *(STARTS if is_trained(config) else ())}
     return {
         key: ("none" if value == "none" else "given") if key in named else value
         for key, value in {_BUDGET: "none", **config}.items()
@@ -94,7 +95,7 @@ def _label(key: tuple[str, str, str], keys: Sequence[tuple[str, str, str]]) -> s
 
 def _check_seeds(members: Sequence[Run]) -> None:
     seeds = [run.config["seed"] for run in members]
-    if len(members) > 1 and not _is_trained(members[0].config):
+    if len(members) > 1 and not is_trained(members[0].config):
         names = f"{members[0].name} and {members[1].name}"
         raise Incomparable(
             f"{names} evaluate the same weights: seeds of an evaluation are no trainings of their own"
@@ -107,7 +108,8 @@ def _check_seeds(members: Sequence[Run]) -> None:
             )
 
 
-def _algorithm(config: Mapping[str, str]) -> str:
+def algorithm_of(config: Mapping[str, str]) -> str:
+    """What a training's group is called: the preset, or the algorithm."""
     name = config["algorithm.type"]
     if name == "rapo" and config.get("algorithm.num_hybrid") == "0":
         return "grpo"  # the same, bit for bit

@@ -6,19 +6,24 @@ autoescape.
 
 import math
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from markupsafe import Markup
 
+from outrider.evals.compare.by_task import ByTask, TrialCurves
+from outrider.evals.compare.by_task_tables import task_notes, task_tables
 from outrider.evals.compare.compare import Comparison
 from outrider.evals.compare.curves import SCORE, Curves
 from outrider.evals.compare.tables import MAX_SERIES, notes, tables, verdicts
+from outrider.evals.statistics import Band, Scores
 from outrider.watch.curves import Chart, Point, Series, svg_chart
 from outrider.watch.templates import page_template
 
 _TEMPLATE: Final = Path(__file__).with_name("page.html.j2")
 _LEGEND_WIDTH: Final = 400  # units of the drawing
+_TRIALS: Final = "Trials with a memory that fills, no weight moves; the first has nothing to read."
 
 
 def html_page(comparison: Comparison) -> str:
@@ -38,30 +43,63 @@ def html_page(comparison: Comparison) -> str:
     )
 
 
+def html_tasks(found: ByTask) -> str:
+    """Tables by task and the curves over trials as one HTML file that needs nothing beside it; a pure
+    function.
+    """
+    names = _names([method for curves in found.curves for method in curves.bands])
+    return page_template(_TEMPLATE).render(
+        num_styles=MAX_SERIES,
+        verdicts=[],
+        tables=task_tables(found),
+        letters=[(name, label) for label, name in names.items() if name != label],
+        figures=[(svg, _TRIALS) for curves in found.curves if (svg := _trials(curves, names)) is not None],
+        notes=task_notes(found),
+    )
+
+
+def _trials(curves: TrialCurves, names: dict[str, str]) -> Markup | None:
+    series = tuple(
+        Series(label=name, points=_points(curves.x, curves.bands[label]))
+        for label, name in names.items()
+        if label in curves.bands
+    )
+    if not any(one.values for one in series):
+        return None
+    title = f"{curves.task}: mean return over trials"
+    return svg_chart(Chart(title=title, x_label="trial", y_label="return", series=series))
+
+
+def _names(labels: Sequence[str]) -> dict[str, str]:
+    """The label where all labels fit into the legend, else a letter."""
+    chosen = list(dict.fromkeys(labels))[:MAX_SERIES]
+    fits = sum(44 + 7 * len(label) for label in chosen) <= _LEGEND_WIDTH
+    return {label: label if fits else string.ascii_uppercase[index] for index, label in enumerate(chosen)}
+
+
 def _figure_names(comparison: Comparison) -> dict[str, str]:
-    """Names of groups in a figure: the label where all labels fit into the legend, else a letter."""
-    labels = [group.label for group in comparison.groups][:MAX_SERIES]
-    fits = sum(44 + 7 * len(label) for label in labels) <= _LEGEND_WIDTH
-    return {label: label if fits else string.ascii_uppercase[index] for index, label in enumerate(labels)}
+    """Names of groups in a figure."""
+    return _names([group.label for group in comparison.groups])
 
 
 def _figure(curves: Curves, names: dict[str, str]) -> Markup | None:
     is_share = curves.quantity == SCORE
     series: list[Series] = []
     for label, name in names.items():
-        band = curves.bands[label]
-        places = zip(curves.x, band.value, band.low, band.high, strict=True)
-        points = tuple(
-            Point(x=float(x), value=_known(v), low=_known(low), high=_known(high))
-            for x, v, low, high in places
-        )
-        series.append(Series(label=name, points=points))
+        series.append(Series(label=name, points=_points(curves.x, curves.bands[label])))
     if not any(one.values for one in series):
         return None
     unit = "score, %" if is_share else "reward"
     title = f"{curves.quantity.capitalize()} over {curves.axis}"
     return svg_chart(
         Chart(title=title, x_label=curves.axis, y_label=unit, series=tuple(series), is_share=is_share)
+    )
+
+
+def _points(x: Scores, band: Band) -> tuple[Point, ...]:
+    return tuple(
+        Point(x=float(at), value=_known(value), low=_known(low), high=_known(high))
+        for at, value, low, high in zip(x, band.value, band.low, band.high, strict=True)
     )
 
 

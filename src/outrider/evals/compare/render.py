@@ -1,17 +1,22 @@
 """Shows a comparison of runs: the command, the terminal, and Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.atomic_io import replace_file
+from outrider.evals.compare.by_task import ByTask, compare_by_task
+from outrider.evals.compare.by_task_tables import task_notes, task_tables
 from outrider.evals.compare.compare import Comparison, compare
-from outrider.evals.compare.page import html_page
-from outrider.evals.compare.tables import notes, tables, verdicts
+from outrider.evals.compare.page import html_page, html_tasks
+from outrider.evals.compare.tables import TextTable, notes, tables, verdicts
 from outrider.printing import one_line
+
+_Shown = TypeVar("_Shown", Comparison, ByTask)
 
 
 def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | None, console: Console) -> int:
@@ -23,26 +28,55 @@ def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | N
     """
     comparison = compare(paths)
     print_comparison(comparison, console)
-    for path, page in ((markdown, markdown_page), (html, html_page)):
-        if path is not None:
-            replace_file(path, page(comparison).encode("utf-8", "replace"))
-            console.print(Text(str(path)))
+    _write(((markdown, markdown_page), (html, html_page)), comparison, console)
     return 0
+
+
+def compare_tasks(
+    given: Sequence[str],
+    *,
+    markdown: Path | None,
+    html: Path | None,
+    console: Console,
+    depth: int | None = None,
+) -> int:
+    """``outrider compare --by-task``: the same with a row a task and a column a method.
+
+    Raises what :func:`~outrider.evals.compare.by_task.compare_by_task` raises, and ``OSError``.
+    """
+    found = compare_by_task(given, depth=depth)
+    _print(task_tables(found), [f"note: {note}" for note in task_notes(found)], console)
+    _write(((markdown, markdown_tasks), (html, html_tasks)), found, console)
+    return 0
+
+
+def _write(
+    files: Sequence[tuple[Path | None, Callable[[_Shown], str]]], shown: _Shown, console: Console
+) -> None:
+    for path, page in files:
+        if path is not None:
+            replace_file(path, page(shown).encode("utf-8", "replace"))
+            console.print(Text(str(path)))
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Tables, verdicts and notes on a terminal, which no name can steer."""
-    for table in tables(comparison):
-        drawn = Table(
+    said = (*verdicts(comparison), *(f"note: {note}" for note in notes(comparison)))
+    _print(tables(comparison), said, console)
+
+
+def _print(drawn: Sequence[TextTable], lines: Sequence[str], console: Console) -> None:
+    for table in drawn:
+        made = Table(
             *(Column(_shown(name), overflow="fold") for name in table.columns),
             title=_shown(table.title),
             caption=_shown(table.caption),
             caption_justify="left",
         )
         for row in table.rows:
-            drawn.add_row(*map(_shown, row))
-        console.print(drawn)
-    for line in (*verdicts(comparison), *(f"note: {note}" for note in notes(comparison))):
+            made.add_row(*map(_shown, row))
+        console.print(made)
+    for line in lines:
         console.print(_shown(line))
 
 
@@ -52,12 +86,21 @@ def _shown(text: str) -> Text:
 
 def markdown_page(comparison: Comparison) -> str:
     """The tables, verdicts and notes as Markdown; a pure function."""
-    parts = ["# Comparison of runs", _items(verdicts(comparison))]
-    for table in tables(comparison):
+    begin = ["# Comparison of runs", _items(verdicts(comparison))]
+    return _markdown(begin, tables(comparison), notes(comparison))
+
+
+def markdown_tasks(found: ByTask) -> str:
+    """The tables by task and the notes as Markdown; a pure function."""
+    return _markdown(["# Runs by task"], task_tables(found), task_notes(found))
+
+
+def _markdown(parts: list[str], drawn: Sequence[TextTable], said: Sequence[str]) -> str:
+    for table in drawn:
         rows = [table.columns, ("---",) * len(table.columns), *table.rows]
         lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
-        parts += [f"## {table.title}", "\n".join(lines), _escaped(table.caption)]
-    if said := notes(comparison):
+        parts += [f"## {_escaped(table.title)}", "\n".join(lines), _escaped(table.caption)]
+    if said:
         parts += ["## Notes", _items(said)]
     return "\n\n".join(parts) + "\n"
 

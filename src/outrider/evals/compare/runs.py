@@ -11,7 +11,7 @@ import numpy as np
 from outrider.errors import DataError, OutriderError
 from outrider.evals.statistics import Scores
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.watch.run_directory import RunData, read_run
+from outrider.watch.run_directory import Evaluation, RunData, read_run
 
 # what a curve is drawn over, and the metrics of a step that add up to it
 AXES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -39,8 +39,8 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredStep:
-    """One evaluation: mean success over tasks after ``step`` training steps; ``task_scores`` is empty where
-    not on file.
+    """One evaluation: mean success over tasks after ``step`` training steps; ``task_scores`` and
+    ``task_returns`` are empty where not on file.
 
     ``num_faults`` are rollouts that are in no score.
     """
@@ -49,6 +49,7 @@ class ScoredStep:
     score: float
     panel: Panel
     task_scores: Mapping[str, float]
+    task_returns: Mapping[str, float]
     num_faults: int
 
 
@@ -58,7 +59,8 @@ class Run:
     (``watch.run_directory``).
 
     ``costs`` are totals since step 0 after each training step, by axis; ``rewards`` are the mean training
-    rewards of the steps, NaN where not known. Evaluations ascend by step, one per step (the last made there).
+    rewards of the steps, NaN where not known. Evaluations ascend by step, one per step (the last made there);
+    ``trials`` are all evaluations of a run that adapts, which are of one step.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Run:
     costs: Mapping[str, Scores]
     rewards: Scores
     evaluations: tuple[ScoredStep, ...]
+    trials: tuple[ScoredStep, ...]
     notes: tuple[str, ...]
 
     @property
@@ -105,6 +108,7 @@ def load_run(path: Path, name: str) -> Run:
         costs=_costs(data, steps, notes),
         rewards=np.asarray([rewards.get(step, math.nan) for step in steps], dtype=np.float64),
         evaluations=_evaluations(data, notes),
+        trials=_trials(data),
         notes=tuple(notes),
     )
 
@@ -146,17 +150,7 @@ def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, S
 
 def _evaluations(data: RunData, notes: list[str]) -> tuple[ScoredStep, ...]:
     """The last evaluation of each step, as far as they are on the panel of the very last."""
-    by_step = {
-        one.step: ScoredStep(
-            step=one.step,
-            score=one.metrics["score"].value,
-            panel=Panel(split=one.split, temperature=one.temperature, panel_hash=one.panel_hash),
-            task_scores=one.task_scores,
-            num_faults=one.num_faults,
-        )
-        for one in data.evaluations
-        if "score" in one.metrics
-    }
+    by_step = {one.step: _scored(one) for one in data.evaluations if "score" in one.metrics}
     ascending = [by_step[step] for step in sorted(by_step)]
     kept = tuple(one for one in ascending if one.panel == ascending[-1].panel)
     if len(kept) < len(ascending):
@@ -164,3 +158,20 @@ def _evaluations(data: RunData, notes: list[str]) -> tuple[ScoredStep, ...]:
             f"{len(ascending) - len(kept)} evaluation(s) on another panel than the last are left out"
         )
     return kept
+
+
+def _trials(data: RunData) -> tuple[ScoredStep, ...]:
+    if data.config.get("evaluation.num_trials", "0") == "0":
+        return ()
+    return tuple(_scored(one) for one in data.evaluations if "score" in one.metrics)
+
+
+def _scored(one: Evaluation) -> ScoredStep:
+    return ScoredStep(
+        step=one.step,
+        score=one.metrics["score"].value,
+        panel=Panel(split=one.split, temperature=one.temperature, panel_hash=one.panel_hash),
+        task_scores=one.task_scores,
+        task_returns=one.task_returns,
+        num_faults=one.num_faults,
+    )

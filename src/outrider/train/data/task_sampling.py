@@ -10,32 +10,37 @@ from outrider.rollout.scheduler import RolloutReport, Rollouts
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.components import Components
+from outrider.train.data.stages import stage_at
 from outrider.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOrder:
-    """An endless order of the training tasks: a fresh permutation every epoch, keyed by the seed. A cursor
-    counts what was taken.
+    """An endless order of the training tasks: a fresh permutation every epoch, keyed by the seed and, where
+    there is one, the number of the ``stage``. A cursor counts what was taken.
     """
 
     tasks: Sequence[Task]
     tasks_per_step: int
     seed: int
+    stage: int | None = None
 
     def take(self, num: int, *, cursor: int, seen: Set[str] = frozenset()) -> tuple[list[Task], int]:
         """Up to ``num`` tasks from ``cursor`` on whose keys are not in ``seen``, and the cursor behind the
         last one.
 
         A step plays no task twice, because both plays would draw the same random numbers: fewer come where
-        none is left. An epoch leaves out the tasks that would not fill a step.
+        none is left. An epoch leaves out the tasks that would not fill a step, unless they are all that
+        there is.
         """
-        per_epoch = len(self.tasks) // self.tasks_per_step * self.tasks_per_step
+        size = max(1, min(self.tasks_per_step, len(self.tasks)))
+        per_epoch = len(self.tasks) // size * size
+        names = ("task order",) if self.stage is None else ("task order", "stage", self.stage)
         wanted = min(num, len({task.key for task in self.tasks} - seen))
         found: dict[str, Task] = {}
         while len(found) < wanted:
             epoch, start = divmod(cursor, per_epoch)
-            order = stream(self.seed, "task order", epoch).permutation(len(self.tasks))
+            order = stream(self.seed, *names, epoch).permutation(len(self.tasks))
             for index in order[start:per_epoch]:
                 task = self.tasks[index]
                 cursor += 1
@@ -76,13 +81,23 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
     """The groups of a training step, by the run's settings; ``cursor`` is where the step before left the
     order of tasks.
     """
-    settings = parts.settings
+    settings, tasks = parts.settings, parts.train_tasks
     size = settings.train.tasks_per_step
+    stage = stage_at(step, settings=settings.train, tasks=tasks)
+    if stage is not None:
+        tasks = stage.tasks
+        # An order of its own, from its beginning on.
+        cursor = 0 if step == stage.begin else cursor
     return sample_step(
         rollouts,
-        TaskOrder(tasks=parts.train_tasks, tasks_per_step=size, seed=settings.seed),
+        TaskOrder(
+            tasks=tasks,
+            tasks_per_step=size,
+            seed=settings.seed,
+            stage=None if stage is None else stage.number,
+        ),
         cursor=cursor,
-        choice=parts.algorithm.choose_tasks(parts.train_tasks, step=step, num_groups=size),
+        choice=parts.algorithm.choose_tasks(tasks, step=step, num_groups=size),
         modes=partial(parts.algorithm.modes_of, step),
         step=step,
     )

@@ -190,9 +190,15 @@ class RunDirectory:
         replace_lines(self.evaluations, [json.dumps(one).encode() for one in evaluations])
 
     def add_evaluation(
-        self, evaluation: Evaluation, *, split: str, temperature: float, panel_hash: str
+        self,
+        evaluation: Evaluation,
+        *,
+        split: str,
+        temperature: float,
+        panel_hash: str,
+        trial: Evaluation | None = None,
     ) -> None:
-        """Append one line and force it to disk."""
+        """Append one line and force it to disk; of an adaptation also what the ``trial`` alone brought."""
         score = {"value": evaluation.score, "ci_low": evaluation.ci_low, "ci_high": evaluation.ci_high}
         line = {
             "label": evaluation.label,
@@ -209,6 +215,11 @@ class RunDirectory:
             "task_scores": dict(evaluation.task_scores),
             "task_returns": dict(evaluation.task_returns),
         }
+        if trial is not None:
+            line["trial"] = {
+                "task_scores": dict(trial.task_scores),
+                "task_returns": dict(trial.task_returns),
+            }
         append(self.evaluations, (json.dumps(line) + "\n").encode())
 
 

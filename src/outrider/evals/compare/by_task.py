@@ -1,0 +1,277 @@
+"""Runs by task and method: one row a task, one column a method, as in EMPO²'s Table 1, where every task may
+have a model of its own; and curves over the trials of an adaptation (its Fig. 8).
+
+A task here is what the keys of its variations begin with: of ``scienceworld/find-animal/3`` it is
+``scienceworld/find-animal``. A run counts in the row of every task that its panel has.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Final
+
+import numpy as np
+
+from outrider.errors import ConfigError
+from outrider.evals.compare.compare import unfinished
+from outrider.evals.compare.groups import is_trained
+from outrider.evals.compare.method_names import method_name, same_method
+from outrider.evals.compare.runs import Incomparable, Run, ScoredStep, load_run, run_names
+from outrider.evals.statistics import UNBOUNDED, Band, Estimate, Sample, Scores, iqm_band, iqm_estimate
+from outrider.rollout.evaluate import interval
+
+_SHARES: Final = (0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What the runs of one method reached on one task (or on the mean over tasks), by their last evaluations:
+    mean return and share of solved variations, interquartile means over runs. Of one run the interval is over
+    its variations alone.
+    """
+
+    returns: Estimate
+    solved: Estimate
+    num_runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialCurves:
+    """Mean return on one task after each trial, by method; ``x`` counts trials from 1."""
+
+    task: str
+    x: Scores
+    bands: Mapping[str, Band]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByTask:
+    """Everything that is shown. ``cells`` by (task, method); a pair without runs is not in it. ``averages``
+    are means over all tasks, of methods that have every one of them.
+    """
+
+    tasks: Mapping[str, int]
+    methods: tuple[str, ...]
+    cells: Mapping[tuple[str, str], Cell]
+    averages: Mapping[str, Cell]
+    curves: tuple[TrialCurves, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    method: str
+    run: Run
+
+
+def compare_by_task(given: Sequence[str], *, depth: int | None = None, seed: int = 0) -> ByTask:
+    """``given``: run directories, each also as ``NAME=DIRECTORY`` where the column is to be called that;
+    columns come in their order. ``depth``: how many parts of a key name a task (None: all but the last).
+
+    Raises ConfigError without runs, DataError for a folder that is no run, and :class:`Incomparable` for runs
+    that are no seeds of one method, or were evaluated in different ways.
+    """
+    if not given:
+        raise ConfigError("compare --by-task needs run directories")
+    named = _load(given)
+    scored = [one for one in named if one.run.evaluations]
+    row_of = partial(_row, depth=depth)
+    rows = _rows(scored, row_of)
+    notes = [f"{one.run.name}: {note}" for one in named for note in one.run.notes if not _is_known(one, note)]
+    notes += [f"{one.run.name} has no evaluation" for one in named if not one.run.evaluations]
+    notes += [why for one in scored for why in (*unfinished(one.run), *_cut(one.run))]
+    tasks = {row: _common(row, [one.run for one in members], notes, row_of) for row, members in rows.items()}
+    methods = tuple(dict.fromkeys(one.method for one in named))
+    grouped = {
+        (row, method): found
+        for row, members in rows.items()
+        for method in methods
+        if (found := [one.run for one in members if one.method == method])
+    }
+    for (row, method), runs in grouped.items():
+        _require_seeds(row, method, runs, notes)
+    return ByTask(
+        tasks={row: len(keys) for row, keys in tasks.items()},
+        methods=methods,
+        cells={key: _cell(key[1], runs, tasks[key[0]], seed=seed) for key, runs in grouped.items()},
+        averages=_averages(methods, grouped, tasks, seed=seed),
+        curves=tuple(_curves(grouped, tasks, seed=seed)),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _load(given: Sequence[str]) -> list[_Named]:
+    named = [_split(one) for one in given]
+    names = run_names([path for _, path in named])
+    runs = [load_run(path, name) for (_, path), name in zip(named, names, strict=True)]
+    found = [
+        _Named(method=method or method_name(run, path), run=run)
+        for (method, path), run in zip(named, runs, strict=True)
+    ]
+    columns = list(dict.fromkeys(one.method for one in found))
+    return sorted(found, key=lambda one: (columns.index(one.method), one.run.name))
+
+
+def _is_known(one: _Named, note: str) -> bool:
+    """A run that adapts takes no step, and has no metrics of any."""
+    return bool(one.run.trials) and note == "metrics.jsonl is missing"
+
+
+def _split(given: str) -> tuple[str | None, Path]:
+    """A folder whose own name has an equals sign is a folder."""
+    name, equals, path = given.partition("=")
+    return (name, Path(path)) if equals and name and not Path(given).exists() else (None, Path(given))
+
+
+def _rows(named: Sequence[_Named], row_of: Callable[[str], str]) -> dict[str, list[_Named]]:
+    """Runs by task, in the order of names."""
+    rows: dict[str, list[_Named]] = {}
+    for one in named:
+        for row in {row_of(key) for key in one.run.evaluations[-1].task_returns}:
+            rows.setdefault(row, []).append(one)
+    if not rows:
+        raise ConfigError("none of these runs has an evaluation with scores of single tasks")
+    return dict(sorted(rows.items()))
+
+
+def _row(key: str, *, depth: int | None) -> str:
+    parts = key.split("/")
+    return "/".join(parts[:-1] if depth is None else parts[:depth]) or "all tasks"
+
+
+def _common(row: str, runs: Sequence[Run], notes: list[str], row_of: Callable[[str], str]) -> list[str]:
+    """Keys of the task that every run scored. Raises Incomparable for other splits or temperatures, or none
+    in common.
+    """
+    first = runs[0]
+    for run in runs[1:]:
+        ours, theirs = first.evaluations[-1].panel, run.evaluations[-1].panel
+        if (ours.split, ours.temperature) != (theirs.split, theirs.temperature):
+            raise Incomparable(
+                f"{first.name} and {run.name} were not evaluated alike on {row}: split {ours.split} at "
+                f"temperature {ours.temperature:g}, and {theirs.split} at {theirs.temperature:g}"
+            )
+    last = [run.evaluations[-1] for run in runs]
+    every = [
+        {key for key in one.task_returns if row_of(key) == row and key in one.task_scores} for one in last
+    ]
+    shared = sorted(set.intersection(*every))
+    if not shared:
+        raise Incomparable(f"the runs on {row} have no scored variation in common")
+    if lost := len(set.union(*every)) - len(shared):
+        notes.append(f"{row}: {lost} variation(s) that only some of the runs scored are left out")
+    return shared
+
+
+def _require_seeds(row: str, method: str, runs: Sequence[Run], notes: list[str]) -> None:
+    """Runs of one cell differ in their seeds alone."""
+    for run in runs[1:]:
+        if differ := same_method(runs[0].config, run.config):
+            raise Incomparable(
+                f"{runs[0].name} and {run.name} are both {method!r} on {row} and differ in "
+                f"{', '.join(differ[:3])}: name their columns, NAME=DIRECTORY"
+            )
+    begins = [(run.config["seed"], run.settings.get("model.initial_checkpoint")) for run in runs]
+    if len(set(begins)) < len(begins):
+        raise Incomparable(f"{method!r} has one seed twice on {row}: leave one of the runs out")
+    same_weights = len({weights for _, weights in begins}) < len(runs)
+    if not is_trained(runs[0].config) and same_weights:
+        notes.append(f"{method} on {row}: several runs play the same weights, no training differs in them")
+
+
+def _returns(one: ScoredStep) -> Mapping[str, float]:
+    return one.task_returns
+
+
+def _solved(one: ScoredStep) -> Mapping[str, float]:
+    return one.task_scores
+
+
+def _cell(method: str, runs: Sequence[Run], keys: Sequence[str], *, seed: int) -> Cell:
+    def rows(of: Callable[[ScoredStep], Mapping[str, float]]) -> list[list[float]]:
+        return [[of(run.evaluations[-1])[key] for key in keys] for run in runs]
+
+    return _made(method, rows(_returns), rows(_solved), seed=seed)
+
+
+def _made(
+    method: str, returns: Sequence[Sequence[float]], solved: Sequence[Sequence[float]], *, seed: int
+) -> Cell:
+    def estimate(rows: Sequence[Sequence[float]], within: tuple[float, float]) -> Estimate:
+        # of one run, over variations; a bootstrap of equal returns has no width, and is no interval
+        if len(rows) == 1 and len(rows[0]) > 1 and (within == _SHARES or len(set(rows[0])) > 1):
+            low, high = interval(rows[0], binary=within == _SHARES and set(rows[0]) <= {0.0, 1.0})
+            return Estimate(value=fmean(rows[0]), low=low, high=high)
+        return iqm_estimate(Sample(name=method, scores=np.asarray(rows)), seed=seed, within=within)
+
+    return Cell(returns=estimate(returns, UNBOUNDED), solved=estimate(solved, _SHARES), num_runs=len(returns))
+
+
+def _averages(
+    methods: Sequence[str],
+    grouped: Mapping[tuple[str, str], Sequence[Run]],
+    tasks: Mapping[str, Sequence[str]],
+    *,
+    seed: int,
+) -> dict[str, Cell]:
+    """Means over tasks of each seed that every task has; the tasks of the table are taken as given."""
+    averages = {}
+    for method in methods:
+        by_seed = {row: {one.config["seed"]: one for one in grouped.get((row, method), ())} for row in tasks}
+        seeds = sorted(set.intersection(*map(set, by_seed.values())))
+        last = [{row: by_seed[row][one].evaluations[-1] for row in tasks} for one in seeds]
+        if seeds:
+            averages[method] = _made(
+                method,
+                *([[_mean(each, tasks, of)] for each in last] for of in (_returns, _solved)),
+                seed=seed,
+            )
+    return averages
+
+
+def _mean(
+    each: Mapping[str, ScoredStep],
+    tasks: Mapping[str, Sequence[str]],
+    of: Callable[[ScoredStep], Mapping[str, float]],
+) -> float:
+    return fmean(fmean(of(each[row])[key] for key in keys) for row, keys in tasks.items())
+
+
+def _curves(
+    grouped: Mapping[tuple[str, str], Sequence[Run]], tasks: Mapping[str, Sequence[str]], *, seed: int
+) -> Iterable[TrialCurves]:
+    for row, keys in tasks.items():
+        adapted = {
+            method: runs
+            for (of, method), runs in grouped.items()
+            if of == row and all(run.trials for run in runs)
+        }
+        if not adapted:
+            continue
+        num = max(len(run.trials) for runs in adapted.values() for run in runs)
+        bands = {
+            method: iqm_band(method, np.asarray([_line(run.trials, keys, num) for run in runs]), seed=seed)
+            for method, runs in adapted.items()
+        }
+        yield TrialCurves(task=row, x=np.arange(1, num + 1, dtype=np.float64), bands=bands)
+
+
+def _line(trials: Sequence[ScoredStep], keys: Sequence[str], num: int) -> list[float]:
+    """Mean return of each trial, of ``num``; NaN where a fault took one of the variations, and where a run
+    was cut. One that solved everything has no further trial, and nothing changes any more.
+    """
+    line = [fmean(one.task_returns.get(key, math.nan) for key in keys) for one in trials]
+    held = line[-1] if trials[-1].score >= 1.0 else math.nan
+    return [*line, *[held] * (num - len(line))]
+
+
+def _cut(run: Run) -> list[str]:
+    """That trials are missing."""
+    wanted = run.config.get("evaluation.num_trials", "0")
+    found = len(run.trials)
+    if not found or not wanted.isdecimal() or found >= int(wanted) or run.trials[-1].score >= 1.0:
+        return []
+    return [f"{run.name} was cut: {found} of {wanted} trials"]

@@ -1,0 +1,118 @@
+"""The tables of tasks and methods, and of trials, as plain text that every output draws in its own way."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from outrider.evals.compare.by_task import ByTask, Cell, TrialCurves
+from outrider.evals.compare.tables import TextTable
+from outrider.evals.statistics import COVERAGE, Estimate
+from outrider.printing import score
+
+_AVERAGE: Final = "mean over tasks"
+_NOTHING: Final = "not measured"
+_OF_ONE: Final = " (1)"  # behind a value that no seeds are behind
+
+
+def task_tables(found: ByTask) -> list[TextTable]:
+    """Mean returns, solved variations, and a table of trials for each task that somebody adapted to."""
+    return [
+        _table(found, "Mean return by task", lambda cell: _number(cell.returns) + _of(cell), _RETURNS),
+        _table(found, "Solved variations by task", lambda cell: _share(cell.solved) + _of(cell), _SOLVED),
+        *map(_trial_table, found.curves),
+    ]
+
+
+def task_notes(found: ByTask) -> list[str]:
+    """Notes that a reader must know beside the numbers."""
+    said = list(found.notes)
+    sizes = sorted({cell.num_runs for cell in found.cells.values()})
+    if few := [num for num in sizes if num in COVERAGE]:
+        shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
+        said.append(f"an interval over so few seeds is too narrow: {shares} hold the true value, not 95 %")
+    if 1 in sizes:
+        said.append(f"{_OF_ONE.strip()} one run: the interval, if any, is over its variations alone")
+    if missing := sum((task, method) not in found.cells for task in found.tasks for method in found.methods):
+        said.append(f"{missing} cells have no run; a mean over tasks is of methods that have every task")
+    return said
+
+
+_MIDDLE: Final = (
+    "Interquartile mean over seeds of each run's last evaluation [95 % bootstrap interval over seeds and "
+    "variations]; the mean over tasks over the seeds that every task has [over seeds]."
+)
+_RETURNS: Final = f"{_MIDDLE} Returns are the environment's, in its unit: no share."
+_SOLVED: Final = f"{_MIDDLE} Share of variations that were solved."
+
+
+def _table(found: ByTask, title: str, cell: Callable[[Cell], str], caption: str) -> TextTable:
+    rows = [
+        (_short(task, found.tasks), str(num), *_cells(found, task, cell)) for task, num in found.tasks.items()
+    ]
+    if len(found.tasks) > 1:
+        averages = [cell(found.averages[one]) if one in found.averages else _NOTHING for one in found.methods]
+        rows.append((_AVERAGE, "", *averages))
+    return TextTable(
+        title=title, columns=("task", "variations", *found.methods), rows=tuple(rows), caption=caption
+    )
+
+
+def _cells(found: ByTask, task: str, cell: Callable[[Cell], str]) -> list[str]:
+    return [
+        cell(found.cells[task, method]) if (task, method) in found.cells else _NOTHING
+        for method in found.methods
+    ]
+
+
+def _short(task: str, tasks: Mapping[str, int]) -> str:
+    """Without the folders that all tasks have in common."""
+    parts = [name.split("/")[:-1] for name in tasks]
+    common = 0
+    while all(len(one) > common and one[common] == parts[0][common] for one in parts):
+        common += 1
+    return "/".join(task.split("/")[common:])
+
+
+def _trial_table(curves: TrialCurves) -> TextTable:
+    rows = tuple(
+        (f"{x:.0f}", *(_number(_at(curves, method, index)) for method in curves.bands))
+        for index, x in enumerate(curves.x)
+    )
+    gains = "; ".join(_gain(curves, method) for method in curves.bands)
+    return TextTable(
+        title=f"Trials on {curves.task}: mean return",
+        columns=("trial", *curves.bands),
+        rows=rows,
+        caption="Interquartile mean over seeds [95 % interval over seeds], no weight moves; trial 1 has "
+        "nothing to read. Reflexion's is of the best try so far, any other of the trial alone. "
+        f"{gains}. A best trial is picked after the fact: too high by that.",
+    )
+
+
+def _at(curves: TrialCurves, method: str, index: int) -> Estimate:
+    band = curves.bands[method]
+    return Estimate(value=float(band.value[index]), low=float(band.low[index]), high=float(band.high[index]))
+
+
+def _gain(curves: TrialCurves, method: str) -> str:
+    """First, best and last trial; the relative gain where the first one is above 0."""
+    values = curves.bands[method].value
+    known = [(float(value), index) for index, value in enumerate(values) if math.isfinite(value)]
+    if not known or not math.isfinite(values[0]):
+        return f"{method}: {_NOTHING}"
+    best, index = max(known, key=lambda one: (one[0], -one[1]))
+    first = float(values[0])
+    share = f" ({100 * (best / first - 1):+.1f} %)" if first > 0 else ""
+    return f"{method}: first {first:.4g}, best {best:.4g} at trial {index + 1}{share}, last {values[-1]:.4g}"
+
+
+def _of(cell: Cell) -> str:
+    return _OF_ONE if cell.num_runs == 1 else ""
+
+
+def _number(estimate: Estimate) -> str:
+    return score(estimate.value, estimate.low, estimate.high, is_share=False)
+
+
+def _share(estimate: Estimate) -> str:
+    return score(estimate.value, estimate.low, estimate.high)

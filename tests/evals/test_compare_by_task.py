@@ -1,0 +1,224 @@
+"""A row a task and a column a method: whose runs a cell has, what is refused, and curves over trials."""
+
+import json
+import math
+from io import StringIO
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from outrider.cli import main
+from outrider.errors import ConfigError, OutriderError
+from outrider.evals.compare.by_task import ByTask, compare_by_task
+from outrider.evals.compare.by_task_tables import task_notes, task_tables
+from outrider.evals.compare.render import compare_tasks, html_tasks, markdown_tasks
+from outrider.evals.compare.runs import Incomparable
+from outrider.evals.statistics import interquartile_mean
+
+EVALUATED = ('evaluation.memory = "tips"', "cold_start.num_examples = 0")
+HOSTILE = "<script>alert(1)</script>|x"
+
+
+def write_run(
+    run: Path,
+    returns: list[dict[str, float]],
+    *,
+    seed: int = 0,
+    settings: tuple[str, ...] = (),
+    **changes: object,
+) -> str:
+    """A run with an evaluation, or a trial, for each of ``returns`` (by task key); above 0.5 is solved."""
+    run.mkdir(parents=True)
+    config = [f"seed = {seed}", *EVALUATED, *settings]
+    (run / "config.toml").write_text("\n".join(config) + "\n")
+    lines = []
+    for found in returns:
+        solved = {key: float(value > 0.5) for key, value in found.items()}
+        score = fmean(solved.values())
+        lines.append({
+            "label": "x", "split": "test", "temperature": 0.4, "panel_hash": "ab" * 32, "step": 0,
+            "num_tasks": len(found), "metric": {"score": {"value": score, "ci_low": 0.0, "ci_high": 1.0}},
+            "task_scores": solved, "task_returns": found, **changes,
+        })  # fmt: skip
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(run)
+
+
+def panel(task: str, *values: float) -> dict[str, float]:
+    return {f"world/{task}/{number}": value for number, value in enumerate(values)}
+
+
+def trained(kind: str, task: str) -> tuple[str, ...]:
+    return (f'algorithm.type = "{kind}"', "train.num_steps = 9", f'environment.task_names = ["{task}"]')
+
+
+WITHOUT_TIPS = ("algorithm.memory_probability = 0.0", "algorithm.intrinsic_coefficient = 0.0")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> ByTask:
+    """Two tasks with a model each, two methods and the naive one, seeds 0 to 2; one run has both tasks."""
+    given = []
+    for task, base in (("a", 0.0), ("b", 0.4)):
+        for seed in range(3):
+            for name, gain, more in (("empo2", 0.3, ()), ("grpo", 0.0, WITHOUT_TIPS)):
+                values = [base + gain + 0.1 * seed + 0.01 * number for number in range(4)]
+                run = tmp_path / f"{name}-{task}-{seed}"
+                settings = (*trained("empo2", task), *more)
+                given.append(write_run(run, [panel(task, *values)], seed=seed, settings=settings))
+    naive = panel("a", -1, -1, -1, -1) | panel("b", 0, 0, 0, 0)
+    settings = ('algorithm.type = "empo2"', "train.num_steps = 0")
+    given.append(write_run(tmp_path / "naive", [naive], settings=settings))
+    return compare_by_task(given)
+
+
+def test_a_cell_is_the_interquartile_mean_over_its_seeds(table: ByTask) -> None:
+    assert table.methods == ("empo2", "grpo", "no training") and table.tasks == {"world/a": 4, "world/b": 4}
+    for (task, base), (method, gain) in (
+        (task, method) for task in (("a", 0.0), ("b", 0.4)) for method in (("empo2", 0.3), ("grpo", 0.0))
+    ):
+        cell = table.cells[f"world/{task}", method]
+        means = np.asarray([base + gain + 0.1 * seed + 0.015 for seed in range(3)])
+        assert cell.returns.value == pytest.approx(float(interquartile_mean(means)))
+        assert cell.returns.low < cell.returns.value < cell.returns.high and cell.num_runs == 3
+        solved = [float(value + 0.01 * number > 0.5) for value in means - 0.015 for number in range(4)]
+        by_seed = np.asarray(solved).reshape(3, 4).mean(axis=1)
+        assert cell.solved.value == pytest.approx(float(interquartile_mean(by_seed)))
+    assert table.cells["world/a", "no training"].returns.value == -1.0
+    of_one = table.cells["world/b", "no training"].solved
+    assert (of_one.value, of_one.low) == (0.0, 0.0) and 0.4 < of_one.high < 0.6  # Wilson's, of 0 in 4
+
+
+def test_the_mean_over_tasks_weighs_every_task_alike_and_is_over_seeds(table: ByTask) -> None:
+    assert table.averages["empo2"].returns.value == pytest.approx(0.3 + 0.2 + 0.1 + 0.015)
+    assert table.averages["empo2"].returns.has_interval and table.averages["empo2"].num_runs == 3
+    assert table.averages["no training"].returns.value == -0.5
+
+
+def test_what_is_shown_says_what_is_missing_and_cannot_be_steered(tmp_path: Path, table: ByTask) -> None:
+    returns, solved = task_tables(table)
+    assert returns.columns == ("task", "variations", "empo2", "grpo", "no training")
+    assert [row[0] for row in returns.rows] == ["a", "b", "mean over tasks"]
+    assert returns.rows[0][-1] == "-1 (1)"  # a bootstrap of equal values is no interval
+    assert solved.rows[0][-1] == "0.0 % [0.0, 49.0] (1)"
+    assert any("(1) one run: the interval" in note for note in task_notes(table))
+    given = [
+        write_run(tmp_path / "x", [panel(HOSTILE, 1, 0)], settings=trained("grpo", "x")),
+        write_run(tmp_path / "y", [panel("y", 1, 0)], settings=trained("arpo", "y")),
+    ]
+    found = compare_by_task([f"{HOSTILE}={given[0]}", given[1]])
+    assert HOSTILE in found.methods
+    assert "not measured" in markdown_tasks(found) and "<script>" not in markdown_tasks(found)
+    assert "<script>" not in html_tasks(found)
+    assert HOSTILE not in found.averages and "arpo" not in found.averages
+    assert "2 cells have no run" in " ".join(task_notes(found))
+
+
+def test_curves_over_trials_and_their_gain(tmp_path: Path) -> None:
+    """Checkpoints of two methods, two seeds each, tell the columns apart; a run that was cut is not held."""
+    given, memory = [], ("evaluation.num_trials = 3", "train.num_steps = 0", 'algorithm.type = "empo2"')
+    for name, more in (("empo2", ()), ("grpo", WITHOUT_TIPS)):
+        for seed in range(2):
+            run = tmp_path / f"{name}-{seed}"
+            write_run(run, [panel("a", 0, 0)], seed=seed, settings=(*trained("empo2", "a"), *more))
+            start = f'model.initial_checkpoint = "{run}/checkpoints/step-000009"'
+            trials = [panel("b", value + 0.1 * seed, value) for value in (0.2, 0.6, 0.4)]
+            trials = trials if name == "empo2" else trials[:1]
+            adapted = tmp_path / f"{name}-{seed}-adapted"
+            given.append(write_run(adapted, trials, seed=seed, settings=(*memory, start)))
+    found = compare_by_task(given)
+    assert found.methods == ("empo2, tips", "grpo, tips")
+    [curves] = found.curves
+    assert curves.task == "world/b" and list(curves.x) == [1, 2, 3]
+    assert curves.bands["empo2, tips"].value == pytest.approx([0.225, 0.625, 0.425])
+    assert curves.bands["grpo, tips"].value == pytest.approx([0.225, math.nan, math.nan], nan_ok=True)
+    assert "grpo-0-adapted was cut: 1 of 3 trials" in found.notes
+    assert (curves.bands["empo2, tips"].low < curves.bands["empo2, tips"].value).all()
+    told = task_tables(found)[-1]
+    assert "empo2, tips: first 0.225, best 0.625 at trial 2 (+177.8 %), last 0.425" in told.caption
+    assert found.cells["world/b", "empo2, tips"].returns.value == pytest.approx(0.425)
+    page = html_tasks(found)
+    assert page.count("<svg") == 1 and "over trials" in page
+
+
+def test_a_run_that_solved_all_has_no_further_trial_and_keeps_what_it_reached(tmp_path: Path) -> None:
+    memory = ("evaluation.num_trials = 3", "train.num_steps = 0", 'algorithm.type = "empo2"')
+    begin = [(*memory, f'model.initial_checkpoint = "{tmp_path}/gone-{n}/c/s"') for n in range(2)]
+    given = [
+        write_run(tmp_path / "a", [panel("b", 0.0, 1.0), panel("b", 1.0, 1.0)], settings=begin[0]),
+        write_run(tmp_path / "b", [panel("b", 0.0, 0.0)] * 3, seed=1, settings=begin[1]),
+    ]
+    found = compare_by_task([f"mine={one}" for one in given])
+    assert found.curves[0].bands["mine"].value == pytest.approx([0.25, 0.5, 0.5])
+    assert not [note for note in found.notes if "cut" in note]
+
+
+def test_a_trial_that_lost_a_variation_is_not_measured(tmp_path: Path) -> None:
+    settings = ("evaluation.num_trials = 2", "train.num_steps = 0", 'algorithm.type = "empo2"')
+    run = write_run(tmp_path / "r", [panel("a", 1), panel("a", 1, 0)], settings=settings)
+    [curves] = compare_by_task([run]).curves
+    assert math.isnan(curves.bands["tips"].value[0]) and curves.bands["tips"].value[1] == 0.5
+    assert task_tables(compare_by_task([run]))[-1].rows[0][1] == "not measured"
+
+
+def test_runs_that_are_no_seeds_of_one_method_are_refused(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "one", [panel("a", 1)], settings=trained("grpo", "a"))
+    other = (*trained("grpo", "a"), "algorithm.group_size = 3")
+    differs = write_run(tmp_path / "two", [panel("a", 1)], seed=1, settings=other)
+    with pytest.raises(Incomparable, match=r"both 'grpo' on world/a and differ in algorithm.group_size"):
+        compare_by_task([first, differs])
+    assert compare_by_task([first, f"small={differs}"]).methods == ("grpo", "small")
+    twin = write_run(tmp_path / "three", [panel("a", 1)], settings=trained("grpo", "a"))
+    with pytest.raises(Incomparable, match="one seed twice"):
+        compare_by_task([first, twin])
+    hotter = write_run(
+        tmp_path / "four", [panel("a", 1)], seed=2, settings=trained("grpo", "a"), temperature=1.0
+    )
+    with pytest.raises(Incomparable, match=r"not evaluated alike on world/a: .* temperature 1, .* 0\.4"):
+        compare_by_task([first, hotter])
+    with pytest.raises(ConfigError, match="scores of single tasks"):
+        compare_by_task([write_run(tmp_path / "five", [], settings=trained("grpo", "a"))])
+
+
+def test_variations_that_only_some_runs_scored_are_left_out_and_told(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "one", [panel("a", 1, 0)], settings=trained("grpo", "a"))
+    second = write_run(tmp_path / "two", [panel("a", 1)], seed=1, settings=trained("grpo", "a"))
+    found = compare_by_task([first, second])
+    assert found.tasks == {"world/a": 1} and found.cells["world/a", "grpo"].returns.value == 1.0
+    assert any("1 variation(s)" in note for note in found.notes)
+
+
+def test_the_order_of_runs_changes_nothing_but_that_of_columns(tmp_path: Path) -> None:
+    given = [
+        write_run(tmp_path / f"{seed}", [panel("a", seed / 3, 0)], seed=seed, settings=trained("grpo", "a"))
+        for seed in range(3)
+    ]
+    assert compare_by_task(given) == compare_by_task(given[::-1])
+    given.append(write_run(tmp_path / "x", [panel("a", 1, 0)], settings=trained("arpo", "a")))
+    assert compare_by_task(given).methods == ("grpo", "arpo")
+    assert compare_by_task(given[::-1]).methods == ("arpo", "grpo")
+
+
+def test_a_row_may_be_of_fewer_parts_of_a_key(tmp_path: Path) -> None:
+    """As for a shop, in which every task is a product of its own."""
+    run = write_run(tmp_path / "one", [panel("a", 1) | panel("b", 0)], settings=trained("grpo", "a"))
+    found = compare_by_task([run], depth=1)
+    assert found.tasks == {"world": 2} and found.cells["world", "grpo"].returns.value == 0.5
+    assert task_tables(found)[0].rows[0][0] == "world"
+    assert compare_by_task([run], depth=3).tasks == {"world/a/0": 1, "world/b/0": 1}
+
+
+def test_the_command_writes_both_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "one", [panel("a", 1, 0)], settings=trained("grpo", "a"))
+    files = ["--markdown", str(tmp_path / "t.md"), "--html", str(tmp_path / "t.html")]
+    assert main(["compare", "--by-task", f"mine={run}", *files]) == 0
+    assert "Mean return by task" in capsys.readouterr().out
+    assert "| a | 2 | 0.5 [0, 1] (1) |" in (tmp_path / "t.md").read_text()
+    assert "<table>" in (tmp_path / "t.html").read_text()
+    assert main(["compare", "--by-task", "--depth", "1", run]) == 0
+    assert main(["compare", "--depth", "1", run, run]) == 2
+    with pytest.raises(OutriderError):
+        compare_tasks([], markdown=None, html=None, console=Console(file=StringIO()))
