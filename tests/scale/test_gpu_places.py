@@ -19,8 +19,15 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from outrider.scale.resources import Resources
 
-ray.init(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, logging_level="ERROR",
-         object_store_memory=10**8)
+for left in reversed(range(5)):  # a machine under load starts Ray too slowly for Ray's own limit
+    try:
+        ray.init(address="local", num_cpus=16, num_gpus=8, include_dashboard=False, logging_level="ERROR",
+                 object_store_memory=10**8)
+        break
+    except Exception:
+        if not left:
+            raise
+        ray.shutdown()
 
 class Actor:
     def gpus(self):
