@@ -2,17 +2,21 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import outrider
 from outrider.errors import DataError
 from outrider.metrics import declared_metric
 from outrider.watch.viewer.catalogue import Catalogue
+from outrider.watch.viewer.text_search import TextSearch
 from tests.train.recorded_run import REASON
-from tests.watch.viewer.serving import Served
+from tests.watch.viewer.serving import Served, serving
 
 
 def rows_on_disk(recorded: Path) -> list[dict[str, Any]]:
@@ -143,6 +147,7 @@ def test_what_was_shown_is_told_with_when(served: Served, recorded: Path) -> Non
         ("memory", {}),
         ("nothing", {}),
         ("curves", {"run": "../x"}),
+        ("search", {"where": "../../run/traces/step-000001", "words": "ring"}),
     ],
 )
 def test_what_is_not_there_is_one_line(served: Served, kind: str, given: dict[str, str]) -> None:
@@ -150,6 +155,55 @@ def test_what_is_not_there_is_one_line(served: Served, kind: str, given: dict[st
 
     status, _, body = served.ask(f"/data/{kind}.json?{urlencode({'run': served.ids[0], **given})}")
     assert status in (400, 404) and set(json.loads(body)) == {"error"}
+
+
+def test_a_damaged_file_is_told_and_not_left_out_silently(recorded: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(recorded, tmp_path / "run")
+    (run / "rollouts" / "step-000002.parquet").write_bytes(b"PAR1 torn")
+    with serving([run]) as found:
+        rows = found.data("rollouts", training="1")
+        assert {row["step"] for row in rows["rows"]} == {1, 3}
+        [note] = rows["notes"]
+        assert note.startswith("step-000002.parquet cannot be read") and str(tmp_path) not in note
+        assert found.data("rollouts", training="1")["notes"] == [note]
+        status, _, body = found.ask(f"/data/rollouts.json?run={found.ids[0]}&where=step-000002")
+        assert (status, json.loads(body)) == (400, {"error": note})
+        shutil.copy(recorded / "rollouts" / "step-000002.parquet", run / "rollouts")
+        assert found.data("rollouts", training="1")["notes"] == []
+
+
+def test_search_takes_files_of_any_cut(tmp_path: Path) -> None:
+    """None of a step whose rollouts all wrote nothing, and several pieces of a large one."""
+    text = ["Alpha beta", "", "gamma ALPHA", "al", "pha"]
+    table = pa.table(dict.fromkeys(("task_key", "trace_id", "origin", "text"), text)).add_column(
+        0, "node_id", [range(5)]
+    )
+    table = table.append_column("rollout", [range(5)])
+    (tmp_path / "traces").mkdir()
+    pq.write_table(table, tmp_path / "traces" / "step-000001.parquet", row_group_size=2)
+    pq.write_table(table.slice(0, 0), tmp_path / "traces" / "step-000002.parquet")
+    search = TextSearch(tmp_path)
+    for _ in range(2):  # read, and kept
+        for words, nodes in (("alpha", [0, 2]), ("phA", [0, 2, 4]), ("beta", [0]), ("a", [0, 2, 3, 4])):
+            found = search.find(words, ["step-000001", "step-000002"])
+            assert [hit["node_id"] for hit in found["hits"]] == nodes
+    assert search.find("alpha", ["step-000009"]) == {"hits": [], "more": False}
+
+
+def test_a_folder_that_may_not_be_read_hides_no_other(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(recorded, tmp_path / "run")
+    (tmp_path / "closed").mkdir()
+    within = Path.iterdir
+
+    def iterdir(folder: Path) -> Any:
+        if folder.name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return within(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert [run.path.name for run in Catalogue([tmp_path]).all()] == ["run"]
 
 
 def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
@@ -160,8 +214,6 @@ def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
 
 
 def test_runs_of_version_1_are_shown(tmp_path: Path) -> None:
-    from tests.watch.viewer.serving import serving
-
     with serving([Path(__file__).parents[2] / "compat" / "c91e788"]) as old:
         assert len(old.data("runs")) == 2
         found = old.data("rollouts")

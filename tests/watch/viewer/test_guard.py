@@ -1,17 +1,24 @@
 """Who may ask, and what a page of another origin cannot do."""
 
+import http.client
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, DataError
 from outrider.file_lock import FileLock
 from outrider.watch.recorded_progress import LIVE
-from outrider.watch.viewer import live
+from outrider.watch.viewer import live, server
+from outrider.watch.viewer.answers import ANSWERS
 from outrider.watch.viewer.guard import is_loopback
 from tests.watch.viewer.serving import Served, serving
 
@@ -82,9 +89,9 @@ def running(folder: Path, pid: int = 4_000_000) -> Path:
 
 
 def test_a_stop_needs_our_origin_and_our_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(live.os, "kill", lambda pid, number: killed.append((pid, number)))
-    with serving([running(tmp_path)]) as found:
+    killed: list[int] = []
+    monkeypatch.setattr(live.signal, "pidfd_send_signal", lambda process, number: killed.append(number))
+    with serving([running(tmp_path, os.getpid())]) as found:
         path = f"/stop?run={found.ids[0]}"
         own, token = f"http://127.0.0.1:{found.port}", stop_token(found)
         refused: list[dict[str, Any]] = [
@@ -105,12 +112,92 @@ def test_a_stop_needs_our_origin_and_our_token(tmp_path: Path, monkeypatch: pyte
             assert found.ask("/stop?run=x", method="POST", headers=good)[0] == 404
             assert killed == []
             assert found.ask(path, method="POST", headers=good)[0] == 200
-    assert killed == [(4_000_000, signal.SIGTERM)]
+    assert killed == [signal.SIGTERM]
+
+
+def test_a_process_that_only_has_the_runs_number_is_left_alone(tmp_path: Path) -> None:
+    """The run's process has died, its children hold the lock, and the system gave its number to another."""
+    with subprocess.Popen(["sleep", "600"]) as other:
+        with (
+            FileLock(running(tmp_path, other.pid) / "lock"),
+            pytest.raises(DataError, match="the process that it names is another one"),
+        ):
+            live.stop(tmp_path)
+        assert other.poll() is None
+        other.kill()
+
+
+def test_the_process_that_holds_the_lock_is_ended(tmp_path: Path) -> None:
+    held = (
+        "import sys, time; from outrider.file_lock import FileLock;"
+        "lock = FileLock(sys.argv[1]); print(flush=True); time.sleep(600)"
+    )
+    lock = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", held, str(lock)], stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None and run.stdout.readline()
+        running(tmp_path, run.pid)
+        live.stop(tmp_path)
+        assert run.wait(60) == -signal.SIGTERM
+
+
+def test_a_page_of_another_origin_does_not_let_us_work(served: Served) -> None:
+    for site in ("cross-site", "same-site"):  # another port of this machine is of the same site
+        for mode in ("no-cors", "cors", "websocket"):
+            asked = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode}
+            assert served.ask("/data/runs.json", headers=asked)[0] == 403
+        assert served.ask("/", headers={"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate"})[0] == 200
+    own = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}
+    assert served.ask("/data/runs.json", headers=own)[0] == 200
+
+
+def test_a_flood_of_questions_is_answered_a_few_at_a_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may hold a whole file in memory."""
+    begun, go = threading.Semaphore(0), threading.Event()
+    at_once: list[int] = []
+    now: list[None] = []
+
+    def slow(viewer: Any, given: Any) -> Any:
+        now.append(None)
+        at_once.append(len(now))
+        begun.release()
+        go.wait(60)
+        now.pop()
+        return []
+
+    monkeypatch.setitem(cast("dict[str, Any]", ANSWERS), "runs", slow)
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(served.ask, "/data/runs.json") for _ in range(16)]
+        for _ in range(server.MOST_ANSWERS):
+            assert begun.acquire(timeout=60)
+        begun.acquire(timeout=0.5)  # one more would come now
+        go.set()
+        assert [one.result()[0] for one in asked] == [200] * 16
+    assert max(at_once) == server.MOST_ANSWERS
+
+
+def test_only_so_many_pages_follow_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_FOLLOWERS", 1)
+    with serving([running(tmp_path)]) as found:
+        connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=60)
+        connection.request("GET", f"/events?run={found.ids[0]}")
+        answer = connection.getresponse()
+        assert answer.readline().startswith(b"data: ")
+        assert found.ask(f"/events?run={found.ids[0]}")[0] == 503
+        answer.close()
+        connection.close()
+        again = http.client.HTTPConnection("127.0.0.1", found.port, timeout=60)
+        status = 503
+        while status == 503:  # until the server has seen that the first one left
+            again.close()
+            again.request("GET", f"/events?run={found.ids[0]}")
+            status = again.getresponse().status
+        assert status == 200
+        again.close()
 
 
 def test_a_run_of_another_machine_or_of_no_process_is_not_stopped(tmp_path: Path) -> None:
-    from outrider.errors import DataError
-
     with FileLock(running(tmp_path) / "lock"):
         with pytest.raises(DataError, match="cannot be stopped: No such process"):
             live.stop(tmp_path)
@@ -123,8 +210,6 @@ def test_a_run_of_another_machine_or_of_no_process_is_not_stopped(tmp_path: Path
 
 
 def test_events_come_when_something_has_changed(tmp_path: Path) -> None:
-    import http.client
-
     with serving([running(tmp_path)]) as found:
         connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=30)
         connection.request("GET", f"/events?run={found.ids[0]}")

@@ -30,7 +30,7 @@ class Viewer:
 
     def search(self, run: ViewedRun) -> TextSearch:
         """The search of a run. The first time its files are read in a thread, so that neither the first
-        search nor the first filter waits for all of them.
+        search nor the first filter waits for all of them: whatever opens a run asks for this.
         """
         with self._lock:
             if self._search is None or self._search[0] != run.id:
@@ -45,7 +45,10 @@ def _read_ahead(run: ViewedRun, search: TextSearch) -> None:
 
 
 def _runs(viewer: Viewer, given: Given) -> Any:
-    return viewer.catalogue.overview()
+    found = viewer.catalogue.overview()
+    if len(found) == 1:
+        viewer.search(viewer.catalogue.of(found[0]["id"]))  # the one that will be opened
+    return found
 
 
 def _curves(viewer: Viewer, given: Given) -> Any:
@@ -60,12 +63,14 @@ def _places(viewer: Viewer, given: Given) -> Any:
 
 
 def _rollouts(viewer: Viewer, given: Given) -> Any:
-    return find(viewer.run(given).index.table(given.get("where", "")), Query.of(given))
+    index = viewer.run(given).index
+    found = find(index.table(given.get("where", "")), Query.of(given))
+    return found | {"notes": [] if given.get("where") else sorted(index.notes.values())}
 
 
 def _search(viewer: Viewer, given: Given) -> Any:
     run = viewer.run(given)
-    places = [given["where"]] if given.get("where") else run.index.places()
+    places = [_place(viewer, given)] if given.get("where") else run.index.places()
     return viewer.search(run).find(given.get("words", "")[:1000], places)
 
 

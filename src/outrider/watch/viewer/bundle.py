@@ -3,11 +3,12 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, Final
 
 from outrider.atomic_io import replacing_folder
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.watch.step_files import StepFiles
 from outrider.watch.traces import SCHEMA
 from outrider.watch.viewer.answers import ANSWERS, Viewer
@@ -16,7 +17,17 @@ from outrider.watch.viewer.group_view import LONGEST_TEXT
 from outrider.watch.viewer.rollout_query import rows_of_table
 
 PAGE: Final = Path(__file__).with_name("page")
-_META: Final = '<meta name="outrider-bundle" content="1">'
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""Of the page's content: no script, style or address but ours. A file server says nothing, so a bundle's page
+says it itself."""
+_META: Final = (
+    f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+    '<meta name="outrider-bundle" content="1">'
+)
+_FIRST: Final = '<meta charset="utf-8">'  # a policy holds for what stands behind it
 _TEXTS: Final = ["task_key", "trace_id", "node_id", "rollout", "origin", "text"]
 
 
@@ -35,13 +46,36 @@ def write_bundle(
     with replacing_folder(folder) as new:
         shutil.copytree(PAGE, new, dirs_exist_ok=True)
         page = (PAGE / "index.html").read_text(encoding="utf-8")
-        (new / "index.html").write_text(page.replace("<title>", f"{_META}\n<title>"), encoding="utf-8")
-        _write(new / "data" / "runs.json", [one | {"live": None} for one in catalogue.overview()])
+        (new / "index.html").write_text(page.replace(_FIRST, f"{_FIRST}\n{_META}"), encoding="utf-8")
+        told = zip(catalogue.overview(), runs, strict=True)
+        _write(new / "data" / "runs.json", [_nameless(one | {"live": None}, run.path) for one, run in told])
         for run in runs:
             note(f"{run.path.name}: {len(run.index.places())} files")
             _RunFiles(viewer, run, new / "data" / run.id).write()
         if len(runs) > 1:
-            (new / "compare.html").write_text(compare([run.path for run in runs]), encoding="utf-8")
+            (new / "compare.html").write_text(_compared(runs, compare, note), encoding="utf-8")
+
+
+def _compared(
+    runs: Sequence[ViewedRun], compare: Callable[[Sequence[Path]], str], note: Callable[[str], None]
+) -> str:
+    """Runs that cannot be compared are looked at all the same."""
+    try:
+        return compare([run.path for run in runs])
+    except OutriderError as error:
+        note(f"not compared: {error}")
+        return f'<!doctype html><meta charset="utf-8"><title>Outrider</title><p>{escape(str(error))}</p>'
+
+
+def _nameless(value: Any, run: Path) -> Any:
+    """Without the folder of this machine that the run is in: a bundle is read elsewhere."""
+    if isinstance(value, dict):
+        return {name: _nameless(one, run) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_nameless(one, run) for one in value]
+    if isinstance(value, str):
+        return value.replace(str(run.resolve()), "RUN").replace(str(run.absolute()), "RUN")
+    return value
 
 
 class _RunFiles:
@@ -53,10 +87,9 @@ class _RunFiles:
         self._folder = folder
 
     def write(self) -> None:
-        # a bundle is read elsewhere: it names no folder of this machine
         _write(self._folder / "curves.json", self._ask("curves") | {"path": "RUN"})
         for kind in ("places", "alarms"):
-            _write(self._folder / f"{kind}.json", self._ask(kind))
+            _write(self._folder / f"{kind}.json", _nameless(self._ask(kind), self._run.path))
         table = self._run.index.table()
         rows = rows_of_table(table)
         for place in self._run.index.places():

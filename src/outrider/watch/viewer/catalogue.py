@@ -119,6 +119,10 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / "config.toml").is_file():
         yield folder
     elif depth:
-        for one in sorted(folder.iterdir()):
+        try:
+            within = sorted(folder.iterdir())
+        except (PermissionError, FileNotFoundError):  # of somebody else, or gone since it was listed
+            return
+        for one in within:
             if one.is_dir() and not one.is_symlink() and not one.name.startswith("."):
                 yield from _runs_below(one, depth - 1)

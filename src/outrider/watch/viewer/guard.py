@@ -1,8 +1,9 @@
 """Who may ask the server, and what the browser may do with its answers.
 
 Against a page of another origin: the Host header must be one of ours (DNS rebinding), nothing is readable
-across origins, and the one request that changes something needs our own Origin and a token that only our page
-knows. Model output is hostile: the policy of the page allows no script but ours, and no address but ours.
+across origins, what a browser loads for a page of another one is refused, and the one request that changes
+something needs our own Origin and a token that only our page knows. Model output is hostile: the policy of
+the page allows no script but ours, and no address but ours.
 """
 
 import hmac
@@ -14,11 +15,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.watch.viewer.bundle import POLICY
+
 COOKIE: Final = "outrider_view"
-_POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+_POLICY: Final = f"{POLICY}; frame-ancestors 'none'"
 STILL_PAGE: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 """The policy of a page without scripts that has its style in itself."""
 HEADERS: Final = (
@@ -81,7 +81,7 @@ class Guard:
                 return 403, "open the address with its token, as `outrider view` printed it"
         if request.method not in ("GET", "HEAD", "POST"):
             return 405, "read-only"
-        if request.method == "POST" and not _is_own(request, host):
+        if _is_for_another_page(request) or (request.method == "POST" and not _is_own(request, host)):
             return 403, "a request of another page"
         return None
 
@@ -90,6 +90,13 @@ class Guard:
             return []
         cookie = f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
         return [(b"set-cookie", cookie.encode())]
+
+
+def _is_for_another_page(request: Request) -> bool:
+    """What a page of another origin loads: it cannot read that, but would let us work. A link is not."""
+    site = request.headers.get("sec-fetch-site", "none")
+    mode = request.headers.get("sec-fetch-mode", "navigate")
+    return site not in ("none", "same-origin") and mode != "navigate"
 
 
 def _is_own(request: Request, host: str) -> bool:

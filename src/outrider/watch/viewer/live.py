@@ -1,5 +1,6 @@
 """Where a run is now, what changed on disk since a page last asked, and how it is stopped."""
 
+import errno
 import json
 import os
 import platform
@@ -36,7 +37,9 @@ def fingerprint(run: Path) -> dict[str, Any]:
 
 
 def stop(run: Path) -> None:
-    """Ask the run to end with a checkpoint: SIGTERM. Raises DataError where it does not run here."""
+    """Ask the run to end with a checkpoint: SIGTERM. Raises DataError where it does not run here, and where
+    the process that it was has gone: another one may have its number by now.
+    """
     state = live_state(run)
     if state is None or not is_locked(run / "lock"):
         raise DataError(f"{run.name} is not running")
@@ -46,9 +49,35 @@ def stop(run: Path) -> None:
     if not isinstance(pid, int) or pid < 2:
         raise DataError(f"{run.name} does not say which process it is: stop it with Ctrl-C")
     try:
-        os.kill(pid, signal.SIGTERM)
+        _end(pid, run / "lock")
     except OSError as error:
         raise DataError(f"{run.name} cannot be stopped: {error.strerror}") from error
+
+
+def _end(pid: int, lock: Path) -> None:
+    """SIGTERM to a process that holds the lock's file open. Where the system does not tell what a process
+    holds (not Linux) its number has to do. Raises OSError.
+    """
+    if not Path("/proc/self/fd").is_dir():
+        os.kill(pid, signal.SIGTERM)
+        return
+    process = os.pidfd_open(pid)  # from here on this process and no later one of its number
+    try:
+        if not _holds(pid, lock):
+            raise ProcessLookupError(errno.ESRCH, "the process that it names is another one")
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+    finally:
+        os.close(process)
+
+
+def _holds(pid: int, path: Path) -> bool:
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if descriptor.samefile(path):
+                return True
+        except OSError:
+            continue  # closed since it was listed
+    return False
 
 
 def _size(path: Path) -> int:

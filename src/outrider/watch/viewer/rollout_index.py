@@ -28,7 +28,7 @@ class RolloutIndex:
         self._seen: dict[str, tuple[int, int]] = {}
         self._parts: dict[str, pa.Table] = {}
         self._table: pa.Table | None = None
-        self.notes: list[str] = []
+        self.notes: dict[str, str] = {}  # what is wrong with a file, by its place
 
     def places(self) -> list[str]:
         """Steps in order, then evaluations."""
@@ -39,9 +39,11 @@ class RolloutIndex:
         ]
 
     def table(self, where: str = "") -> pa.Table:
-        """Of all that is on file now, or of one file alone; one that cannot be read is a note."""
+        """Of all that is on file now, without those that cannot be read: they are in ``notes``. Of one file
+        alone: raises DataError.
+        """
         if where:
-            return self._read(where) if where in self.places() else _EMPTY
+            return self._of(where) if where in self.places() else _EMPTY
         with self._lock:
             places = self.places()
             found = {place: self._facts(place) for place in places}
@@ -50,6 +52,7 @@ class RolloutIndex:
                 with ThreadPoolExecutor(_READERS) as readers:
                     for place, part in zip(news, readers.map(self._read, news), strict=True):
                         self._parts[place] = part
+                self.notes = {place: told for place, told in self.notes.items() if place in found}
                 self._parts = {place: self._parts[place] for place in places}
                 self._seen = found
                 self._table = pa.concat_tables([_EMPTY, *self._parts.values()]).unify_dictionaries()
@@ -66,11 +69,15 @@ class RolloutIndex:
 
     def _read(self, place: str) -> pa.Table:
         try:
-            found = read_rollouts(self._run, f"{place}.parquet")
+            found = self._of(place)
         except DataError as error:
-            self.notes.append(str(error))
+            self.notes[place] = str(error)
             return _EMPTY
-        return _encoded(found, place)
+        self.notes.pop(place, None)
+        return found
+
+    def _of(self, place: str) -> pa.Table:
+        return _encoded(read_rollouts(self._run, f"{place}.parquet"), place)
 
 
 def _encoded(found: pa.Table, place: str) -> pa.Table:

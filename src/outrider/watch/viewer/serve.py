@@ -12,6 +12,7 @@ from outrider.watch.viewer.catalogue import Catalogue
 from outrider.watch.viewer.guard import is_loopback
 from outrider.watch.viewer.server import Compare, make_app
 
+MOST_CONNECTIONS = 256
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -34,13 +35,21 @@ def serve(
     shown = name if is_own or host not in ("0.0.0.0", "::") else socket.gethostname()
     address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
     hosts = (*_OWN_NAMES, host) if is_own else None
-    app = make_app(catalogue, compare=compare, hosts=hosts, token=token)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    app = make_app(catalogue, compare=compare, hosts=hosts, token=token, is_ending=lambda: server.should_exit)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=3,
+            limit_concurrency=MOST_CONNECTIONS,
+        )
+    )
     say(address)
     if opens:
         webbrowser.open(address)
     with bound:
-        uvicorn.Server(config).run(sockets=[bound])
+        server.run(sockets=[bound])
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -22,6 +22,9 @@ from outrider.watch.viewer.guard import STILL_PAGE, Guard
 from outrider.watch.viewer.live import fingerprint, stop
 
 PAGE: Final = Path(__file__).with_name("page")
+MOST_ANSWERS: Final = 4  # made at a time: each may hold a whole file in memory
+MOST_FOLLOWERS: Final = 64  # pages that follow a run
+_REFUSED: Final = (OutriderError, ValueError, OSError)
 Compare = Callable[[Sequence[Path]], str]
 """Run folders to the page of ``outrider compare``, as HTML without scripts."""
 
@@ -33,9 +36,12 @@ def make_app(
     hosts: Sequence[str] | None,
     token: str | None = None,
     every_s: float = 1.0,
+    is_ending: Callable[[], bool] = lambda: False,
 ) -> Guard:
-    """The application. ``every_s``: how often a page that follows a run looks for news."""
-    server = _Server(Viewer(catalogue), compare, every_s)
+    """The application. ``every_s``: how often a page that follows a run looks for news, until the server
+    ``is_ending``.
+    """
+    server = _Server(Viewer(catalogue), compare, every_s, is_ending)
     routes = [
         Route("/", server.page),
         Route("/data/{name:path}", server.data),
@@ -50,10 +56,15 @@ def make_app(
 class _Server:
     """The routes. What reads files does so in a thread."""
 
-    def __init__(self, viewer: Viewer, compare: Compare, every_s: float) -> None:
+    def __init__(
+        self, viewer: Viewer, compare: Compare, every_s: float, is_ending: Callable[[], bool]
+    ) -> None:
         self._viewer = viewer
         self._compare = compare
         self._every_s = every_s
+        self._is_ending = is_ending
+        self._answering = asyncio.Semaphore(MOST_ANSWERS)
+        self._num_followers = 0
         self._stop_token = secrets.token_urlsafe(24)  # only our page can read it
 
     async def page(self, request: Request) -> Response:
@@ -69,12 +80,15 @@ class _Server:
         if answer is None:
             return JSONResponse({"error": "no such page"}, status_code=404)
         try:
-            found = await run_in_threadpool(answer, self._viewer, dict(request.query_params))
+            async with self._answering:
+                found = await run_in_threadpool(
+                    lambda: _as_json(answer(self._viewer, dict(request.query_params)))
+                )
         except KeyError as error:
             return JSONResponse({"error": f"no run or value {error}"}, status_code=404)
-        except (OutriderError, ValueError, OSError) as error:
+        except _REFUSED as error:
             return JSONResponse({"error": str(error)}, status_code=400)
-        return Response(_as_json(found), media_type="application/json")
+        return Response(found, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: one whenever something of a run has changed."""
@@ -82,27 +96,35 @@ class _Server:
             run = self._viewer.catalogue.of(request.query_params.get("run", ""))
         except KeyError:
             return JSONResponse({"error": "no such run"}, status_code=404)
+        if self._num_followers >= MOST_FOLLOWERS:
+            return JSONResponse({"error": "too many pages follow runs: close some"}, status_code=503)
+        return StreamingResponse(self._news(request, run.path), media_type="text/event-stream")
 
-        async def stream() -> AsyncIterator[str]:
-            before = ""
-            while not await request.is_disconnected():
-                now = _as_json(await run_in_threadpool(fingerprint, run.path)).decode()
+    async def _news(self, request: Request, run: Path) -> AsyncIterator[str]:
+        """Sent when the one before was taken: of a page that does not read nothing piles up."""
+        before = ""
+        self._num_followers += 1
+        try:
+            while not (self._is_ending() or await request.is_disconnected()):
+                now = _as_json(await run_in_threadpool(fingerprint, run)).decode()
                 if now != before:
                     before = now
                     yield f"data: {now}\n\n"
                 await asyncio.sleep(self._every_s)
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
+        finally:
+            self._num_followers -= 1
 
     async def compare(self, request: Request) -> Response:
         """The page of ``outrider compare`` over the chosen runs."""
         try:
-            runs = [self._viewer.catalogue.of(name).path for name in request.query_params.getlist("run")]
-            page = await run_in_threadpool(self._compare, runs)
+            names = dict.fromkeys(request.query_params.getlist("run"))
+            runs = [self._viewer.catalogue.of(name).path for name in names]
+            async with self._answering:
+                page = await run_in_threadpool(self._compare, runs)
             return HTMLResponse(page, headers={"content-security-policy": STILL_PAGE})
         except KeyError:
             return JSONResponse({"error": "no such run"}, status_code=404)
-        except (OutriderError, ValueError, OSError) as error:
+        except _REFUSED as error:
             return JSONResponse({"error": str(error)}, status_code=400)
 
     async def stop(self, request: Request) -> Response:

@@ -24,6 +24,7 @@ export async function showRollout(run, [where, index, number_], query) {
       path.map((node) =>
         turn(node, {
           values: values[node.node_id],
+          rollout: Number(number_),
           by: shading,
           whole,
           isOpen: String(node.node_id) === query.get("node") ? true : null,

@@ -25,6 +25,7 @@ export async function showStep(run, [where], query, view) {
   );
   const filters = h("div", { class: "controls" });
   const pages = h("div", { class: "row" });
+  const damaged = h("div");
   let turn = 0;
   const draw = async () => {
     const given = {
@@ -47,6 +48,10 @@ export async function showStep(run, [where], query, view) {
       pages,
       paging(found, (offset) => change({ offset })),
     );
+    fill(
+      damaged,
+      (found.notes ?? []).map((one) => h("p", { class: "fault" }, `Left out: ${one}`)),
+    );
     tell(`${found.total} rollouts`);
   };
   const change = (news) => {
@@ -59,6 +64,7 @@ export async function showStep(run, [where], query, view) {
     {},
     isAll ? h("h1", {}, "All rollouts") : heading(run, place),
     h("div", { class: "tools" }, bars.element, h("div", {}, filters, searchBox(run, place))),
+    damaged,
     table.element,
     pages,
   );

@@ -6,7 +6,7 @@ import { tokenText } from "./tokens.js";
 
 const FOLDED = 4000; // letters that are shown of a long turn until somebody asks
 
-export function turn(node, { values = null, by = "entropy", whole = null, isOpen = null } = {}) {
+export function turn(node, { values = null, rollout = null, by = "entropy", whole = null, isOpen = null } = {}) {
   const isTool = node.origin === "environment" || node.role === "tool";
   const open = isOpen ?? !isTool;
   const about = splice(node);
@@ -22,6 +22,11 @@ export function turn(node, { values = null, by = "entropy", whole = null, isOpen
         `${number(node.num_tokens)} tokens · entropy ${number(node.mean_entropy)}`,
       ),
     calls && h("span", { class: "badge" }, calls),
+    // a turn that rollouts share is trained for each of them, and its numbers are on file for one
+    rollout !== null &&
+      rollout !== node.rollout &&
+      values?.advantages.length > 0 &&
+      h("span", { class: "quiet" }, `shared: advantage and ratio are rollout ${node.rollout}'s`),
   ];
   const body = values?.tokens?.length ? tokenText(node, values, by) : plain(node, whole);
   return h(
