@@ -51,7 +51,7 @@ class RolloutRow:
     ``episode_return`` and ``success`` are None after a fault, ``advantage`` where none was given. ``kind`` is
     ``on-policy``, ``hybrid`` (a retrieved step), ``tips`` or ``demonstration``. Counted over its path, shared
     nodes too: policy turns, policy tokens, tool calls, retrieved steps, and tips. ``mean_entropy`` is in nats
-    a token. ``forked_from`` is the rollout that its first nodes belong to, or itself.
+    a token. ``forked_from`` is the rollout that wrote its first nodes, or itself.
     """
 
     step: int

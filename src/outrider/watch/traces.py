@@ -48,8 +48,8 @@ _LISTS: Final = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """One node. ``parent_id`` is -1 at the root; ``rollout`` is the first rollout of the group that the node
-    belonged to.
+    """One node. ``parent_id`` is -1 at the root; ``rollout`` is the first rollout of the group that goes
+    through the node: of those with a return, else of those that a fault ended.
 
     ``tokens`` (decoded pieces), ``logprobs`` and ``entropies`` (nats) have one value per token on policy
     nodes and are empty elsewhere. ``outcome``, ``episode_return``, ``advantage`` and ``hybrid`` are set on

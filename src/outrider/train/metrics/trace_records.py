@@ -36,10 +36,16 @@ def rows_of(
             for leaf in trace.leaves.values()
             if leaf.node_id is None
         }
-        owners: dict[int, int] = {}
+        firsts: dict[int, int] = {}  # the rollout that wrote a node, whatever became of it
         for finished, path in trace.rollouts():
             for node in [*path, *lost.get(finished.rollout, ())]:
+                firsts.setdefault(node.node_id, finished.rollout)
+        # An update trains on no lost rollout: of what one shares, the others have the values.
+        owners: dict[int, int] = {}
+        for finished, path in trace.scored_rollouts():
+            for node in path:
                 owners.setdefault(node.node_id, finished.rollout)
+        owners = firsts | owners
         leaves = {leaf.node_id: leaf for leaf in trace.leaves.values()}
         rows: dict[int, TraceRow] = {}
         for node in trace.nodes:
@@ -50,9 +56,10 @@ def rows_of(
                 rows[node.node_id] = replace(row, step=step, trace_id=f"{step}/{number}")
         found.nodes += rows.values()
         for leaf, path in trace.rollouts():
-            found.rollouts.append(
-                _rollout(leaf, path or lost[leaf.rollout], trace, rows, f"{step}/{number}", step)
-            )
+            whole = path or lost[leaf.rollout]
+            row_ = _rollout(leaf, whole, trace, rows, f"{step}/{number}", step)
+            own = [firsts[node.node_id] for node in whole if node.origin is not Origin.PROMPT]
+            found.rollouts.append(replace(row_, forked_from=own[0] if own else leaf.rollout))
     return found
 
 
