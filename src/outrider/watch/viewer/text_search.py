@@ -1,25 +1,30 @@
 """Search in the text of all turns, file by file, newest step first, without loading a run into memory.
 
 A file's texts are one piece of bytes for the search; ASCII letters are found in either case. What was read is
-kept compressed within a bound, since people change one letter and search again.
+kept compressed within a bound, since people change one letter and search again. What takes the time (reading,
+lower case, compression) is Arrow's and lets other threads run.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 MOST_HITS: Final = 200
 _READERS: Final = 2
 _BATCH: Final = 32  # files; between two the search may end early
+_AHEAD: Final = 4  # files that are read before anybody searches; one who does waits for no more
+_COLUMNS: Final = ("task_key", "trace_id", "node_id", "rollout", "origin", "text")
 _KEPT_BYTES: Final = 96 * 2**20
 _AROUND: Final = 60  # letters of a hit's surroundings
 
@@ -34,6 +39,14 @@ class _Texts:
     size: int
     ends_N: NDArray[np.int64]
 
+    @classmethod
+    def of(cls, whole: bytes, ends_N: NDArray[np.int64]) -> "_Texts":
+        return cls(pa.compress(whole, codec="lz4"), len(whole), ends_N)
+
+    def whole(self) -> bytes:
+        found: bytes = pa.decompress(self.packed, self.size, codec="lz4", asbytes=True)
+        return found
+
 
 class TextSearch:
     """The texts of one run."""
@@ -43,7 +56,7 @@ class TextSearch:
         self._lock = Lock()
         self._kept: OrderedDict[tuple[str, int, int], _Texts] = OrderedDict()
         self._num_bytes = 0
-        self._reading: dict[tuple[str, int, int], Future[_Texts]] = {}
+        self._reading: dict[tuple[str, int, int], Future[tuple[bytes, NDArray[np.int64]]]] = {}
         self._readers = ThreadPoolExecutor(_READERS)
 
     def find(self, words: str, places: Sequence[str]) -> dict[str, Any]:
@@ -55,48 +68,61 @@ class TextSearch:
         newest_first = list(reversed(places))
         for start in range(0, len(newest_first), _BATCH):
             batch = newest_first[start : start + _BATCH]
-            found = self._readers.map(lambda place: self._nodes(place, wanted), batch)
-            for place, nodes in zip(batch, found, strict=True):
-                if nodes:
-                    hits += self._told(place, nodes[: MOST_HITS - len(hits)], words)
-                if len(hits) >= MOST_HITS:
-                    return {"hits": hits, "more": True}
+            for found in self._readers.map(lambda place: self._hits(place, wanted, words), batch):
+                hits += found
+            if len(hits) >= MOST_HITS:
+                return {"hits": hits[:MOST_HITS], "more": True}
         return {"hits": hits, "more": False}
 
     def warm(self, places: Sequence[str]) -> None:
         """Read what fits into the bound, newest first: a first search need not."""
-        for place in reversed(places):
+        newest_first = list(reversed(places))
+        for start in range(0, len(newest_first), _AHEAD):
             if self._num_bytes > _KEPT_BYTES * 0.9:
                 return
-            self._nodes(place, b"\x00 nobody writes this \x00")
+            for _ in self._readers.map(self._whole, newest_first[start : start + _AHEAD]):
+                pass
 
-    def _nodes(self, place: str, wanted: bytes) -> list[int]:
+    def _hits(self, place: str, wanted: bytes, words: str) -> list[dict[str, Any]]:
+        found = self._whole(place)
+        if found is None:
+            return []
+        whole, ends_N = found
+        nodes = list(islice(_places(whole, wanted, ends_N), MOST_HITS))
+        return self._told(place, nodes, words) if nodes else []
+
+    def _whole(self, place: str) -> tuple[bytes, NDArray[np.int64]] | None:
+        """A file's texts, and where each ends. None: gone or damaged since it was listed; the page of the
+        step says so.
+        """
         try:
-            texts = self._texts(place)
+            return self._texts(place)
         except (OSError, pa.ArrowException, KeyError):
-            return []  # gone or damaged since it was listed; the page of the step says so
-        whole = pa.decompress(texts.packed, texts.size, codec="lz4", asbytes=True)
-        return list(dict.fromkeys(_places(whole, wanted, texts.ends_N)))
+            return None
 
-    def _texts(self, place: str) -> _Texts:
+    def _texts(self, place: str) -> tuple[bytes, NDArray[np.int64]]:
         path = self._folder / f"{place}.parquet"
         facts = path.stat()
         key = place, facts.st_size, facts.st_mtime_ns
         with self._lock:
-            if (kept := self._kept.get(key)) is not None:
+            kept = self._kept.get(key)
+            if kept is not None:
                 self._kept.move_to_end(key)
-                return kept
-            is_mine = key not in self._reading
-            reading = self._reading.setdefault(key, Future())
+            is_mine = kept is None and key not in self._reading
+            reading = None if kept is not None else self._reading.setdefault(key, Future())
+        if kept is not None:
+            return kept.whole(), kept.ends_N
+        assert reading is not None
         if not is_mine:
             return reading.result()  # another thread is at it
         try:
             made = _read(path)
-            self._keep(key, made)
             reading.set_result(made)
+            self._keep(key, _Texts.of(*made))
             return made
         except BaseException as error:
-            reading.set_exception(error)
+            if not reading.done():
+                reading.set_exception(error)
             raise
         finally:
             with self._lock:
@@ -111,23 +137,34 @@ class TextSearch:
                 self._num_bytes -= gone.packed.size + gone.ends_N.nbytes
 
     def _told(self, place: str, nodes: Sequence[int], words: str) -> list[dict[str, Any]]:
-        columns = ["task_key", "trace_id", "node_id", "rollout", "origin", "text"]
-        with (self._folder / f"{place}.parquet").open("rb") as stream:
-            rows = pq.ParquetFile(stream).read(columns=columns, use_threads=False).take(nodes).to_pylist()
+        rows = _column_table(self._folder / f"{place}.parquet", _COLUMNS).take(nodes).to_pylist()
         return [
-            {name: row[name] for name in columns[:-1]} | {"where": place, "text": _around(row["text"], words)}
+            {name: row[name] for name in _COLUMNS[:-1]}
+            | {"where": place, "text": _around(row["text"], words)}
             for row in rows
         ]
 
 
-def _read(path: Path) -> _Texts:
-    with path.open("rb") as stream:
-        column = pq.ParquetFile(stream).read(columns=["text"], use_threads=False)["text"].combine_chunks()
-    offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
-    data = column.buffers()[2]
-    whole = (b"" if data is None else data.to_pybytes())[offsets[0] : offsets[-1]].lower()
-    ends_N = (offsets[1:] - offsets[0]).astype(np.int64)
-    return _Texts(pa.compress(whole, codec="lz4"), len(whole), ends_N)
+def _column_table(path: Path, columns: Sequence[str]) -> pa.Table:
+    with pa.OSFile(str(path)) as file:
+        return pq.ParquetFile(file).read(columns=list(columns), use_threads=False)
+
+
+def _read(path: Path) -> tuple[bytes, NDArray[np.int64]]:
+    """All texts one behind the other, and where each ends; a file's texts may be several arrays."""
+    pieces: list[bytes] = []
+    ends: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    size = 0
+    for chunk in pc.ascii_lower(_column_table(path, ["text"])["text"]).chunks:
+        if len(chunk):
+            offsets = np.frombuffer(chunk.buffers()[1], np.int32)[
+                chunk.offset : chunk.offset + len(chunk) + 1
+            ]
+            first, last = int(offsets[0]), int(offsets[-1])
+            pieces.append(chunk.buffers()[2].slice(first, last - first).to_pybytes() if last > first else b"")
+            ends.append(offsets[1:].astype(np.int64) - first + size)
+            size += last - first
+    return b"".join(pieces), np.concatenate(ends)
 
 
 def _places(whole: bytes, wanted: bytes, ends_N: NDArray[np.int64]) -> Iterator[int]:
