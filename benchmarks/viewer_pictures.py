@@ -1,13 +1,19 @@
 """Pictures of the viewer for the documents, of any recorded run.
 
-    python -m benchmarks.viewer_pictures RUN [--out docs/images] [--width 1000]
+    python -m benchmarks.viewer_pictures [--run RUN] [--out docs/images] [--width 1280] [--scheme light]
+
+Without a run the small one of the viewer's tests is played: three steps of RAPO, ARPO and EMPO² together,
+with a random model of a few thousand weights, and a tool that fails at times.
 
 Curves, the group with most retrieved steps of the newest step that has any, and its best rollout.
 """
 
 import argparse
 import shutil
+import tempfile
 from pathlib import Path
+
+from tests.train.recorded_run import record_run
 
 from benchmarks.viewer import BROWSERS, server
 from outrider.watch.viewer.catalogue import run_id
@@ -24,29 +30,38 @@ def views(run: Path) -> dict[str, str]:
     return {"curves": "", "group": f"group/{place}", "rollout": f"rollout/{place}/{row['rollout']}"}
 
 
-def main() -> None:
+def take(run: Path, out: Path, browser_path: str, *, width: int, scheme: str) -> None:
+    """Write the pictures, and print their sizes in bytes."""
     from playwright.sync_api import sync_playwright
 
+    with server(run) as (address, _), sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        size = {"width": width, "height": 760}
+        page = browser.new_page(viewport=size, color_scheme=scheme)
+        for name, path in views(run).items():
+            page.goto("about:blank")
+            page.goto(f"{address}#/run/{run_id(run)}/{path}")
+            page.wait_for_selector("main h1")
+            page.wait_for_timeout(400)  # charts are drawn when they are seen
+            file = out / f"viewer-{name}.png"
+            page.screenshot(path=file)
+            print(file, file.stat().st_size)
+        browser.close()
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("--run", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    parser.add_argument("--width", type=int, default=1000)
+    parser.add_argument("--width", type=int, default=1280)
+    parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     given = parser.parse_args()
     browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser_path is None:
         parser.error("no chromium here: apt-get install chromium")
-    with server(given.run) as (address, _), sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": given.width, "height": 620}, color_scheme="light")
-        for name, path in views(given.run).items():
-            page.goto("about:blank")
-            page.goto(f"{address}#/run/{run_id(given.run)}/{path}")
-            page.wait_for_selector("main h1")
-            page.wait_for_timeout(400)  # charts are drawn when they are seen
-            file = given.out / f"viewer-{name}.png"
-            page.screenshot(path=file)
-            print(file, file.stat().st_size)
-        browser.close()
+    with tempfile.TemporaryDirectory() as folder:
+        run = given.run or record_run(Path(folder))
+        take(run, given.out, browser_path, width=given.width, scheme=given.scheme)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ script.
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from docsite.demo_curve import curves
 from docsite.picture import picture
 from docsite.reference import cli_page, settings_page
 from docsite.tiny_trace import play
@@ -35,6 +37,12 @@ def test_the_tiny_trace_branches_and_retrieves() -> None:
 def test_the_picture_is_what_the_script_draws() -> None:
     drawn = (ROOT / "docs" / "images" / "trace.svg").read_text(encoding="utf-8")
     assert drawn == picture(play()), "run: python -m docsite.picture"
+
+
+def test_the_demos_curves_are_what_the_script_draws() -> None:
+    drawn = (ROOT / "docs" / "images" / "demo.svg").read_text(encoding="utf-8")
+    assert drawn == curves(), "run: python -m docsite.demo_curve"
+    ElementTree.fromstring(drawn)
 
 
 def test_settings_and_commands_are_all_there() -> None:

@@ -46,6 +46,7 @@ export function turn(node, { values = null, rollout = null, by = "entropy", whol
 const roleOf = (node) => (node.role === "inline" ? "inside the assistant's message" : node.role);
 
 function plain(node, whole) {
+  if (!node.text) return h("p", { class: "quiet" }, "(no words)");
   const holder = h("pre", { class: "words" });
   const rest = node.text.length - FOLDED + node.num_hidden;
   if (rest <= 0) {
