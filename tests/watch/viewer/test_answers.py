@@ -13,8 +13,9 @@ import pytest
 import outrider
 from outrider.errors import DataError
 from outrider.metrics import declared_metric
+from outrider.watch.viewer import text_search
 from outrider.watch.viewer.catalogue import Catalogue
-from outrider.watch.viewer.text_search import TextSearch
+from outrider.watch.viewer.text_search import TextSearch, _read
 from tests.train.recorded_run import REASON
 from tests.watch.viewer.serving import Served, serving
 
@@ -188,6 +189,23 @@ def test_search_takes_files_of_any_cut(tmp_path: Path) -> None:
             found = search.find(words, ["step-000001", "step-000002"])
             assert [hit["node_id"] for hit in found["hits"]] == nodes
     assert search.find("alpha", ["step-000009"]) == {"hits": [], "more": False}
+
+
+def test_a_run_that_is_left_is_read_no_further(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever goes to and fro between runs makes the server hold the texts of them all."""
+    read: list[Path] = []
+    search = TextSearch(recorded)
+    monkeypatch.setattr(text_search, "_AHEAD", 1)
+
+    def leaving(path: Path) -> Any:
+        read.append(path)
+        search.leave()
+        return _read(path)
+
+    monkeypatch.setattr(text_search, "_read", leaving)
+    search.warm(["step-000001", "step-000002", "step-000003"])
+    assert [path.stem for path in read] == ["step-000003"]
+    assert search.find("where is", ["step-000002"])["hits"]
 
 
 def test_a_folder_that_may_not_be_read_hides_no_other(

@@ -34,6 +34,8 @@ class Viewer:
         """
         with self._lock:
             if self._search is None or self._search[0] != run.id:
+                if self._search is not None:
+                    self._search[1].leave()
                 self._search = run.id, TextSearch(run.path)
                 Thread(target=_read_ahead, args=(run, self._search[1]), daemon=True).start()
             return self._search[1]

@@ -8,6 +8,7 @@ lower case, compression) is Arrow's and lets other threads run.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,8 @@ _BATCH: Final = 32  # files; between two the search may end early
 _AHEAD: Final = 4  # files that are read before anybody searches; one who does waits for no more
 _COLUMNS: Final = ("task_key", "trace_id", "node_id", "rollout", "origin", "text")
 _KEPT_BYTES: Final = 96 * 2**20
+# Gone or damaged since it was listed; the page of the step says so.
+_UNREADABLE: Final = (OSError, pa.ArrowException, KeyError)
 _AROUND: Final = 60  # letters of a hit's surroundings
 
 
@@ -58,6 +61,7 @@ class TextSearch:
         self._num_bytes = 0
         self._reading: dict[tuple[str, int, int], Future[tuple[bytes, NDArray[np.int64]]]] = {}
         self._readers = ThreadPoolExecutor(_READERS)
+        self._is_left = False
 
     def find(self, words: str, places: Sequence[str]) -> dict[str, Any]:
         """Up to :data:`MOST_HITS` nodes that hold ``words``, of the newest of ``places`` first, and whether
@@ -78,27 +82,26 @@ class TextSearch:
         """Read what fits into the bound, newest first: a first search need not."""
         newest_first = list(reversed(places))
         for start in range(0, len(newest_first), _AHEAD):
-            if self._num_bytes > _KEPT_BYTES * 0.9:
+            if self._is_left or self._num_bytes > _KEPT_BYTES * 0.9:
                 return
-            for _ in self._readers.map(self._whole, newest_first[start : start + _AHEAD]):
+            for _ in self._readers.map(self._ahead, newest_first[start : start + _AHEAD]):
                 pass
 
-    def _hits(self, place: str, wanted: bytes, words: str) -> list[dict[str, Any]]:
-        found = self._whole(place)
-        if found is None:
-            return []
-        whole, ends_N = found
-        nodes = list(islice(_places(whole, wanted, ends_N), MOST_HITS))
-        return self._told(place, nodes, words) if nodes else []
+    def leave(self) -> None:
+        """Another run is looked at: read no more ahead."""
+        self._is_left = True
 
-    def _whole(self, place: str) -> tuple[bytes, NDArray[np.int64]] | None:
-        """A file's texts, and where each ends. None: gone or damaged since it was listed; the page of the
-        step says so.
-        """
+    def _hits(self, place: str, wanted: bytes, words: str) -> list[dict[str, Any]]:
         try:
-            return self._texts(place)
-        except (OSError, pa.ArrowException, KeyError):
-            return None
+            whole, ends_N = self._texts(place)
+            nodes = list(islice(_places(whole, wanted, ends_N), MOST_HITS))
+            return self._told(place, nodes, words) if nodes else []
+        except _UNREADABLE:
+            return []
+
+    def _ahead(self, place: str) -> None:
+        with suppress(*_UNREADABLE):
+            self._texts(place)
 
     def _texts(self, place: str) -> tuple[bytes, NDArray[np.int64]]:
         path = self._folder / f"{place}.parquet"
