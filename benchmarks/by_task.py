@@ -118,8 +118,8 @@ def _plan(parsed: argparse.Namespace, overrides: Sequence[str]) -> Plan:
 def _report(out: Path, name: str, pieces: Sequence[Piece]) -> None:
     if pieces:
         given = [f"{piece.column}={piece.run}" for piece in pieces]
-        files = {"markdown": out / f"{name}.md", "html": out / f"{name}.html"}
-        compare_tasks(given, **files, console=Terminal())
+        markdown, html = out / f"{name}.md", out / f"{name}.html"
+        compare_tasks(given, markdown=markdown, html=html, console=Terminal())
 
 
 if __name__ == "__main__":
