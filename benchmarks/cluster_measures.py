@@ -1,5 +1,6 @@
 """What ``cluster_figures.py`` measures, one function a row."""
 
+import asyncio
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.scale.groups import groups
+from tests.tiny import save_tiny_model
 
 from outrider.config import validate
+from outrider.rollout.loop_lag import LoopLag
 from outrider.scale.placement import Shape, place
 from outrider.scale.start import remote_rollouts, sharded_learner
 from outrider.train.building import build
@@ -43,16 +47,16 @@ class Figure:
     accepted: str
 
 
-def settings_of(model: str, **cluster: Any) -> RunSettings:
+def settings_of(model: str, *, num_tasks: int = 4, size: int = 4, **cluster: Any) -> RunSettings:
     """A small task; ``cluster`` are fields of its section."""
     return validate(
         RunSettings,
         {
-            "environment": {"type": "factbook"},
-            "algorithm": {"type": "grpo", "group_size": 4},
+            "environment": {"type": "factbook", "num_train": max(64, num_tasks)},
+            "algorithm": {"type": "grpo", "group_size": size},
             "model": {"name": model, "precision": "float32"},
             "rollout": {"max_turns": 2, "max_turn_tokens": 32},
-            "train": {"tasks_per_step": 4},
+            "train": {"tasks_per_step": num_tasks, "max_concurrent": num_tasks * size},
             # the groups' log-probs are drawn: no engine wrote them
             "update": {"max_tokens": 1024, "max_logprob_gap": 1e9},
             "num_threads": 1,
@@ -114,10 +118,11 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 @contextmanager
-def crew(model: str, folder: Path) -> Iterator[Components]:
-    """Two engines and two rollout workers."""
+def crew(model: str, folder: Path, **given: Any) -> Iterator[Components]:
+    """Two engines and two rollout workers, unless something else is ``given``."""
+    asked = {"num_engines": 2, "num_rollout_workers": 2, "max_restarts": 99} | given
     parts = build(
-        settings_of(model, num_engines=2, num_rollout_workers=2, max_restarts=99),
+        settings_of(model, **asked),
         buffer_path=folder / "buffer.sqlite",
         resumed=False,
         on_tokens=lambda num_tokens: None,
@@ -177,6 +182,56 @@ def recovery(model: str, folder: Path, num: int) -> list[Figure]:
                accepted=limits[name])
         for name, seconds in lost.items()
     ]  # fmt: skip
+
+
+def loop_lag(model: str, folder: Path, num: int) -> list[Figure]:
+    """With 512 episodes at a time in one rollout worker, and with 64. A tiny model of random weights: what
+    holds a loop up is not the engine, which is another process.
+    """
+    size, figures = 8, []
+    tiny = str(save_tiny_model(folder / "tiny"))
+    given = {"num_tasks": 512 // size, "size": size, "num_engines": 1, "num_rollout_workers": 1}
+    with crew(tiny, folder / "lag", batching="stream", weights="store", **given) as parts:
+        for num_episodes in (512, 64):
+            found = [_lags(parts, num_episodes // size, size, step) for step in range(num + 1)]
+            places = ("the controller", "the worker that plays them")
+            figures += [
+                Figure(name=f"lag of an event loop in {place}, {num_episodes} episodes, 99th percentile",
+                       measured=f"median {statistics.median(lags):.3f} s, most {max(lags):.3f} s",
+                       accepted="at most 0.2 s")
+                for place, lags in zip(places, zip(*found[1:], strict=True), strict=True)
+            ]  # fmt: skip
+    return figures
+
+
+def _lags(parts: Components, num_groups: int, size: int, step: int) -> tuple[Any, Any]:
+    """Of this process and of the worker, while it plays a step."""
+    remote: Any = parts.elsewhere
+    rollouts = remote.rollouts(parts, training=True, on_finished=lambda done, owed: None)
+    with own_lag() as own:
+        tasks = parts.train_tasks[:num_groups]
+        report = rollouts.run(tasks, modes=("plain",) * size, training_step=step)
+    assert sum(len(trace.leaves) for trace in report.traces) == num_groups * size
+    return own.p99, report.loop_lag_s
+
+
+@contextmanager
+def own_lag() -> Iterator[LoopLag]:
+    """Of a loop in a thread of this process, which has nothing else to do."""
+    lag, ended = LoopLag(), threading.Event()
+
+    async def watch() -> None:
+        async with lag.measured():
+            while not ended.is_set():
+                await asyncio.sleep(0.02)
+
+    thread = threading.Thread(target=lambda: asyncio.run(watch()))
+    thread.start()
+    try:
+        yield lag
+    finally:
+        ended.set()
+        thread.join()
 
 
 def overlap(model: str, folder: Path, num: int) -> list[Figure]:

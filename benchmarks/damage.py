@@ -95,7 +95,7 @@ def play(out: Path, case: str, state: str, file: str, damage: str, number: int) 
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(source, run)
     _damage(run, file, damage, random.Random(f"{case} {state} {file} {damage} {number}"))
-    ended = [forked_outrider("train", "--resume", run, "--progress", "plain"), forked_outrider("view", run)]
+    ended = [forked_outrider("train", "--resume", run, "--progress", "plain"), forked_outrider("report", run)]
     said = "\n".join(one.stdout + one.stderr for one in ended)
     told = next((line for line in said.splitlines() if any(mark in line for mark in _TOLD)), "")
     if "Traceback (most recent call last)" in said or any(one.returncode not in (0, 1, 2) for one in ended):

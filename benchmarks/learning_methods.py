@@ -1,7 +1,8 @@
 """The methods that benchmarks.learning compares, as data: a new method is one more line of the two lists."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Final
 
 from outrider.types import Json
@@ -147,6 +148,48 @@ def expedition_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
     )
 
 
+def quest_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
+    """GRPO, and RAPO, ARPO and EMPO² alone, in pairs and all three.
+
+    The first of a group opens the lock itself, the others may retrieve. Forks leave where the entropy is
+    above half of its most. Without branches a group of 128 whole rollouts is more than the budget: the pair
+    that has none is played with groups of 12 too.
+    """
+    sections: dict[str, dict[str, Json]] = {
+        "RAPO": {"retrieval": {
+            "num_hybrid": group_size - 1, "mode": "execute", "probability": 1.0, "min_similarity": 0.995,
+        }},
+        "ARPO": {"branch": {
+            "first_wave": 2, "num_children": group_size, "window": 1, "base_probability": 0.0,
+            "entropy_weight": 1.0, "decision": "threshold", "threshold": 0.5,
+        }},
+        "EMPO²": {"tips": {
+            "memory_probability": 1.0, "intrinsic_coefficient": 0.0,
+            "memory": {
+                "embedder": "hash", "num_shown": 1, "min_similarity": 0.9, "max_tip_tokens": 8,
+                "max_shown_tokens": 100, "max_prompt_tokens": 500,
+            },
+        }},
+    }  # fmt: skip
+    made = [Method(key=BASELINE, name="GRPO", algorithm={"type": "grpo"})]
+    for size in (1, 2, 3):
+        for names in combinations(sections, size):
+            table: dict[str, Json] = {"type": "combined", "student_mask": "none"}
+            for name in names:
+                table |= sections[name]
+            key = "-".join(names).lower().replace("²", "2")
+            made.append(Method(key=key, name=_listed(names), algorithm=table))
+    pair = next(method for method in made if method.key == "rapo-empo2")
+    retrieval: dict[str, Json] = {**sections["RAPO"]["retrieval"], "num_hybrid": 11}  # type: ignore[dict-item]
+    small = {**pair.algorithm, "group_size": 12, "retrieval": retrieval}
+    made.append(Method(key="rapo-empo2-12", name=f"{pair.name}, groups of 12", algorithm=small))
+    return tuple(made)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), names[-1]])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
     """What is played on a toy: ``shared`` is the objective of all, ``made`` makes methods for a group size
@@ -176,6 +219,7 @@ TOY_SUITES: Final[Mapping[str, Suite]] = {
     "corridor": Suite(shared=_TWELVE, made=(toy_methods,)),
     "hidden": Suite(shared=_EIGHT, made=(toy_methods,)),
     "expedition": Suite(shared={**_TWELVE, "aggregation": "token_mean"}, made=(expedition_methods,)),
+    "quest": Suite(shared={**_TWELVE, "group_size": 128, "aggregation": "token_mean"}, made=(quest_methods,)),
 }
 
 

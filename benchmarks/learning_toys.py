@@ -1,5 +1,5 @@
 """The toy suite: RAPO's lock, ARPO's corridor and EMPO²'s hidden object (tests/toys*.py), every method on
-each of them, and an expedition that needs two methods in one run.
+each of them, an expedition that needs two methods in one run and a quest that needs all three.
 
 One result file a (toy, method, seed). A file is written whole or not at all, and what is there is not played
 again.
@@ -22,6 +22,7 @@ from tests.toys_demonstrated import Demonstrated, expert_paths
 from tests.toys_expedition import ExpeditionRun, expedition
 from tests.toys_memory import DEPTH as HIDDEN_DEPTH
 from tests.toys_memory import HiddenRun, HiddenToy
+from tests.toys_quest import QuestRun, QuestToy
 
 from benchmarks.learning_jobs import Job
 from benchmarks.learning_methods import (
@@ -127,6 +128,11 @@ ARENAS: Final = (
         name="expedition",
         title="The expedition (RAPO's and EMPO²'s): two locks that experts open, two places that they miss",
         run=ExpeditionRun, toy=expedition, max_policy_tokens=16_000,
+    ),
+    Arena(
+        name="quest",
+        title="The quest (of all three): a march, a lock, a crossroads, a hidden place and a vault",
+        run=QuestRun, toy=lambda seed: QuestToy(seed=seed), max_policy_tokens=64_000,
     ),
 )  # fmt: skip
 

@@ -3,7 +3,8 @@
     python -m benchmarks.stale_toy [--seeds 10] [--tokens 6000]
 
 Every row has the same number of policy tokens; the expected return is exact, at temperature 1 and without
-retrieval. Age 1 is that of rollouts beside an update (cluster.max_staleness = 1).
+retrieval. Age 1 is that of rollouts beside an update (cluster.max_staleness = 1). In flight an episode begins
+with weights so many versions old and may meet newer ones at each turn (cluster.in_flight).
 """
 
 import argparse
@@ -13,7 +14,7 @@ from tests.toys_stale import play
 
 from outrider.train.update.policy import set_threads
 
-AGES = (0, 1, 2)
+ROWS = ((0, False), (1, False), (2, False), (1, True), (2, True))
 
 
 def main() -> None:
@@ -24,12 +25,12 @@ def main() -> None:
     arguments = parser.parse_args()
     set_threads(1)
     print(TABLE_HEAD)
-    for age in AGES:
+    for age, in_flight in ROWS:
         results = [
-            play(rapo(), seed=seed, staleness=age, max_policy_tokens=arguments.tokens)
+            play(rapo(), seed=seed, staleness=age, in_flight=in_flight, max_policy_tokens=arguments.tokens)
             for seed in range(arguments.seeds)
         ]
-        print(table_row(f"age {age}", results), flush=True)
+        print(table_row(f"in flight, up to age {age}" if in_flight else f"age {age}", results), flush=True)
 
 
 if __name__ == "__main__":

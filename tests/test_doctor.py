@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from docsite.models import ARCHITECTURES
 
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.engines.local import onednn
 from outrider.errors import ConfigError, ToolUnavailable
 from outrider.train.machine import processor
-from outrider.train.machine.doctor import Check, examine, find, write_recipe
+from outrider.train.machine.doctor import Check, examine, examine_model, find, write_recipe
 from outrider.train.settings import RunSettings
+from tests.tiny import save_tiny_model
 
 
 def raising(error: Exception) -> Any:
@@ -94,6 +96,21 @@ def test_a_machine_that_lacks_everything(
     assert "MISSING" in text and "pip install torch" in text
     assert "no 'java' on PATH" in text and "pip install 'outrider[wandb]'" in text
     assert text.count("missing") + text.count("MISSING") >= 9
+
+
+def test_the_path_of_a_model_is_told_and_why(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    assert examine_model(str(save_tiny_model(tmp_path))) == 0
+    assert "runs packed; contexts of up to 512 tokens" in capsys.readouterr().out
+    [lfm2] = [one for one in ARCHITECTURES if one.title == "LFM2"]
+    lfm2.save(tmp_path / "other")
+    assert examine_model(str(tmp_path / "other")) == 0
+    told = capsys.readouterr().out
+    assert "runs unpacked" in told and "because it has layers beside attention that carry state" in told
+    assert examine_model(str(tmp_path / "nothing")) == 1
+    assert "MISSING" in capsys.readouterr().out
 
 
 def test_the_rate_says_how_long_the_demo_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,23 @@ def test_a_person_reads_at_most_sixty_settings_of_any_pair(environment: str, alg
         assert RunSettings.model_validate(tomllib.loads(show(found))) == settings
 
 
+@pytest.mark.parametrize("environment", BUILT_IN["environments"])
+def test_also_with_three_methods_in_one_run(environment: str) -> None:
+    """Each has a section of its own, and what is not shown of it is told with its value."""
+    sections = ("retrieval.num_hybrid=4", "branch.first_wave=4", "tips.memory_probability=0.5")
+    chosen = [f"environment.type={environment}", "algorithm.type=combined"]
+    chosen += [f"algorithm.{one}" for one in sections]
+    settings, found = resolved(None, *chosen, *needs(environment, "combined"))
+    text = show(found)
+    assert len(shown(found)) <= MOST
+    assert RunSettings.model_validate(tomllib.loads(text)) == settings
+    assert {"algorithm.branch.base_probability", "algorithm.tips.memory.num_shown"} <= shown(found).keys()
+    for told in ("branch.window = 20", "tips.memory.min_similarity = 0.5", "student_mask = token"):
+        assert f"algorithm.{told}" in " ".join(text.replace("\n#", "").split())
+    _, found = resolved(None, *chosen, *needs(environment, "combined"), "algorithm.tips.memory.writer=policy")
+    assert shown(found)["algorithm.tips.memory.writer"].by == "command"
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_what_a_recipe_sets_is_shown_as_its_own_and_the_rest_reads_back(recipe: Path) -> None:
     settings, found = resolved(recipe, "seed=7")

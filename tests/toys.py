@@ -69,6 +69,11 @@ class Toy:
     is_strict: bool = False
     chance: float | None = None
 
+    @property
+    def longest(self) -> int:
+        """Policy tokens of the longest rollout."""
+        return self.num_turns
+
     def tasks(self) -> list[Task]:
         """One task a lock; the combination is metadata, which the policy never sees."""
         draws = stream(self.seed, "combinations").integers(len(ACTIONS), size=(self.num_locks, self.depth))

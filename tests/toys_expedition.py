@@ -10,7 +10,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ class Expedition:
     """The right action leads into the next room; a wrong one ends the episode with nothing."""
 
     def __init__(self, task: Task) -> None:
-        self._right, self._kinds = str(task.metadata["combination"]), str(task.metadata["kinds"])
+        self._right: Sequence[str] = str(task.metadata["combination"])
         self._room = 0
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -71,19 +71,22 @@ class Expedition:
 
     def step(self, message: Message) -> StepResult:
         """Every answered step counts as an executed call."""
-        if message.content != self._right[self._room]:
+        if not self._is_right(message.content):
             return StepResult(message=None, done=True, num_tool_calls=1)
         self._room += 1
-        if self._room == len(self._kinds):
+        if self._room == len(self._right):
             return StepResult(message=None, reward=1.0, done=True, num_tool_calls=1)
         return StepResult(message=Message(role="user", content=f"room {ROOMS[self._room]}"), num_tool_calls=1)
 
     def result(self) -> EpisodeResult:
         """1 behind the last room."""
-        success = self._room == len(self._kinds)
+        success = self._room == len(self._right)
         return EpisodeResult(episode_return=float(success), success=success)
 
-    def copy(self) -> "Expedition":
+    def _is_right(self, action: str) -> bool:
+        return action == self._right[self._room]
+
+    def copy(self) -> Self:
         """The same place."""
         return copy.copy(self)
 
@@ -114,11 +117,15 @@ class ExpeditionModel(ReadingModel):
 
 def half_way(task: Task) -> Trajectory:
     """An expert that opens the locks and gives up in the first hidden room: it has no reward."""
-    environment: Environment = Expedition(task)
-    environment.reset(0)
     right, kinds = str(task.metadata["combination"]), str(task.metadata["kinds"])
+    return unrewarded(task, Expedition(task), [*right[: kinds.index("h")], GIVE_UP])
+
+
+def unrewarded(task: Task, environment: Environment, actions: Sequence[str]) -> Trajectory:
+    """An expert's actions, as the environment answers them."""
+    environment.reset(0)
     steps = []
-    for action in right[: kinds.index("h")] + GIVE_UP:
+    for action in actions:
         answer = environment.step(Message(role="assistant", content=action))
         said = answer.message.content if answer.message else ""
         steps.append(Step(text=action, observation=said, is_terminal=answer.done))
@@ -137,21 +144,22 @@ class ExpeditionRun(ToyRun):
 
     def __init__(self, toy: Toy, settings: Any, *, folder: Path) -> None:
         super().__init__(toy, settings, folder=folder)
-        task = self.tasks[0]
         with torch.no_grad():
-            for row, kind, right in zip(
-                self.model.table.weight,
-                str(task.metadata["kinds"]),
-                str(task.metadata["combination"]),
-                strict=False,
-            ):
-                if kind == "k":
-                    row[ACTIONS.index(right)] = KNOWN_LOGIT
-                elif kind == "h":
-                    row.fill_(NEVER)
-                    row[0] = EAGER
-                    row[[ACTIONS.index(place) for place in PLACES]] = 0.0
+            self.begin()
         self.policy.round_masters()  # in float32 they are the table itself
+
+    def begin(self) -> None:
+        """The untrained policy."""
+        metadata = self.tasks[0].metadata
+        for row, kind, right in zip(
+            self.model.table.weight, str(metadata["kinds"]), str(metadata["combination"]), strict=False
+        ):
+            if kind == "k":
+                row[ACTIONS.index(right)] = KNOWN_LOGIT
+            elif kind == "h":
+                row.fill_(NEVER)
+                row[0] = EAGER
+                row[[ACTIONS.index(place) for place in PLACES]] = 0.0
 
     def demonstrated(self, task: Task) -> Trajectory:
         """Of experts that never saw the end."""

@@ -108,6 +108,7 @@ class ReadingModel(TabularModel):
     """A table of rooms whose logits tips move by a constant."""
 
     actions = ACTIONS
+    avoid = AVOID
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
         super().__init__(tokenizer, vocabulary_size, actions=self.actions)
@@ -157,7 +158,7 @@ class ReadingModel(TabularModel):
 
     def _moved(self, tip: str) -> np.ndarray:
         moved = np.zeros(len(self.actions))
-        moved[[self.actions.index(a) for a in set(_AVOID.findall(tip)) if a in self.actions]] += AVOID
+        moved[[self.actions.index(a) for a in set(_AVOID.findall(tip)) if a in self.actions]] += self.avoid
         moved[[self.actions.index(a) for a in set(_GOOD.findall(tip)) if a in self.actions]] += GOOD
         return moved
 

@@ -112,7 +112,7 @@ def _resume(
 
 def _learner_of(settings: "RunSettings") -> "StartLearner":
     """What makes the learner: Ray is loaded where several processes train, and nowhere else."""
-    if settings.cluster.num_trainers > 1:
+    if settings.has_ranks:
         from outrider.scale.start import sharded_learner
 
         return sharded_learner

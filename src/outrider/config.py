@@ -22,13 +22,21 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
     details: ClassVar[frozenset[str]] = frozenset()
-    """Fields that hardly anybody sets: at their default ``--dry-run`` names them below the others."""
+    """Fields, or dotted keys below them, that hardly anybody sets: at their default ``--dry-run`` names them
+    below the others.
+    """
 
     def idle(self) -> frozenset[str]:
         """Fields, or dotted keys below them, that have no effect as the others stand (a kind of KL without a
         KL); ``--dry-run`` leaves them out.
         """
         return frozenset()
+
+    def imported(self) -> Mapping[str, str]:
+        """Fields that name a function of the user's by its import path, with the path: its code decides a run
+        as a plug-in's does, and is recorded with theirs.
+        """
+        return {}
 
     @model_validator(mode="before")
     @classmethod

@@ -63,5 +63,9 @@ class ProcessGone(ClusterFault):
         return str(self.args[0])
 
 
+class NoRepair(ClusterFault):
+    """A process is gone, and to begin anew is not allowed, or would not help: there is no place for it."""
+
+
 class PackError(OutriderError):
     """A pack that is malformed, or whose files or tables are not what its manifest and its results say."""

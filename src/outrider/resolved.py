@@ -149,7 +149,7 @@ def _walk(
                 one,
                 preset=one.preset or named,
                 is_idle=one.is_idle or name in idle or own in idle,
-                is_detail=one.is_detail or name in details,
+                is_detail=one.is_detail or name in details or own in details,
             )
 
 

@@ -78,6 +78,32 @@ class Run:
         """Those of the evaluation in row ``number`` of :meth:`evaluations`."""
         return self._parquet(f"evaluation-{number:03d}.parquet")
 
+    def rollouts(self, step: int) -> "pa.Table":
+        """The rollouts of a training step, one per row, faulted ones with their reason. Of a run of version 1
+        of the records, which has none of those, they are made from the nodes.
+        """
+        from outrider.watch.rollout_rows import read_rollouts
+        from outrider.watch.step_files import step_file
+
+        return read_rollouts(self.path, step_file(step))
+
+    def evaluation_rollouts(self, number: int) -> "pa.Table":
+        """Those of the evaluation in row ``number`` of :meth:`evaluations`."""
+        from outrider.watch.rollout_rows import read_rollouts
+        from outrider.watch.step_files import evaluation_file
+
+        return read_rollouts(self.path, evaluation_file(number))
+
+    def memory_changes(self, step: int) -> "pa.Table":
+        """What a training step brought into memories and took out of them; no row where nothing changed."""
+        from outrider.watch.memory_rows import MEMORY, MEMORY_SCHEMA
+        from outrider.watch.step_files import StepFiles, step_file
+
+        files = StepFiles(self.path / MEMORY)
+        if step not in files.steps():
+            return MEMORY_SCHEMA.empty_table()
+        return files.read(step_file(step), MEMORY_SCHEMA)
+
     def _parquet(self, name: str) -> "pa.Table":
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -6,6 +6,7 @@ section 2).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from outrider.types import Message, Origin, Outcome, Task
@@ -36,8 +37,10 @@ class Node:
     that several rollouts train on (soft attribution); ``owner`` is the rollout that counts a shared node
     whose one ``credit`` stands for all of its leaves (hard attribution). ``kl`` holds log policy - log
     reference a token on policy nodes, where the algorithm takes a KL from the reward. ``ratio_scale``
-    multiplies the importance ratio of the node's tokens (RAPO Eq. 8); 1 means plain. ``metadata`` is plain
-    data for metrics and for the viewer (similarity of a retrieved step, tools that ran).
+    multiplies the importance ratio of the node's tokens (RAPO Eq. 8); 1 means plain. ``restarts``: the
+    context begins anew here, with all that the policy sees next (a conversation rendered again); what stands
+    in front is the rollout's history and in no later context. ``metadata`` is plain data for metrics and for
+    the viewer (similarity of a retrieved step, tools that ran).
     """
 
     node_id: int
@@ -55,6 +58,7 @@ class Node:
     ratio_scale: float = 1.0
     shares: dict[int, Share] | None = None
     owner: int | None = None
+    restarts: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -155,6 +159,8 @@ class Trace:
             )
         if parent is not None and not 0 <= parent < len(self.nodes):
             raise ValueError(f"parent {parent} is not in the trace")
+        if node.restarts and (parent is None or node.takes_credit):
+            raise ValueError("a context begins anew behind other nodes, with what the policy did not write")
         self.nodes.append(node)
         return node
 
@@ -179,8 +185,10 @@ class Trace:
         return nodes[::-1]
 
     def token_ids(self, node_id: int) -> tuple[int, ...]:
-        """All ids from the root to the end of ``node_id``: the context that an engine sees."""
-        return tuple(token for node in self.path(node_id) for token in node.token_ids)
+        """All ids to the end of ``node_id`` from the root, or from where the context last began anew: the
+        context that an engine sees.
+        """
+        return tuple(token for node in samples_of(self.path(node_id))[-1] for token in node.token_ids)
 
     def number_by_rollout(self) -> None:
         """Give the nodes the order in which their rollouts would have been played one after the other.
@@ -219,6 +227,14 @@ class Trace:
 def without_memory(path: Sequence[Node]) -> list[Node]:
     """The path as a rollout without tips would have it, token by token."""
     return [node for node in path if node.origin is not Origin.MEMORY]
+
+
+def samples_of(path: Sequence[Node]) -> list[Sequence[Node]]:
+    """The contexts that a rollout was played in, in order: one, and another one wherever it began anew. They
+    are the samples that an update computes; statistics count the rollout.
+    """
+    starts = [0, *(number for number, node in enumerate(path) if node.restarts), len(path)]
+    return [path[begin:end] for begin, end in pairwise(starts)] if len(starts) > 2 else [path]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
 
@@ -34,7 +34,7 @@ class Outcome(StrEnum):
     TOOL_FAULT = "tool_fault"
     ENVIRONMENT_FAULT = "environment_fault"
     ENGINE_FAULT = "engine_fault"
-    CANCELLED = "cancelled"  # in the records of earlier versions only
+    CANCELLED = "cancelled"  # its group took longer than train.group_timeout_s
 
     @property
     def is_fault(self) -> bool:
@@ -45,12 +45,38 @@ class Outcome(StrEnum):
 _FAULTS = frozenset({Outcome.TOOL_FAULT, Outcome.ENVIRONMENT_FAULT, Outcome.ENGINE_FAULT, Outcome.CANCELLED})
 
 
+ToolSchema: TypeAlias = Mapping[str, Any]
+"""What a model is told of a tool: ``name``, ``description``, ``parameters`` (a JSON schema of an object)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A tool that the policy asks for by a native call: a name and JSON. ``call_id`` is unique within its
+    turn.
+    """
+
+    name: str
+    # not Json: what reads the nodes of a checkpoint cannot follow an alias that holds itself
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    call_id: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message. The text is for people and for rendering once; ids are never made from it twice."""
+    """One chat message. The text is for people and for rendering once; ids are never made from it twice.
+
+    Of an assistant's message ``reasoning`` is the thinking apart from the answer, ``tool_calls`` are its
+    native calls, and ``problems`` say what of it could not be read as one. A tool's message has the id of
+    the call that it answers, and the tool's name.
+    """
 
     role: Role
     content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+    tool_call_id: str = ""
+    tool_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ import pytest
 from outrider.algorithms.arpo.formulas import branches
 from outrider.algorithms.arpo.hook import BranchHook, BranchSettings
 from outrider.engines.base import Request
-from outrider.environments.tool_qa.episode import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
+from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, EpisodeConfig
 from outrider.errors import ToolFault
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler

@@ -152,7 +152,7 @@ def test_the_critic_is_told_while_it_plays_what_it_was_told_in_training(ending: 
     inner = Inner(lambda r, _: f"hm <a>x{number_of(r) * 'x'}{ending}")
     critic = Sayings(lambda action: float(action.count("x")))
     traces, _ = play(inner, critic, num_candidates=3, decay=0.0, floor=0.0)
-    rows = rows_of(traces, step=0, tokenizer=TOKENIZER)
+    rows = rows_of(traces, step=0, tokenizer=TOKENIZER).nodes
     recorded = [one for path in trajectories_of(rows, name="run") for one in transitions_of(path)]
     assert len(recorded) == 2 * 2 * 4 == len(critic.told)
     told = {
@@ -177,7 +177,7 @@ def test_the_critic_is_told_of_rules_as_the_trace_keeps_them() -> None:
     factory = Factory(lambda task, n: Ruled(chat, question=task.question))
     made = scheduler(engine(inner, critic, num_candidates=2), factory, limits=LIMITS, stop=("</a>",))
     traces = made.run(tasks(1), modes=("plain",), training_step=0).traces
-    recorded = trajectories_of(rows_of(traces, step=0, tokenizer=TOKENIZER), name="run")
+    recorded = trajectories_of(rows_of(traces, step=0, tokenizer=TOKENIZER).nodes, name="run")
     [first, *_] = transitions_of(recorded[0])
     assert "be brief" in first.situation.prompt
     assert {situation.prompt for situation, _ in critic.told} == {first.situation.prompt}

@@ -71,7 +71,7 @@ DEFAULTS: dict[type[Settings], dict[str, Any]] = {
     GroupSettings: OBJECTIVE | {"overlong": None, "dynamic_sampling": None, "reward_kl_weight": 0.0},
     UpdateSettings: {
         "num_mini_batches": 1, "num_epochs": 1, "max_tokens": 4096, "max_logprob_gap": 0.1,
-        "checkpoint_activations": False,
+        "checkpoint_activations": False, "attention": "auto",
     },
 }  # fmt: skip
 

@@ -15,11 +15,14 @@ from benchmarks import learning, learning_toys
 from outrider.errors import ConfigError, DataError
 from outrider.train.update.policy import set_threads
 from tests.toy_result import Result
+from tests.toys_quest import QuestToy
 
-LOCK, CORRIDOR, HIDDEN, EXPEDITION = ARENAS
+LOCK, CORRIDOR, HIDDEN, EXPEDITION, QUEST = ARENAS
 BUDGET = 40
+# a march that takes no time
+SHORT = (*ARENAS[:-1], replace(QUEST, toy=lambda seed: QuestToy(seed=seed, march=20)))
 DEFINED = [
-    (arena, method) for arena in ARENAS for method in arena.methods() if arena.name not in method.undefined
+    (arena, method) for arena in SHORT for method in arena.methods() if arena.name not in method.undefined
 ]
 RESULT = Result(
     expected_return=0.5, sampled_return=0.5, num_policy_tokens=100, num_rollouts=10, num_steps=1,
@@ -44,7 +47,7 @@ def test_every_method_stops_after_the_step_that_reaches_the_common_budget(
         assert played.num_policy_tokens == 0 and played.expected_return > 0.9
         return
     settings = arena.settings(method)
-    largest_step = settings.group_size * (arena.toy(0).num_turns + 8)  # a tip has at most eight tokens
+    largest_step = settings.group_size * (arena.toy(0).longest + 8)  # a tip has at most eight tokens
     assert BUDGET <= played.num_policy_tokens < BUDGET + largest_step
     assert played.num_rollouts == settings.group_size * played.num_steps
 
@@ -62,7 +65,7 @@ def test_methods_of_a_toy_differ_in_what_makes_them() -> None:
         assert BASELINE in settings
         for method in every:
             found = arena.settings(method)
-            assert found.group_size == shared["group_size"]
+            assert found.group_size == method.algorithm.get("group_size", shared["group_size"])
             if not method.own_objective:
                 loss = found.loss.model_dump()
                 assert loss == loss | shared["loss"]

@@ -71,7 +71,7 @@ def test_a_run_is_loaded_shown_and_compared(capsys: Said) -> None:
         assert run.traces(2)["text"].to_pylist() == [row.text for row in rows]
         with pytest.raises(DataError, match=r"missing \(Outrider 0\.1\.0 wrote none of evaluations\)"):
             run.evaluation_traces(0)
-        done(capsys, "view", name)
+        done(capsys, "report", name)
         assert f"after {name.upper()}" in Path(name, "report.html").read_text()
         assert "different" in done(capsys, "replay", name, "--step", "2")
     done(capsys, "compare", "rapo", "empo2", "--markdown", "both.md")

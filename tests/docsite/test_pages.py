@@ -62,6 +62,7 @@ def test_settings_and_commands_are_all_there() -> None:
         "doctor",
         "init",
         "view",
+        "report",
         "replay",
     ):
         assert f"`outrider {name}`" in commands

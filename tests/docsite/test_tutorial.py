@@ -10,39 +10,87 @@ import pytest
 from outrider.cli import main
 from tests.tiny import save_tiny_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "start" / "own_environment.md"
+START = Path(__file__).parents[2] / "docs" / "start"
+PAGE = START / "own_environment.md"
+FUNCTIONS = START / "own_functions.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
 # The page's own model takes minutes; its other settings are what it says.
 SMALL = ("num_threads=1", "model.precision=float32", "train.num_steps=2", "algorithm.group_size=4")
 
 
-def run_shell(text: str, model: str) -> None:
+SHORT = ("train.tasks_per_step=2", "rollout.max_turns=2", "rollout.max_turn_tokens=16", "train.num_steps=1")
+
+
+def run_shell(text: str, model: str, more: tuple[str, ...] = ()) -> None:
     for line in text.splitlines():
         name, *arguments = shlex.split(line)
         assert name == "outrider"
-        small = [f"model.name={model}", "buffer.embedder=hash", *SMALL] if arguments[0] == "train" else []
+        small = (
+            [f"model.name={model}", "buffer.embedder=hash", *SMALL, *more] if arguments[0] == "train" else []
+        )
         assert main([*arguments, *small, *(["--progress", "none"] if "--run" in arguments else [])]) == 0
+
+
+def follow(
+    page: Path,
+    kinds: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    more: tuple[str, ...] = (),
+    **model_sizes: int,
+) -> None:
+    """Do what the page says, in an empty folder; ``more`` settings make it small."""
+    model = str(save_tiny_model(folder / "model", **model_sizes))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    assert [kind for kind, *_ in blocks] == kinds
+    for kind, title, body in blocks:
+        if title:
+            Path(title).write_text(body, encoding="utf-8")
+        elif kind == "sh":
+            run_shell(body, model, more)
+        else:
+            exec(compile(body, str(page), "exec"), {"__name__": "tutorial"})
+    for name in ("guess", "lift", "my_tools"):
+        sys.modules.pop(name, None)
+
+
+def test_the_gymnasium_page_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gymnasium", reason="needs the extra gym")
+    follow(START / "own_gym.md", ["python", "python", "toml", "sh"], tmp_path, monkeypatch)
+    assert (tmp_path / "runs" / "arpo" / "report.html").exists(), capsys.readouterr().out[-2000:]
 
 
 def test_the_page_does_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = str(save_tiny_model(tmp_path / "model"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert [kind for kind, *_ in blocks] == ["python", "python", "toml", "sh", "sh", "python"]
-    for kind, title, body in blocks:
-        if title:
-            Path(title).write_text(body, encoding="utf-8")
-        elif kind == "sh":
-            run_shell(body, model)
-        else:
-            exec(compile(body, str(PAGE), "exec"), {"__name__": "tutorial"})
-    sys.modules.pop("guess", None)
+    follow(PAGE, ["python", "python", "toml", "sh", "sh", "python"], tmp_path, monkeypatch)
     printed = capsys.readouterr().out
     assert 'type = "guess:Guess"  # recipe' in printed and "rapo" in printed
     assert (tmp_path / "runs" / "grpo" / "report.html").exists(), printed[-2000:]
+
+
+def test_the_page_of_functions_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    follow(
+        FUNCTIONS,
+        ["python", "python", "json", "toml", "sh"],
+        tmp_path,
+        monkeypatch,
+        more=SHORT,
+        context=4096,
+    )
+    printed = capsys.readouterr().out
+    assert "['a', 'b']" in printed and "3.0" in printed and "Write <multiply>" in printed
+    for run in ("tags", "native"):
+        assert (tmp_path / "runs" / run / "report.html").exists(), printed[-2000:]
+    assert 'protocol = "hermes"' in (tmp_path / "runs" / "native" / "config.toml").read_text()
 
 
 def test_the_expert_finds_every_number_in_its_turns(tmp_path: Path) -> None:

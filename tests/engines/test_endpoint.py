@@ -49,6 +49,25 @@ def test_a_request_holds_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None
     }  # fmt: skip
 
 
+def test_a_request_tells_how_the_conversation_is_rendered() -> None:
+    said = [
+        *QUESTION,
+        Message(role="assistant", content="<think>\na\n</think>\n\nlook"),
+        Message(role="user", content="seen"),
+        Message(role="assistant", content="b</think>take"),
+        Message(role="inline", content=" it"),
+    ]
+    kwargs = {"enable_thinking": False}
+    with chat_server([GOOD, GOOD]) as server:
+        ask(endpoint(server, history_thinking="strip", template_kwargs=kwargs), tuple(said))
+        ask(endpoint(server), tuple(said))
+    stripped, kept = (asked.body or {} for asked in server.asked)
+    assert stripped["chat_template_kwargs"] == kwargs and "chat_template_kwargs" not in kept
+    texts = [[message["content"] for message in body["messages"]] for body in (stripped, kept)]
+    assert texts[0] == ["why?", "look", "seen", "b</think>take", " it"]
+    assert texts[1][1] == said[1].content
+
+
 def test_no_key_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
     with chat_server([GOOD]) as server:

@@ -160,7 +160,7 @@ def test_d6_no_server_steers_the_terminal(status: int) -> None:
 
 
 def test_d6_the_command_line_prints_no_control_character(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["view", "/nowhere/\x1b[2J\udcff\n"]) == 1
+    assert main(["report", "/nowhere/\x1b[2J\udcff\n"]) == 1
     said = capsys.readouterr().err
     assert said.endswith("\n") and said[:-1].isprintable()
 

@@ -20,13 +20,22 @@ from transformers import (
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.models.qwen2.modeling_qwen2 import eager_attention_forward
 
 from outrider.engines.local import onednn
 from outrider.engines.local.attention import Segment, TreePlan
-from outrider.engines.local.model import Precision, load_model, longest_context, resolve_precision
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.model import (
+    LanguageModel,
+    Precision,
+    load_model,
+    longest_context,
+    resolve_precision,
+)
 from outrider.engines.local.processor import Processor
 from outrider.errors import ModelError
 from tests.tiny import save_tiny_model, tiny_tokenizer
@@ -48,14 +57,56 @@ def saved(folder: Path, config: PreTrainedConfig, *, scale: float = 1.0) -> str:
     return str(folder)
 
 
-def test_a_soft_cap_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="soft cap"):
-        load_model(saved(tmp_path, Gemma2Config(**SIZES)), precision="float32")
+def check_unpacked(folder: str, why: str, *, precision: Precision = "float32") -> LanguageModel:
+    """Refused where a packed model is asked for, with the reason; otherwise the reason of the other path."""
+    with pytest.raises(ModelError, match=why):
+        load_model(folder, precision=precision, forward="packed")
+    loaded = load_model(folder, precision=precision)
+    assert loaded.unpacked is not None and why in loaded.unpacked.why
+    with pytest.raises(ModelError, match=why):
+        LocalEngine(loaded)
+    with pytest.raises(ModelError, match=why):
+        loaded.hidden(
+            torch.ones(1, 1).long(), torch.zeros(1, 1).long(), TreePlan(segments=(Segment(length=1),))
+        )
+    return loaded
 
 
-def test_logits_that_are_scaled_behind_the_head_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="changes its logits"):
-        load_model(saved(tmp_path, GraniteConfig(**SIZES, logits_scaling=8.0)), precision="float32")
+def test_a_soft_cap_is_not_packed(tmp_path: Path) -> None:
+    loaded = check_unpacked(saved(tmp_path, Gemma2Config(**SIZES, sliding_window=8)), "soft cap")
+    assert loaded.unpacked is not None and not loaded.unpacked.has_plain_head
+    assert loaded.context_length == 64  # the window binds the packed path alone
+
+
+def test_logits_that_are_scaled_behind_the_head_are_not_packed(tmp_path: Path) -> None:
+    check_unpacked(saved(tmp_path, GraniteConfig(**SIZES, logits_scaling=8.0)), "changes its logits")
+
+
+def test_attention_that_our_own_leaves_something_out_of_is_not_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An architecture may hand something to attention that the packed path has never heard of."""
+
+    def eager(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        output, weights = eager_attention_forward(module, query, key, value, mask, **options)
+        return output * 1.1, weights
+
+    monkeypatch.setattr("transformers.models.qwen2.modeling_qwen2.eager_attention_forward", eager)
+    check_unpacked(saved(tmp_path, Qwen2Config(**SIZES), scale=5.0), "not plain causal attention")
+
+
+def test_a_model_that_looks_ahead_is_refused_on_both_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact on no path: whatever it predicts depends on what it is to predict."""
+
+    def eager(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        return eager_attention_forward(module, query, key, value, None, **options)
+
+    monkeypatch.setattr("transformers.models.qwen2.modeling_qwen2.eager_attention_forward", eager)
+    folder = saved(tmp_path, Qwen2Config(**SIZES), scale=5.0)
+    with pytest.raises(ModelError, match="no left-to-right model; packed: its attention is not plain causal"):
+        load_model(folder, precision="float32")
 
 
 def test_contexts_stay_within_a_sliding_window_and_are_exact_there(tmp_path: Path) -> None:
@@ -154,13 +205,13 @@ def if_known(model_type: str, **settings: Any) -> list[PreTrainedConfig]:
     ids=lambda config: config.model_type,
 )
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_layers_that_carry_state_past_the_plan_are_refused(
+def test_layers_that_carry_state_past_the_plan_are_not_packed(
     config: PreTrainedConfig, precision: Precision, tmp_path: Path
 ) -> None:
     """They take any argument and ignore the plan: one sequence's state would flow into the next."""
-    with pytest.raises(ModelError, match="recurrent or convolution"):
-        # fresh weights would hardly use their context
-        load_model(saved(tmp_path, config, scale=5.0), precision=precision)
+    # fresh weights would hardly use their context
+    folder = saved(tmp_path, config, scale=5.0)
+    check_unpacked(folder, "recurrent or convolution", precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +235,9 @@ def test_contexts_stay_within_one_chunk_of_chunked_attention(tmp_path: Path) -> 
     )
 
 
-def test_a_model_whose_backbone_cannot_be_had_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_backbone_cannot_be_had_is_not_packed(tmp_path: Path) -> None:
     sizes = SIZES | {"intermediate_size_mlp": 48, "num_local_experts": 2}
-    with pytest.raises(ModelError, match="no backbone"):
-        load_model(saved(tmp_path, Llama4TextConfig(**sizes)), precision="float32")
+    check_unpacked(saved(tmp_path, Llama4TextConfig(**sizes)), "no backbone")
 
 
 @pytest.mark.parametrize("name", ["no/such-model-at-all", "/nowhere"])

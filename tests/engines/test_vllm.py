@@ -20,7 +20,8 @@ from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.engines.plugins import VllmSettings
-from outrider.engines.vllm import VllmEngine, entropy_bound
+from outrider.engines.vllm import VllmEngine
+from outrider.engines.vllm_requests import entropy_bound
 from outrider.errors import EngineFault, ModelError
 from outrider.train.update.policy import OptimizerSettings, Policy
 from tests.tiny import tiny_model

@@ -10,7 +10,8 @@ import pytest
 
 from outrider.engines.base import Request
 from outrider.environments.tool_qa.call_budget import CallBudget
-from outrider.environments.tool_qa.episode import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
+from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, EpisodeConfig
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer

@@ -12,19 +12,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.base import StepResult
-from outrider.environments.tool_qa.episode import (
-    OVER_LIMIT,
-    REPEATED,
-    EpisodeConfig,
-    ToolEnvironment,
-    ToolEnvironmentFactory,
-)
+from outrider.environments.tool_qa.episode import ToolEnvironment, ToolEnvironmentFactory
 from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily, system_prompt
 from outrider.environments.tool_qa.rewards import RewardConfig
+from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, EpisodeConfig, ToolEpisode
 from outrider.errors import DataError, ToolFault, ToolUnavailable
 from outrider.tools.base import ToolOutput
 from outrider.tools.python import PythonResult, PythonTool, PythonToolConfig
 from outrider.tools.python_text import PythonAdapter
+from outrider.tools.toolset import Toolset
 from outrider.types import Message, Task
 
 
@@ -50,7 +46,7 @@ TASK = Task(key="t", question="Where is the tower?", answers=("Paris",))
 ANSWER = "<think>b</think><answer>\\boxed{Paris}</answer>"
 
 
-def start(**settings: object) -> tuple[ToolEnvironment, Mapping[str, Echo]]:
+def start(**settings: object) -> tuple[ToolEpisode, Mapping[str, Echo]]:
     tools = {"search": Echo("search"), "python": Echo("python")}
     config = EpisodeConfig.model_validate(settings)
     environment = ToolEnvironmentFactory(
@@ -60,7 +56,7 @@ def start(**settings: object) -> tuple[ToolEnvironment, Mapping[str, Echo]]:
     return environment, tools
 
 
-def say(environment: ToolEnvironment, text: str) -> StepResult:
+def say(environment: ToolEpisode, text: str) -> StepResult:
     return environment.step(Message(role="assistant", content=text))
 
 
@@ -95,7 +91,7 @@ def test_the_prompt_and_starting_over() -> None:
         Message(role="user", content="Where is the tower?"),
     )
     assert environment.result().episode_return == -1.0
-    bare = ToolEnvironment(task=TASK, tools={}, config=EpisodeConfig(), system_prompt="")
+    bare = ToolEnvironment(task=TASK, tools=Toolset([]), config=EpisodeConfig(), system_prompt="")
     assert bare.reset(0) == (Message(role="user", content="Where is the tower?"),)
 
 

@@ -74,7 +74,7 @@ def test_who_wanders_with_a_critic_of_earlier_walks_arrives_more_often() -> None
     settings = CriticSettings(
         embedder="hash", hidden=32, learning_rate=1e-3, num_updates=500, target_rate=0.05
     )
-    paths = trajectories_of(rows_of(recorded, step=0, tokenizer=TOKENIZER), name="run")
+    paths = trajectories_of(rows_of(recorded, step=0, tokenizer=TOKENIZER).nodes, name="run")
     embedder = HashEmbedder()
     critic = Critic(train(turns_of(paths, embedder), settings), embedder, settings)
     alone = mean_return(play(wanderer, 100, seed=1))

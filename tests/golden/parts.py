@@ -18,6 +18,9 @@ from tests.train.whole_runs import CLOCK, _rows
 # Metrics that have another name today than in the record: today's name to the record's; None for one that is
 # new since.
 RENAMED: Mapping[str, str | None] = {}
+# The columns of a trace file, and the metadata of a splice, that the record does not know: new since.
+NEW_COLUMNS = frozenset({"advantages", "trainer_logprobs", "ratios", "weight_version", "role"})
+NEW_METADATA = frozenset({"source", "writers", "memory_version"})
 SHOWN = ("reward/mean", "loss/policy", "grad/norm", "gap/logprob_mean")
 
 
@@ -50,7 +53,7 @@ def traced(traces: Sequence[Trace]) -> str:
 
 
 def _node(node: Node) -> list[Any]:
-    written = [node.message.role, node.message.content, node.origin, node.trainable, node.metadata]
+    written = [node.message.role, node.message.content, node.origin, node.trainable, _known(node.metadata)]
     numbers = [
         node.logprobs,
         node.entropies,
@@ -60,6 +63,10 @@ def _node(node: Node) -> list[Any]:
         node.weight_version,
     ]
     return [node.node_id, node.parent, node.token_ids, written, numbers]
+
+
+def _known(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metadata.items() if name not in NEW_METADATA}
 
 
 def _leaf(leaf: Leaf) -> list[Any]:
@@ -144,9 +151,11 @@ def shown(values: Mapping[str, float | None]) -> dict[str, float | None]:
 
 def written_rows(run: Path, step: int) -> str:
     """All groups that a step played, trained on or not, as the trace files have them."""
-    return digest(
-        [[getattr(row, name) for name in SCHEMA.names] for row in TraceReader(run / "traces").read(step)]
-    )
+    names = [name for name in SCHEMA.names if name not in NEW_COLUMNS]
+    rows = [{name: getattr(row, name) for name in names} for row in TraceReader(run / "traces").read(step)]
+    for row in rows:
+        row["metadata"] = json.dumps(_known(json.loads(row["metadata"])))
+    return digest([list(row.values()) for row in rows])
 
 
 def buffer_rows(path: Path) -> str:

@@ -98,7 +98,7 @@ def test_runs_their_report_and_their_comparison(installed: Installed, tmp_path: 
     assert [record["step"] for record in steps if record["kind"] == "train"] == [1, 2]
     (run / "report.html").unlink()
     run_all(
-        installed, ["view", "runs/0"], [*tiny, "--run", "runs/1", "seed=1"],
+        installed, ["report", "runs/0"], [*tiny, "--run", "runs/1", "seed=1"],
         ["compare", "runs/0", "runs/1", "--html", "compare.html"],
     )  # fmt: skip
     assert (run / "report.html").stat().st_size > 10_000

@@ -103,26 +103,3 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "7,615,616,512" in out and "not yet" in out
     assert main(["plan", recipe, "--gpus", "8", "--tensor-parallel", "3"]) == 2
-
-
-def page_rows(begin: str) -> list[list[str]]:
-    """The table behind this heading of docs/papers.md."""
-    page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
-    section = page.split(begin, 1)[1].split("\n#", 1)[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line
-    ]
-    return [row for row in rows if row[0].startswith("`") and "/" in row[0]]
-
-
-def test_the_papers_page_says_what_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = page_rows("### GPUs that a recipe needs")
-    totals = {row[0]: row[1] for row in page_rows("### What fits one device")}
-    assert len(rows) == 5 and {row[0] for row in rows} == set(totals)
-    recipe = str(Path(__file__).parents[2] / "recipes" / "tool-reasoning.toml")
-    for name, together, beside in rows:
-        main(["plan", recipe, "--model", name.strip("`"), "--json"])
-        plan = json.loads(capsys.readouterr().out)
-        assert f"{plan['model']['num_parameters']:,}" == totals[name]
-        found = {one["layout"]["placement"]: one["layout"]["num_gpus"] for one in plan["fewest"]}
-        assert found == {"colocate": int(together), "disaggregate": int(beside)}

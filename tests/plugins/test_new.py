@@ -5,10 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.cli import main
+from outrider.config import load_settings
+from outrider.environments.base import turn_message
+from outrider.environments.families import make_family
+from outrider.train.settings import RunSettings
 from tests.plugins.packages import install
 from tests.tiny import save_tiny_model
 
@@ -25,12 +30,13 @@ for kind, name, *own in json.loads(sys.argv[1]):
     status = pytest.main(["-q", "-p", "no:cacheprovider", f"{name}/tests"])
     assert status == 0, status
     assert main(["train", f"{name}/recipe.toml", "--dry-run"]) == 0
-    assert main(["list", f"{kind}s"]) == 0
+    assert main(["list", "environments" if kind == "gym" else f"{kind}s"]) == 0
     command = ["train", f"{name}/recipe.toml", "--run", f"run-{kind}", "--model", "model"]
     assert main([*command, "--progress", "none", *small, *own]) == 0
 """
 NEW = (
     ("environment", "word-count", "cold_start.num_examples=2"),
+    ("gym", "word-lift", "cold_start.num_examples=0"),
     ("tool", "word-length", "environment.prompt=short"),
     ("algorithm", "word-credit", "cold_start.num_examples=0"),
 )
@@ -42,7 +48,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
     root = tmp_path_factory.mktemp("new")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        assert [main(["new", kind, name]) for kind, name, _ in NEW] == [0, 0, 0]
+        assert [main(["new", kind, name]) for kind, name, _ in NEW] == [0, 0, 0, 0]
     target = install(*(root / name for _, name, _ in NEW), target=root / "target")
     save_tiny_model(root / "model")
     path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -59,7 +65,10 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
 def test_a_new_package_works_at_once(kind: str, name: str, played: tuple[Path, dict[str, str]]) -> None:
     root, told = played
     assert (root / f"run-{kind}" / "checkpoints" / "step-000001").is_dir()
-    assert f'type = "{name}"' in told[kind] and f"{name} 0.1.0" in told[kind]
+    if kind == "gym":
+        assert 'id = "word_lift:make"' in told[kind]
+    else:
+        assert f'type = "{name}"' in told[kind] and f"{name} 0.1.0" in told[kind]
 
 
 @pytest.mark.parametrize(
@@ -88,3 +97,19 @@ def test_a_name_or_a_folder_that_cannot_be_is_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert told in line
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "taken"]
+
+
+def test_new_functions_are_tools_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "functions", "word-tools"]) == 0
+    monkeypatch.syspath_prepend(str(tmp_path / "word-tools" / "src"))
+    names: dict[str, Any] = {}
+    exec((tmp_path / "word-tools" / "tests" / "test_word_tools.py").read_text(encoding="utf-8"), names)
+    names["test_the_contract"]()
+    settings = load_settings(RunSettings, file=tmp_path / "word-tools" / "recipe.toml")
+    family = make_family(settings.environment)
+    environment = family.make()(family.tasks("train")[0])
+    environment.reset(0)
+    said = turn_message(environment, "<count_words>the quick brown fox</count_words>")
+    assert "\n4\n" in environment.step(said).text
+    sys.modules.pop("word_tools", None)

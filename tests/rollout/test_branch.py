@@ -3,10 +3,12 @@ faults.
 """
 
 import copy
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -326,14 +328,17 @@ def test_what_a_fork_begins_with_is_kept_until_it_has_asked() -> None:
     first_wave=st.integers(1, 8),
     copies=st.booleans(),
     max_concurrent=st.sampled_from([1, 3, 40]),
+    patience=st.none() | st.integers(1, 60),
 )
 def test_every_owed_rollout_ends_once_whatever_breaks(
-    seed: int, first_wave: int, copies: bool, max_concurrent: int
+    seed: int, first_wave: int, copies: bool, max_concurrent: int, patience: int | None
 ) -> None:
-    """Faults of tools and environments, empty and cut turns, forks at random: group sizes add up and nothing
-    hangs.
+    """Faults of tools and environments, empty and cut turns, forks at random, groups that are given up: group
+    sizes add up and nothing hangs.
     """
-    troubled(6, seed=seed, first_wave=first_wave, copies=copies, max_concurrent=max_concurrent)
+    troubled(
+        6, seed=seed, first_wave=first_wave, copies=copies, max_concurrent=max_concurrent, patience=patience
+    )
 
 
 @pytest.mark.slow
@@ -341,7 +346,17 @@ def test_ten_thousand_rollouts_with_faults() -> None:
     troubled(1250, seed=1, first_wave=4, copies=True, max_concurrent=64)
 
 
-def troubled(num_tasks: int, *, seed: int, first_wave: int, copies: bool, max_concurrent: int) -> None:
+def troubled(
+    num_tasks: int,
+    *,
+    seed: int,
+    first_wave: int,
+    copies: bool,
+    max_concurrent: int,
+    patience: int | None = None,
+) -> None:
+    """``patience``: after so many looks at the clock a group is given up."""
+
     def trouble(number: int, text: str) -> StepResult:
         draw = stream(seed, text, number).random()
         if draw < 0.06:
@@ -366,6 +381,7 @@ def troubled(num_tasks: int, *, seed: int, first_wave: int, copies: bool, max_co
         max_concurrent=max_concurrent,
         limits=Limits(max_turns=5),
     )
+    runs.group_timeout_s, runs.clock = patience, partial(next, itertools.count())
     report = runs.run(tasks(num_tasks), modes=MODES, training_step=0)
     outcomes = Counter(leaf.outcome for trace in report.traces for leaf in trace.leaves.values())
     assert outcomes.total() == 8 * num_tasks and all(

@@ -79,7 +79,7 @@ def test_an_environment_a_reflection_a_record_and_a_script_get_the_policys_text(
     assert environment.texts == [CODE]  # type: ignore[attr-defined]
     assert all("a , b ?" in context for context in contexts) and "why , then ?" in contexts[1]
     assert report.traces[0].leaves[0].reflection == CODE
-    assert rows_of(report.traces, step=1, tokenizer=TOKENIZER)[-1].text == CODE
+    assert rows_of(report.traces, step=1, tokenizer=TOKENIZER).nodes[-1].text == CODE
 
 
 def test_a_text_that_is_cut_keeps_its_spaces() -> None:

@@ -4,6 +4,7 @@ an outcome, no more at a time than there is room for.
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from outrider.engines.base import Generation, Request
 from outrider.errors import EngineFault
+from outrider.rollout.loop_lag import LoopLag, largest
 from outrider.rollout.scheduler import RolloutReport
 from outrider.types import Outcome
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, tasks
@@ -107,3 +109,24 @@ def test_a_bug_in_the_engine_ends_the_run_loudly() -> None:
 
     with pytest.raises(RuntimeError, match="bug"):
         played(Buggy(), streams=True)
+
+
+def test_a_loop_that_is_held_up_is_noticed() -> None:
+    """An engine that holds the loop, and not only its own request: the clock is that of the loop."""
+
+    class Holding(Streaming):
+        async def stream(self, request: Request) -> Generation:
+            await asyncio.sleep(0.06)  # the measurement's own wait has begun
+            if self.num_requests == 0:
+                time.sleep(0.3)
+            self.num_requests += 1
+            return self.generate([request])[0]
+
+    lag = played(Holding(), streams=True).loop_lag_s
+    assert lag is not None and lag >= 0.1
+    assert played(Streaming(), streams=False).loop_lag_s is None
+
+
+def test_the_largest_lag_counts() -> None:
+    assert largest([None, 0.25, 0.5]) == 0.5 and largest([None]) is None and largest([]) is None
+    assert LoopLag([0.0] * 99 + [1.0]).p99 == pytest.approx(0.01) and LoopLag().p99 is None

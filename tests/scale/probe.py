@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings
-from outrider.engines.local.model import load_model
+from outrider.engines.local.model import Precision, load_model
 from outrider.scale.group import RankGroup
 from outrider.scale.rank import Rank, RankSettings, _whole
 from outrider.scale.session import Session
@@ -76,6 +76,7 @@ class ProbedRank(Rank):
     """Begins anew whenever it is asked."""
 
     def anew(self) -> None:
+        assert self._settings.lora is None
         fill(Path(self._settings.folder), self.policy.masters)
         self.policy.fresh_optimizer()
         self.policy.scoring.reshard()  # type: ignore[operator]
@@ -101,7 +102,8 @@ class ProbedRank(Rank):
 
 def rank_settings(folder: Path, **changed: Any) -> RankSettings:
     given: dict[str, Any] = {
-        "folder": str(folder), "precision": "float32", "initial": None, "has_reference": True,
+        "folder": str(folder), "precision": "float32", "lora": None, "trained_layers": None,
+        "initial": None, "has_reference": True,
         "optimizer": OptimizerSettings(learning_rate=1e-3), "update": SETTINGS,
         "cold_start": ColdStartSettings(num_examples=4, batch_size=3), "seed": 0, "num_threads": 1,
         "timeout_s": 60.0,
@@ -113,10 +115,12 @@ def rank_group(session: Session, folder: Path, size: int, **changed: Any) -> Ran
     return RankGroup(session, rank_settings(folder, **changed), size=size, kind=ProbedRank)
 
 
-def alone(folder: Path, optimizer: OptimizerSettings | None = None) -> tuple[Policy, Scorer]:
+def alone(
+    folder: Path, optimizer: OptimizerSettings | None = None, precision: Precision = "float32", **part: Any
+) -> tuple[Policy, Scorer]:
     """One process with the same weights, and its reference."""
-    model = load_model(str(folder), precision="float32")
-    policy = Policy(model, optimizer or OptimizerSettings(learning_rate=1e-3))
+    model = load_model(str(folder), precision=precision)
+    policy = Policy(model, optimizer or OptimizerSettings(learning_rate=1e-3), **part)
     return policy, policy.frozen_copy()
 
 

@@ -83,7 +83,7 @@ def test_processors_that_are_not_there_are_named_in_time(session: Session, folde
     asked = Session.__new__(Session)
     asked.ray, asked._settings, asked._folder, asked.is_local = session.ray, hasty, None, True
     with pytest.raises(ClusterFault, match=r"needs 500 processors, and .* within 1 s"):
-        asked.places(500)
+        asked.places([{"CPU": 1}] * 500, of="cluster.num_trainers = 500 needs")
 
 
 def test_a_ray_that_is_not_there_is_named_in_time() -> None:
@@ -106,11 +106,10 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ({"cluster": {"placement": "colocate", "max_staleness": 1}}, "engines sleep"),
         ({"cluster": {"max_staleness": 2}}, "needs in_flight"),
-        ({"cluster": {"tensor_parallel": 2}}, "tensor_parallel is 1 so far"),
-        ({"cluster": {"in_flight": True}}, "in_flight is false so far"),
-        ({"cluster": {"num_trainers": 2}, "model": {"lora": {}}}, "without model.lora"),
-        ({"cluster": {"num_trainers": 2}, "model": {"trained_layers": 1}}, "model.trained_layers"),
-        ({"cluster": {"num_trainers": 2}, "model": {"device": "cuda"}}, "model.device = cpu"),
+        ({"cluster": {"tensor_parallel": 2}}, "tensor_parallel needs engines in processes of their own"),
+        ({"cluster": {"tensor_parallel": 2, "weights": "store"}}, "needs engine.type = vllm"),
+        ({"cluster": {"in_flight": True}}, "in_flight needs max_staleness of at least 1"),
+        ({"cluster": {"num_trainers": 2}, "model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
         ({"cluster": {"num_trainers": 0}}, "greater than or equal to 1"),
     ],
 )

@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 
 from outrider.config import validate
-from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.base import FinishReason, Generation, LocalSettings, Request
 from outrider.errors import CheckpointError, ClusterFault, ProcessGone
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.probes import probes
-from outrider.scale.remote import EnginePool
+from outrider.scale.remote import EnginePool, Remote
+from outrider.scale.repairs import Repairs
 from outrider.scale.rollouts import RemoteRollouts
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Leaf, Trace
+from outrider.train.cluster_restarts import Allowance
 from outrider.train.data.task_sampling import SampledStep
 from outrider.train.overlap import Ahead
 from outrider.train.settings import RunSettings
@@ -120,8 +122,8 @@ assert not session.ray.is_initialized()
 
 def pool(engines: list[Any], anew: Any) -> EnginePool:
     return EnginePool(
-        SimpleNamespace(), SimpleNamespace(), load_s=1.0, anew=anew, ray=FakeRay(), actors=engines,  # type: ignore[arg-type]
-        tokenizer=SimpleNamespace(), context_length=64, timeout_s=1.0,
+        SimpleNamespace(), SimpleNamespace(), settings=LocalSettings(), load_s=1.0, anew=anew,  # type: ignore[arg-type]
+        ray=FakeRay(), actors=engines, tokenizer=SimpleNamespace(), context_length=64, timeout_s=1.0,
     )  # fmt: skip
 
 
@@ -153,6 +155,49 @@ def test_an_engine_that_died_between_two_batches_is_replaced_where_it_is_asked_f
     engines = pool([actor(free_cache=Died(), busy_s=Died(), generate=Died())], anew)
     assert ask(engines) == found
     assert told == [("engine 0", False)]
+
+
+def test_seconds_of_an_engine_that_is_gone_still_count() -> None:
+    """Else an engine in its place makes a step's sum smaller than the one before, and nobody seems busy."""
+
+    def anew(gone: ProcessGone, is_loading: bool) -> None:
+        engines.put(0, actor(busy_s=0.5))
+
+    answers: list[Any] = [4.0, Died()]
+    engines = pool([actor(busy_s=lambda: answers.pop(0)), actor(busy_s=2.0)], anew)
+    assert engines.busy_s() == 3.0
+    assert engines.busy_s() == (4.0 + 0.5 + 2.0) / 2
+
+
+def test_a_worker_that_cannot_be_told_of_another_engine_is_replaced_too() -> None:
+    """A node had both, and the engine was missed first: one repair, and nobody is replaced twice."""
+    cluster = {"num_engines": 2, "num_rollout_workers": 2}
+    recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": cluster}
+    remote: Any = Remote.__new__(Remote)
+    remote._settings = validate(RunSettings, recipe)
+    remote._session = SimpleNamespace(ray=FakeRay(), is_local=False, await_place=lambda actor, name: None)
+    remote.repairs, remote._parts = Repairs(Allowance(1)), "parts"
+    told: list[tuple[str, int]] = []
+
+    def another(kind: str) -> Any:
+        def made(number: int) -> Any:
+            told.append((kind, number))
+            return actor(build=("pid", 64), use_engine="told")
+
+        return made
+
+    remote._new_engine, remote._new_worker = another("engine"), another("rollout worker")
+    remote._told, remote._end = lambda: "settings", lambda one, pid: None
+    remote.workers, remote.worker_pids = [actor(use_engine=Died()), actor(use_engine="told")], [1, 2]
+    remote._engines, remote.engine_pids = ["one", "two"], [3, 4]
+    remote.engine = SimpleNamespace(put=lambda number, one: told.append(("put", number)))
+    remote.replace({"engine 1": ProcessGone("engine 1 died in load; ...", "engine 1")}, num_groups=0)
+    assert told == [("engine", 1), ("put", 1), ("rollout worker", 0)]
+    counts = {name: one for name, one in remote.repairs.take_counts().items() if one}
+    assert counts == {"cluster/engine_deaths": 1.0, "cluster/worker_deaths": 1.0}
+    notes = remote.notes()
+    assert ["engine 1 died" in notes[0], "rollout worker 0 died" in notes[1]] == [True, True]
+    assert {line.rpartition(", ")[2] for line in notes} == {"repair 1 of 1 within an hour"}
 
 
 def test_a_worker_that_is_not_built_yet_takes_another_engine() -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.scale.repairs import Repairs
 from outrider.testing import check_engine
 from outrider.train.building import build
+from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Components
 from outrider.train.models import local_learner
 from outrider.train.settings import RunSettings
@@ -73,11 +75,18 @@ class Crew:
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    with crew_of(session, folder, tmp_path_factory.mktemp("crew")) as made:
+        yield made
+
+
+@contextmanager
+def crew_of(session: "Session", folder: Path, place: Path, **changed: Any) -> Iterator[Crew]:
+    """With these fields of the section ``cluster``."""
     from outrider.scale.remote import Remote
 
     parts = build(
-        settings_of(folder),
-        buffer_path=tmp_path_factory.mktemp("crew") / "buffer.sqlite",
+        settings_of(folder, **changed),
+        buffer_path=place / "buffer.sqlite",
         resumed=False,
         on_tokens=lambda num: None,
         note=lambda line: None,
@@ -228,8 +237,20 @@ def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> N
     assert "engine 0 died in loading the weights of version" in crew.remote.notes()[0]
 
 
+def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew, unbroken: object) -> None:
+    """As with a node that had both: the engine is missed first, and the worker cannot be told of another."""
+    for pid in (crew.remote.engine_pids[1], crew.remote.worker_pids[0]):
+        os.kill(pid, signal.SIGKILL)
+    crew.remote.engine.free_cache()
+    counts = {name: one for name, one in crew.remote.repairs.take_counts().items() if one}
+    assert counts == {"cluster/engine_deaths": 1.0, "cluster/worker_deaths": 1.0}
+    notes = crew.remote.notes()
+    assert len({line.rpartition(", ")[2] for line in notes}) == 1 and len(notes) == 2  # one repair
+    assert bits(crew.play()) == unbroken
+
+
 def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
-    crew.remote.repairs = Repairs(0)
+    crew.remote.repairs = Repairs(Allowance(0))
     os.kill(crew.remote.engine_pids[1], signal.SIGKILL)
     told(crew, "engine 1 died in generate")
     os.kill(crew.remote.worker_pids[1], signal.SIGKILL)
@@ -238,15 +259,13 @@ def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
 
 def test_replacements_are_counted_by_the_hour() -> None:
     clock = [0.0]
-    repairs = Repairs(2, clock=lambda: clock[0])
+    repairs = Repairs(Allowance(2, clock=lambda: clock[0]))
     gone = ProcessGone("engine 1 died in generate (X); continue", "engine 1")
     for now in (0.0, 1800.0, 3700.0):
         clock[0] = now
         repairs.allow(gone)
-    assert repairs.take_notes()[-1] == "engine 1 died in generate (X); replaced, 2 of 2 within an hour"
-    with pytest.raises(
-        ClusterFault, match=r"engine 1 died .*after 2 replacements within an hour, cluster\.max"
-    ):
+    assert repairs.take_notes()[-1] == "engine 1 died in generate (X); replaced, repair 2 of 2 within an hour"
+    with pytest.raises(ClusterFault, match=r"engine 1 died .*after 2 repairs within an hour, cluster\.max"):
         repairs.allow(gone)
     again = pickle.loads(pickle.dumps(gone))
     assert (str(again), again.who, again.is_silent) == (str(gone), "engine 1", False)
@@ -279,10 +298,9 @@ def test_processors_that_are_not_there_are_named(session: "Session", folder: Pat
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": {"lora": {}}}, "without model.lora"),
-        ({"model": {"device": "cuda"}}, "model.device = cpu"),
+        ({"model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
         ({"train": {"tasks_per_step": 1}}, "num_rollout_workers 2 exceeds train.tasks_per_step 1"),
-        ({"cluster": {"weights": "nccl"}}, "weights is auto or store or disk so far"),
+        ({"cluster": {"weights": "nccl"}}, "weights = nccl needs engine.type = vllm and model.device = cuda"),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, Any], message: str) -> None:

@@ -59,6 +59,7 @@ class Worker:
         self.jobs: list[Job] = []
         self.number = number
         self.breaks: list[Exception] = []  # one a try
+        self.num_spent = 0
         self.run = Answers(self._run)
         self.beat = Answers(lambda: Beat(num_ended=0, changed=0.0, place=None))
 
@@ -74,7 +75,8 @@ class Worker:
             traces=traces, num_batches=self.number, num_retries=1, faults=Counter(retries=1),
             fault_reasons=(f"of {self.number}",),
         )  # fmt: skip
-        return Handed(report=report, gathered=[self.number for _ in job.snapshots])
+        gathered = [self.number for _ in job.snapshots]
+        return Handed(report=report, gathered=gathered, num_spent=self.num_spent)
 
 
 class Handed(Played):
@@ -185,12 +187,34 @@ def test_what_broke_is_played_again_and_nothing_else(breaks: list[list[str]]) ->
     ]
 
 
-def test_what_is_left_of_a_batch_s_calls_dies_with_a_worker() -> None:
-    workers = [Worker(0)]
-    workers[0].breaks = [Gone("rollout worker 0 died", "rollout worker 0")]
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_further_round_has_what_is_left_of_the_batch_s_calls(breaks: bool) -> None:
+    """Whoever plays it, and however often: the parts are those of the first round."""
+    workers = [Worker(number) for number in range(2)]
+    for worker, spent in zip(workers, (3, 4), strict=True):
+        worker.num_spent = spent
     played = rollouts_of(workers, [])
-    with pytest.raises(ProcessGone, match="rollout worker 0 died"):
-        played.run([Task(key="t", question="")], modes=("plain",), training_step=0, continued=True)
+    tasks = [Task(key=f"t{number}", question="") for number in range(7)]
+    played.run(tasks[:5], modes=("plain",), training_step=0)
+    if breaks:
+        workers[1].breaks = [Gone("rollout worker 1 died", "rollout worker 1")]
+    played.run(tasks[5:], modes=("plain",), training_step=0, continued=True)
+    assert [(job.calls, job.num_spent) for job in workers[0].jobs] == [((0, 3, 5), 0), ((0, 3, 5), 3)]
+    again = [((3, 5, 5), 4)] * (2 if breaks else 1)
+    assert [(job.calls, job.num_spent) for job in workers[1].jobs] == [((3, 5, 5), 0), *again]
+    assert [job.is_again for job in workers[1].jobs[1:]] == [False, True][: len(again)]
+
+
+@given(st.integers(0, 9), st.integers(0, 12))
+def test_a_budget_goes_on_where_another_one_stood(cap: int, num: int) -> None:
+    first, other = CallBudget(cap), CallBudget(cap)
+    first.begin_batch(limited=True)
+    for _ in range(num):
+        first.count()
+    other.take_share(0, 1, 1)
+    other.go_on(first.num_executed)
+    first.begin_round()
+    assert (other.is_open, other.num_executed) == (first.is_open, num)
 
 
 def test_no_cap_has_no_shares() -> None:

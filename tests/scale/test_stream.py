@@ -5,7 +5,6 @@ dies is replaced.
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +12,8 @@ import pytest
 
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.train.building import build
-from outrider.train.models import local_learner
 from outrider.train.settings import RunSettings
-from tests.scale.test_remote_faults import Crew, settings_of
+from tests.scale.test_remote_faults import Crew, crew_of
 
 if TYPE_CHECKING:
     from outrider.scale.session import Session
@@ -26,21 +23,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    from outrider.scale.remote import Remote
-
-    parts = build(
-        settings_of(folder, num_engines=1, batching="stream"),
-        buffer_path=tmp_path_factory.mktemp("stream") / "buffer.sqlite",
-        resumed=False,
-        on_tokens=lambda num: None,
-        note=lambda line: None,
-        start=local_learner,
-        spread=partial(Remote, session=session),
-    )
-    assert isinstance(parts.elsewhere, Remote)
-    yield Crew(parts, parts.elsewhere)
-    parts.elsewhere.close()
-    parts.factory.close()
+    place = tmp_path_factory.mktemp("stream")
+    with crew_of(session, folder, place, num_engines=1, batching="stream") as made:
+        yield made
 
 
 def tokens(crew: Crew) -> list[list[tuple[int, ...]]]:

@@ -96,7 +96,7 @@ def test_ranks_that_break_begin_anew_and_end_in_the_same_bits(
     os.kill(int(ranks[0].split()[0]), how)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr + stdout
-    assert "begin anew from the newest checkpoint, 1 of 3 times within an hour" in stdout
+    assert "begin anew from the newest checkpoint, repair 1 of 3 within an hour" in stdout
     assert traces.settled() == set()
     last = Path("checkpoints") / f"step-{STEPS:06d}"
     one, other = (shards(folder / last) for folder in (whole, run))
@@ -116,6 +116,8 @@ def test_the_export_is_the_newest_checkpoint(root: Path, whole: Path) -> None:
     assert len(shared) >= len(written) - 1
     assert all(torch.equal(exported[name].float(), written[name]) for name in shared)
     assert (out / "tokenizer.json").exists() and json.loads((out / "config.json").read_text())
+    told = json.loads((out / "outrider.json").read_text())
+    assert told == {"template_kwargs": {}, "history_thinking": "keep", "call_format": None}
     again = forked_outrider("export", whole, "--out", out)
     assert again.returncode == 2 and "is not empty" in again.stderr
 

@@ -23,12 +23,13 @@ class Traces:
         self._prefixes.append(f"outrider-ray-{process.pid}-")
         return process
 
-    def played(self, *arguments: str | Path, timeout: float = 400.0) -> None:
-        """The command line to its good end, which leaves nothing."""
+    def played(self, *arguments: str | Path, timeout: float = 400.0) -> str:
+        """The command line to its good end, which leaves nothing; what it said."""
         process = self.start(*arguments)
         stdout, stderr = process.communicate(timeout=timeout)
         assert process.returncode == 0, stderr + stdout
         assert self.settled() == set()
+        return stdout
 
     def processes(self) -> set[str]:
         """Those of Ray that live: number and name."""

@@ -6,8 +6,8 @@ from threading import Event
 
 import pytest
 
-from outrider.errors import ClusterFault, EngineFault
-from outrider.train.cluster_restarts import restarted
+from outrider.errors import ClusterFault, EngineFault, NoRepair
+from outrider.train.cluster_restarts import Allowance, restarted
 
 
 def played(
@@ -34,7 +34,8 @@ def played(
         return train
 
     try:
-        restarted(begin, limit=limit, stop=asked, note=notes.append, clock=lambda: next(moments))
+        allowance = Allowance(limit, clock=lambda: next(moments))
+        restarted(begin, allowance=allowance, stop=asked, note=notes.append)
     except (ClusterFault, EngineFault) as fault:
         happened.append(f"raised {fault}")
     return begun, happened, notes
@@ -43,13 +44,16 @@ def played(
 FAULT = ClusterFault("trainer rank 1 died in update; continue from the newest checkpoint with --resume")
 
 
+AFTER = " (after 2 repairs within an hour, cluster.max_restarts)"
+
+
 def test_parts_are_closed_before_others_are_made() -> None:
     begun, happened, notes = played([FAULT, None])
     assert begun == [0, 1]
     assert happened == ["trained 0", "closed 0", "trained 1", "closed 1"]
     assert notes == [
         "trainer rank 1 died in update; all processes begin anew from the newest checkpoint, "
-        "1 of 2 times within an hour"
+        "repair 1 of 2 within an hour"
     ]
 
 
@@ -60,7 +64,7 @@ def test_parts_are_closed_before_others_are_made() -> None:
 def test_the_hour_has_a_limit(limit: int, times: list[float] | None, num: int) -> None:
     begun, happened, _ = played([FAULT] * 4 + [None], limit=limit, times=times)
     assert begun == list(range(num))
-    assert happened[-1] == ("closed 4" if num == 5 else f"raised {FAULT}")
+    assert happened[-1] == ("closed 4" if num == 5 else f"raised {FAULT}{AFTER if limit else ''}")
 
 
 def test_other_errors_and_a_stop_end_the_run() -> None:
@@ -76,5 +80,22 @@ def test_a_set_up_that_fails_is_not_tried_again() -> None:
         raise ClusterFault("no processors")
 
     with pytest.raises(ClusterFault, match="no processors"):
-        restarted(begin, limit=3, stop=Event(), note=print)
+        restarted(begin, allowance=Allowance(3), stop=Event(), note=print)
     assert numbers == [0]
+
+
+def test_what_is_replaced_and_what_begins_anew_have_one_count() -> None:
+    """A process in the place of another one, then all anew, then one more: the third is one too many."""
+    allowance = Allowance(2, clock=lambda: 0.0)
+    notes: list[str] = []
+
+    def begin(number: int, closing: ExitStack) -> Callable[[], None]:
+        def train() -> None:
+            allowance.spend(FAULT)
+            raise FAULT
+
+        return train
+
+    with pytest.raises(NoRepair, match=r"after 2 repairs within an hour, cluster\.max_restarts\)$"):
+        restarted(begin, allowance=allowance, stop=Event(), note=notes.append)
+    assert [line.rpartition(", ")[2] for line in notes] == ["repair 2 of 2 within an hour"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider import cli
-from outrider.commands import buffers, looking, training
+from outrider.commands import buffers, training, viewing
 from outrider.commands.training import stoppable
 from outrider.stopping import second_signal_ends
 
@@ -163,7 +163,7 @@ def test_a_second_signal_of_any_kind_ends_whatever_the_run_is_doing(
             "outrider: interrupted; continue with: outrider train --resume 'my run'\n",
         ),
         (["buffer", "build", "x.toml", "--out", "b"], "outrider: interrupted; the same command continues\n"),
-        (["view", "r"], "outrider: interrupted\n"),
+        (["report", "r"], "outrider: interrupted\n"),
     ],
 )
 def test_e8_an_interrupted_command_says_how_it_goes_on_where_it_does(
@@ -172,7 +172,7 @@ def test_e8_an_interrupted_command_says_how_it_goes_on_where_it_does(
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    for module, command in ((training, "_train"), (buffers, "_build"), (looking, "_view")):
+    for module, command in ((training, "_train"), (buffers, "_build"), (viewing, "_report")):
         monkeypatch.setattr(module, command, interrupted)
     assert cli.main(arguments) == 130
     assert capsys.readouterr().err == told
@@ -195,9 +195,9 @@ def test_an_interruption_that_python_would_print_and_forget_is_one_line(
         del lost
         return int(not threading.Event().wait(20))
 
-    monkeypatch.setattr(looking, "_view", command)
+    monkeypatch.setattr(viewing, "_report", command)
     before = sys.unraisablehook
-    assert cli.main(["view", "r"]) == 130
+    assert cli.main(["report", "r"]) == 130
     assert capsys.readouterr().err == "outrider: interrupted\n" and sys.unraisablehook is before
 
 
@@ -213,8 +213,8 @@ def test_what_else_python_forgets_is_still_printed(monkeypatch: pytest.MonkeyPat
         Broken()
         return 0
 
-    monkeypatch.setattr(looking, "_view", command)
-    assert cli.main(["view", "r"]) == 0 and told == [LookupError]
+    monkeypatch.setattr(viewing, "_report", command)
+    assert cli.main(["report", "r"]) == 0 and told == [LookupError]
 
 
 IMPORTING = """
@@ -247,5 +247,5 @@ def test_an_interruption_while_the_arguments_are_read_is_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "make_parser", interrupted)
-    assert cli.main(["view", "r"]) == 130
+    assert cli.main(["report", "r"]) == 130
     assert capsys.readouterr().err == "outrider: interrupted\n"

@@ -51,6 +51,9 @@ class VectorPolicy:
         values = (self.new if torch.is_grad_enabled() else self.old)[list(rows), list(columns)]
         return TokenScores(logprobs_T=values, entropies_T=torch.zeros_like(values))
 
+    def num_computed_tokens(self, batch: PackedBatch) -> int:
+        return batch.num_tokens
+
     def step(self) -> float:
         assert self.new.grad is not None
         self.gradients.append(self.new.grad.clone())

@@ -107,7 +107,7 @@ def record(
     report = scheduler.run(family.tasks("train"), modes=("x",) * 7, training_step=STEP - 1)
     run.mkdir()
     (run / "config.toml").write_text(to_toml(settings.model_dump(mode="json")))
-    TraceWriter(run / "traces").write(STEP, rows_of(report.traces, step=STEP, tokenizer=TOKENIZER))
+    TraceWriter(run / "traces").write(STEP, rows_of(report.traces, step=STEP, tokenizer=TOKENIZER).nodes)
     return report.traces
 
 

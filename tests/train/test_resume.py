@@ -86,6 +86,7 @@ def _kill_after(process: "subprocess.Popen[str] | ForkedOutrider", run: Path, de
         ("rnd", (-1.0, 0.4)),
         ("rollout_replay", (0.4, -1.0, 0.3)),
         ("combined", (-1.0, 0.4, 0.3)),
+        ("combined_house", (-1.0, 0.4)),
         # No state of their own beside what the cases above have.
         pytest.param("dapo", (0.4, -1.0, 0.3), marks=pytest.mark.slow),
         pytest.param("luffy", (0.4, -1.0), marks=pytest.mark.slow),
@@ -137,8 +138,9 @@ def test_what_these_runs_exercise(root: Path, whole: Callable[[str], Path]) -> N
     assert sum(record["replay/num_groups"] for record in replayed) >= 5
 
 
-def test_the_run_of_three_methods_has_all_three(root: Path, whole: Callable[[str], Path]) -> None:
-    train = [record for record in metrics(whole("combined")) if record["kind"] == "train"]
+@pytest.mark.parametrize("case", ["combined", "combined_house"])
+def test_the_run_of_three_methods_has_all_three(root: Path, whole: Callable[[str], Path], case: str) -> None:
+    train = [record for record in metrics(whole(case)) if record["kind"] == "train"]
     for name in ("retrieval/num_inserted", "branch/num_forks", "tips/num_shown"):
         assert sum(record[name] for record in train) >= 2, name
 

@@ -202,7 +202,7 @@ class Chosen(FakeScheduler):
 
 
 def parts_of(algorithm: Any) -> Any:
-    run = SimpleNamespace(seed=3, train=SimpleNamespace(tasks_per_step=4))
+    run = SimpleNamespace(seed=3, train=SimpleNamespace(tasks_per_step=4, stages=()))
     return SimpleNamespace(settings=run, algorithm=algorithm, train_tasks=order(12, 4).tasks)
 
 

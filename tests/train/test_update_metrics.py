@@ -57,6 +57,9 @@ class TablePolicy:
         logprobs = torch.tensor(values, dtype=torch.float64) * self.scale
         return TokenScores(logprobs_T=logprobs, entropies_T=torch.tensor(spread, dtype=torch.float64))
 
+    def num_computed_tokens(self, batch: PackedBatch) -> int:
+        return batch.num_tokens
+
     def step(self) -> float:
         self.num_steps += 1
         return self.norms[self.num_steps - 1]

@@ -105,6 +105,20 @@ def write_python_model(folder: Path) -> None:
     shutil.copytree(_model_folder(TAGS + PYTHON_TAGS).name, folder)
 
 
+def write_house_model(folder: Path) -> None:
+    """A model of random weights whose turns of one token are commands of a house about half the time."""
+    save_tiny_model(folder, context=4096)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    commands = [f"<action>{one}</action>" for one in ("go hall", "go kitchen", "open drawer", "take lamp")]
+    tokenizer.add_tokens([" " * copy + command for copy in range(20) for command in commands])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def write_demonstrations(path: Path, *, prefix: str = "tasks") -> None:
     """A file of chats in which every question is searched for twice and answered rightly."""
     records = []
@@ -153,12 +167,18 @@ def _model_folder(tags: tuple[str, ...]) -> "tempfile.TemporaryDirectory[str]":
     result.
     """
     kept = tempfile.TemporaryDirectory()
-    _save_model(Path(kept.name), tags)
+    save_model(Path(kept.name), tags)
     return kept
 
 
-def _save_model(folder: Path, tags: tuple[str, ...]) -> None:
-    save_tiny_model(folder)
+def save_model(folder: Path, tags: tuple[str, ...], **sizes: int) -> None:
+    """The tiny model that knows the tags."""
+    save_tiny_model(folder, **sizes)
+    teach(folder, tags)
+
+
+def teach(folder: Path, tags: tuple[str, ...] = TAGS) -> None:
+    """Fine-tune the model of a folder, whatever its architecture, so that it searches and answers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(tags))
     with torch.random.fork_rng():

@@ -10,9 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from outrider.watch.traces import TraceReader
-from tests.train.tool_run import write_demonstrations, write_python_model, write_tool_run
+from tests.train.tool_run import write_demonstrations, write_house_model, write_python_model, write_tool_run
 
 NUM_STEPS = 10
+_COMBINED = (
+    "algorithm.type=combined",
+    "algorithm.retrieval.num_hybrid=2",
+    "algorithm.retrieval.probability=0.8",
+    "algorithm.branch.first_wave=2",
+    "algorithm.branch.base_probability=1.0",
+    "algorithm.tips.memory_probability=0.6",
+    "algorithm.tips.memory.embedder=hash",
+    "algorithm.tips.memory.scope=all",
+    "algorithm.tips.memory.min_similarity=0.1",
+    "algorithm.tips.memory.max_shown_tokens=120",
+    "algorithm.tips.memory.max_tip_tokens=24",
+)
 CASES: Mapping[str, tuple[str, ...]] = {
     "rapo": (),
     "evolve": ("buffer.evolve=true",),
@@ -53,18 +66,17 @@ CASES: Mapping[str, tuple[str, ...]] = {
         'environment.tools=["search", "python"]',
         "environment.python.num_servers=1",
     ),
-    "combined": (
-        "algorithm.type=combined",
-        "algorithm.retrieval.num_hybrid=2",
-        "algorithm.retrieval.probability=0.8",
-        "algorithm.branch.first_wave=2",
-        "algorithm.branch.base_probability=1.0",
-        "algorithm.tips.memory_probability=0.6",
-        "algorithm.tips.memory.embedder=hash",
-        "algorithm.tips.memory.scope=all",
-        "algorithm.tips.memory.min_similarity=0.1",
-        "algorithm.tips.memory.max_shown_tokens=120",
-        "algorithm.tips.memory.max_tip_tokens=24",
+    "combined": _COMBINED,
+    "combined_house": (
+        "model.name={root}/model-house",
+        'environment={{type = "house", num_train = 2, num_test = 1, max_moves = 4}}',
+        "environment.house.num_rooms=2",
+        "environment.house.num_things=2",
+        'buffer={{embedder = "hash"}}',
+        "rollout.max_turn_tokens=1",
+        "rollout.max_response_tokens=1200",
+        *_COMBINED,
+        "algorithm.retrieval.mode=execute",
     ),
     "reference": ("algorithm.type=grpo", "algorithm.kl_weight=0.5"),
 }
@@ -75,6 +87,7 @@ def write_data(root: Path) -> None:
     """Model, tasks, corpus, buffer, recipe and demonstrations."""
     write_tool_run(root)
     write_python_model(root / "model-python")
+    write_house_model(root / "model-house")
     write_demonstrations(root / "shown.jsonl")
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from numpy.typing import NDArray
 
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings
+from outrider.memory.changes import MemoryChange
 from outrider.metrics import Metric
 from outrider.rollout.hooks import Hook
 from outrider.trace import Trace
@@ -128,6 +129,10 @@ class Algorithm:
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
         """Become what :meth:`state` saved."""
+
+    def memory_changes(self) -> list[MemoryChange]:
+        """What came into memories and went since this was last asked: it is recorded with every step."""
+        return []
 
     def counts(self) -> list[dict[str, int]]:
         """Counts of the hooks over the whole run; they go into checkpoints, and a step's metrics are made of

@@ -120,6 +120,11 @@ class ObjectiveSettings(Settings):
         return False
 
     @property
+    def drops_groups(self) -> bool:
+        """Whether further tasks may be played in a step for groups that are not trained on."""
+        return False
+
+    @property
     def depends_on_num_steps(self) -> bool:
         """Whether a step is another one in a longer run."""
         return False

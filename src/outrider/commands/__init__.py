@@ -5,7 +5,17 @@ until a command needs them.
 import argparse
 
 from outrider import __version__
-from outrider.commands import buffers, critics, evaluation, looking, packs, planning, training, workplace
+from outrider.commands import (
+    buffers,
+    critics,
+    evaluation,
+    looking,
+    packs,
+    planning,
+    training,
+    viewing,
+    workplace,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -16,6 +26,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(interrupted="")  # how to go on after Ctrl-C, where that is possible
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (training, planning, evaluation, buffers, critics, looking, packs, workplace):
+    for module in (training, planning, evaluation, buffers, critics, looking, viewing, packs, workplace):
         module.add(commands)
     return parser

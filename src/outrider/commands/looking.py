@@ -1,4 +1,4 @@
-"""``outrider view``, ``replay``, ``compare`` and ``export``: what is done with runs that are on disk."""
+"""``outrider replay``, ``compare`` and ``export``: what is done with runs that are on disk."""
 
 import argparse
 from pathlib import Path
@@ -9,10 +9,7 @@ from outrider.printing import say
 
 
 def add(commands: Commands) -> None:
-    """The commands ``view``, ``replay``, ``compare`` and ``export``."""
-    view = commands.add_parser("view", help="write report.html of a run")
-    view.add_argument("run", type=Path)
-    view.set_defaults(command=_view)
+    """The commands ``replay``, ``compare`` and ``export``."""
     replay = commands.add_parser(
         "replay", help="play a recorded training step's rollouts again, without a model"
     )
@@ -50,13 +47,6 @@ def add(commands: Commands) -> None:
         "--html", type=Path, metavar="FILE", help="the same as one page, with the figures of the curves"
     )
     compare.set_defaults(command=_compare)
-
-
-def _view(parsed: argparse.Namespace) -> int:
-    from outrider.watch.report import write_report
-
-    say(str(write_report(parsed.run)))
-    return 0
 
 
 def _replay(parsed: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from outrider.plugins.names import KINDS
 def add(commands: Commands) -> None:
     """The commands ``doctor``, ``list``, ``new`` and ``init``."""
     doctor = commands.add_parser("doctor", help="what works on this machine")
+    doctor.add_argument("--model", help="load this model: which path computes it, and why")
     doctor.add_argument("--cluster", action="store_true", help="what a run on several processes needs")
     doctor.add_argument("--ray-address", default="local", help="with --cluster: auto, or of a Ray to join")
     doctor.add_argument(
@@ -20,7 +21,7 @@ def add(commands: Commands) -> None:
     listed.add_argument("kind", nargs="?", choices=KINDS, help="only this kind")
     listed.set_defaults(command=_list)
     new = commands.add_parser("new", help="a small package with a plug-in of your own, its test and a recipe")
-    new.add_argument("kind", choices=("environment", "tool", "algorithm"))
+    new.add_argument("kind", choices=("environment", "gym", "tool", "functions", "algorithm"))
     new.add_argument("name", help="of the plug-in and, with _ for -, of its package")
     new.add_argument("--folder", type=Path, help="where (default: NAME in the current folder)")
     new.set_defaults(command=_new)
@@ -37,9 +38,9 @@ def _doctor(parsed: argparse.Namespace) -> int:
         from outrider.commands.cluster_doctor import examine_cluster
 
         return examine_cluster(ray_address=parsed.ray_address, folder=parsed.folder)
-    from outrider.train.machine.doctor import examine
+    from outrider.train.machine.doctor import examine, examine_model
 
-    return examine()
+    return examine() if parsed.model is None else examine_model(parsed.model)
 
 
 def _list(parsed: argparse.Namespace) -> int:

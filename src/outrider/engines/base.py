@@ -17,7 +17,8 @@ class EngineSettings(Settings):
 
     ``is_exact``: the trainer's own weights generate, so that its log-probs are compared with the engine's
     once and not in every step.
-    ``takes_adapters``: it can generate with adapters that are not merged (``model.lora``).
+    ``takes_adapters``: ``model.lora`` is possible, because it generates with the model that it is given, or
+    with what ``export`` writes, where adapters are merged.
     """
 
     is_exact: ClassVar[bool] = False
@@ -52,7 +53,7 @@ class EngineContext:
 
 class LocalSettings(EngineSettings):
     """The model that is trained generates itself, in process. ``max_rows`` bounds the batch: more requests
-    wait their turn.
+    wait their turn (a model that runs unpacked takes them one by one).
     """
 
     is_exact: ClassVar[bool] = True
@@ -64,8 +65,11 @@ class LocalSettings(EngineSettings):
 
 class VllmSettings(EngineSettings):
     """``memory``: on a CPU GiB of keys and values (None: 2), on a GPU the share that vLLM may take beside the
-    trainer (None: 0.3). ``eager`` skips vLLM's compiler.
+    trainer (None: 0.3; 0.9 under ``[cluster]`` where the GPU is the engine's alone). ``eager`` skips vLLM's
+    compiler.
     """
+
+    takes_adapters: ClassVar[bool] = True
 
     type: Literal["vllm"] = "vllm"
     top_k: int = Field(20, ge=1)

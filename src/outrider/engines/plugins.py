@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from outrider.engines.base import EngineContext, LocalSettings, VllmSettings
+from outrider.engines.base import Engine, EngineContext, LocalSettings, VllmSettings
 
 if TYPE_CHECKING:
-    from outrider.engines.local.engine import LocalEngine
     from outrider.engines.vllm import VllmEngine
 
 
@@ -15,11 +14,11 @@ class Local:
     Settings = LocalSettings
 
     @classmethod
-    def build(cls, settings: LocalSettings, context: EngineContext) -> "LocalEngine":
-        """With the trainer's own weights."""
-        from outrider.engines.local.engine import LocalEngine
+    def build(cls, settings: LocalSettings, context: EngineContext) -> Engine:
+        """With the trainer's own weights, on the path that its model was loaded on."""
+        from outrider.engines.local.choice import engine_for
 
-        return LocalEngine(
+        return engine_for(
             context.language_model,
             context_length=context.context_length,
             max_rows=settings.max_rows,

@@ -26,7 +26,7 @@ class ScriptedEngine:
         self.context_length = context_length
         self.weight_version = 0
         self._script = script
-        self._closing = ChatRenderer(tokenizer).closing
+        self._closing = ChatRenderer(tokenizer, observations=()).closing
         self._entropy = entropy
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:

@@ -5,14 +5,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from outrider.config import Settings
-from outrider.types import Message, Step, Task
+from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.types import Message, Step, Task, ToolSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Outcome of one policy message.
 
-    ``message`` is the observation (None when the episode ended without one). ``reward`` is the step reward.
+    ``message`` is the observation (None when the episode ended without one); where several answer, one a tool
+    call say, they are ``messages`` in its place. ``reward`` is the step reward.
     ``num_tool_calls`` counts calls that were really executed; ``tools`` names them. ``invalid`` marks output
     that the environment could not read as an action; the observation then says what was wrong. ``refused``
     marks an action that was read and not done (a door that is not there, a button that the page lacks, a call
@@ -20,7 +22,8 @@ class StepResult:
     environment's own limit of moves cut the episode.
     """
 
-    message: Message | None
+    message: Message | None = None
+    messages: tuple[Message, ...] = ()
     reward: float = 0.0
     done: bool = False
     invalid: bool = False
@@ -29,10 +32,21 @@ class StepResult:
     num_tool_calls: int = 0
     tools: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.message is not None and self.messages:
+            raise ValueError("a step is answered by message or by messages")
+
+    @property
+    def observations(self) -> tuple[Message, ...]:
+        """All messages that answer, in order."""
+        return self.messages or (() if self.message is None else (self.message,))
+
     @property
     def text(self) -> str:
-        """The observation's text; empty where the episode ended without one."""
-        return self.message.content if self.message else ""
+        """The observation's text, a line apart where several answer; empty where the episode ended without
+        one.
+        """
+        return "\n".join(message.content for message in self.observations)
 
     @property
     def carried_out(self) -> bool:
@@ -82,6 +96,11 @@ class EnvironmentSettings(Settings):
         """Tag names of the tools that the policy can call."""
         return ()
 
+    @property
+    def call_format(self) -> CallFormatName | None:
+        """The form of native tool calls; None where turns are text to the environment."""
+        return None
+
 
 class Environment(Protocol):
     """One episode at a time. May block: the rollout loop calls ``step`` in a thread.
@@ -114,6 +133,43 @@ class CopyableEnvironment(Environment, Protocol):
     def copy(self) -> "CopyableEnvironment":
         """An environment in the same state, independent from then on; no action is done again."""
         ...
+
+
+@runtime_checkable
+class NativeTools(Environment, Protocol):
+    """An environment whose policy calls tools natively. Its ``step`` gets the turn read: words, thinking,
+    calls that fit their schemas, and what was wrong with the others (``Message.problems``). It answers with
+    messages of the role ``tool``.
+    """
+
+    @property
+    def tool_schemas(self) -> Sequence[ToolSchema]:
+        """The tools that the prompt tells of and that calls are checked against; fixed from ``reset`` on."""
+        ...
+
+    @property
+    def call_format(self) -> CallFormatName:
+        """The form of the calls."""
+        ...
+
+
+def tools_of(environment: Environment) -> Sequence[ToolSchema]:
+    """The tools that a prompt tells of."""
+    return environment.tool_schemas if isinstance(environment, NativeTools) else ()
+
+
+def turn_message(environment: Environment, text: str) -> Message:
+    """A turn of the policy as an environment is given it, from its text."""
+    if not isinstance(environment, NativeTools):
+        return Message(role="assistant", content=text)
+    turn = read_turn(text, CALL_FORMATS[environment.call_format], environment.tool_schemas)
+    return Message(
+        role="assistant",
+        content=turn.content,
+        reasoning=turn.reasoning,
+        tool_calls=turn.tool_calls,
+        problems=turn.problems,
+    )
 
 
 class TaskFamily(Protocol):
@@ -169,9 +225,8 @@ def played_steps(environment: Environment, texts: Sequence[str]) -> tuple[Step, 
     """
     steps: list[Step] = []
     for text in texts:
-        outcome = environment.step(Message(role="assistant", content=text))
-        observation = outcome.message.content if outcome.message is not None else ""
-        steps.append(Step(text=text, observation=observation, is_terminal=outcome.done))
+        outcome = environment.step(turn_message(environment, text))
+        steps.append(Step(text=text, observation=outcome.text, is_terminal=outcome.done))
         if outcome.done:
             break
     return tuple(steps)
@@ -186,6 +241,16 @@ class CallCapped(Protocol):
     def take_share(self, begin: int, end: int, of: int) -> None:
         """From the next batch on, have the part of the cap that is due to the groups ``begin`` to ``end`` of
         ``of``; the parts of all groups add up to the cap.
+        """
+        ...
+
+    def num_spent(self) -> int:
+        """What has been spent of this batch's part."""
+        ...
+
+    def go_on(self, num_spent: int) -> None:
+        """Be within a bounded batch, so much of whose part is spent: another process spent it, or this one in
+        rounds before one that broke.
         """
         ...
 

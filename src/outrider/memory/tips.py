@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.memory.changes import MemoryChange
 from outrider.seeding import stream
 
 Key: TypeAlias = NDArray[np.float32]
@@ -68,6 +69,7 @@ class TipMemory:
         self._by_state = by_state
         self._seed = seed
         self._buffers: dict[str, _Buffer] = {}
+        self._changes: list[MemoryChange] = []
 
     def __len__(self) -> int:
         return sum(len(buffer.tips) for buffer in self._buffers.values())
@@ -114,12 +116,34 @@ class TipMemory:
             position = self._evicted(task_key, buffer, score)
             if position is None:
                 return False
+            self._note("removed", task_key, buffer.tips[position])
             del buffer.tips[position], buffer.keys[position]
+        self._note("added", task_key, tip)
         buffer.tips.append(tip)
         buffer.keys.append(key)
         # Made again at the next query: many records are added between two.
         buffer.matrix_ND = None
         return True
+
+    def take_changes(self) -> list[MemoryChange]:
+        """What was added and evicted since this was last asked, in order; for the record of a step."""
+        taken, self._changes = self._changes, []
+        return taken
+
+    def _note(self, change: Literal["added", "removed"], task_key: str, tip: Tip) -> None:
+        self._changes.append(
+            MemoryChange(
+                memory="tips",
+                change=change,
+                version=self._buffers[task_key].num_added,
+                key=task_key,
+                item_id=tip.tip_id,
+                text=tip.text,
+                score=tip.score,
+                writer=tip.rollout_id,
+                written_at=tip.policy_version,
+            )
+        )
 
     def _evicted(self, task_key: str, buffer: _Buffer, score: float) -> int | None:
         """Position of the record that makes room; None: the new one is not kept."""
@@ -176,10 +200,13 @@ class TipMemory:
             for number, key in enumerate(keys)
             if self._buffers[key].keys
         }
-        return {"order": keys, "buffers": state}, arrays
+        # of rollouts that no step has recorded yet: those that were played beside an update
+        changes = {"changes": [asdict(one) for one in self._changes]} if self._changes else {}
+        return {"order": keys, "buffers": state, **changes}, arrays
 
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> None:
         """Become what was saved."""
+        self._changes = [MemoryChange(**one) for one in state.get("changes", ())]
         self._buffers = {}
         for number, key in enumerate(state["order"]):
             saved = state["buffers"][key]

@@ -87,6 +87,9 @@ OF_UPDATES: Final[tuple[Metric, ...]] = (
         ("idle_engines", "1",
          "share of time/step in which an engine process generated nothing, mean over engines",
          "low", "cluster.max_staleness, cluster.num_engines, tools that block"),
+        ("loop_lag", "s",
+         "how late the event loop that plays the episodes came back to what was due, 99th percentile, the "
+         "largest of the rollout workers", "below 0.2", "cluster.num_rollout_workers, train.max_concurrent"),
         ("evaluation", "s", "wall-clock seconds of this evaluation", "stable",
          "evaluation.num_tasks, evaluation.num_samples"),
         ("checkpoint", "s", "mean wall-clock seconds of the last checkpoints before this step", "stable",

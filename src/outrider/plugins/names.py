@@ -34,6 +34,8 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "textworld": "outrider.environments.textworld.family:TextWorldFamily",
         "house": "outrider.environments.house.family:HouseFamily",
         "alfworld": "outrider.environments.alfworld.family:AlfworldFamily",
+        "gym": "outrider.environments.gym.family:GymFamily",
+        "reasoning_gym": "outrider.environments.reasoning_gym.family:ReasoningGymFamily",
     },
     "tools": {
         "search": "outrider.tools.search:SearchTool",

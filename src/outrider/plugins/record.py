@@ -5,14 +5,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from outrider.atomic_io import replace_file
 from outrider.config import Settings
 from outrider.plugins.fields import markers_of
-from outrider.plugins.imports import ORIGINS_FILE
+from outrider.plugins.imports import ORIGINS_FILE, import_target
 from outrider.plugins.names import Kind, is_known
-from outrider.plugins.origin import Origin
+from outrider.plugins.origin import Origin, origin_of
 from outrider.plugins.registry import origin
 
 PREFIX: Final = "plug-in "
@@ -20,7 +20,9 @@ _NO_FILE: Final = "defined in the running program"
 
 
 def used(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Kind, Origin]]:
-    """Dotted key, kind and origin of every plug-in that the settings name."""
+    """Dotted key, kind and origin of every plug-in, and of every function, that the settings name."""
+    for key, path in settings.imported().items():
+        yield f"{prefix}{key}", "environments", origin_of(cast(type, import_target(path)))
     for key, value in settings:
         for marker in markers_of(type(settings), key):
             for name in _names(value):

@@ -30,6 +30,8 @@ _BASES: Final[Mapping[Kind, str]] = {
     "embedders": "outrider.config:Settings",
     "trackers": "outrider.config:Settings",
 }
+# What makes a class of a function, for the kinds that take one.
+_OF_FUNCTIONS: Final[Mapping[Kind, str]] = {"tools": "outrider.tools.functions:tool_class"}
 _ARTICLE: Final = {"algorithms": "an algorithm", "environments": "an environment", "engines": "an engine"}
 _given: dict[tuple[Kind, str], object] = {}
 
@@ -53,6 +55,8 @@ def _found(kind: Kind, name: str) -> type:
     target = target_of(kind, name)
     found = import_target(target)
     label = name if name == target else f"{name} ({target})"
+    if kind in _OF_FUNCTIONS and inspect.isfunction(found):
+        found = import_target(_OF_FUNCTIONS[kind])(found)
     if not isinstance(found, type):
         raise ConfigError(f"{label} is no class")
     _require_settings(kind, label, found)

@@ -10,7 +10,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from outrider.environments.base import CopyableEnvironment, Environment, EnvironmentFactory, StepResult
+from outrider.environments.base import (
+    CopyableEnvironment,
+    Environment,
+    EnvironmentFactory,
+    StepResult,
+    turn_message,
+)
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import guarded
 from outrider.rollout.hooks import EpisodeState
@@ -37,6 +43,7 @@ class Fork:
     last_result: StepResult | None
     branch_streak: int
     environment: CopyableEnvironment | None
+    conversation: tuple[Message, ...] = ()
 
     async def restore(self, environment: Environment, *, reset_seed: int, timeout_s: float) -> None:
         """Bring a fresh environment to this point by replaying; a copy is there already.
@@ -49,9 +56,8 @@ class Fork:
         if prompt_text(messages) != self.prompt:
             raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
         for action, expected in zip(self.actions, self.results, strict=True):
-            result = await guarded(
-                environment.step, Message(role="assistant", content=action), timeout_s=timeout_s
-            )
+            said = turn_message(environment, action)
+            result = await guarded(environment.step, said, timeout_s=timeout_s)
             if other := _differences(result, expected):
                 raise EnvironmentFault(
                     f"a replayed prefix was answered differently ({other}): "
@@ -67,6 +73,7 @@ class Fork:
         )
         state.steps, state.actions, state.results = list(self.steps), list(self.actions), list(self.results)
         state.branch_streak, state.is_forked = self.branch_streak, True
+        state.conversation = self.conversation
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
@@ -104,6 +111,7 @@ async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
         last_result=state.last_result,
         branch_streak=state.branch_streak,
         environment=copy,
+        conversation=state.conversation,
     )
 
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from outrider.engines.chat.engine import ChatEndpoint
 from outrider.engines.chat.wire import Refusal
-from outrider.environments.base import Environment, EnvironmentFactory, StepResult
-from outrider.errors import EngineFault, EnvironmentFault, ToolFault
+from outrider.environments.base import Environment, EnvironmentFactory, StepResult, tools_of, turn_message
+from outrider.errors import EngineFault, EnvironmentFault, ModelError, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.episode import Limits
 from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
@@ -162,6 +162,10 @@ class Collector:
         self.whereabouts.at(name, "a new environment")
         environment = self._timed(self.factory, task)
         try:
+            if tools_of(environment):
+                raise ModelError(
+                    "an agent behind an endpoint calls tools by tag so far: environment.protocol = tags"
+                )
             return self._episode(environment, task, rollout, num_retries)
         finally:
             self.whereabouts.at(name, "closing its environment")
@@ -193,7 +197,7 @@ class Collector:
                 outcome = Outcome.TRUNCATED_TOKENS
                 break
             num_tokens += reply.num_tokens
-            said = Message(role="assistant", content=reply.text)
+            said = turn_message(environment, reply.text)
             self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
             result: StepResult = self._timed(environment.step, said)
             steps.append(step_of(reply.text, result))
@@ -202,10 +206,10 @@ class Collector:
                 outcome = (
                     Outcome.TRUNCATED_TOKENS if reply.truncated and result.invalid else outcome_of(result)
                 )
-            elif result.message is None:
+            elif not result.observations:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
-                conversation += [said, result.message]
+                conversation += [Message(role="assistant", content=reply.text), *result.observations]
         record = self._timed(environment.result)
         if not math.isfinite(record.episode_return):
             raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")

@@ -9,18 +9,20 @@ from pydantic import Field
 
 from outrider.config import Settings
 from outrider.engines.base import FinishReason, Request
-from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.environments.base import Environment, EpisodeResult, StepResult, tools_of, turn_message
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
+from outrider.rollout.faults import given_up
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
+from outrider.rollout.rerendering import rendered_again
 from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.tip_splice import ask_for_reflection, show_tip
-from outrider.rollout.truncation import shortened
+from outrider.rollout.truncation import bridged
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import reset_seed, stream_seed
-from outrider.tokens import ChatRenderer, text_of
+from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step, Task
 
@@ -75,13 +77,16 @@ class EpisodeRunner:
         rollout: int,
         mode: str,
         fork: Fork | None = None,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> Leaf:
-        """Play one rollout into ``trace``, from the prompt or from ``fork`` on.
+        """Play one rollout into ``trace``, from the prompt or from ``fork`` on. Once ``is_late`` it is given
+        up in front of its next turn.
 
         Raises ToolFault, EnvironmentFault or EngineFault when infrastructure broke; the caller retries or
         records it.
         """
         self.whereabouts.at(f"{task.key}/{rollout}", "the start of its environment")
+        last_node, opening = await self._begin(task, trace, environment, fork)
         state = EpisodeState(
             task=task,
             trace=trace,
@@ -90,22 +95,29 @@ class EpisodeRunner:
             training_step=self.training_step,
             rollout=rollout,
             mode=mode,
-            last_node=await self._begin(task, trace, environment, fork),
+            last_node=last_node,
+            conversation=opening,
         )
         if fork is not None:
             fork.continue_in(state)
         outcome = None
         while outcome is None:
+            if is_late():
+                return given_up(rollout)
             outcome = await self._turn(state)
+        return await self._leaf(state, outcome)
+
+    async def _leaf(self, state: EpisodeState, outcome: Outcome) -> Leaf:
+        """What the environment says of an episode that has ended."""
         self._at(state, "the environment's result")
-        result = await self._guarded(environment.result)
+        result = await self._guarded(state.environment.result)
         # A fault and no number: NaN would pass for a rollout that nobody could score.
         if not math.isfinite(result.episode_return):
             raise EnvironmentFault(f"the environment recorded a return of {result.episode_return}")
         reflection, num_reflection_tokens = await self._reflect(state, result)
         return Leaf(
             node_id=state.last_node.node_id,
-            rollout=rollout,
+            rollout=state.rollout,
             outcome=outcome,
             episode_return=result.episode_return,
             success=result.success,
@@ -114,14 +126,19 @@ class EpisodeRunner:
             num_reflection_tokens=num_reflection_tokens,
         )
 
-    async def _begin(self, task: Task, trace: Trace, environment: Environment, fork: Fork | None) -> Node:
-        """The environment where the rollout begins, and the node that its first turn hangs under."""
+    async def _begin(
+        self, task: Task, trace: Trace, environment: Environment, fork: Fork | None
+    ) -> tuple[Node, tuple[Message, ...]]:
+        """Bring the environment to where the rollout begins; the node of its first context, and the
+        conversation that it is of.
+        """
         seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
             messages = await self._guarded(environment.reset, seed)
-            return _root(trace, self.renderer.prompt(messages), messages)
+            ids = self.renderer.prompt(messages, tools_of(environment))
+            return _root(trace, ids, messages), tuple(messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
-        return fork.last_node
+        return fork.last_node, fork.conversation
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:
@@ -194,7 +211,7 @@ class EpisodeRunner:
 
     async def _act(self, state: EpisodeState, action: str) -> StepResult:
         self._at(state, "an environment's step")
-        result = await self._guarded(state.environment.step, Message(role="assistant", content=action))
+        result = await self._guarded(state.environment.step, turn_message(state.environment, action))
         if not math.isfinite(result.reward):
             raise EnvironmentFault(f"the environment gave a step reward of {result.reward}")
         state.actions.append(action)
@@ -212,11 +229,12 @@ class EpisodeRunner:
 
     async def _generate(self, state: EpisodeState, room: int) -> tuple[FinishReason, str]:
         self._at(state, "the wait for a batch")
+        context = state.trace.token_ids(state.last_node.node_id)
         generation = await self.batcher.generate(
             Request(
                 # Padded: batches are ordered by this text.
                 request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}",
-                token_ids=state.trace.token_ids(state.last_node.node_id),
+                token_ids=context,
                 max_tokens=room,
                 seed=stream_seed(
                     self.run_seed, "sample", self.training_step, state.task.key, state.rollout, state.turn
@@ -226,10 +244,8 @@ class EpisodeRunner:
                 cache_key=f"{state.task.key}/{state.rollout}",
             )
         )
-        text = text_of(self.renderer.tokenizer, generation.token_ids, skip_special_tokens=True)
-        # Where a template closes turns with ordinary tokens, decoding shows them as text.
-        if generation.finish_reason is FinishReason.EOS:
-            text = self.renderer.closing.cut(text)
+        is_closed = generation.finish_reason is FinishReason.EOS
+        text = self.renderer.turn_text(generation.token_ids, context=context, is_closed=is_closed)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id,
             origin=Origin.POLICY,
@@ -255,13 +271,16 @@ class EpisodeRunner:
             # unreadable because it was cut, not because it is wrong
             cut = finish is FinishReason.LENGTH and result.invalid
             return Outcome.TRUNCATED_TOKENS if cut else _ended(result)
-        if result.message is None:
+        observations = result.observations
+        if not observations:
             raise EnvironmentFault("the environment neither answered nor ended the episode")
-        if finish is FinishReason.EOS and result.message.role == "inline":
+        if finish is FinishReason.EOS and observations[0].role == "inline":
             return Outcome.INVALID  # the policy closed the one assistant message that the protocol has
-        appended = self._append(
-            state, Origin.ENVIRONMENT, result.message, self.limits.max_observation_tokens, {}
-        )
+        limit = self.limits.max_observation_tokens
+        if self.renderer.history_thinking == "strip":
+            appended = self._append_again(state, observations, limit)
+        else:
+            appended = self._append(state, Origin.ENVIRONMENT, observations, limit, {})
         return None if appended else Outcome.TRUNCATED_TOKENS
 
     async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
@@ -293,7 +312,7 @@ class EpisodeRunner:
             return
         limit = self.limits.max_splice_tokens
         if not self._append(
-            state, splice.origin, message_of(splice), limit, dict(splice.metadata), room=room
+            state, splice.origin, [message_of(splice)], limit, dict(splice.metadata), room=room
         ):
             state.num_splices_dropped += 1
         elif splice.step is not None:
@@ -303,7 +322,7 @@ class EpisodeRunner:
         self,
         state: EpisodeState,
         origin: Origin,
-        message: Message,
+        messages: Sequence[Message],
         limit: int,
         metadata: dict[str, object],
         *,
@@ -314,15 +333,37 @@ class EpisodeRunner:
 
         A cut at the limit is marked in the text and on the node; it is never silent.
         """
-        ids = self.renderer.bridge(state.trace.token_ids(state.last_node.node_id), [message])
-        kept, num_cut = shortened(ids, limit, renderer=self.renderer)
+        context = state.trace.token_ids(state.last_node.node_id)
+        kept, num_cut = bridged(context, messages, limit, renderer=self.renderer)
         if len(kept) > self._left(state) - room:
             return False
         metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
         state.last_node = state.trace.append(
-            parent=state.last_node.node_id, origin=origin, token_ids=kept, message=message, metadata=metadata
-        )
+            parent=state.last_node.node_id, origin=origin, token_ids=kept, message=_as_one(messages),
+            metadata=metadata,
+        )  # fmt: skip
         state.num_response_tokens += len(kept)
+        return True
+
+    def _append_again(self, state: EpisodeState, observations: Sequence[Message], limit: int) -> bool:
+        """As :meth:`_append`, with the conversation rendered again: its context may begin anew."""
+        context = state.trace.token_ids(state.last_node.node_id)
+        seen = rendered_again(
+            context, state.conversation, state.last_node.message.content, observations,
+            tools=tools_of(state.environment), limit=limit, renderer=self.renderer,
+        )  # fmt: skip
+        used = len(seen.token_ids) + (0 if seen.restarts else len(context))
+        left = self.limits.max_response_tokens - state.num_response_tokens - seen.num_observed
+        if min(left, self.batcher.engine.context_length - used) < 1:
+            return False
+        metadata = {"num_tokens_cut": seen.num_cut, "rollout": state.rollout}
+        state.last_node = state.trace.append(
+            parent=state.last_node.node_id, origin=Origin.ENVIRONMENT, token_ids=seen.token_ids,
+            message=_as_one(observations), restarts=seen.restarts,
+            metadata=metadata | ({"restarts": True} if seen.restarts else {}),
+        )  # fmt: skip
+        state.conversation = seen.conversation
+        state.num_response_tokens += seen.num_observed
         return True
 
     def _at(self, state: EpisodeState, place: str) -> None:
@@ -336,6 +377,12 @@ def _ended(result: StepResult) -> Outcome:
     if result.truncated:
         return Outcome.TRUNCATED_TURNS
     return Outcome.INVALID if result.invalid else Outcome.FINISHED
+
+
+def _as_one(messages: Sequence[Message]) -> Message:
+    """Several messages as their node holds them."""
+    text = "\n".join(message.content for message in messages)
+    return Message(role=messages[0].role, content=text)
 
 
 def _root(trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message]) -> Node:

@@ -87,6 +87,7 @@ def play_experts(
     expert: ExpertSource,
     factory: EnvironmentFactory,
     tokenizer: Tokenizer,
+    renderer: ChatRenderer | None = None,
     limits: Limits,
     stop: tuple[str, ...],
     run_seed: int,
@@ -103,14 +104,22 @@ def play_experts(
     """One expert rollout of every task, in order; ``training_step`` chooses the initial states, as it does
     for a policy's rollouts.
 
-    ``hooks`` act before the expert does, in rollouts of ``mode``: a memory may show it tips.
+    ``renderer`` is the policy's (None: the tokenizer's plain one). ``hooks`` act before the expert does, in
+    rollouts of ``mode``: a memory may show it tips.
     ``on_finished(done, total)`` is called after every rollout.
     """
     player = ExpertPlayer(expert=expert, run_seed=run_seed, retrieve_share=retrieve_share)
-    engine = ScriptedEngine(tokenizer=tokenizer, script=player.say, context_length=context_length)
+    renderer = renderer or ChatRenderer(tokenizer)
+
+    def say(request: Request, context: str) -> str:
+        text = player.say(request, context)
+        # a block of thinking that the template has opened already
+        return text.removeprefix("<think>") if renderer.opened(request.token_ids) else text
+
+    engine = ScriptedEngine(tokenizer=tokenizer, script=say, context_length=context_length)
     scheduler = Scheduler(
         engine=engine,
-        renderer=ChatRenderer(tokenizer),
+        renderer=renderer,
         factory=factory,
         limits=limits,
         sampling=Sampling(temperature=0.0, stop=stop),

@@ -27,6 +27,11 @@ def lost(rollout: int, outcome: Outcome, detail: str) -> Leaf:
     return Leaf(node_id=None, rollout=rollout, outcome=outcome, episode_return=None, detail=detail)
 
 
+def given_up(rollout: int) -> Leaf:
+    """A rollout of a group that takes too long."""
+    return lost(rollout, Outcome.CANCELLED, "its group took longer than train.group_timeout_s")
+
+
 @dataclass(slots=True)
 class FaultLog:
     """``counts`` holds every fault by its outcome, ``retries``, and ``close``: environments that broke while

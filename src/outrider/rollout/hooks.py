@@ -46,7 +46,7 @@ class EpisodeState:
 
     ``actions`` and ``results`` are what the environment was given and answered. ``is_forked``: the next turn
     begins where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a
-    row at which rollouts left.
+    row at which rollouts left. ``conversation`` are the messages so far, where they are rendered again.
     """
 
     task: Task
@@ -66,6 +66,7 @@ class EpisodeState:
     is_forked: bool = False
     branch_streak: int = 0
     last_result: StepResult | None = None
+    conversation: tuple[Message, ...] = ()
 
     def stream(self, purpose: str) -> np.random.Generator:
         """The random stream of this purpose, step, task, rollout and turn."""

@@ -2,9 +2,12 @@
 
 import asyncio
 import heapq
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, cast
 
 from outrider.engines.base import Engine
@@ -15,9 +18,10 @@ from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Brancher, Copies, Fork, Owe, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
 from outrider.rollout.event_loop import run_to_end
-from outrider.rollout.faults import FaultLog, lost
+from outrider.rollout.faults import FaultLog, given_up, lost
 from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
+from outrider.rollout.loop_lag import LoopLag
 from outrider.rollout.rejoin import rejoin
 from outrider.rollout.stream_batcher import StreamBatcher, StreamingEngine
 from outrider.rollout.tree_growth import Expansion, ExpansionBook
@@ -35,7 +39,8 @@ class RolloutReport:
 
     ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``, and
     ``close``: environments that broke while they were closed, which changes no outcome. ``fault_reasons`` is
-    what each of them said.
+    what each of them said. ``loop_lag_s`` is how late the event loop came back to what was due (99th
+    percentile), where requests go to the engine one by one; a round holds the loop, which waits for it.
     """
 
     traces: list[Trace]
@@ -43,6 +48,7 @@ class RolloutReport:
     num_retries: int
     faults: Counter[str] = field(default_factory=Counter)
     fault_reasons: tuple[str, ...] = ()
+    loop_lag_s: float | None = None
 
 
 class Rollouts(Protocol):
@@ -84,6 +90,10 @@ class Scheduler:
     max_retries: int = 2
     # a batch's cap on calls is for training: an evaluation must not depend on its size
     limits_calls: bool = False
+    # stragglers too: a group of training that takes longer gives up what is under way
+    group_timeout_s: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    is_over: Callable[[], bool] = lambda: False  # nobody wants these groups any more: they are given up
     streams: bool = False  # the engine takes every request at once (StreamingEngine)
     # elsewhere: where copies of the hooks play, the originals see the groups
     ends_groups: bool = True
@@ -153,7 +163,9 @@ class Scheduler:
         for hook in self.hooks if self.ends_groups else ():
             hook.after_group(trace)
 
-    async def _play(self, runner: EpisodeRunner, owed: _Owed, faults: FaultLog) -> Leaf:
+    async def _play(
+        self, runner: EpisodeRunner, owed: _Owed, faults: FaultLog, is_late: Callable[[], bool]
+    ) -> Leaf:
         """One rollout with retries; every try gets an environment of its own, and its nodes hang anew under
         where it began.
         """
@@ -161,6 +173,8 @@ class Scheduler:
         mode, name = _mode(trace, rollout, fork), f"{trace.task.key}/{rollout}"
         for attempt in range(self.max_retries + 1):
             environment: Environment | None = None
+            if is_late():
+                return given_up(rollout)
             try:
                 self.whereabouts.at(name, "a new environment")
                 environment = await fork_environment(
@@ -173,6 +187,7 @@ class Scheduler:
                     rollout=rollout,
                     mode=mode,
                     fork=fork,
+                    is_late=is_late,
                 )
             # Nothing else is tried again: any other exception is a defect of code, not of infrastructure.
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
@@ -212,6 +227,7 @@ class _Batch:
         self._size = len(traces[0].modes) if traces else 0
         self._numbers = {trace.task.key: number for number, trace in enumerate(traces)}
         self._owed: list[_Owed] = []  # a heap
+        self._began: dict[int, float] = {}  # group -> when its first rollout did
         self._faults = FaultLog()
         self._ended: set[str] = set()  # rollouts whose keys and values the engine still has
         # rollout -> number of batches when a fork of it was last waiting for its first
@@ -232,11 +248,13 @@ class _Batch:
         )
         self._runner = scheduler._runner(self._batcher, self._book, training_step)
         self._rounds = scheduler._rounds(continued=continued)
+        self._lag = LoopLag()
 
     async def play(self) -> RolloutReport:
         """Until every rollout has its outcome."""
         try:
-            async with asyncio.TaskGroup() as self._tasks:
+            watched = self._lag.measured() if self._scheduler.streams else nullcontext()
+            async with watched, asyncio.TaskGroup() as self._tasks:
                 self._admit(0)
         finally:
             self._scheduler.engine.release(sorted(self._ended))
@@ -245,7 +263,7 @@ class _Batch:
             if self._faults.counts["retries"]:
                 rejoin(trace)
             self._scheduler._complete(trace, self._size)
-        return _report(self._traces, self._batcher, self._faults)
+        return _report(self._traces, self._batcher, self._faults, self._lag.p99)
 
     def _owe(self, trace: Trace, rollout: int, fork: Fork | None) -> None:
         # A heap: a fork that is granted late still begins before rollouts of later groups.
@@ -275,8 +293,15 @@ class _Batch:
         self._scheduler.engine.release(gone)
         self._ended.difference_update(gone)
 
+    def _is_late(self, group: int) -> bool:
+        limit = self._scheduler.group_timeout_s
+        late = limit is not None and self._scheduler.clock() - self._began[group] > limit
+        return late or self._scheduler.is_over()
+
     async def _work(self, one: _Owed) -> None:
-        one.trace.finish(await self._scheduler._play(self._runner, one, self._faults))
+        self._began.setdefault(one.group, self._scheduler.clock())
+        is_late = partial(self._is_late, one.group)
+        one.trace.finish(await self._scheduler._play(self._runner, one, self._faults, is_late))
         self._ended.add(f"{one.trace.task.key}/{one.rollout}")
         self._book.ended(one.trace, one.rollout)
         if self._scheduler.on_finished is not None:
@@ -305,13 +330,16 @@ def _mode(trace: Trace, rollout: int, fork: Fork | None) -> str:
     return trace.modes[rollout]
 
 
-def _report(traces: list[Trace], batcher: RoundBatcher | StreamBatcher, faults: FaultLog) -> RolloutReport:
+def _report(
+    traces: list[Trace], batcher: RoundBatcher | StreamBatcher, faults: FaultLog, lag: float | None
+) -> RolloutReport:
     return RolloutReport(
         traces=traces,
         num_batches=batcher.num_batches,
         num_retries=faults.counts["retries"],
         faults=faults.counts,
         fault_reasons=faults.reasons,
+        loop_lag_s=lag,
     )
 
 

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
+from outrider.environments.base import (
+    Environment,
+    EnvironmentFactory,
+    EpisodeResult,
+    StepResult,
+    turn_message,
+)
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.types import Message, Outcome, Step, Task
@@ -35,9 +41,7 @@ def play_texts(
         prompt = tuple(timed(environment.reset, seed, timeout_s=timeout_s))
         results: list[StepResult] = []
         for text in texts:
-            results.append(
-                timed(environment.step, Message(role="assistant", content=text), timeout_s=timeout_s)
-            )
+            results.append(timed(environment.step, turn_message(environment, text), timeout_s=timeout_s))
             if results[-1].done:
                 break
         record = timed(environment.result, timeout_s=timeout_s)

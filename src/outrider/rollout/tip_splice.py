@@ -142,9 +142,9 @@ def _with_ending(state: EpisodeState, limit: int, *, renderer: ChatRenderer) -> 
     it.
     """
     last = state.last_result
-    if last is None or not last.done or last.message is None:
+    if last is None or not last.done or not last.observations:
         return state, 0
-    text = shortened_text(last.message.content, limit, renderer=renderer)
-    message = replace(last.message, content=text) if text else None
+    text = shortened_text(last.text, limit, renderer=renderer)
+    message = replace(last.observations[0], content=text) if text else None
     num_kept = min(limit, len(renderer.bridge((), [Message(role="inline", content=text)])))
-    return replace(state, last_result=replace(last, message=message)), num_kept
+    return replace(state, last_result=replace(last, message=message, messages=())), num_kept

@@ -2,11 +2,44 @@
 cut is marked.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from outrider.tokens import ChatRenderer, text_of
 from outrider.types import Message
 
 CUT_MARK = " [...] "
 _NUM_KEPT_AT_END = 24  # tokens: they close tags and messages and open the assistant's turn
+
+
+def bridged(
+    context: Sequence[int], messages: Sequence[Message], limit: int, *, renderer: ChatRenderer
+) -> tuple[tuple[int, ...], int]:
+    """At most ``limit`` ids that put the messages behind the context, and how many were cut.
+
+    Of several messages each loses its own middle, so that the template's words between them stay.
+    """
+    if len(messages) > 1:
+        messages, num_lost = cut_messages(context, messages, limit, renderer=renderer)
+    else:
+        num_lost = 0
+    kept, num_cut = shortened(renderer.bridge(context, messages), limit, renderer=renderer)
+    return kept, num_lost + num_cut
+
+
+def cut_messages(
+    context: Sequence[int], messages: Sequence[Message], limit: int, *, renderer: ChatRenderer
+) -> tuple[Sequence[Message], int]:
+    """The messages with texts so short that at most ``limit`` ids put them behind the context, and how many
+    tokens they lost. Every one has an equal share of what there is.
+    """
+    ids = renderer.bridge(context, messages)
+    if len(ids) <= limit:
+        return messages, 0
+    lengths = [len(renderer.bridge((), [Message(role="inline", content=m.content)])) for m in messages]
+    share = max(0, limit - (len(ids) - sum(lengths))) // len(messages)
+    cut = [replace(m, content=shortened_text(m.content, share, renderer=renderer)) for m in messages]
+    return cut, sum(max(0, length - share) for length in lengths)
 
 
 def shortened(ids: tuple[int, ...], limit: int, *, renderer: ChatRenderer) -> tuple[tuple[int, ...], int]:

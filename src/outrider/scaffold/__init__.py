@@ -18,9 +18,12 @@ from outrider.printing import say
 
 _KINDS: Final[Mapping[str, Kind]] = {
     "environment": "environments",
+    "gym": "environments",
     "tool": "tools",
+    "functions": "tools",
     "algorithm": "algorithms",
 }
+_FUNCTION: Final = "count_words"  # of the functions the one that the package's short name stands for
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
 
@@ -58,10 +61,14 @@ def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str
     values = {
         "name": name,
         "package": package,
-        "class_name": "".join(word.capitalize() for word in words) + kind.capitalize(),
+        "class_name": _FUNCTION
+        if kind == "functions"
+        else "".join(word.capitalize() for word in words) + kind.capitalize(),
         "tag": package,
-        "group": _KINDS[kind],
-        "kind": kind,
+        # An environment of Gymnasium's form is no plug-in: it is named by the plug-in `gym`.
+        "group": "" if kind == "gym" else _KINDS[kind],
+        "kind": "environment" if kind == "gym" else kind,
+        "extra": "[gym]" if kind == "gym" else "",
         "version": __version__,
         "folder": folder.as_posix(),
     }
@@ -78,6 +85,6 @@ def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str
         f"tests/test_{package}.py": f"test_{kind}.j2",
         "recipe.toml": f"recipe_{kind}.j2",
     }
-    if kind == "tool":
+    if kind in ("tool", "functions"):
         chosen["questions.jsonl"] = "questions.j2"
     return {path: templates.get_template(template).render(values) for path, template in chosen.items()}

@@ -1,9 +1,10 @@
-"""The ranks of a run over gloo: what all of them know, and who computes what."""
+"""The ranks of a run over gloo and NCCL: what all of them know, and who computes what."""
 
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -39,8 +40,14 @@ def open_store(host: str, *, size: int, timeout_s: float) -> TCPStore:
     )
 
 
-def join(host: str, port: int, *, rank: int, size: int, timeout_s: float) -> None:
-    """Meet the other ranks. Raises what torch raises when they do not come in time."""
+def join(host: str, port: int, *, rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
+    """Meet the other ranks: over gloo, and over NCCL for what is on a GPU, of which Ray shows each rank its
+    own. Raises what torch raises when they do not come in time.
+    """
     limit = timedelta(seconds=timeout_s)
     store = TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    backend = "gloo"
+    if device != "cpu":
+        torch.cuda.set_device(0)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)

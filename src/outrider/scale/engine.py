@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from outrider.engines.base import Engine, EngineContext, Generation, Request
 from outrider.engines.local.model import LanguageModel, load_model, resolve_precision
@@ -15,7 +15,8 @@ from outrider.scale.recipe import Recipe
 from outrider.scale.waiting import AGAIN, results, silent, told
 from outrider.scale.weights import Carrier, Parcel, unpack
 from outrider.tokens import Tokenizer
-from outrider.train.update.policy import set_threads
+from outrider.train.update.adapters import choose_trained
+from outrider.train.update.policy import export, set_threads
 
 
 class EngineActor:
@@ -38,9 +39,12 @@ class EngineActor:
         """Load the model; the process id, and the longest context."""
         settings = self._settings = self._recipe.settings()
         set_threads(settings.num_threads, device=settings.model.device)
+        chosen = settings.model
         self._model = load_model(
-            settings.model.name, precision=settings.model.precision, device=settings.model.device
+            chosen.name, precision=chosen.precision, device=chosen.device, forward=chosen.forward
         )
+        if settings.engine.is_exact:
+            choose_trained(self._model.model, lora=settings.model.lora, trained_layers=None)
         self._model.model.requires_grad_(False)
         return os.getpid(), self._engine("").context_length
 
@@ -49,10 +53,7 @@ class EngineActor:
         sender. Raises ClusterFault for weights that are older than those that are here.
         """
         assert self._model is not None
-        if self._version is not None and parcel.version < self._version:
-            raise ClusterFault(
-                f"engine {self._number} has weights of version {self._version}, and was sent {parcel.version}"
-            )
+        require_newer(self._number, self._version, parcel.version)
         self._version = None  # half of them are served to nobody
         found = unpack(parcel, dict(self._model.model.named_parameters()), carrier=self._carrier)
         for engine in self._engines.values():
@@ -60,15 +61,15 @@ class EngineActor:
         self._version = parcel.version
         return parcel.version, found
 
-    def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
+    def generate(
+        self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
+    ) -> list[Generation]:
         """See :class:`outrider.engines.base.Engine`. Raises ClusterFault where the weights are not those of
-        ``version``.
+        ``version``, ``or_newer`` ones.
         """
-        if version != self._version:
-            held = "no weights yet" if self._version is None else f"weights of version {self._version}"
-            raise ClusterFault(
-                f"engine {self._number} has {held}, and version {version} was asked for; {AGAIN}"
-            )
+        if or_newer and self._version is not None:
+            version = max(version, self._version)
+        require_version(self._number, self._version, version)
         began = time.perf_counter()
         try:
             found = self._engine(client).generate(requests)
@@ -122,8 +123,7 @@ class EngineActor:
 
     def _export(self, folder: Path) -> None:
         assert self._model is not None
-        self._model.model.save_pretrained(folder)
-        self._model.tokenizer.save_pretrained(folder)
+        export(self._model, folder)
 
 
 class RemoteEngine:
@@ -131,8 +131,10 @@ class RemoteEngine:
     keys and values; groups take the engines in turn, in the order in which they first ask.
 
     Raises EngineFault where a batch could not be served, as any engine does, and ClusterFault where an engine
-    is gone, silent, or has other weights than those of ``weight_version``.
+    is gone, silent, or has other weights than those of ``weight_version``, ``or_newer`` ones.
     """
+
+    or_newer: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -151,6 +153,8 @@ class RemoteEngine:
         self._ray, self._actors, self._client, self._timeout_s = ray, list(actors), client, timeout_s
         self._first = self._next = first  # clients begin at different engines
         self._homes: dict[str, int] = {}  # group -> engine
+        self._known_busy_s = [0.0] * len(actors)  # of each engine, as it was told last
+        self._before_s = [0.0] * len(actors)  # of those in whose place it is
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Sample all requests, each engine its groups' at the same time."""
@@ -171,7 +175,7 @@ class RemoteEngine:
     async def stream(self, request: Request) -> Generation:
         """See :class:`outrider.rollout.stream_batcher.StreamingEngine`."""
         number = self._home(request)
-        call = self._actors[number].stream.remote(request, self.weight_version)
+        call = self._actors[number].stream.remote(request, self.weight_version, self.or_newer)
         what, setting = "generate", "cluster.turn_timeout_s"
         try:
             found: Generation = await asyncio.wait_for(asyncio.wrap_future(call.future()), self._timeout_s)
@@ -204,8 +208,12 @@ class RemoteEngine:
         self._wait({_who(number): one.free_cache.remote() for number, one in self._each()}, "free_cache")
 
     def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on."""
+        """Another process is engine ``number`` from now on. What the one before did since it was last asked
+        for its seconds is lost, and so are they.
+        """
         self._actors[number] = actor
+        self._before_s[number] += self._known_busy_s[number]
+        self._known_busy_s[number] = 0.0
 
     def forget(self) -> None:
         """All that is kept for this client: after a batch that broke."""
@@ -214,7 +222,8 @@ class RemoteEngine:
     def busy_s(self) -> float:
         """Seconds in which an engine generated so far: mean over engines."""
         found = self._wait({_who(number): one.busy_s.remote() for number, one in self._each()}, "busy_s")
-        return float(sum(found) / len(found))
+        self._known_busy_s = [float(one) for one in found]
+        return sum(self._known_busy_s + self._before_s) / len(found)
 
     def load(self, version: int) -> None:
         """The engines have weights of this version now: ask for no other. Groups take engines from the first
@@ -228,6 +237,19 @@ class RemoteEngine:
 
     def _wait(self, calls: Mapping[str, Any], what: str) -> list[Any]:
         return results(self._ray, calls, what=what, limit_s=self._timeout_s, setting="cluster.turn_timeout_s")
+
+
+def require_version(number: int, held: int | None, asked: int) -> None:
+    """Raises ClusterFault where an engine has other weights than a request names."""
+    if held != asked:
+        told = "no weights yet" if held is None else f"weights of version {held}"
+        raise ClusterFault(f"engine {number} has {told}, and version {asked} was asked for; {AGAIN}")
+
+
+def require_newer(number: int, held: int | None, sent: int) -> None:
+    """Raises ClusterFault where an engine was sent older weights than it has."""
+    if held is not None and sent < held:
+        raise ClusterFault(f"engine {number} has weights of version {held}, and was sent {sent}")
 
 
 def _who(number: int) -> str:

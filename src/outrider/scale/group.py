@@ -22,12 +22,15 @@ class RankGroup:
     ) -> None:
         self._session, self._ray, self._timeout_s = session, session.ray, settings.timeout_s
         self._actors: list[Any] = []
-        self._places = places = session.places(size)
+        ask = settings.asks
+        self.places = places = session.places(
+            [ask.rank_place] * size, of=f"cluster.num_trainers = {size} needs"
+        )
         variables = {"GLOO_SOCKET_IFNAME": "lo"} if session.is_local else {}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         # Not restarted: a rank that Ray starts again has its first weights.
-        actor = self._ray.remote(num_cpus=1, max_restarts=0)(kind)
+        actor = self._ray.remote(max_restarts=0, **ask.rank)(kind)
         for rank in range(size):
             placed = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=rank)
             options = {"scheduling_strategy": placed, "runtime_env": {"env_vars": variables}}
@@ -87,5 +90,5 @@ class RankGroup:
             with suppress(Exception):
                 self._ray.kill(actor, no_restart=True)
         if self._actors:
-            self._session.give_back(self._places)
+            self._session.give_back(self.places)
         self._actors = []

@@ -5,7 +5,7 @@ weights.
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -14,13 +14,16 @@ from outrider.engines.local.model import LanguageModel, load_model, resolve_mode
 from outrider.errors import CheckpointError, ConfigError
 from outrider.scale.group import RankGroup
 from outrider.scale.rank import RankSettings
+from outrider.scale.resources import Resources
 from outrider.scale.session import Session
 from outrider.trace import Trace
 from outrider.train.learner import OnStep
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import require_intact
 from outrider.train.state.checkpoint_state import file_checksum
+from outrider.train.update.adapters import choose_trained
 from outrider.train.update.pack import RolloutPath
+from outrider.train.update.policy import export
 from outrider.train.update.update import UpdateReport
 from outrider.train.update.weight_files import tensor_files
 
@@ -34,16 +37,19 @@ class ShardedLearner:
         self.num_steps = 0
         self.learning_rate = 0.0
         self.has_reference = settings.algorithm.needs_reference
-        self.language_model = _loaded(settings)
-        self.trained = frozenset(name for name, _ in self.language_model.model.named_parameters())
+        self.language_model, self.trained = _loaded(settings)
+        self._weights = settings.cluster.weights if settings.cluster.sends_directly else None
+        self._met: list[Any] = []
+        self._is_old = False
         self.session = Session(settings.cluster)
         try:
             self._group = RankGroup(
                 self.session, _rank_settings(settings, initial=initial), size=settings.cluster.num_trainers
             )
+            self.places = self._group.places
             self._pieces = _pieces(self._group.call("sizes")[0])
             if initial and settings.model.initial_checkpoint is not None:
-                self._sync()
+                self._moved()
         except BaseException:
             self.session.close()
             raise
@@ -64,7 +70,7 @@ class ShardedLearner:
         report: UpdateReport
         report, self.num_steps, self.learning_rate = first
         on_batch(report.num_scored_tokens)
-        self._sync()
+        self._moved()
         return report
 
     def score(self, traces: Sequence[Trace]) -> None:
@@ -77,7 +83,7 @@ class ShardedLearner:
     def fit(self, paths: Sequence[RolloutPath], *, on_step: OnStep) -> None:
         """See :class:`outrider.train.learner.Learner`. What the steps tell comes at the end."""
         [told, *_] = self._group.call("fit", list(paths))
-        self._sync()
+        self._moved()
         for done, total, values in told:
             on_step(done, total, values)
 
@@ -88,7 +94,7 @@ class ShardedLearner:
     def load(self, folder: Path, *, num_steps: int) -> None:
         """See :class:`outrider.train.learner.Learner`."""
         [(self.num_steps, self.learning_rate), *_] = self._group.call("load", str(folder), num_steps)
-        self._sync()
+        self._moved()
 
     def freeze_reference(self, path: Path) -> int:
         """See :class:`outrider.train.learner.Learner`."""
@@ -109,27 +115,55 @@ class ShardedLearner:
 
     def export(self, folder: Path) -> None:
         """See :class:`outrider.train.learner.Learner`."""
-        self.language_model.model.save_pretrained(folder)
-        self.language_model.tokenizer.save_pretrained(folder)
+        if self._is_old:
+            self._sync()
+        export(self.language_model, folder)
 
     def close(self) -> None:
         """See :class:`outrider.train.learner.Learner`."""
         self._group.close()
         self.session.close()
 
+    def send(self, version: int, actors: Sequence[Any]) -> tuple[int, int]:
+        """The weights from the ranks' GPUs to engine processes; bytes of one copy, and calls of one engine.
+        Raises ClusterFault where that is not done in time.
+        """
+        if self._met != list(actors):
+            [address, *_] = self._group.call("free_address")
+            self._group.call("meet", list(actors), self._weights, address)
+            self._met = list(actors)
+        found: tuple[int, int] = self._group.call("send", version)[0]
+        return found
+
+    def _moved(self) -> None:
+        """The copy here follows the ranks; where nobody plays with it, once it is asked for."""
+        self._is_old = True
+        if self._weights is None:
+            self._sync()
+
     @torch.no_grad()
     def _sync(self) -> None:
         """The weights of all ranks into the copy that rollouts are played with, a piece at a time."""
+        self._is_old = False
         own = dict(self.language_model.model.named_parameters())
         for names in self._pieces:
             for name, whole in self._group.call("weights", names)[0].items():
                 own[name].copy_(whole)
 
 
-def _loaded(settings: RunSettings) -> LanguageModel:
-    model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
+def _loaded(settings: RunSettings) -> tuple[LanguageModel, frozenset[str]]:
+    """The copy that rollouts are played with, and the names of what trains in it."""
+    given = settings.model
+    model = load_model(given.name, precision=_precision(settings), device="cpu", forward=given.forward)
+    if model.unpacked is not None:
+        raise ConfigError(
+            f"cluster.num_trainers = {settings.cluster.num_trainers} needs a model that runs packed; "
+            f"{given.name!r} does not, because {model.unpacked.why}: set cluster.num_trainers = 1"
+        )
+    choose_trained(model.model, lora=given.lora, trained_layers=given.trained_layers, seed=settings.seed)
+    trained = frozenset(name for name, one in model.model.named_parameters() if one.requires_grad)
     model.model.requires_grad_(False)
-    return model
+    return model, trained
 
 
 def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
@@ -144,7 +178,9 @@ def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
             require_intact(Path(given), name)
     return RankSettings(
         folder=str(folder.resolve()),
-        precision=resolve_precision(settings.model.precision, settings.model.device),
+        precision=_precision(settings),
+        lora=settings.model.lora,
+        trained_layers=settings.model.trained_layers,
         initial=None if given is None else str(Path(given).resolve()),
         has_reference=settings.algorithm.needs_reference,
         optimizer=settings.optimizer,
@@ -153,7 +189,16 @@ def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
         seed=settings.seed,
         num_threads=settings.num_threads,
         timeout_s=settings.cluster.update_timeout_s,
+        asks=Resources.of(settings),
     )
+
+
+def _precision(settings: RunSettings) -> Literal["bfloat16", "float32"]:
+    """The same for all processes. Raises ConfigError where this one cannot tell for theirs."""
+    given = settings.model
+    if given.precision == "auto" and given.device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError('model.precision = "auto": no GPU is seen here; set "bfloat16" or "float32"')
+    return resolve_precision(given.precision, given.device)
 
 
 def _pieces(sizes: dict[str, int]) -> list[list[str]]:

@@ -24,8 +24,10 @@ from outrider.train.update.weight_files import SHARDS, require_shapes, tensor_fo
 class ShardedScorer(Scorer):
     """A model in shards that scores tokens, together with all other ranks."""
 
-    def __init__(self, language_model: LanguageModel, scoring: nn.Module, ranks: Ranks) -> None:
-        super().__init__(language_model, ranks=ranks)
+    def __init__(
+        self, language_model: LanguageModel, scoring: nn.Module, ranks: Ranks, *, uses_flex: bool = False
+    ) -> None:
+        super().__init__(language_model, ranks=ranks, uses_flex=uses_flex)
         self.scoring = scoring
 
     def score(self, batch: PackedBatch) -> TokenScores:
@@ -59,12 +61,13 @@ class ShardedPolicy(ShardedScorer, Policy):
         settings: OptimizerSettings,
         *,
         ranks: Ranks,
+        uses_flex: bool = False,
     ) -> None:
-        Scorer.__init__(self, language_model, ranks=ranks)
+        Scorer.__init__(self, language_model, ranks=ranks, uses_flex=uses_flex)
         self.scoring = scoring
         self.settings = settings
         self.working = {}  # the working copy is made as it is gathered
-        self.masters = dict(self.model.named_parameters())
+        self.masters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         self.num_steps = 0
         self.optimizer = torch.optim.AdamW(
             list(self.masters.values()),
@@ -108,7 +111,7 @@ class ShardedPolicy(ShardedScorer, Policy):
             moments: dict[str, Tensor] = {}
             for name, master in self.masters.items():
                 held = {
-                    "step": torch.tensor(0.0),
+                    "step": torch.tensor(0.0, device=master.device),
                     "exp_avg": torch.zeros_like(master),
                     "exp_avg_sq": torch.zeros_like(master),
                 }

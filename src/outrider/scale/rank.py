@@ -1,25 +1,32 @@
 """One trainer rank: an actor that holds its shards, and does what all ranks are told at the same time."""
 
 import os
+import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.atomic_io import replacing_by_name
+from outrider.engines.local.model import LanguageModel
 from outrider.scale import collective
 from outrider.scale.placement import Shape
-from outrider.scale.policy import ShardedPolicy, ShardedScorer
-from outrider.scale.sharding import allocate, empty_model, fill, shard
+from outrider.scale.policy import ShardedPolicy, ShardedScorer, local
+from outrider.scale.resources import Resources
+from outrider.scale.sharding import allocate, begin, choose_empty, empty_model, fill, shard
 from outrider.trace import Trace
 from outrider.train.data.sft import cold_start
-from outrider.train.learning_settings import ColdStartSettings, OptimizerSettings, UpdateSettings
+from outrider.train.learning_settings import (
+    ColdStartSettings,
+    LoraSettings,
+    OptimizerSettings,
+    UpdateSettings,
+)
 from outrider.train.update.batch_loss import TokenLossOf
 from outrider.train.update.pack import RolloutPath
 from outrider.train.update.policy import checkpoint_layers, set_threads
@@ -31,11 +38,13 @@ from outrider.train.update.weight_files import tensor_folder
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
     """What a rank has to know of a run. ``folder`` holds the model's configuration and safetensors;
-    ``initial`` is a checkpoint to begin with, None: the folder's weights.
+    ``initial`` is a checkpoint to begin with, None: the folder's weights. ``asks``: on what it computes.
     """
 
     folder: str
     precision: str
+    lora: LoraSettings | None
+    trained_layers: int | None
     initial: str | None
     has_reference: bool
     optimizer: OptimizerSettings
@@ -44,6 +53,7 @@ class RankSettings:
     seed: int
     num_threads: int
     timeout_s: float
+    asks: Resources = field(default_factory=Resources)
 
 
 class Rank:
@@ -52,7 +62,9 @@ class Rank:
     def __init__(self, settings: RankSettings, rank: int, size: int) -> None:
         self._settings, self._rank, self._size = settings, rank, size
         self._store: Any = None
-        set_threads(settings.num_threads)
+        self._sender: Any = None
+        self._device = settings.asks.device
+        set_threads(settings.num_threads, device=self._device)
 
     def open_store(self, host: str) -> int:
         """Of rank 0 alone: where the others meet it, a port."""
@@ -62,42 +74,61 @@ class Rank:
 
     def build(self, host: str, port: int) -> tuple[int, int]:
         """Meet, and load the weights. The process id, and the parameters that this rank holds."""
-        collective.join(host, port, rank=self._rank, size=self._size, timeout_s=self._settings.timeout_s)
+        limit = self._settings.timeout_s
+        collective.join(host, port, rank=self._rank, size=self._size, timeout_s=limit, device=self._device)
         self.policy = self._policy()
         self.reference: ShardedScorer | None = None
         if self._settings.has_reference:
             self._copy_reference()
-        held = sum(one.to_local().numel() for one in self._tensors().values())
+        held = sum(local(one).numel() for one in self.policy.model.parameters())
         return os.getpid(), held
 
     def _policy(self) -> ShardedPolicy:
         settings = self._settings
-        model = empty_model(settings.folder)
-        if settings.update.checkpoint_activations:
-            checkpoint_layers(model.model)
-        scoring = shard(model.model, size=self._size, precision=getattr(torch, settings.precision))
-        allocate(scoring, model.model)
+        model, scoring = self._sharded(choose=True)
         num_parameters = sum(one.numel() for one in model.model.parameters())
         self.ranks = collective.GlooRanks(Shape.of(model.model.config, num_parameters=num_parameters))
-        policy = ShardedPolicy(model, scoring, settings.optimizer, ranks=self.ranks)
-        if settings.initial is None:
-            fill(Path(settings.folder), policy.masters)
-        else:
+        policy = ShardedPolicy(
+            model, scoring, settings.optimizer, ranks=self.ranks, uses_flex=self._uses_flex
+        )
+        if settings.initial is not None:
             fill(tensor_folder(Path(settings.initial)), policy.masters)
         return policy
 
+    @property
+    def _uses_flex(self) -> bool:
+        return self._settings.update.uses_flex(self._device)
+
+    def _sharded(self, *, choose: bool) -> tuple[LanguageModel, nn.Module]:
+        """A model in shards with the folder's weights and fresh adapters; ``choose``: one that trains."""
+        settings, precision = self._settings, getattr(torch, self._settings.precision)
+        model = empty_model(settings.folder, device=self._device)
+        adapters = choose_empty(
+            model.model,
+            lora=settings.lora,
+            trained_layers=settings.trained_layers,
+            seed=settings.seed,
+            precision=precision,
+        )
+        if not choose:
+            model.model.requires_grad_(False)
+        elif settings.update.checkpoint_activations:
+            checkpoint_layers(model.model)
+        scoring = shard(model.model, size=self._size, precision=precision, device=self._device)
+        allocate(scoring, model.model, device=self._device)
+        begin(model.model, Path(settings.folder), adapters)
+        return model, scoring
+
     def _copy_reference(self) -> None:
         """A second model in shards with the policy's weights: FSDP2 refuses to copy the first."""
-        model = empty_model(self._settings.folder)
-        model.model.requires_grad_(False)
+        model, scoring = self._sharded(choose=False)
         precision = getattr(torch, self._settings.precision)
-        scoring = shard(model.model, size=self._size, precision=precision)
-        allocate(scoring, model.model)
-        self.reference = ShardedScorer(model, scoring, self.ranks)
+        self.reference = ShardedScorer(model, scoring, self.ranks, uses_flex=self._uses_flex)
+        newest = dict(self.policy.model.named_parameters())
         with torch.no_grad():
             for name, parameter in model.model.named_parameters():
                 # rounded as the working copy is, which a reference in one process is a copy of
-                parameter.copy_(self.policy.masters[name].to(precision))
+                parameter.copy_(newest[name].to(precision))
 
     def update(
         self,
@@ -167,6 +198,40 @@ class Rank:
         with torch.no_grad():
             fill(Path(folder), dict(self.reference.model.named_parameters()))
 
+    def free_address(self) -> str:
+        """Where engines can meet this rank."""
+        import ray
+
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"{host}:{free.getsockname()[1]}"
+
+    def meet(self, actors: Sequence[Any], kind: str, address: str) -> None:
+        """Before :meth:`send`, and again where another process is an engine: see
+        :class:`outrider.scale.direct.Sender`.
+        """
+        import ray
+
+        from outrider.scale.direct import EngineClient, Sender, Source
+
+        if self._sender is not None:
+            self._sender.close()
+        limit, num_gpus = self._settings.timeout_s, self._settings.asks.tensor_parallel
+        self._sender = Sender(
+            Source(self.policy.model, getattr(torch, self._settings.precision)),
+            EngineClient(ray, actors, tensor_parallel=num_gpus, limit_s=limit),
+            kind=kind,
+            rank=self._rank,
+            address=address,
+        )
+
+    def send(self, version: int) -> tuple[int, int]:
+        """The weights to all engines; bytes of one copy, and calls of one engine."""
+        assert self._sender is not None
+        found: tuple[int, int] = self._sender.send(version)
+        return found
+
     def sizes(self) -> dict[str, int]:
         """Bytes of every parameter in float32, in order."""
         return {name: 4 * one.numel() for name, one in self.policy.masters.items()}
@@ -175,14 +240,11 @@ class Rank:
         """The whole parameters of these names, from rank 0; the others help and return nothing."""
         return _whole({name: self.policy.masters[name] for name in names}, keep=self._rank == 0)
 
-    def _tensors(self) -> dict[str, DTensor]:
-        return {name: one for name, one in self.policy.masters.items() if isinstance(one, DTensor)}
-
 
 def _whole(tensors: dict[str, Any], *, keep: bool) -> dict[str, Tensor]:
     found = {}
     for name, one in tensors.items():  # one at a time: only one rank keeps them
         whole = one.detach().full_tensor()
         if keep:
-            found[name] = whole.contiguous()
+            found[name] = whole.cpu().contiguous()
     return found

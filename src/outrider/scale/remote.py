@@ -3,32 +3,42 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from outrider.engines.base import Generation, Request
+from outrider.engines.base import EngineSettings, Generation, Request, VllmSettings
 from outrider.errors import ClusterFault, ProcessGone
 from outrider.rollout.scheduler import Rollouts
 from outrider.scale.engine import EngineActor, RemoteEngine
+from outrider.scale.flight import RemoteFlight
 from outrider.scale.probes import probes
 from outrider.scale.recipe import Recipe
 from outrider.scale.repairs import Repairs
+from outrider.scale.resources import Resources
 from outrider.scale.rollouts import RemoteRollouts, portable, who
 from outrider.scale.session import Session
 from outrider.scale.stream import StreamEngineActor
-from outrider.scale.waiting import results
-from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, pack
+from outrider.scale.vllm import VllmEngineActor
+from outrider.scale.waiting import outcomes, results, silent
+from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, of_engines, pack
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Trace
+from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Components
+from outrider.train.in_flight import GroupPlayer
 from outrider.train.learner import Learner
 from outrider.train.overlap import Ahead
 from outrider.train.settings import RunSettings
 
+if TYPE_CHECKING:
+    from outrider.scale.learner import ShardedLearner
+
 _CLOSE_S: Final = 10.0
+_MOST_GROUPS: Final = 64  # of a worker at a time, a thread each
 _AnswerT = TypeVar("_AnswerT")
 
 
@@ -42,12 +52,14 @@ class EnginePool(RemoteEngine):
         learner: Learner,
         carrier: Carrier,
         *,
+        settings: EngineSettings,
         load_s: float,
         anew: Callable[[ProcessGone, bool], None],
         **given: Any,
     ) -> None:
         super().__init__(client="controller", **given)
         self._learner, self._carrier, self._load_s, self._anew = learner, carrier, load_s, anew
+        self._settings = settings
         self._parcel: Parcel | None = None
         self.sent: dict[str, float] = {}  # metrics of the newest transfer
 
@@ -56,11 +68,8 @@ class EnginePool(RemoteEngine):
         other one may take its place.
         """
         began = time.perf_counter()
-        names = self._learner.trained
-        weights = {
-            name: one for name, one in self._learner.language_model.model.named_parameters() if name in names
-        }
         self.let_go()
+        weights = of_engines(self._learner, self._settings)
         parcel = self._parcel = pack(weights, version=version, carrier=self._carrier)
         while True:
             try:
@@ -123,16 +132,55 @@ class EnginePool(RemoteEngine):
             self._parcel = None
 
 
+class DirectPool(EnginePool):
+    """The ranks send from their GPUs (:mod:`outrider.scale.direct`): nothing is kept here."""
+
+    def __init__(self, ranks: "ShardedLearner", *given: Any, **named: Any) -> None:
+        super().__init__(ranks, *given, **named)
+        self._ranks = ranks
+
+    def load(self, version: int) -> None:
+        """Raises ClusterFault where not every engine says within the limit that it has these weights."""
+        began = time.perf_counter()
+        num_bytes, num_calls = self._ranks.send(version, self._actors)
+        RemoteEngine.load(self, version)
+        self.sent = {
+            "weights/bytes": float(num_bytes * len(self._actors)),
+            "weights/rpcs": float(num_calls * len(self._actors)),
+            "time/weights": time.perf_counter() - began,
+        }
+
+    def put(self, number: int, actor: Any) -> None:
+        """Another process is engine ``number`` from now on; all engines meet the ranks anew."""
+        super().put(number, actor)
+        self.load(self.weight_version)
+
+
+def _pool(learner: Learner, ranks: "ShardedLearner | None", carrier: Carrier, **given: Any) -> EnginePool:
+    """``ranks``: those that send by themselves."""
+    return EnginePool(learner, carrier, **given) if ranks is None else DirectPool(ranks, carrier, **given)
+
+
 class Remote:
-    """See :class:`outrider.train.components.Elsewhere`. ``session`` is a Ray that is there already. Ray
-    restarts no actor, since that would have its first weights: :meth:`replace` does, with the newest.
+    """See :class:`outrider.train.components.Elsewhere`. ``session`` is a Ray that is there already,
+    ``ranks`` the learner where it is in processes of its own. Ray restarts no actor, since that would have
+    its first weights: :meth:`replace` does, with the newest.
     """
 
     def __init__(
-        self, settings: RunSettings, learner: Learner, *, folder: Path, session: Session | None = None
+        self,
+        settings: RunSettings,
+        learner: Learner,
+        *,
+        folder: Path,
+        allowance: Allowance | None = None,
+        session: Session | None = None,
+        ranks: "ShardedLearner | None" = None,
     ) -> None:
         self._settings, cluster = settings, settings.cluster
         self._recipe = Recipe.of(settings)
+        self._ask = Resources.of(settings)
+        self._beside = None if ranks is None else ranks.places
         self._session = Session(cluster) if session is None else session
         self._owns_session = session is None
         self.workers: list[Any] = []
@@ -140,11 +188,12 @@ class Remote:
         self._places: Any = None
         self._folder = folder
         self._parts: Any = None  # what workers are told comes of them
-        self.repairs = Repairs(cluster.max_restarts)
+        self.repairs = Repairs(allowance or Allowance(cluster.max_restarts))
         try:
             self._carrier = self._made_carrier(folder)
             self._places = self._session.places(
-                cluster.num_engines + cluster.num_rollout_workers,
+                [self._ask.engine_place] * (0 if self._ask.colocates else cluster.num_engines)
+                + [{"CPU": 1}] * cluster.num_rollout_workers,
                 of=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
                 f"{cluster.num_rollout_workers} need",
             )
@@ -152,9 +201,11 @@ class Remote:
             self.workers = [self._new_worker(number) for number in range(cluster.num_rollout_workers)]
             built = self._built({f"engine {number}": one for number, one in enumerate(self._engines)})
             self.engine_pids = [pid for pid, _ in built]
-            self.engine = EnginePool(
+            self.engine = _pool(
                 learner,
+                ranks if cluster.sends_directly else None,
                 self._carrier,
+                settings=settings.engine,
                 load_s=cluster.update_timeout_s,
                 anew=self._replace_asked,
                 ray=self._session.ray,
@@ -173,36 +224,56 @@ class Remote:
             return Folder(folder.resolve())
         return ObjectStore(self._session.ray)
 
-    def _actor(self, kind: type, place: int, num_calls: int) -> Any:
+    def _actor(self, kind: type, place: int, num_calls: int, *, places: Any = None, **asked: Any) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        placed = PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=place)
-        made = self._session.ray.remote(num_cpus=1, max_restarts=0)(kind)
+        placed = PlacementGroupSchedulingStrategy(places or self._places, placement_group_bundle_index=place)
+        made = self._session.ray.remote(max_restarts=0, **({"num_cpus": 1} | asked))(kind)
         return made.options(scheduling_strategy=placed, max_concurrency=num_calls)
 
     def _new_engine(self, number: int) -> Any:
-        if self._settings.cluster.batching == "stream":
-            actor = self._actor(StreamEngineActor, number, 1000)
-        else:
-            actor = self._actor(EngineActor, number, 1)
+        kind: type = EngineActor
+        if isinstance(self._settings.engine, VllmSettings):
+            kind = VllmEngineActor
+        elif self._settings.cluster.batching == "stream":
+            kind = StreamEngineActor
+        places = self._beside if self._ask.colocates else None
+        actor = self._actor(
+            kind, number, 1 if kind is EngineActor else 1000, places=places, **self._ask.engine
+        )
         return actor.remote(self._recipe, number, str(self._folder), self._carrier)
 
     def _new_worker(self, number: int) -> Any:
-        """Beside the engines. One thread plays, others are asked for beats and for the end."""
-        actor = self._actor(RolloutWorker, self._settings.cluster.num_engines + number, 3)
+        """Beside the engines. One thread plays, or one a group where weights come in between; others are
+        asked for beats and for the end.
+        """
+        settings, asked = self._settings, {}
+        if settings.cluster.in_flight:
+            num = max(1, settings.num_concurrent // settings.cluster.num_rollout_workers)
+            asked["concurrency_groups"] = {"play": min(num, _MOST_GROUPS)}
+        num_before = 0 if self._ask.colocates else settings.cluster.num_engines
+        actor = self._actor(RolloutWorker, num_before + number, 3, **asked)
         return actor.remote(number, self._engines)
+
+    @property
+    def num_replaced(self) -> Counter[str]:
+        """See :class:`outrider.scale.rollouts.Crew`."""
+        return self.repairs.num_replaced
 
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
         """See :class:`outrider.scale.rollouts.Crew`."""
         self.repairs.count("rollout/num_groups_replayed", num_groups)
-        # Workers first: those are told of new engines.
-        for name, fault in sorted(gone.items(), reverse=True):
-            self.repairs.allow(fault)
+        left, done = dict(gone), 0
+        while left:
+            name = max(left)  # workers first: those are told of new engines
+            fault = left.pop(name)
+            self.repairs.allow(fault, is_another=done > 0)
+            done += 1
             self.repairs.count_process(fault)
             kind, _, number = name.rpartition(" ")
             if kind == "engine":
-                self._replace_engine(int(number))
-            elif kind == "rollout worker":
+                left |= self._replace_engine(int(number))
+            elif kind == "rollout worker" and self._parts is not None:
                 self._replace_worker(int(number))
             else:
                 raise fault
@@ -214,21 +285,28 @@ class Remote:
     def _replace_worker(self, number: int) -> None:
         self._end(self.workers[number], self.worker_pids[number])
         self.workers[number] = self._new_worker(number)
+        self._session.await_place(self.workers[number], who(number))
         [self.worker_pids[number]] = self._built({who(number): self.workers[number]}, self._told())
 
-    def _replace_engine(self, number: int) -> None:
+    def _replace_engine(self, number: int) -> dict[str, ProcessGone]:
+        """The workers that cannot be told of it, because they are gone too: a node has both."""
         self._end(self._engines[number], self.engine_pids[number])
         actor = self._new_engine(number)
+        self._session.await_place(actor, f"engine {number}")
         [(self.engine_pids[number], _)] = self._built({f"engine {number}": actor})
         self._engines[number] = actor
         self.engine.put(number, actor)
-        results(
-            self._session.ray,
-            {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)},
-            what="taking another engine",
-            limit_s=self._settings.cluster.update_timeout_s,
-            setting="cluster.update_timeout_s",
-        )
+        calls = {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)}
+        what, setting = "taking another engine", "cluster.heartbeat_s"
+        limit_s = self._settings.cluster.heartbeat_s
+        until = time.monotonic() + limit_s
+
+        def late() -> dict[str, ProcessGone]:
+            is_late = time.monotonic() > until
+            return {name: silent(name, what, limit_s, setting) for name in calls} if is_late else {}
+
+        found = outcomes(self._session.ray, calls, what=what, watch=late)
+        return {name: one for name, one in found.items() if isinstance(one, ProcessGone)}
 
     def _end(self, actor: Any, pid: int) -> None:
         with suppress(Exception):
@@ -283,6 +361,17 @@ class Remote:
             ahead=ahead,
         )
 
+    def flight(self, parts: Components) -> GroupPlayer:
+        """See :class:`outrider.train.components.Elsewhere`."""
+        return RemoteFlight(
+            self._session.ray,
+            self,
+            hooks=parts.algorithm.hooks,
+            version=lambda: self.engine.weight_version,
+            heartbeat_s=self._settings.cluster.heartbeat_s,
+            whereabouts=parts.whereabouts,
+        )
+
     def probes(self, trace: Trace) -> list[Trace]:
         """See :class:`outrider.train.components.Elsewhere`."""
         return probes(self.engine, trace, num=len(self._engines))
@@ -303,11 +392,12 @@ class Remote:
         """End all actors, and Ray where it was started for them; may be called twice."""
         ray = self._session.ray
         with suppress(Exception):
-            # what environments started would outlive a worker that is killed
+            # what they started would outlive a process that is killed
+            started = [*self.workers]
+            if isinstance(self._settings.engine, VllmSettings):
+                started += self._engines
             ray.wait(
-                [one.close.remote() for one in self.workers],
-                num_returns=max(1, len(self.workers)),
-                timeout=_CLOSE_S,
+                [one.close.remote() for one in started], num_returns=max(1, len(started)), timeout=_CLOSE_S
             )
         for actor in [*self.workers, *self._engines]:
             with suppress(Exception):

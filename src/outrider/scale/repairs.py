@@ -1,43 +1,39 @@
-"""How often processes of a run were replaced: counted for the metrics of a step, and bounded by the hour."""
+"""How often processes of a run were replaced: counted for the metrics of a step, and allowed so often."""
 
-import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from typing import Final
 
 from outrider.errors import ClusterFault, ProcessGone
+from outrider.train.cluster_restarts import Allowance
 
-_HOUR_S: Final = 3600.0
 COUNTED: Final = ("cluster/worker_deaths", "cluster/engine_deaths", "cluster/engine_hangs",
                   "weights/num_failed", "rollout/num_groups_replayed")  # fmt: skip
 
 
 class Repairs:
-    """So many processes may be replaced within an hour: :meth:`allow` raises the fault of one more."""
+    """``allowance`` is the run's: what all begin anew for counts there too."""
 
-    def __init__(self, max_restarts: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_restarts, self._clock = max_restarts, clock
-        self._times: deque[float] = deque()
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance = allowance
+        self._number = 0  # of the newest repair, within the hour
         self._counts: Counter[str] = Counter()
+        self.num_replaced: Counter[str] = Counter()  # by name, of the whole run
         self._notes: list[str] = []
 
-    def allow(self, fault: ClusterFault) -> None:
-        """A process is to be replaced, because of this fault."""
-        now = self._clock()
-        while self._times and now - self._times[0] > _HOUR_S:
-            self._times.popleft()
-        if len(self._times) >= self._max_restarts:
-            if not self._max_restarts:
-                raise fault
-            message = f"{fault} (after {len(self._times)} replacements within an hour, cluster.max_restarts)"
-            raise ClusterFault(message) from fault
-        self._times.append(now)
-        number = len(self._times)
+    def allow(self, fault: ClusterFault, *, is_another: bool = False) -> None:
+        """A process is to be replaced, because of this fault; ``is_another``: one more of those that are gone
+        at once, which count once. Raises NoRepair where that is one too many.
+        """
+        if not is_another:
+            self._number = self._allowance.spend(fault)
         told = str(fault).partition("; ")[0]
-        self._notes.append(f"{told}; replaced, {number} of {self._max_restarts} within an hour")
+        self._notes.append(
+            f"{told}; replaced, repair {self._number} of {self._allowance.limit} within an hour"
+        )
 
     def count_process(self, gone: ProcessGone) -> None:
         """An engine or a rollout worker that died or was silent."""
+        self.num_replaced[gone.who] += 1
         if gone.who.startswith("rollout worker"):
             self._counts["cluster/worker_deaths"] += 1
         else:

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 from outrider.errors import ConfigError, ProcessGone
 from outrider.rollout.hooks import Hook, Portable
+from outrider.rollout.loop_lag import largest
 from outrider.rollout.scheduler import Modes, RolloutReport
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.waiting import outcomes, silent, told
@@ -26,6 +27,11 @@ class Crew(Protocol):
     @property
     def workers(self) -> Sequence[Any]:
         """Those that play now."""
+        ...
+
+    @property
+    def num_replaced(self) -> Counter[str]:
+        """How often each process was, by its name."""
         ...
 
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
@@ -60,6 +66,9 @@ class RemoteRollouts:
         self._is_training, self._version = is_training, version
         self._max_concurrent, self._heartbeat_s = max_concurrent, heartbeat_s
         self._on_finished, self._whereabouts = on_finished, whereabouts
+        # by worker, of the batch: its part of the cap on calls, and what it has spent of that
+        self._parts: dict[int, tuple[int, int, int]] = {}
+        self._num_spent: dict[int, int] = {}
 
     def run(
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
@@ -80,12 +89,11 @@ class RemoteRollouts:
             self._leave_if_given_up()
             if gone:
                 again = {number: job for number, job in jobs.items() if number not in played}
-                if continued:
-                    raise next(iter(gone.values()))  # what is left of the batch's calls is known to nobody
                 self._crew.replace(gone, num_groups=sum(len(job.tasks) for job in again.values()))
                 jobs |= {number: replace(job, is_again=True) for number, job in again.items()}
         if self._ahead is not None:
             self._ahead.ended()
+        self._num_spent |= {number: one.num_spent for number, one in played.items()}
         # by worker, and not by who came to an end first
         return self._merged({number: played[number] for number in jobs}, len(tasks))
 
@@ -133,8 +141,12 @@ class RemoteRollouts:
         snapshots = [hook.snapshot() for hook in self._copied]
         jobs: dict[int, Job] = {}
         begin = 0
+        if not continued:
+            self._parts, self._num_spent = {}, {}
         for number in range(min(size, len(tasks))):
             mine = range(number, len(tasks), size)
+            if not continued:
+                self._parts[number] = (begin, begin + len(mine), len(tasks))
             jobs[number] = Job(
                 tasks=[tasks[group] for group in mine],
                 modes=[modes[group] for group in mine],
@@ -143,7 +155,8 @@ class RemoteRollouts:
                 is_training=self._is_training,
                 version=self._version(),
                 snapshots=snapshots,
-                calls=(begin, begin + len(mine), len(tasks)),
+                calls=self._parts.get(number, (0, 0, 1)),
+                num_spent=self._num_spent.get(number, 0),
                 max_concurrent=max(1, self._max_concurrent // size),
             )
             begin += len(mine)
@@ -167,6 +180,7 @@ class RemoteRollouts:
             num_retries=sum(one.num_retries for one in reports),
             faults=sum((one.faults for one in reports), Counter()),
             fault_reasons=tuple(reason for one in reports for reason in one.fault_reasons),
+            loop_lag_s=largest([one.loop_lag_s for one in reports]),
         )
 
 

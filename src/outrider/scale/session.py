@@ -7,16 +7,18 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.errors import ClusterFault
+from outrider.errors import ClusterFault, NoRepair
+from outrider.scale.waiting import AGAIN
 from outrider.train.cluster_settings import ClusterSettings
 
 _PREFIX: Final = "outrider-ray-"
+_KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}  # what is asked of Ray
 _ASK_S: Final = 5.0  # for one answer
 _STORE_BYTES: Final = 2**30  # traces of a step, and a piece of the weights
 
@@ -59,8 +61,19 @@ class Session:
             self.close()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ClusterFault(
-                f"cluster.ray_address = {self._settings.ray_address}: {reason[:300]}"
+                f"cluster.ray_address = {self._settings.ray_address}: {reason[:300]}{self._hint(reason)}"
             ) from error
+
+    def _hint(self, reason: str) -> str:
+        """Ray sends its token to no address that is named, unless it is told to, and does not say that this
+        is why.
+        """
+        if self.is_local or "Failed to connect" not in reason or "RAY_AUTH_MODE" in os.environ:
+            return ""
+        return (
+            "; where that Ray asks for a token (a machine with ~/.ray/auth_token), set RAY_AUTH_MODE=token "
+            "for this command, and for every `ray start`"
+        )
 
     def _init(self, options: dict[str, Any], until: float) -> None:
         """A machine under load starts Ray too slowly for Ray's own limit of half a minute: again, then. Where
@@ -79,24 +92,43 @@ class Session:
                     raise
                 self.ray.shutdown()
 
-    def places(self, num: int, *, of: str | None = None) -> Any:
-        """A processor for each of ``num`` actors; ``of`` says who asks for them. Raises ClusterFault where
-        they do not come in time: Ray itself would wait for ever.
+    def places(self, asked: Sequence[Mapping[str, float]], *, of: str) -> Any:
+        """So many processors and GPUs at each of several places; ``of`` says who asks. Raises ClusterFault
+        where they do not come in time: Ray itself would wait for ever.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        group = placement_group([{"CPU": 1}] * num, strategy="PACK")
+        group = placement_group([dict(one) for one in asked], strategy="PACK")
         limit = self._settings.placement_timeout_s
         if not group.wait(limit):
-            there = self.ray.cluster_resources().get("CPU", 0)
-            free = self.ray.available_resources().get("CPU", 0)
+            wanted = {kind: sum(one.get(kind, 0) for one in asked) for kind in _KINDS}
+            told = " and ".join(f"{num:g} {_KINDS[kind]}" for kind, num in wanted.items() if num)
+            free = " and ".join(self._free(kind) for kind, num in wanted.items() if num)
             remove_placement_group(group)
             raise ClusterFault(
-                f"{of or f'cluster.num_trainers = {num} needs'} {num} processors, "
-                f"and {free:g} of {there:g} were free "
-                f"within {limit:g} s (cluster.placement_timeout_s)"
+                f"{of} {told}, and {free} were free within {limit:g} s (cluster.placement_timeout_s)"
             )
         return group
+
+    def await_place(self, actor: Any, who: str) -> None:
+        """Raises NoRepair where an actor that takes another one's place does not come to one in time: its
+        node was lost, and no other one has room.
+        """
+        limit = self._settings.placement_timeout_s
+        ready, _ = self.ray.wait([actor.__ray_ready__.remote()], timeout=limit)
+        if not ready:
+            free = " and ".join(self._free(kind) for kind in _KINDS if self._has(kind))
+            raise NoRepair(
+                f"{who} found no other place within {limit:g} s (cluster.placement_timeout_s): "
+                f"{free} were free; {AGAIN}"
+            )
+
+    def _has(self, kind: str) -> bool:
+        return bool(self.ray.cluster_resources().get(kind, 0))
+
+    def _free(self, kind: str) -> str:
+        there = self.ray.cluster_resources().get(kind, 0)
+        return f"{self.ray.available_resources().get(kind, 0):g} of {there:g} {_KINDS[kind]}"
 
     def give_back(self, places: Any) -> None:
         """Let others have the processors of :meth:`places`: a Ray that is shared goes on."""

@@ -10,23 +10,26 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.fused import fuse
 from outrider.engines.local.model import LanguageModel, longest_context
 from outrider.errors import ModelError
+from outrider.train.learning_settings import LoraSettings
+from outrider.train.update.adapters import choose_trained, plain_names
 from outrider.train.update.scoring import Scoring
 
 
-def shard(model: PreTrainedModel, *, size: int, precision: torch.dtype) -> nn.Module:
+def shard(model: PreTrainedModel, *, size: int, precision: torch.dtype, device: str = "cpu") -> nn.Module:
     """The module whose forward scores tokens, its weights in shards over all ranks.
 
     One group a layer; embedding, vocabulary projection and last norm are the root's, because torch refuses a
     tied weight in two groups. Gradients are *summed* over ranks, since token weights are those of the whole
     mini-batch; neither setting reaches the modules below, so each gets its own.
     """
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(device, (size,))
     root = Scoring(model)
     options: dict[str, Any] = {"mesh": mesh}
     if precision != torch.float32:  # masters in float32, a working copy in the precision of the model
@@ -46,7 +49,7 @@ def sum_gradients(root: nn.Module) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def empty_model(folder: str) -> LanguageModel:
+def empty_model(folder: str, *, device: str = "cpu") -> LanguageModel:
     """The model of a folder without any memory for its weights, in float32; no tokenizer."""
     register()
     config = AutoConfig.from_pretrained(folder)
@@ -55,7 +58,8 @@ def empty_model(folder: str) -> LanguageModel:
             config, dtype=torch.float32, attn_implementation=IMPLEMENTATION
         )
     model.eval()  # as a model that is loaded: without dropout
-    fuse(model)
+    if device == "cpu":
+        fuse(model)
     return LanguageModel(
         model=model,
         tokenizer=cast(Any, None),
@@ -64,9 +68,50 @@ def empty_model(folder: str) -> LanguageModel:
     )
 
 
-def allocate(root: nn.Module, model: PreTrainedModel) -> None:
+def choose_empty(
+    model: nn.Module,
+    *,
+    lora: LoraSettings | None,
+    trained_layers: int | None,
+    seed: int,
+    precision: torch.dtype,
+) -> dict[str, Tensor]:
+    """:func:`outrider.train.update.adapters.choose_trained` of a model without memory; the adapters by name,
+    in float32, drawn as one process draws them. No weight of the model has to be there for that: its place
+    is taken by one number.
+    """
+    whole = {module: module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+    if lora is not None:
+        for module, weight in whole.items():
+            module.weight = nn.Parameter(torch.zeros((), dtype=precision).expand(weight.shape))
+    choose_trained(model, lora=lora, trained_layers=trained_layers, seed=seed)
+    if lora is None:
+        return {}
+    for module, weight in whole.items():
+        module.weight = weight.requires_grad_(False)
+    adapters: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if ".lora_" in path and isinstance(module, nn.Linear):
+            adapters[f"{path}.weight"] = module.weight.detach().float()
+            module.weight = nn.Parameter(torch.empty_like(adapters[f"{path}.weight"], device="meta"))
+    return adapters
+
+
+@torch.no_grad()
+def begin(model: nn.Module, folder: Path, adapters: Mapping[str, Tensor]) -> None:
+    """The weights of a folder, and fresh adapters beside them."""
+    fill(folder, plain_names(model))
+    parameters = dict(model.named_parameters())
+    for name, adapter in adapters.items():
+        target = cast(DTensor, parameters[name])
+        # everybody drew the same: each takes its part
+        own = adapter.to(target.device)
+        target.copy_(distribute_tensor(own, target.device_mesh, target.placements, src_data_rank=None))
+
+
+def allocate(root: nn.Module, model: PreTrainedModel, *, device: str = "cpu") -> None:
     """Memory for this rank's shards, and the buffers, which no file has, made anew."""
-    root.to_empty(device="cpu")
+    root.to_empty(device=device)
     config = model.config.get_text_config()
     for name, module in model.named_modules():
         if not list(module.buffers(recurse=False)):
@@ -78,7 +123,7 @@ def allocate(root: nn.Module, model: PreTrainedModel) -> None:
                 f"{name} has buffers that cannot be made anew: no cluster.num_trainers"
             ) from error
         for key, value in fresh.named_buffers(recurse=False):
-            module._buffers[key] = value
+            module._buffers[key] = value.to(device)
 
 
 def fill(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "") -> None:

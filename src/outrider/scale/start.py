@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from outrider.errors import ConfigError
+from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Elsewhere
 from outrider.train.learner import Learner
 from outrider.train.settings import RunSettings
@@ -18,19 +19,23 @@ def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
     return ShardedLearner(settings, initial=initial)
 
 
-def remote_rollouts(settings: RunSettings, learner: Learner, *, folder: Path) -> Elsewhere:
+def remote_rollouts(
+    settings: RunSettings, learner: Learner, *, folder: Path, allowance: Allowance | None = None
+) -> Elsewhere:
     """For :func:`outrider.train.building.build`: starts Ray, where the learner has not, and the engines.
     Raises ConfigError without Ray.
     """
     require_ray("cluster.num_engines, num_rollout_workers and weights need")
     from outrider.scale.remote import Remote
 
-    if settings.cluster.num_trainers == 1:
-        return Remote(settings, learner, folder=folder)
+    if not settings.has_ranks:
+        return Remote(settings, learner, folder=folder, allowance=allowance)
     from outrider.scale.learner import ShardedLearner
 
     assert isinstance(learner, ShardedLearner)  # :func:`sharded_learner` made it
-    return Remote(settings, learner, folder=folder, session=learner.session)
+    return Remote(
+        settings, learner, folder=folder, allowance=allowance, session=learner.session, ranks=learner
+    )
 
 
 def require_ray(what: str) -> None:

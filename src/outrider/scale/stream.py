@@ -23,13 +23,13 @@ class StreamEngineActor:
     def __init__(self, recipe: Recipe, number: int, folder: str | Path, carrier: Carrier) -> None:
         self._inner = EngineActor(recipe, number, str(folder), carrier)
         self._one_at_a_time = asyncio.Lock()
-        self._waiting: list[tuple[Request, int, asyncio.Future[Generation]]] = []
+        self._waiting: list[tuple[Request, int, bool, asyncio.Future[Generation]]] = []
         self._serving: asyncio.Task[None] | None = None
 
-    async def stream(self, request: Request, version: int) -> Generation:
+    async def stream(self, request: Request, version: int, or_newer: bool = False) -> Generation:
         """One request. Raises what :meth:`outrider.scale.engine.EngineActor.generate` raises."""
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, version, future))
+        self._waiting.append((request, version, or_newer, future))
         if self._serving is None:
             self._serving = asyncio.create_task(self._serve())
         return await future
@@ -37,11 +37,16 @@ class StreamEngineActor:
     async def _serve(self) -> None:
         while self._waiting:
             taken, self._waiting = self._waiting, []
-            for version in sorted({one[1] for one in taken}):
-                batch = [(request, future) for request, own, future in taken if own == version]
+            newest = max(one[1] for one in taken)
+            for version, or_newer in sorted({(newest if one[2] else one[1], one[2]) for one in taken}):
+                batch = [
+                    (request, future)
+                    for request, own, newer, future in taken
+                    if newer == or_newer and (newer or own == version)
+                ]
                 try:
                     found = await self._call(
-                        self._inner.generate, _EVERYBODY, [request for request, _ in batch], version
+                        self._inner.generate, _EVERYBODY, [request for request, _ in batch], version, or_newer
                     )
                 except Exception as error:  # each request's own: whoever waits for it decides
                     for _, future in batch:

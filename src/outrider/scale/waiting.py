@@ -52,12 +52,17 @@ def outcomes(
     while missing := {reference: who for who, reference in calls.items() if who not in found}:
         ready, _ = ray.wait(list(missing), num_returns=1, timeout=_TICK_S)
         for one in ready:
-            try:
-                found[missing[one]] = _got(ray, one, missing[one], what)
-            except ProcessGone as gone:
-                found[missing[one]] = gone
-        found |= {who: gone for who, gone in watch().items() if who in calls}
+            found[missing[one]] = answered(ray, one, missing[one], what)
+        found |= {who: gone for who, gone in watch().items() if who in calls and who not in found}
     return found
+
+
+def answered(ray: Any, reference: Any, who: str, what: str) -> Any:
+    """What a call returned, or the :class:`ProcessGone` that it broke with. Raises any other error of it."""
+    try:
+        return _got(ray, reference, who, what)
+    except ProcessGone as gone:
+        return gone
 
 
 def silent(who: str, what: str, limit_s: float, setting: str) -> ProcessGone:

@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from outrider.engines.base import EngineSettings
 from outrider.errors import ClusterFault
+from outrider.train.learner import Learner
+from outrider.train.update.adapters import merged
 
 PIECE_BYTES: Final = 128 * 2**20
 
@@ -97,6 +100,17 @@ class Parcel:
     pieces: tuple[Any, ...]
     num_bytes: int
     checksum: int
+
+
+def of_engines(learner: Learner, engine: EngineSettings) -> dict[str, Tensor]:
+    """What engines have to get. One that generates with the model that trains: what trains, adapters by their
+    own names. Any other one: all weights, adapters merged, since vLLM loads the projections of a layer
+    together and leaves those that it did not get undefined.
+    """
+    model = learner.language_model.model
+    if not engine.is_exact:
+        return merged(model)
+    return {name: one for name, one in model.named_parameters() if name in learner.trained}
 
 
 def pack(tensors: Mapping[str, Tensor], *, version: int, carrier: Carrier) -> Parcel:

@@ -3,12 +3,15 @@ with the scheduler of a run in one process.
 """
 
 import os
+import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from outrider.algorithms.algorithm import Algorithm
 from outrider.engines.local.model import resolve_model
 from outrider.environments.base import CallCapped
 from outrider.environments.families import make_family
@@ -19,10 +22,11 @@ from outrider.rollout.hooks import Portable
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.engine import RemoteEngine
+from outrider.scale.flight_worker import FlightEngine, Room
 from outrider.scale.recipe import Recipe
-from outrider.tokens import ChatRenderer
 from outrider.train.building import make_algorithm
 from outrider.train.components import Components, token_counter
+from outrider.train.rendering import make_renderer
 from outrider.train.update.policy import set_threads
 from outrider.types import Task
 
@@ -56,7 +60,9 @@ class WorkerSettings:
 class Job:
     """Groups to play. ``snapshots`` are those of the hooks (empty in an evaluation), ``version`` that of the
     weights; of a batch's cap on tool calls the worker has the part from ``calls[0]`` to ``calls[1]`` of
-    ``calls[2]`` groups. ``is_again``: a process was gone when this was played before.
+    ``calls[2]`` groups, of which ``num_spent`` are spent in a batch that is ``continued``. ``is_again``: a
+    process was gone when this was played before. ``engine``: that of the group, for
+    :meth:`RolloutWorker.play`.
     """
 
     tasks: Sequence[Task]
@@ -67,16 +73,22 @@ class Job:
     version: int
     snapshots: Sequence[Any]
     calls: tuple[int, int, int]
+    num_spent: int
     max_concurrent: int
+    engine: int = 0
     is_again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The groups of a job, and what the copies of the hooks have gathered."""
+    """The groups of a job, what the copies of the hooks have gathered, and the calls that the worker has
+    spent of its part of the batch's cap, where there is one; ``seconds`` it took.
+    """
 
     report: RolloutReport
     gathered: list[Any]
+    num_spent: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,47 +103,53 @@ class Beat:
 
 
 class RolloutWorker:
-    """Played by one thread, asked by others."""
+    """Played by one thread, or by one a group (:meth:`play`); asked by others."""
 
     def __init__(self, number: int, engines: Sequence[Any]) -> None:
         self._number, self._engines = number, list(engines)
         self._is_built = False
         self._whereabouts = Whereabouts()
         self._num_ended = 0
+        self._idle: list[Algorithm] = []  # with copies of the hooks, for groups of :meth:`play`
+        self._leaves = threading.Event()
 
     def build(self, given: WorkerSettings) -> int:
         """Make everything that a run makes for its rollouts, from the settings; the process id."""
         import ray
 
         settings = self._settings = given.recipe.settings()
+        self._given = given
         set_threads(settings.num_threads, device="cpu")
-        self._renderer = ChatRenderer(AutoTokenizer.from_pretrained(resolve_model(settings.model.name)))
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model.name))
+        self._renderer = make_renderer(tokenizer, settings.model, settings.environment)
         self._family = make_family(settings.environment)
         self._factory = self._family.make()
-        buffer: StepTraceBuffer | None = None
+        self._buffer: StepTraceBuffer | None = None
         if given.buffer is not None:
             path, revision = given.buffer
             embedder = load_embedder(settings.buffer.embedder)
-            buffer = StepTraceBuffer(path, embedder, mode="read", revision=revision)
-        self._algorithm = make_algorithm(
-            settings,
-            buffer,
-            vocabulary_size=given.vocabulary_size,
-            stateful=self._family.stateful,
-            num_tokens=token_counter(self._renderer),
-            train_tasks=given.train_tasks,
-        )
-        self._engine = RemoteEngine(
-            ray,
-            self._engines,
-            client=f"worker {self._number}",
-            tokenizer=self._renderer.tokenizer,
-            context_length=given.context_length,
-            timeout_s=settings.cluster.turn_timeout_s,
-            first=self._number,
-        )
+            self._buffer = StepTraceBuffer(path, embedder, mode="read", revision=revision)
+        self._algorithm = self._new_algorithm()
+        self._room = Room(max(1, settings.num_concurrent // settings.cluster.num_rollout_workers))
+        self._asked: dict[str, Any] = {
+            "client": f"worker {self._number}",
+            "tokenizer": self._renderer.tokenizer,
+            "context_length": given.context_length,
+            "timeout_s": settings.cluster.turn_timeout_s,
+        }
+        self._engine = RemoteEngine(ray, self._engines, first=self._number, **self._asked)
         self._is_built = True
         return os.getpid()
+
+    def _new_algorithm(self) -> Algorithm:
+        return make_algorithm(
+            self._settings,
+            self._buffer,
+            vocabulary_size=self._given.vocabulary_size,
+            stateful=self._family.stateful,
+            num_tokens=token_counter(self._renderer),
+            train_tasks=self._given.train_tasks,
+        )
 
     def use_engine(self, number: int, engine: Any) -> None:
         """Another process is engine ``number`` from now on."""
@@ -147,35 +165,71 @@ class RolloutWorker:
         self._engine.load(job.version)
         if job.is_again:
             self._engine.forget()
-        hooks = self._algorithm.hooks if job.is_training else ()
+        return self._play(job, self._algorithm, self._engine)
+
+    def play(self, job: Job, snapshots: Sequence[Any]) -> Played:
+        """Play one group, with the weights of ``job.version`` or newer ones in each turn, beside other calls
+        of this; ``snapshots`` are the job's. Raises what :meth:`run` raises.
+        """
+        import ray
+
+        with self._room.of(len(job.modes[0])):
+            began = time.perf_counter()
+            engine = FlightEngine(ray, self._engines, first=job.engine, step=job.training_step, **self._asked)
+            engine.load(job.version)
+            try:
+                algorithm = self._idle.pop()
+            except IndexError:
+                algorithm = self._new_algorithm()
+            try:
+                played = self._play(replace(job, snapshots=snapshots), algorithm, engine)
+            finally:
+                self._idle.append(algorithm)
+            return replace(played, seconds=time.perf_counter() - began)
+
+    def leave(self) -> None:
+        """Nobody wants what :meth:`play` plays: no further turn of it begins."""
+        self._leaves.set()
+
+    def _play(self, job: Job, algorithm: Algorithm, engine: RemoteEngine) -> Played:
+        hooks = algorithm.hooks if job.is_training else ()
         copies = [hook for hook in hooks if isinstance(hook, Portable)]
         for hook, snapshot in zip(copies, job.snapshots, strict=True):
             hook.restore(snapshot)
-        if isinstance(self._factory, CallCapped) and not job.continued:
-            self._factory.take_share(*job.calls)
+        capped = self._factory if isinstance(self._factory, CallCapped) else None
+        if capped is not None:
+            capped.take_share(*job.calls)
+            if job.continued:
+                capped.go_on(job.num_spent)
         modes = [tuple(one) for one in job.modes]
-        report = self._scheduler(job).run(
+        report = self._scheduler(job, algorithm, engine).run(
             job.tasks, modes=modes.__getitem__, training_step=job.training_step, continued=job.continued
         )
-        return Played(report=report, gathered=[hook.gathered() for hook in copies])
+        return Played(
+            report=report,
+            gathered=[hook.gathered() for hook in copies],
+            num_spent=0 if capped is None else capped.num_spent(),
+        )
 
-    def _scheduler(self, job: Job) -> Scheduler:
+    def _scheduler(self, job: Job, algorithm: Algorithm, engine: RemoteEngine) -> Scheduler:
         settings = self._settings
         temperature = 1.0 if job.is_training else settings.evaluation.temperature
         return Scheduler(
-            engine=self._engine,
+            engine=engine,
             renderer=self._renderer,
             factory=self._factory,
             limits=settings.limits,
             sampling=Sampling(temperature=temperature, stop=self._family.stop),
             run_seed=settings.seed,
-            hooks=self._algorithm.hooks if job.is_training else (),
+            hooks=algorithm.hooks if job.is_training else (),
             max_concurrent=job.max_concurrent,
             max_retries=settings.train.max_retries,
             limits_calls=job.is_training,
+            group_timeout_s=settings.train.group_timeout_s if job.is_training else None,
             on_finished=self._on_finished,
             whereabouts=self._whereabouts,
             ends_groups=False,
+            is_over=lambda: job.is_training and self._leaves.is_set(),
             streams=settings.cluster.batching == "stream",
         )
 

@@ -5,7 +5,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from outrider.environments.base import CopyableEnvironment, Environment, StepResult, TaskFamily
+from outrider.environments.base import (
+    CopyableEnvironment,
+    Environment,
+    StepResult,
+    TaskFamily,
+    turn_message,
+)
 from outrider.errors import DataError
 from outrider.testing.common import GARBAGE, require, require_finite, require_picklable, settings_inside
 from outrider.types import Message, Task
@@ -120,7 +126,7 @@ def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _Pla
 
 def _step(environment: Environment, text: str) -> StepResult:
     try:
-        found = environment.step(Message(role="assistant", content=text))
+        found = environment.step(turn_message(environment, text))
     except Exception as error:
         raise AssertionError(f"step raises for {text[:40]!r}: {type(error).__name__}: {error}") from error
     require(isinstance(found, StepResult), f"step gives {found!r}, no StepResult")

@@ -1,7 +1,10 @@
 """The contract of a tool: a name, text in, text out."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from outrider.types import Json, ToolSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,8 @@ class Tool(Protocol):
     """A tool that the policy calls by writing ``<name>input</name>``. Called from several threads at once.
 
     As a plug-in, a class with the tag ``name`` and the line ``usage``, which tells the policy in the system
-    prompt what to write.
+    prompt what to write. For native calls it may say what it does (``description``) and name its one
+    argument (``argument``). A Python function is a plug-in too (:mod:`outrider.tools.functions`).
     """
 
     @property
@@ -40,4 +44,20 @@ class Tool(Protocol):
 
     def close(self) -> None:
         """Release what the tool holds; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class SchemaTool(Tool, Protocol):
+    """A tool with named arguments."""
+
+    @property
+    def schema(self) -> ToolSchema:
+        """Name, description and the JSON schema of its arguments."""
+        ...
+
+    def run_call(self, arguments: Mapping[str, Json]) -> ToolOutput:
+        """Execute one native call, whose arguments fit the schema at the top level. Raises as
+        :meth:`run_text`.
+        """
         ...

@@ -10,6 +10,8 @@ class PythonAdapter:
 
     name = "python"
     usage = "Write <python>code</python> to run Python; what the code prints comes back."
+    description = "Run Python code; what it prints comes back."
+    argument = "code"
 
     def __init__(self, tool: PythonTool) -> None:
         self._tool = tool

@@ -79,6 +79,8 @@ class SearchTool:
 
     name = "search"
     usage = "Write <search>a query</search> to search a text collection."
+    description = "Search a text collection."
+    argument = "query"
 
     def __init__(self, passages: Sequence[Passage], config: SearchConfig | None = None) -> None:
         if not passages:

@@ -30,13 +30,12 @@ from outrider.terminal import Terminal
 from outrider.trace import Leaf, Trace
 from outrider.train.building import build
 from outrider.train.components import Components, token_counter
-from outrider.train.metrics.trace_records import rows_of
 from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
+from outrider.train.step_files import RecordFiles
 from outrider.types import Task
 from outrider.watch.progress import Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
-from outrider.watch.traces import TraceWriter
 from outrider.watch.watchdog import WatchedProgress
 
 
@@ -170,12 +169,11 @@ def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabou
         "trial", "score [95 % interval]", "mean return, no share", "tasks", "faults", title="no weight update"
     )
 
-    traces = TraceWriter(run.path / "traces")
+    files = RecordFiles.of(run.path)
 
     def record(trial: Trial) -> None:
         evaluation = trial.so_far
-        rows = rows_of(trial.traces, step=0, tokenizer=parts.renderer.tokenizer)
-        traces.write_evaluation(trial.number, rows)
+        files.write_evaluation(parts, trial.traces, number=trial.number, step=0)
         run.add_evaluation(
             evaluation,
             split=chosen.split,

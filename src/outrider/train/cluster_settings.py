@@ -1,16 +1,10 @@
 """Settings of a run on more than one process. They need neither torch nor ray."""
 
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-
-# What the design names and no code does yet: refused, so that a recipe never asks for it in silence.
-_NOT_YET: Final = {
-    "tensor_parallel": (1,), "placement": ("disaggregate",), "max_staleness": (0, 1), "in_flight": (False,),
-    "weights": ("auto", "store", "disk"),
-}  # fmt: skip
 
 
 class ClusterSettings(Settings):
@@ -19,17 +13,22 @@ class ClusterSettings(Settings):
     generate and play.
 
     One engine and one worker are in the process that trains, unless ``weights`` says how weights go to them:
-    through Ray's object store (``store``; ``auto`` where there are several), or through files in the run
-    directory (``disk``). The loss and the gradient are those of one process within 1e-6; the same number of
+    through Ray's object store (``store``; ``auto`` where there are several), through files in the run
+    directory (``disk``), or from the trainers' GPUs to those of vLLM (``nccl``; ``ipc`` on the same one). An
+    engine has ``tensor_parallel`` GPUs; ``placement`` ``colocate`` puts one on each trainer's, which sleeps
+    while that works. The loss and the gradient are those of one process within 1e-6; the same number of
     ranks gives the same bits. ``ray_address``: ``local`` starts a Ray of the run's own, ``auto`` or an
     address joins one. ``placement_timeout_s`` bounds the wait for processors, ``update_timeout_s`` one call
     of the ranks, a start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout
     worker answers a heartbeat within ``heartbeat_s``. ``max_staleness`` 1 plays the rollouts of the
     next step beside the update of this one: its tokens are one version old, which the sampler correction
-    weighs. ``batching``: an engine gets a round of requests of
+    weighs. ``in_flight`` lets engines take new weights between two turns of an episode, and groups of
+    ``max_staleness`` further steps play beside an update: no token is older than that, and the same seed does
+    not give the same bits. ``batching``: an engine gets a round of requests of
     all rollouts of a worker (``rounds``), which come to the same bits again, or each as soon as it is there
     (``stream``), and no turn waits for another one's. A process that dies or is silent is
-    replaced, at most ``max_restarts`` times within an hour. The other fields have one possible value so far.
+    replaced, or all begin anew from the newest checkpoint: ``max_restarts`` times within an hour, counted
+    together.
     """
 
     details: ClassVar[frozenset[str]] = frozenset(
@@ -55,7 +54,13 @@ class ClusterSettings(Settings):
     @property
     def is_remote(self) -> bool:
         """Whether engines and rollout workers are processes of their own."""
-        return self.num_engines > 1 or self.num_rollout_workers > 1 or self.weights != "auto"
+        several = self.num_engines > 1 or self.num_rollout_workers > 1
+        return several or self.weights != "auto" or self.placement == "colocate"
+
+    @property
+    def sends_directly(self) -> bool:
+        """Whether weights go from GPU to GPU."""
+        return self.weights in ("nccl", "ipc")
 
     @property
     def num_processes(self) -> int:
@@ -71,12 +76,29 @@ class ClusterSettings(Settings):
             raise ValueError("max_staleness above 1 needs in_flight = true")
         if self.batching == "stream" and not self.is_remote:
             raise ValueError("batching = stream needs engines in processes of their own: weights = store")
+        if self.in_flight and (not self.max_staleness or self.batching != "stream"):
+            raise ValueError(
+                "in_flight needs max_staleness of at least 1, and batching = stream: engines take weights "
+                "between two requests"
+            )
         if self.max_staleness and not self.is_remote:
             raise ValueError(
                 "max_staleness needs engines in processes of their own: weights = store, or several of them"
             )
-        for name, possible in _NOT_YET.items():
-            if getattr(self, name) not in possible:
-                told = " or ".join(str(one).lower() for one in possible)
-                raise ValueError(f"{name} is {told} so far")
+        if self.placement == "colocate" and (self.tensor_parallel, self.num_engines) != (
+            1,
+            self.num_trainers,
+        ):
+            raise ValueError(
+                "placement = colocate puts an engine on the GPU of each trainer: tensor_parallel = 1 and "
+                "num_engines = num_trainers"
+            )
+        if self.weights == "ipc" and self.placement != "colocate":
+            raise ValueError("weights = ipc goes within a GPU: placement = colocate, or weights = nccl")
+        if self.weights == "nccl" and self.placement == "colocate":
+            raise ValueError("weights = nccl goes from one GPU to another: placement = disaggregate, or ipc")
+        if self.tensor_parallel > 1 and not self.is_remote:
+            raise ValueError(
+                "tensor_parallel needs engines in processes of their own: weights = store, or several of them"
+            )
         return self

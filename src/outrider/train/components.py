@@ -16,6 +16,7 @@ from outrider.train.settings import RunSettings
 from outrider.types import Message, Step, Task
 
 if TYPE_CHECKING:
+    from outrider.train.in_flight import GroupPlayer
     from outrider.train.learner import Learner
     from outrider.train.overlap import Ahead
 
@@ -43,6 +44,10 @@ class Elsewhere(Protocol):
         """Plays the groups of training, with the algorithm's hooks, or of an evaluation; ``ahead`` where that
         is beside an update.
         """
+        ...
+
+    def flight(self, parts: "Components") -> "GroupPlayer":
+        """Plays the groups of training one by one, several at a time, while weights come and go."""
         ...
 
     def probes(self, trace: Trace) -> list[Trace]:

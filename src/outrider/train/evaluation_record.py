@@ -9,7 +9,6 @@ from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.paired import gain_over_start
 from outrider.trace import Trace
-from outrider.train.metrics.trace_records import rows_of
 from outrider.train.state.run_state import RunState
 
 
@@ -35,7 +34,7 @@ def record_evaluation(
     }
     state.metrics.write(step, "eval", values)
     number = len(run.finished_evaluations())
-    state.traces.write_evaluation(number, rows_of(traces, step=step, tokenizer=parts.renderer.tokenizer))
+    state.files.write_evaluation(parts, traces, number=number, step=step)
     # Last, because it marks the evaluation as done.
     run.add_evaluation(
         evaluation,

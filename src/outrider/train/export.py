@@ -1,25 +1,39 @@
 """``outrider export``: the weights of a run's newest checkpoint as a Hugging Face folder, on the CPU."""
 
+import json
 from pathlib import Path
+from typing import Final
 
 from outrider.atomic_io import replacing_folder
 from outrider.errors import CheckpointError, ConfigError
 from outrider.train.models import make_policy
+from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first
 from outrider.train.state.recorded import RECORD, recorded_settings
+
+RENDERING: Final = "outrider.json"
+"""In an exported folder: how the conversations were rendered that the weights were trained on."""
+
+
+def write_rendering(folder: Path, settings: RunSettings) -> None:
+    """For whoever serves the weights: contexts are as in training where a server renders them alike."""
+    told = {
+        "template_kwargs": settings.model.template_kwargs,
+        "history_thinking": settings.model.history_thinking,
+        "call_format": settings.environment.call_format,
+    }
+    (folder / RENDERING).write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def export_run(run: Path, out: Path) -> Path:
     """Write model, tokenizer and configuration into the new folder ``out``; the checkpoint that they are of.
 
-    Any number of processes may have written it. Raises CheckpointError where there is none, and ConfigError
-    for adapters and for a folder that is not empty.
+    Adapters are merged. Any number of processes may have written it. Raises CheckpointError where there is
+    none, and ConfigError for a folder that is not empty.
     """
     if not (run / RECORD).is_file():
         raise CheckpointError(f"{run} is no run directory: it has no {RECORD}")
     settings = recorded_settings(run / RECORD)
-    if settings.model.lora is not None:
-        raise ConfigError("a run with model.lora has adapters, which are not merged: nothing was exported")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name a new folder")
     checkpoints = checkpoints_newest_first(run / "checkpoints")
@@ -30,4 +44,5 @@ def export_run(run: Path, out: Path) -> Path:
     policy = make_policy(settings.model_copy(update={"model": model}))
     with replacing_folder(out) as temporary:
         policy.export(temporary)
+        write_rendering(temporary, settings)
     return checkpoints[0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from threading import Event
 from typing import Literal
 
@@ -11,7 +12,7 @@ from outrider.printing import score
 from outrider.rollout.paired import gain_over_start
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.train.building import build
-from outrider.train.cluster_restarts import restarted
+from outrider.train.cluster_restarts import Allowance, restarted
 from outrider.train.models import StartElsewhere, StartLearner, local_learner
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import newest_step
@@ -19,6 +20,7 @@ from outrider.train.state.continuing import require_continuable
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.trainer import Trainer
 from outrider.watch.progress import Progress, make_progress
+from outrider.watch.recorded_progress import RecordedProgress
 from outrider.watch.report import write_report
 from outrider.watch.token_meter import TokenMeter
 from outrider.watch.trackers import make_trackers
@@ -57,23 +59,23 @@ def run_training(
                 "evaluation.num_trials is for `outrider eval --adapt K`: training has no trials"
             )
         whereabouts = Whereabouts()
-        display = WatchedProgress(
-            make_progress(progress), whereabouts=whereabouts, after_s=settings.train.watchdog_s
-        )
+        shown = RecordedProgress(make_progress(progress), run.path)
+        display = WatchedProgress(shown, whereabouts=whereabouts, after_s=settings.train.watchdog_s)
         ending.callback(display.close)
         displays.append(display)
 
+        allowance = Allowance(settings.cluster.max_restarts)
+        elsewhere = None if spread is None else partial(spread, allowance=allowance)
+
         def begin(num_restarts: int, closing: ExitStack) -> Callable[[], None]:
-            trainer = _set_up(run, settings, display, whereabouts, stop, closing, start, spread)
+            trainer = _set_up(run, settings, display, whereabouts, stop, closing, start, elsewhere)
             trainer.num_restarts = num_restarts
             if not num_restarts:
-                write_origins(settings, run.path)  # where they are now: a run that goes on may find others
-                run.settle()
-                run.keep()
+                _settle(run, settings)
                 ending.callback(_tell_results, run, display)
             return trainer.train
 
-        restarted(begin, limit=settings.cluster.max_restarts, stop=stop, note=display.note)
+        restarted(begin, allowance=allowance, stop=stop, note=display.note)
 
 
 def _set_up(
@@ -119,6 +121,13 @@ def _set_up(
     return trainer
 
 
+def _settle(run: RunDirectory, settings: RunSettings) -> None:
+    """The set-up has not failed: the folder stays."""
+    write_origins(settings, run.path)  # where they are now: a run that goes on may find others
+    run.settle()
+    run.keep()
+
+
 def _tell_results(run: RunDirectory, display: Progress) -> None:
     """The scores on file, and the report. What cannot be read or written is said: a run's own error must stay
     the one that is told.
@@ -135,4 +144,4 @@ def _tell_results(run: RunDirectory, display: Progress) -> None:
         display.note(f"report: {write_report(run.path)}")
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        display.note(f"NO REPORT: {reason}; write it later with: outrider view {run.path}")
+        display.note(f"NO REPORT: {reason}; write it later with: outrider report {run.path}")

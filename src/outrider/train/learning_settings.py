@@ -2,7 +2,7 @@
 moment.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -72,7 +72,8 @@ class UpdateSettings(Settings):
     them; ``max_tokens`` bounds the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before
     its first update when trainer and engine disagree by more (mean absolute difference over a mini-batch,
     nats): a template or weight fault, not noise. ``checkpoint_activations`` trades a second forward pass for
-    the memory of the layers' activations.
+    the memory of the layers' activations. ``attention``: segment by segment (``segments``), or one compiled
+    call of flex attention for a whole micro-batch (``flex``, on a GPU; ``auto`` there).
     """
 
     details: ClassVar[frozenset[str]] = frozenset({"max_logprob_gap"})
@@ -82,6 +83,11 @@ class UpdateSettings(Settings):
     max_tokens: int = Field(4096, ge=1)
     max_logprob_gap: float = Field(0.1, gt=0)
     checkpoint_activations: bool = False
+    attention: Literal["auto", "segments", "flex"] = "auto"
+
+    def uses_flex(self, device: str) -> bool:
+        """Whether a micro-batch on this device is one call of flex attention."""
+        return self.attention == "flex" or (self.attention == "auto" and device.startswith("cuda"))
 
 
 class StageSettings(Settings):

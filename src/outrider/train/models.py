@@ -7,13 +7,16 @@ from typing import Protocol, cast
 from safetensors import SafetensorError
 
 from outrider.engines.base import Engine, EngineContext
+from outrider.engines.local.choice import path_of
 from outrider.engines.local.model import load_model, resolve_precision
 from outrider.engines.local.positions import check_positions
 from outrider.errors import CheckpointError
 from outrider.plugins import registry as plugins
 from outrider.tokens import ChatRenderer
+from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Elsewhere
 from outrider.train.learner import Learner, LocalLearner
+from outrider.train.rendering import checked_renderer
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first, require_intact
 from outrider.train.state.checkpoint_state import STATE
@@ -30,9 +33,18 @@ class StartLearner(Protocol):
 
 
 class StartElsewhere(Protocol):
-    """Starts engines in other processes; ``folder`` is theirs."""
+    """Starts engines in other processes; ``folder`` is theirs, ``allowance`` how often they may be
+    replaced (None: as the settings have it).
+    """
 
-    def __call__(self, settings: RunSettings, learner: Learner, *, folder: Path) -> Elsewhere:
+    def __call__(
+        self,
+        settings: RunSettings,
+        learner: Learner,
+        *,
+        folder: Path,
+        allowance: Allowance | None = None,
+    ) -> Elsewhere:
         """Raises what a model that cannot be loaded raises, and ClusterFault."""
         ...
 
@@ -49,19 +61,19 @@ def learner_and_renderer(
 ) -> tuple[Learner, ChatRenderer]:
     """The model with its chat template, and what a person should know of them."""
     learner = start(settings, initial=not resumed)
+    note(path_of(learner.language_model, settings.model.name))
     longest = learner.language_model.context_length
     check_positions(settings, model=settings.model.name, longest=longest, note=note, resumed=resumed)
-    renderer = ChatRenderer(learner.language_model.tokenizer)
-    if not renderer.takes_system:
-        note("the chat template has no system message: a prompt's goes in front of its first user message")
-    return learner, renderer
+    tokenizer = learner.language_model.tokenizer
+    return learner, checked_renderer(tokenizer, settings.model, settings.environment, note=note)
 
 
 def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
     """The model with its optimiser, with the weights of ``model.initial_checkpoint`` where one is named and
     wanted.
     """
-    model = load_model(settings.model.name, precision=settings.model.precision, device=settings.model.device)
+    chosen = settings.model
+    model = load_model(chosen.name, precision=chosen.precision, device=chosen.device, forward=chosen.forward)
     policy = Policy(
         model,
         settings.optimizer,
@@ -69,6 +81,7 @@ def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
         trained_layers=settings.model.trained_layers,
         seed=settings.seed,
         checkpoint_activations=settings.update.checkpoint_activations,
+        uses_flex=settings.update.uses_flex(settings.model.device),
     )
     if initial and settings.model.initial_checkpoint is not None:
         load_weights(policy, Path(settings.model.initial_checkpoint))

@@ -116,8 +116,8 @@ def beside(parts: Components, report: SampledStep, *, step: int, is_last: bool) 
     """Around the update of ``report``: the rollouts of the next ``step`` under way; None where the run plays
     and trains in turn, or ends. They are given up where the update breaks.
     """
-    elsewhere = parts.elsewhere
-    if elsewhere is None or not parts.settings.cluster.max_staleness or is_last:
+    elsewhere, cluster = parts.elsewhere, parts.settings.cluster
+    if elsewhere is None or not cluster.max_staleness or cluster.in_flight or is_last:
         yield None
         return
 

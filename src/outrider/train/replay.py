@@ -173,7 +173,7 @@ def _inside(row: TraceRow) -> str:
 def _compare_observation(
     row: TraceRow, after: TraceRow | None, result: StepResult, turn: int
 ) -> Difference | None:
-    said = _stored(result.message.content) if result.message else ""
+    said = _stored(result.text)
     if row.origin is Origin.BUFFER:
         same = _inside(row).strip().endswith(said.strip())
         return (
@@ -220,13 +220,17 @@ def _cut(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSet
     """
     leaf = recorded[-1]
     finish = _metadata(leaf).get("finish") if leaf.origin in _SAID else None
-    if finish == "eos" and last is not None and last.message is not None and last.message.role == "inline":
+    if finish == "eos" and last is not None and _is_inline(last):
         return Outcome.INVALID
     num_turns = sum(row.origin in _SAID for row in recorded)
     ended_between_turns = leaf.origin in (Origin.ENVIRONMENT, Origin.PROMPT)
     if ended_between_turns and num_turns >= settings.rollout.max_turns:
         return Outcome.TRUNCATED_TURNS
     return Outcome.TRUNCATED_TOKENS
+
+
+def _is_inline(result: StepResult) -> bool:
+    return any(message.role == "inline" for message in result.observations)
 
 
 def _metadata(row: TraceRow) -> Mapping[str, object]:

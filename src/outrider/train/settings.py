@@ -1,13 +1,13 @@
 """The whole configuration of a run: one tree, checked as one, before anything is written."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
-from outrider.engines.base import EngineSettings, LocalSettings
-from outrider.environments.families import EnvironmentConfig
+from outrider.engines.base import EngineSettings, LocalSettings, VllmSettings
+from outrider.environments.families import EnvironmentConfig, is_inline
 from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.episode import Limits
 from outrider.rollout.evaluate import EvaluationSettings
@@ -29,16 +29,24 @@ TrackerName: TypeAlias = Annotated[str, Name("trackers")]
 class ModelSettings(Settings):
     """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a
     run writes down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it.
-    ``trained_layers``: only the last so many layers train (None: all).
+    ``trained_layers``: only the last so many layers train (None: all). ``forward``: the path that computes
+    the model (docs/models.md); ``auto`` is packed where that is exact, else unpacked. ``template_kwargs`` are
+    variables of the chat template, such as ``{enable_thinking = false}``. ``history_thinking``: whether the
+    policy sees the thinking of its earlier turns (``keep``: ids are appended only), or every turn sees the
+    conversation rendered again without it (``strip``: as servers do; one rollout may then be several
+    samples).
     """
 
     name: str = "smollm2-135m-instruct"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "cpu"
     context_length: int | None = Field(None, ge=8)
+    forward: Literal["auto", "packed", "unpacked"] = "auto"
     lora: LoraSettings | None = None
     trained_layers: int | None = Field(None, ge=1)
     initial_checkpoint: str | None = None
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    history_thinking: Literal["keep", "strip"] = "keep"
 
 
 class BufferSettings(Settings):
@@ -64,7 +72,10 @@ class TrainSettings(Settings):
     earlier when the policy has written so many (for comparisons at equal tokens; those of tries that a fault
     broke count too). A checkpoint every ``checkpoint_every`` steps. ``expert_timeout_s``: how long an expert
     may take for its whole path (a simulator's planner, for a cold start, a buffer or demonstrations).
-    ``watchdog_s``: after so many seconds without progress a line says where the run waits (0: never).
+    ``group_timeout_s``: a group that takes longer, from its first rollout's start, gives up the rollouts that
+    are still under way, each in front of its next turn; those are ``cancelled``, and masked (None: no group
+    is given up). What is given up depends on speed, so the same seed may give other bits. ``watchdog_s``:
+    after so many seconds without progress a line says where the run waits (0: never).
     """
 
     num_steps: int = Field(100, ge=0)
@@ -76,6 +87,7 @@ class TrainSettings(Settings):
     max_concurrent: int = Field(64, ge=1)
     max_retries: int = Field(2, ge=0)
     expert_timeout_s: float = Field(300.0, gt=0)
+    group_timeout_s: float | None = Field(None, gt=0)
     watchdog_s: float = Field(300.0, ge=0)
 
     @model_validator(mode="after")
@@ -132,6 +144,13 @@ class RunSettings(Settings):
             return self.rollout
         return self.rollout.model_copy(update={"step_timeout_s": self.rollout.step_timeout_s + waiting})
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether trainers are processes of their own: several, or one beside engines on GPUs, because Ray
+        says which GPU is whose.
+        """
+        return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
+
     def idle(self) -> frozenset[str]:
         """Sections that nothing of this run reads."""
         no_cold_start = not self.cold_start.num_examples
@@ -158,14 +177,32 @@ class RunSettings(Settings):
             )
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
+        self._possible_history()
         self._possible_buffer()
         self._possible_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
             raise ValueError(reason)
+        if self.update.attention == "flex" and self.model.device == "cpu":
+            raise ValueError("update.attention = flex has no backward pass on a CPU: it needs a GPU")
         self._possible_experts()
         self._possible_cluster()
         self.algorithm.require_possible(self)
         return self
+
+    def _possible_history(self) -> None:
+        """Rendering again keeps what the messages hold, and no text between them."""
+        if self.model.history_thinking == "keep":
+            return
+        if is_inline(self.environment):
+            raise ValueError(
+                "model.history_thinking = strip needs turns that are messages of their own: "
+                "these episodes are one message (environment.protocol)"
+            )
+        if self.algorithm.retrieves or self.algorithm.tip_memory is not None:
+            raise ValueError(
+                f"model.history_thinking = strip leaves out what algorithm.type = {self.algorithm.type} "
+                "puts between messages: use keep"
+            )
 
     def _possible_buffer(self) -> None:
         if self.buffer.evolve and not self.algorithm.retrieves:
@@ -184,7 +221,7 @@ class RunSettings(Settings):
         if not self.engine.takes_adapters:
             raise ValueError(
                 f"engine.type = {self.engine.type} needs full fine-tuning: "
-                "adapters are not merged for it (model.lora)"
+                "it does not say that it takes adapters (model.lora)"
             )
 
     def _possible_experts(self) -> None:
@@ -205,27 +242,41 @@ class RunSettings(Settings):
 
     def _possible_cluster(self) -> None:
         cluster = self.cluster
-        if cluster.num_trainers > 1:
-            if self.model.lora is not None or self.model.trained_layers is not None:
-                raise ValueError(
-                    "cluster.num_trainers shards all weights: without model.lora and model.trained_layers"
-                )
-            if self.model.device != "cpu":
-                raise ValueError("cluster.num_trainers above 1 is for model.device = cpu so far")
-            if not self.train.num_steps and not self.cold_start.num_examples:
-                raise ValueError("cluster.num_trainers above 1 has nothing to train here")
+        if cluster.num_trainers > 1 and not self.train.num_steps and not self.cold_start.num_examples:
+            raise ValueError("cluster.num_trainers above 1 has nothing to train here")
+        if cluster.num_processes and self.model.device not in ("cpu", "cuda"):
+            raise ValueError("[cluster] takes model.device = cpu or cuda: Ray says which GPU is whose")
         if cluster.is_remote:
             self._possible_remote()
+            self._possible_gpus()
         if cluster.max_staleness and self.algorithm.sampler_correction is None:
             raise ValueError("cluster.max_staleness needs algorithm.sampler_correction: old tokens need it")
+        if cluster.in_flight:
+            self._possible_in_flight()
+
+    def _possible_in_flight(self) -> None:
+        """Groups that play while weights come and go, several steps of them at a time."""
+        refused = {
+            "rollouts that branch": self.algorithm.forks_by_replay,
+            "algorithm.dynamic_sampling": self.algorithm.drops_groups,
+            "buffer.evolve": self.buffer.evolve,
+        }
+        if found := [name for name, is_there in refused.items() if is_there]:
+            raise ValueError(f"cluster.in_flight goes without {' and '.join(found)}")
+
+    def _possible_gpus(self) -> None:
+        """What only vLLM does, and only on GPUs."""
+        cluster = self.cluster
+        has_vllm, has_gpus = isinstance(self.engine, VllmSettings), self.model.device != "cpu"
+        if cluster.tensor_parallel > 1 and not has_vllm:
+            raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
+        if (cluster.sends_directly or cluster.placement == "colocate") and not (has_vllm and has_gpus):
+            what = f"weights = {cluster.weights}" if cluster.sends_directly else "placement = colocate"
+            raise ValueError(f"cluster.{what} needs engine.type = vllm and model.device = cuda")
 
     def _possible_remote(self) -> None:
         """Engines and rollout workers as processes of their own."""
         asked = "cluster.num_engines, num_rollout_workers and weights"
-        if self.model.lora is not None:
-            raise ValueError(f"{asked} send whole weights: without model.lora")
-        if self.model.device != "cpu":
-            raise ValueError(f"{asked} are for model.device = cpu so far")
         if not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError(f"{asked} have nothing to train here")
         if (

@@ -16,20 +16,20 @@ from outrider.train.data.buffer_growth import evolve_buffer
 from outrider.train.data.imitation import imitate_experts
 from outrider.train.data.off_policy_data import interleaved, mix_in
 from outrider.train.data.stages import groups_on, stage_lines, stage_metrics
-from outrider.train.data.task_sampling import SampledStep, play_step
+from outrider.train.data.task_sampling import SampledStep
 from outrider.train.evaluation_record import record_evaluation
 from outrider.train.metrics.ahead import work_ahead
 from outrider.train.metrics.alarms import skipped_alarms, step_alarms
 from outrider.train.metrics.staleness import staleness_metrics
 from outrider.train.metrics.step_clock import StepClock
-from outrider.train.metrics.step_metrics import rollout_metrics
 from outrider.train.metrics.step_record import step_record
-from outrider.train.metrics.trace_records import rows_of
+from outrider.train.metrics.trace_records import NodeValues
 from outrider.train.overlap import beside
 from outrider.train.state.checkpoint import checkpoints_newest_first
-from outrider.train.state.queue import Played
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.run_state import RunState
+from outrider.train.step_files import seen_by_update
+from outrider.train.step_source import StepSource
 from outrider.train.update.advantage_stage import credit_step
 from outrider.train.update.update import UpdateReport
 from outrider.watch.progress import Progress
@@ -63,9 +63,17 @@ class Trainer:
     num_done: int = 0  # of the stage that is shown
     pace: RunPace = field(default_factory=RunPace)
     state: RunState = field(init=False)
+    source: StepSource = field(init=False)
 
     def __post_init__(self) -> None:
         self.state = RunState(run=self.run, parts=self.parts, note=self.progress.note)
+        self.source = StepSource(
+            parts=self.parts,
+            state=self.state,
+            rollouts=lambda: self.rollouts(training=True),
+            tick=self._tick,
+            note=self.progress.note,
+        )
 
     def train(self) -> None:
         """Everything that is still to do, from the newest checkpoint on, or until a stop is asked for."""
@@ -84,6 +92,10 @@ class Trainer:
                 f"{saved}; "
                 f"continue with: outrider train --resume {self.run.path}"
             )
+
+    def _tick(self, rollouts: str) -> None:
+        self.progress.advance(self.num_done, rollouts=rollouts)
+        self._leave_if_asked()
 
     def _leave_if_asked(self) -> None:
         if self.stop.is_set():
@@ -128,6 +140,7 @@ class Trainer:
                 self._save()
         if state.step and state.saved_step != state.step:
             self._save()
+        self.source.end()
         if state.step:
             self._evaluate(self._last_label)
         state.seal_records()
@@ -135,7 +148,12 @@ class Trainer:
     def _fresh_start(self) -> list[str]:
         """A run of rollouts beside updates has none where it had ended."""
         state, settings = self.state, self.parts.settings
-        if not settings.cluster.max_staleness or state.queued is not None or not state.step:
+        if (
+            not settings.cluster.max_staleness
+            or settings.cluster.in_flight
+            or state.queued is not None
+            or not state.step
+        ):
             return []
         return [
             f"no rollouts were ahead at step {state.step}, where this run had ended: those of the next step "
@@ -236,8 +254,7 @@ class Trainer:
         def on_finished(done: int, total: int) -> None:
             if not training:
                 self.num_done = done
-            self.progress.advance(self.num_done, rollouts=f"{done}/{total}")
-            self._leave_if_asked()
+            self._tick(f"{done}/{total}")
 
         if parts.elsewhere is not None:
             return parts.elsewhere.rollouts(parts, training=training, on_finished=on_finished)
@@ -253,6 +270,7 @@ class Trainer:
             max_concurrent=settings.num_concurrent,
             max_retries=settings.train.max_retries,
             limits_calls=training,
+            group_timeout_s=settings.train.group_timeout_s if training else None,
             on_finished=on_finished,
             whereabouts=parts.whereabouts,
         )
@@ -261,17 +279,18 @@ class Trainer:
         """Rollout, advantages, update, record; what is shown of it."""
         parts, state = self.parts, self.state
         clock = StepClock(elsewhere=parts.elsewhere)
-        queued = state.queued
-        played = self._play() if queued is None else queued
+        played = self.source.next()
         report = played.sampled
         replayed, mixed = mix_in(parts, report.traces, step=state.step, note=self.progress.note)
-        clock.rolled(ahead_s=None if queued is None else queued.seconds)
-        parts.engine.free_cache()
+        clock.rolled(ahead_s=played.seconds or None)
+        if not parts.settings.cluster.in_flight:  # there turns are under way
+            parts.engine.free_cache()
         credits_ = credit_step(parts, report.trained)
-        probes = self._probes(report)
-        with beside(parts, report, step=state.step + 1, is_last=self._is_last(report)) as ahead:
+        probes = self.source.probes(report)
+        with beside(parts, report, step=state.step + 1, is_last=self.source.is_last(report)) as ahead:
             clock.updating()
-            updated, aged = self._update(report, replayed, probes)
+            trained = interleaved(report.trained, replayed)
+            updated, aged = self._update(report, trained, probes)
             clock.updated()
             if ahead is not None:
                 ahead.wait(on_tick=lambda shown: self.progress.advance(self.num_done, rollouts=shown))
@@ -279,6 +298,7 @@ class Trainer:
             parts.engine.load(parts.engine.weight_version + 1)
             state.step += 1
             state.task_cursor = report.cursor
+            self.source.weights_moved()
             values = step_record(
                 parts, report, credits_, mixed=mixed, updated=updated.metrics, counts_before=played.counts
             )
@@ -287,7 +307,8 @@ class Trainer:
                 num_computed_tokens=updated.num_computed_tokens,
             )
             values |= self._grown(report)
-            self._record(report, values)
+            self._record(report, values, seen_by_update(parts, trained, updated))
+            self.source.recorded()
             # Only now: what the next rollouts bring is no part of this step's record.
             state.queued = None if ahead is None else ahead.take()
         return {name: values[key] for name, key in _SHOWN.items() if key in values}
@@ -307,46 +328,15 @@ class Trainer:
         )
         return grown | sent
 
-    def _play(self) -> Played:
-        """The step's rollouts, with nothing beside them."""
-        parts, state = self.parts, self.state
-        counts = parts.algorithm.counts()
-        try:
-            sampled = play_step(
-                parts, self.rollouts(training=True), step=state.step, cursor=state.task_cursor
-            )
-        except _StopRequested:
-            # the step is given up: it will be played again, to the same bits
-            parts.algorithm.restore_counts(counts)
-            raise
-        return Played(sampled=sampled, counts=counts, seconds=0.0)
-
-    def _is_last(self, report: SampledStep) -> bool:
-        """Whether no step comes behind the one of these rollouts."""
-        state = self.state
-        written = rollout_metrics(report.traces)
-        num_tokens = state.num_policy_tokens + sum(written.get(name, 0.0) for name in WRITTEN_TOKENS)
-        budget = self.parts.settings.train.max_policy_tokens
-        ends = state.step + 1 >= self.parts.settings.train.num_steps
-        return ends or (budget is not None and num_tokens >= budget)
-
-    def _probes(self, report: SampledStep) -> list[Trace]:
-        """What says that the engines have the newest weights, where the rollouts cannot."""
-        elsewhere = self.parts.elsewhere
-        if elsewhere is None or not self.parts.settings.cluster.max_staleness:
-            return []
-        # the first group may have been lost to a fault
-        return next(filter(None, map(elsewhere.probes, report.traces)), [])
-
     def _update(
-        self, report: SampledStep, replayed: Sequence[Trace], probes: Sequence[Trace]
+        self, report: SampledStep, trained: Sequence[Trace], probes: Sequence[Trace]
     ) -> tuple[UpdateReport, dict[str, float]]:
         """The optimiser steps on these rollouts, and how old those are where that is a question."""
         parts = self.parts
         limit, version = parts.settings.cluster.max_staleness, parts.engine.weight_version
         aged = staleness_metrics(report.traces, version=version, limit=limit) if limit else {}
         updated = parts.learner.update(
-            interleaved(report.trained, replayed),
+            trained,
             parts.algorithm,
             on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
             version=version if limit else None,
@@ -354,7 +344,7 @@ class Trainer:
         )
         return updated, aged
 
-    def _record(self, report: SampledStep, values: dict[str, float]) -> None:
+    def _record(self, report: SampledStep, values: dict[str, float], seen: NodeValues) -> None:
         """Traces, metrics and alarms of the step that has ended; ``values`` gets what the run counts."""
         parts, state = self.parts, self.state
         state.num_policy_tokens += int(sum(values.get(name, 0.0) for name in WRITTEN_TOKENS))
@@ -366,9 +356,7 @@ class Trainer:
             self.num_restarts = 0
         if (seconds := self.pace.seconds("checkpoint")) is not None:
             values["time/checkpoint"] = seconds
-        state.traces.write(
-            state.step, rows_of(report.traces, step=state.step, tokenizer=parts.renderer.tokenizer)
-        )
+        state.files.write_step(parts, report.traces, seen, step=state.step)
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
         self._say(

@@ -1,6 +1,6 @@
 """Traces on disk: one Parquet file per training step, one row per node of the trace tree."""
 
-import re
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from outrider.atomic_io import TEMPORARY, replacing
 from outrider.errors import DataError
 from outrider.types import Origin, Outcome
+from outrider.watch.step_files import StepFiles, evaluation_file, step_file
+
+_VALUES: Final = pa.list_(pa.float32())  # of a token: what a person looks at, and half the size
 
 SCHEMA: Final = pa.schema(
     [
@@ -32,11 +33,17 @@ SCHEMA: Final = pa.schema(
         pa.field("advantage", pa.float64()),
         pa.field("hybrid", pa.bool_()),
         pa.field("metadata", pa.string(), nullable=False),
+        # since version 2 of the format
+        pa.field("advantages", _VALUES, nullable=False),
+        pa.field("trainer_logprobs", _VALUES, nullable=False),
+        pa.field("ratios", _VALUES, nullable=False),
+        pa.field("weight_version", pa.int64()),
+        pa.field("role", pa.string()),
     ]
 )
 
 _row_values: Final = attrgetter(*SCHEMA.names)
-_FILE_NAME: Final = re.compile(r"step-(\d{6,})\.parquet")
+_LISTS: Final = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,12 @@ class TraceRow:
     ``tokens`` (decoded pieces), ``logprobs`` and ``entropies`` (nats) have one value per token on policy
     nodes and are empty elsewhere. ``outcome``, ``episode_return``, ``advantage`` and ``hybrid`` are set on
     leaves; ``metadata`` is a JSON object.
+
+    ``advantages``, ``trainer_logprobs`` (the trainer's, before its first optimiser step) and ``ratios`` (the
+    importance ratio of the last pass that trained the token, times its scale) have one value per token, or
+    none where the update did not train the node; of a node that several rollouts share they are those of
+    ``rollout``. ``weight_version`` is that of the weights which sampled the tokens,
+    ``role`` the message's.
     """
 
     step: int
@@ -65,6 +78,11 @@ class TraceRow:
     advantage: float | None = None
     hybrid: bool | None = None
     metadata: str = "{}"
+    advantages: tuple[float, ...] = ()
+    trainer_logprobs: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+    weight_version: int | None = None
+    role: str | None = None
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.entropies):
@@ -78,12 +96,11 @@ class TraceRow:
 class TraceWriter:
     """Writes ``step-000012.parquet`` files, one per training step, and ``evaluation-002.parquet``, one per
     evaluation.
-
-    A file is either absent or whole.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.files = StepFiles(directory)
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, rows: Sequence[TraceRow]) -> Path:
@@ -92,26 +109,17 @@ class TraceWriter:
         """
         if any(row.step != step for row in rows):
             raise ValueError(f"a row belongs to another step than {step}")
-        return self._write(self.directory / f"step-{step:06d}.parquet", rows)
+        return self.files.write(step_file(step), node_table(rows))
 
     def write_evaluation(self, number: int, rows: Sequence[TraceRow]) -> Path:
         """Write the rollouts of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
-        return self._write(self.directory / evaluation_file(number), rows)
-
-    def _write(self, path: Path, rows: Sequence[TraceRow]) -> Path:
-        with replacing(path) as stream:
-            pq.write_table(_table(rows), stream, compression="zstd")
-        return path
+        return self.files.write(evaluation_file(number), node_table(rows))
 
     def resume(self, step: int) -> int:
         """Remove the files of steps after the checkpoint step, and what a kill left half written; return how
         many.
         """
-        later = [path for number, path in _step_files(self.directory) if number > step]
-        doomed = [*later, *sorted(self.directory.glob(TEMPORARY))]
-        for path in doomed:
-            path.unlink()
-        return len(doomed)
+        return self.files.resume(step)
 
 
 class TraceReader:
@@ -119,70 +127,64 @@ class TraceReader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.files = StepFiles(directory)
 
     def steps(self) -> tuple[int, ...]:
         """Steps that have a file, ascending; empty when the directory is missing."""
-        return tuple(number for number, _ in _step_files(self.directory))
+        return self.files.steps()
 
     def read(self, step: int) -> tuple[TraceRow, ...]:
         """The nodes of a step in the order written. Raises :class:`~outrider.errors.DataError` for a missing
         or damaged file.
         """
-        return self._read(self.directory / f"step-{step:06d}.parquet")
+        return read_rows(self.directory, step_file(step))
 
     def read_evaluation(self, number: int) -> tuple[TraceRow, ...]:
         """The rollouts of the evaluation in line ``number`` of ``evaluations.jsonl``. Raises as :meth:`read`
         does.
         """
-        return self._read(self.directory / evaluation_file(number))
+        return read_rows(self.directory, evaluation_file(number))
 
     def has_evaluation(self, number: int) -> bool:
         """Whether the rollouts of this evaluation are on file."""
         return (self.directory / evaluation_file(number)).exists()
 
-    def _read(self, path: Path) -> tuple[TraceRow, ...]:
-        try:
-            # a stream, because messages about a path name the folders of this machine
-            with path.open("rb") as stream:
-                table = pq.read_table(stream).select(SCHEMA.names).cast(SCHEMA)
-            return tuple(_row(values) for values in table.to_pylist())
-        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-            reason = (
-                "the file is missing"
-                if isinstance(error, FileNotFoundError)
-                else str(error).partition("\n")[0]
-            )
-            raise DataError(f"{path.name} cannot be read: {reason}") from error
+
+def metadata_of(row: TraceRow) -> dict[str, Any]:
+    """What the row's metadata says; empty where it is no JSON object."""
+    try:
+        found = json.loads(row.metadata or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def evaluation_file(number: int) -> str:
-    """Name of the file with the rollouts of an evaluation, by its line in ``evaluations.jsonl``."""
-    return f"evaluation-{number:03d}.parquet"
+def read_rows(directory: Path, name: str) -> tuple[TraceRow, ...]:
+    """The nodes of a file. Raises :class:`~outrider.errors.DataError`."""
+    table = StepFiles(directory).read(name, SCHEMA)
+    try:
+        return tuple(_row(values) for values in table.to_pylist())
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
 
-def _step_files(directory: Path) -> list[tuple[int, Path]]:
-    if not directory.is_dir():
-        return []
-    matches = ((_FILE_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _table(rows: Iterable[TraceRow]) -> pa.Table:
-    values = [[_storable(value) for value in _row_values(row)] for row in rows]
+def node_table(rows: Iterable[TraceRow]) -> pa.Table:
+    """The rows as they are on file."""
+    values = [[storable(value) for value in _row_values(row)] for row in rows]
     return pa.Table.from_pylist([dict(zip(SCHEMA.names, row, strict=True)) for row in values], schema=SCHEMA)
 
 
-def _storable(value: Any) -> Any:
+def storable(value: Any) -> Any:
     """Plain Python values; a lone surrogate, which UTF-8 cannot hold, is spelled out as its escape."""
     if isinstance(value, str):
         return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, tuple):
-        return [_storable(item) for item in value]
+        return [storable(item) for item in value]
     return value
 
 
 def _row(values: dict[str, Any]) -> TraceRow:
-    for name in ("tokens", "logprobs", "entropies"):
+    for name in _LISTS:
         values[name] = tuple(values[name])
     values["origin"] = Origin(values["origin"])
     values["outcome"] = None if values["outcome"] is None else Outcome(values["outcome"])

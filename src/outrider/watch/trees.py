@@ -2,7 +2,6 @@
 every leaf got.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Final
 from outrider.errors import DataError
 from outrider.types import Origin
 from outrider.watch.run_directory import finite
-from outrider.watch.traces import TraceReader, TraceRow
+from outrider.watch.traces import TraceReader, TraceRow, metadata_of
 
 NUM_TREES: Final = 3
 _TEXT: Final = 90
@@ -64,6 +63,7 @@ def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
         groups: dict[str, list[TraceRow]] = {}
         for row in rows:
             groups.setdefault(row.trace_id, []).append(row)
+        groups = {name: _ended(group) for name, group in groups.items()}
         branched = [
             (num, group) for group in groups.values() if (num := _num_forks(group)) and _fits(group, notes)
         ]
@@ -73,8 +73,20 @@ def pick_trees(directory: Path, notes: list[str]) -> tuple[Tree, ...]:
     return ()
 
 
+def _ended(rows: Sequence[TraceRow]) -> list[TraceRow]:
+    """Without what a fault left behind, which leads to no leaf."""
+    above = {row.node_id: row.parent_id for row in rows}
+    kept: set[int] = set()
+    for row in rows:
+        at = row.node_id if row.outcome is not None else -1
+        while at in above and at not in kept:
+            kept.add(at)
+            at = above[at]
+    return [row for row in rows if row.node_id in kept]
+
+
 def _num_forks(rows: Sequence[TraceRow]) -> int:
-    return sum(_count(_metadata(row).get("num_forks")) for row in rows)
+    return sum(_count(metadata_of(row).get("num_forks")) for row in rows)
 
 
 def _fits(rows: Sequence[TraceRow], notes: list[str]) -> bool:
@@ -107,14 +119,6 @@ def _count(value: object) -> int:
     return int(number) if (number := finite(value)) is not None and 0 <= number < _MOST_FORKS else 0
 
 
-def _metadata(row: TraceRow) -> dict[str, object]:
-    try:
-        found = json.loads(row.metadata or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _tree(rows: Sequence[TraceRow]) -> Tree:
     children: dict[int, list[TraceRow]] = {}
     for row in rows:
@@ -140,7 +144,7 @@ def _branches(row: TraceRow, children: dict[int, list[TraceRow]]) -> Iterator[Br
 
 
 def _turn(row: TraceRow) -> TreeNode:
-    metadata = _metadata(row)
+    metadata = metadata_of(row)
     text = " ".join(row.text.split())
     return TreeNode(
         text=text if len(text) <= _TEXT else text[:_TEXT] + " …",

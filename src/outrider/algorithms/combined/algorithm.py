@@ -19,6 +19,7 @@ from outrider.algorithms.empo2.tips import Tips
 from outrider.algorithms.rapo.credit import retrieval_credit
 from outrider.algorithms.rapo.formulas import combined_advantages_per_rollout
 from outrider.algorithms.rapo.hook import RetrievalHook
+from outrider.memory.changes import MemoryChange
 from outrider.memory.embedder import Embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.hooks import Hook
@@ -149,6 +150,10 @@ class Combined(Algorithm):
         """Puts back what :meth:`state` saved."""
         if self.tips is not None:
             self.tips.restore(state, arrays)
+
+    def memory_changes(self) -> list[MemoryChange]:
+        """Of the tips, where there are any."""
+        return [] if self.tips is None else self.tips.hook.memory.take_changes()
 
     def counts(self) -> list[dict[str, int]]:
         """Counts of the retrieval hook."""

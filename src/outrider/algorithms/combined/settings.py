@@ -23,7 +23,7 @@ class RetrievalSection(RetrievalSettings, RetrievalCreditSettings):
 
     details: ClassVar[frozenset[str]] = frozenset(
         {"quality", "timing", "sign", "schedule", "final_probability", "include_terminal", "noise", "form"}
-        | {"level", "min_similarity"}
+        | {"level", "min_similarity", "scope"}
     )
 
     def idle(self) -> frozenset[str]:
@@ -37,9 +37,20 @@ class BranchSection(BranchSettings):
 
     details: ClassVar[frozenset[str]] = frozenset(
         {"threshold", "source", "reduce", "normalizer", "pre_monitor", "branch_penalty", "penalty_scope"}
+        | {"num_children", "window", "decision", "attribution"}
     )
 
     entropy_advantage: float = Field(0.0, ge=0)
+
+
+class TipSection(TipSettings):
+    """Which groups act with tips, what new states are worth, and what is remembered (EMPO²)."""
+
+    details: ClassVar[frozenset[str]] = frozenset(
+        {"intrinsic_where_tied", "novelty", "novelty_threshold"}
+        | {f"memory.{name}" for name in ("writer", "state_key", "min_similarity")}
+        | {f"memory.{name}" for name in ("max_shown_tokens", "max_tip_tokens")}
+    )
 
 
 class CombinedSettings(OffPolicyObjective):
@@ -50,13 +61,15 @@ class CombinedSettings(OffPolicyObjective):
     docs/algorithms/combined.md.
     """
 
+    details: ClassVar[frozenset[str]] = frozenset({"old_context", "student_mask", "min_probability"})
+
     type: Literal["combined"] = "combined"
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
     ] = "token_mean"
     retrieval: RetrievalSection | None = None
     branch: BranchSection | None = None
-    tips: TipSettings | None = None
+    tips: TipSection | None = None
 
     def idle(self) -> frozenset[str]:
         """How to train without tips where nobody sees any."""

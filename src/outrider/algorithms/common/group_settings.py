@@ -85,6 +85,11 @@ class GroupSettings(ObjectiveSettings):
         """The KL of the reward needs one as well."""
         return self.kl_weight > 0 or self.reward_kl_weight > 0
 
+    @property
+    def drops_groups(self) -> bool:
+        """With ``dynamic_sampling``."""
+        return self.dynamic_sampling is not None
+
     def require_possible(self, run: "RunSettings") -> None:
         """A punishment of length that some response could reach."""
         if self.overlong is not None:

@@ -25,6 +25,7 @@ from outrider.algorithms.empo2.hook import MemorySettings
 from outrider.algorithms.empo2.metrics import tip_metrics
 from outrider.algorithms.empo2.modes import PLAIN
 from outrider.algorithms.empo2.tips import Tips, TipSettings, no_tips
+from outrider.memory.changes import MemoryChange
 from outrider.memory.embedder import Embedder
 from outrider.trace import Trace
 
@@ -142,3 +143,7 @@ class Empo2(Algorithm):
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
         """Puts back what :meth:`state` saved."""
         self.part.restore(state, arrays)
+
+    def memory_changes(self) -> list[MemoryChange]:
+        """Of the tips."""
+        return self.tips.memory.take_changes()

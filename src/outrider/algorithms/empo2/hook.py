@@ -107,6 +107,8 @@ class TipHook:
             "tip_ids": [hit.tip.tip_id for hit in shown],
             "similarities": [hit.similarity for hit in shown],
             "scores": [hit.tip.score for hit in shown],
+            "writers": [f"{hit.tip.policy_version}:{hit.tip.rollout_id}" for hit in shown],
+            "memory_version": self.memory.num_added(self.task_key(state.task)),
         }
         return [Splice(origin=Origin.MEMORY, text=text, metadata=metadata)]
 
@@ -246,9 +248,7 @@ def last_words(state: EpisodeState) -> str:
     Everything that it said before is in the chat already.
     """
     last = state.last_result
-    return (
-        f"{last.message.content}\n\n" if last and last.done and last.message and last.message.content else ""
-    )
+    return f"{last.text}\n\n" if last and last.done and last.text else ""
 
 
 def rendered_tips(tips: Sequence[Tip]) -> str:

@@ -160,7 +160,7 @@ class RetrievalHook:
         return Splice(
             origin=Origin.BUFFER,
             text=self._formed(text),
-            metadata=_metadata(hit, [record.step_id for record in records], num_calls_saved=saved),
+            metadata=self._metadata(hit, [record.step_id for record in records], num_calls_saved=saved),
         )
 
     def _following(self, state: EpisodeState, first: StepRecord) -> list[StepRecord]:
@@ -187,7 +187,7 @@ class RetrievalHook:
                 self.counts["refused"] += 1
                 return None
             observation = result.text
-            metadata = _metadata(hit, [hit.record.step_id], num_calls_saved=0) | {
+            metadata = self._metadata(hit, [hit.record.step_id], num_calls_saved=0) | {
                 "num_tool_calls": result.num_tool_calls
             }
             step = Step(text=hit.record.text, observation=observation, is_terminal=result.done)
@@ -195,6 +195,17 @@ class RetrievalHook:
             return Splice(origin=Origin.BUFFER, text=text, step=step, metadata=metadata)
 
         return Attempt(action=hit.record.text, then=then)
+
+    def _metadata(self, hit: Hit, step_ids: list[int], *, num_calls_saved: int) -> dict[str, object]:
+        return {
+            "step_ids": step_ids,
+            "similarity": hit.similarity,
+            "agent": hit.record.agent,
+            "source_task": hit.record.task_key,
+            "source": f"{hit.record.trajectory_id}#{hit.record.step_index}",
+            "num_calls_saved": num_calls_saved,
+            "memory_version": self.buffer.revision,
+        }
 
     def _formed(self, text: str) -> str:
         return retrieved(text) if self.settings.form == "tags" else text
@@ -239,13 +250,3 @@ def _inserted(state: EpisodeState) -> frozenset[int]:
 def _words(record: StepRecord) -> tuple[str, str]:
     """Identity of a step by its texts: a buffer holds equal steps of sibling trajectories."""
     return record.text, record.observation
-
-
-def _metadata(hit: Hit, step_ids: list[int], *, num_calls_saved: int) -> dict[str, object]:
-    return {
-        "step_ids": step_ids,
-        "similarity": hit.similarity,
-        "agent": hit.record.agent,
-        "source_task": hit.record.task_key,
-        "num_calls_saved": num_calls_saved,
-    }

@@ -20,13 +20,14 @@ _TEXT = Message(role="assistant", content="")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredNode:
     """One node: its parent's place in the group (None: a root), who wrote it, its ids, and their log-probs
-    where the policy did.
+    where the policy did. ``restarts``: the context begins anew there.
     """
 
     parent: int | None
     origin: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class StoredGroup:
                             origin=node.origin.value,
                             token_ids=node.token_ids,
                             logprobs=node.logprobs,
+                            restarts=node.restarts,
                         )
                     )
             leaves.append(
@@ -97,6 +99,7 @@ class StoredGroup:
                 message=_TEXT,
                 logprobs=node.logprobs,
                 entropies=(0.0,) * len(node.logprobs),
+                restarts=node.restarts,
             )
         for leaf in self.leaves:
             trace.finish(
@@ -117,7 +120,10 @@ def snapshot_groups(groups: Sequence[StoredGroup]) -> tuple[list[dict[str, Any]]
         {
             "task_key": group.task_key,
             "step": group.step,
-            "nodes": [[node.parent, node.origin, len(node.token_ids)] for node in group.nodes],
+            "nodes": [
+                [node.parent, node.origin, len(node.token_ids), *([True] if node.restarts else [])]
+                for node in group.nodes
+            ],
             "leaves": [
                 [leaf.rollout, leaf.node, leaf.outcome, leaf.episode_return, leaf.success]
                 for leaf in group.leaves
@@ -146,7 +152,7 @@ def restored_groups(
     num_ids = num_logprobs = 0
     for one in plain:
         nodes = []
-        for parent, origin, length in one["nodes"]:
+        for parent, origin, length, *restarts in one["nodes"]:
             num_own = length if origin == Origin.POLICY else 0
             nodes.append(
                 StoredNode(
@@ -154,6 +160,7 @@ def restored_groups(
                     origin=origin,
                     token_ids=tuple(ids[num_ids : num_ids + length]),
                     logprobs=tuple(logprobs[num_logprobs : num_logprobs + num_own]),
+                    restarts=bool(restarts),
                 )
             )
             num_ids, num_logprobs = num_ids + length, num_logprobs + num_own

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -23,7 +23,15 @@ from pydantic import Field, field_validator
 
 from outrider.config import Settings
 from outrider.engines.chat.http_client import HttpAnswer, HttpClient
-from outrider.engines.chat.wire import Refusal, Transient, refusal_line, reply_text, shown, wire_messages
+from outrider.engines.chat.wire import (
+    Refusal,
+    Transient,
+    refusal_line,
+    reply_text,
+    shown,
+    wire_messages,
+    without_thinking,
+)
 from outrider.errors import ConfigError, EngineFault, ModelError
 from outrider.seeding import stream
 from outrider.types import Message
@@ -55,6 +63,14 @@ class EndpointSettings(Settings):
     """The server takes ``continue_final_message`` (vLLM)."""
     seed: int = 0
     """Of the stream that spreads retries."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the server's chat template, sent as ``chat_template_kwargs`` (vLLM, SGLang), such as
+    ``{enable_thinking = false}``.
+    """
+    history_thinking: Literal["keep", "strip"] = "keep"
+    """Whether earlier turns are sent with the thinking that stands in their text; as the model was trained
+    (``model.history_thinking`` of its run).
+    """
 
     @field_validator("base_url")
     @classmethod
@@ -123,6 +139,8 @@ class ChatEndpoint:
 
         A server that leaves out the stop string it met gets it appended (see ``wire.reply_text``).
         """
+        if self.settings.history_thinking == "strip":
+            messages = without_thinking(messages)
         wire, is_continued = wire_messages(messages, continues=self.settings.continues_messages)
         body: dict[str, Any] = {
             "model": self.settings.model,
@@ -135,6 +153,8 @@ class ChatEndpoint:
             body["stop"] = list(stop)
         if is_continued:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.settings.template_kwargs:
+            body["chat_template_kwargs"] = self.settings.template_kwargs
         return self._patiently("chat/completions", body, lambda answer: _reply(answer, stop), seed)
 
     def discovered(self) -> EndpointSettings:

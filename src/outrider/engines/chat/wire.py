@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from outrider.engines.chat.http_client import HttpAnswer
 from outrider.printing import one_line
+from outrider.tokens.parsed import split_thinking
 from outrider.types import Message
 
 _MAX_LINE = 300
@@ -64,6 +66,17 @@ def wire_messages(messages: Sequence[Message], *, continues: bool) -> tuple[list
         else:
             wire.append({"role": "user", "content": message.content})
     return wire, continues and bool(messages) and messages[-1].role == "inline"
+
+
+def without_thinking(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the thinking cut from every turn that is over; an open turn keeps its own."""
+    following = [*(message.role for message in messages[1:]), None]
+    return [
+        replace(message, content=split_thinking(message.content)[1])
+        if message.role == "assistant" and role not in ("inline", None)
+        else message
+        for message, role in zip(messages, following, strict=True)
+    ]
 
 
 def reply_text(text: str, stop: Sequence[str], choice: Mapping[str, object]) -> str:

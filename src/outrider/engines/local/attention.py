@@ -12,6 +12,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -254,7 +255,20 @@ def decode_mask(lengths_B: torch.Tensor, num_seen: int, *, dtype: torch.dtype) -
     return mask[..., :num_seen].masked_fill_(unseen, float("-inf"))
 
 
-Plan = TreePlan | PrefillPlan | DecodePlan
+class Plan(Protocol):
+    """Where keys and values lie, and what each token may see of them."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        /,
+    ) -> torch.Tensor:
+        """Attention output, tokens before heads."""
+        ...
 
 
 def _forward(
@@ -272,7 +286,9 @@ def _forward(
 ) -> tuple[torch.Tensor, None]:
     """``sliding_window`` is among the ignored arguments: load_model keeps contexts within the window."""
     if softcap is not None or s_aux is not None:
-        raise ModelError("attention with a soft cap or sinks is not supported")
+        raise ModelError("attention has a soft cap or sinks")
+    if value.shape[-1] != key.shape[-1]:
+        raise ModelError("attention has values of another size than its keys")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return plan.attend(module, query, key, value, scale), None
 

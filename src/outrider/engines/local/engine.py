@@ -16,12 +16,13 @@ import torch
 
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, SlotCache, decode_mask
+from outrider.engines.local.endings import Endings, room_for
 from outrider.engines.local.few_rows import MAX_ROWS, FewRows
 from outrider.engines.local.model import LanguageModel
 from outrider.engines.local.packed import PackedLinears
 from outrider.engines.local.prefixes import Prefixes
-from outrider.engines.local.sampling import StopStrings, request_stream, sample
-from outrider.errors import EngineFault
+from outrider.engines.local.sampling import request_stream, sample
+from outrider.errors import ModelError
 from outrider.tokens import Tokenizer
 
 
@@ -57,6 +58,8 @@ class LocalEngine:
         prefill_tokens: int = 1024,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
+        if language_model.unpacked is not None:
+            raise ModelError(f"this model does not run packed: {language_model.unpacked.why}")
         self._lm = language_model
         self._model = language_model.model
         self.tokenizer: Tokenizer = language_model.tokenizer
@@ -69,7 +72,7 @@ class LocalEngine:
         # called with the number of tokens after every decoding step: live progress
         self._on_tokens = on_tokens
         self._device = language_model.device
-        self._stops = StopStrings(self.tokenizer, len(language_model.tokenizer))
+        self._endings = Endings(language_model)
         self._cache = SlotCache(dtype=language_model.dtype, device=self._device)
         self._few_rows = FewRows(self._model)
         self._takes_few_rows = False
@@ -107,17 +110,11 @@ class LocalEngine:
         """
         if not requests:
             return []
-        for request in requests:
-            if not 0 < len(request.token_ids) < self.context_length:
-                raise EngineFault(
-                    f"request {request.request_id}: {len(request.token_ids)} tokens do "
-                    f"not fit a context of {self.context_length}"
-                )
+        rows = [self._row(index, request) for index, request in enumerate(requests)]
         was_training = self._model.training
         # The trainer shares the model and may have left it in training mode, with dropout.
         self._model.eval()
         try:
-            rows = [self._row(index, request) for index, request in enumerate(requests)]
             # All positions at once: growing in the middle of decoding would copy every slot.
             self._reserve(1, max(row.length + row.room for row in rows))
             # asked every time: adapters may have come since the last one
@@ -134,7 +131,7 @@ class LocalEngine:
         self._cache.reserve(num_slots, num_positions, stored=stored)
 
     def _row(self, index: int, request: Request) -> _Row:
-        room = min(request.max_tokens, self.context_length - len(request.token_ids))
+        room = room_for(request, self.context_length)
         return _Row(index, request, request_stream(request.seed), len(request.token_ids), room)
 
     def _admit(self, waiting: deque[_Row], num_active: int) -> list[_Row]:
@@ -279,14 +276,7 @@ class LocalEngine:
         row.ids.append(token)
         row.logprobs.append(logprob)
         row.entropies.append(entropy)
-        ends = self._lm.eos_texts
-        # An end in the last token that there was room for is an end and no truncation.
-        if token in self._lm.eos_token_ids or (ends and self._stops.completed(row.ids, ends)):
-            row.reason = FinishReason.EOS
-        elif row.request.stop and self._stops.completed(row.ids, row.request.stop):
-            row.reason = FinishReason.STOP
-        elif len(row.ids) == row.room:
-            row.reason = FinishReason.LENGTH
+        row.reason = self._endings.reason(row.request, row.ids, row.room)
 
     def _compact(self, active: list[_Row]) -> list[_Row]:
         """Keep running rows in slots 0..B-1; the order of the rest is kept where possible.

@@ -3,7 +3,8 @@ package.
 """
 
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -34,22 +36,27 @@ from outrider.engines.local.attention import (
 )
 from outrider.engines.local.fused import fuse
 from outrider.engines.local.processor import read_processor
+from outrider.engines.local.unpacked import EAGER, Unpacked, longrope_lengths
+from outrider.engines.local.unpacked_check import examine
 from outrider.engines.model_names import PACKAGED, cache_folder, require_known_model
 from outrider.errors import ConfigError, ModelError
 from outrider.tokens import ChatRenderer
 
 Precision = Literal["auto", "bfloat16", "float32"]
+Forward = Literal["auto", "packed", "unpacked"]
 
 _ROUNDING = {torch.bfloat16: 0.02, torch.float32: 0.001}
 """Share of what a context changes in the logits. SmolLM2 has 2e-4 and 5e-7 of it, a layer that ignores the
 plan 0.05 and more.
 """
+_KERNELS = {torch.bfloat16: 0.1, torch.float32: 0.001}
+"""The same between two implementations of attention, which round in other places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModel:
     """A loaded model with its tokenizer. ``model`` runs attention through
-    :mod:`outrider.engines.local.attention`.
+    :mod:`outrider.engines.local.attention`, or, where ``unpacked`` says why, as transformers does.
     """
 
     model: PreTrainedModel
@@ -57,6 +64,7 @@ class LanguageModel:
     context_length: int
     eos_token_ids: frozenset[int]
     eos_texts: tuple[str, ...] = ()  # what ends a turn where the chat template closes it with ordinary tokens
+    unpacked: Unpacked | None = None
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +84,12 @@ class LanguageModel:
         return module
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Last hidden states [B, N, E] for ids and positions [B, N]; attention follows ``plan``."""
+        """Last hidden states [B, N, E] for ids and positions [B, N]; attention follows ``plan``.
+
+        Raises ModelError for a model of the unpacked path, which would ignore the plan.
+        """
+        if self.unpacked is not None:
+            raise ModelError(f"this model does not run packed: {self.unpacked.why}")
         backbone: Any = self.model.base_model
         output = backbone(
             input_ids=ids.to(self.device), position_ids=positions.to(self.device), use_cache=False, plan=plan
@@ -161,30 +174,34 @@ def resolve_precision(precision: Precision, device: str) -> Literal["bfloat16", 
 
 
 def longest_context(config: PreTrainedConfig, name: str) -> int:
-    """Tokens over which a position's rotation and what it attends to are the same whatever comes behind it.
+    """Tokens over which a position's rotation and what it attends to are the same whatever comes behind it:
+    the longest context of the packed path.
 
     Within a sliding window and a chunk of attention, and where a sequence that grows turns all of its
     positions anew: longrope changes its factors behind the original length, ``dynamic`` its base behind
     ``max_position_embeddings``. A cached key would be the wrong one then, and a short sequence packed beside
     a long one. Raises ModelError where the configuration names no length.
     """
+    longest = declared_context(config, name)
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if not longest:
-        raise ModelError(f"model {name!r} declares no longest context (max_position_embeddings)")
-    rope = getattr(text, "rope_parameters", None) or {}
-    # some have one per kind of layer
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    limits = [
-        kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == "longrope"
-    ]
     # some have one
     windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
-    return min(int(limit or longest) for limit in (longest, *limits, *windows))
+    return min(int(limit or longest) for limit in (longest, *longrope_lengths(config), *windows))
 
 
-def load_model(name: str, *, precision: Precision, device: str = "cpu") -> LanguageModel:
-    """Load model and tokenizer for training and generation.
+def declared_context(config: PreTrainedConfig, name: str) -> int:
+    """``max_position_embeddings``: the longest context of the unpacked path. Raises ModelError without it."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not longest:
+        raise ModelError(f"model {name!r} declares no longest context (max_position_embeddings)")
+    return int(longest)
+
+
+def load_model(
+    name: str, *, precision: Precision, device: str = "cpu", forward: Forward = "auto"
+) -> LanguageModel:
+    """Load model and tokenizer for training and generation. ``forward``: which path computes it (``auto``:
+    packed where that is exact, else unpacked).
 
     Raises ModelError when they are missing, have no chat template or no end-of-turn id, or would be computed
     wrongly, and ConfigError for a device that is not here.
@@ -192,29 +209,8 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
     require_device(device)
     register()
     disable_progress_bar()  # the run has its own display
-    folder = resolve_model(name)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, resolve_precision(precision, device)),
-            attn_implementation=IMPLEMENTATION,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    # damaged or hostile weights, settings and tokenizers raise whatever their readers raise
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"cannot load model {name!r}: {reason}"[:500]) from error
-    if tokenizer.chat_template is None:
-        raise ModelError(f"model {name!r} has no chat template; use an instruct model")
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    closing = ChatRenderer(tokenizer).closing  # a base model's EOS is another one
-    ends = {
-        tokenizer.eos_token_id,
-        closing.token_id,
-        *(configured if isinstance(configured, list) else [configured]),
-    } - {None}
-    if not ends and not closing.stop:
-        raise ModelError(f"model {name!r} declares no end-of-turn id")
+    model, tokenizer = _read(name, getattr(torch, resolve_precision(precision, device)), forward)
+    ends, texts = turn_ends(name, tokenizer, model.generation_config)
     context_length = longest_context(model.config, name)
     # its annotation hides the argument
     moved: PreTrainedModel = model.to(torch.device(device))  # type: ignore[arg-type]
@@ -224,25 +220,85 @@ def load_model(name: str, *, precision: Precision, device: str = "cpu") -> Langu
         model=moved,
         tokenizer=tokenizer,
         context_length=context_length,
-        eos_token_ids=frozenset(ends),
-        eos_texts=closing.stop,
+        eos_token_ids=ends,
+        eos_texts=texts,
     )
-    _check(loaded, name)
-    return loaded
+    return _on_its_path(loaded, name, forward)
+
+
+def _read(name: str, dtype: torch.dtype, forward: Forward) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    folder = resolve_model(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=EAGER if forward == "unpacked" else IMPLEMENTATION
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    # damaged or hostile weights, settings and tokenizers raise whatever their readers raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"cannot load model {name!r}: {reason}"[:500]) from error
+    return model, tokenizer
+
+
+def _on_its_path(loaded: LanguageModel, name: str, forward: Forward) -> LanguageModel:
+    """Packed where that is exact and not forbidden. Raises ModelError where the chosen path is not exact,
+    with ``auto`` where neither is.
+    """
+    why = "it was asked for (model.forward)" if forward == "unpacked" else _not_packed(loaded)
+    if not why:
+        return loaded
+    if forward == "packed":
+        raise ModelError(f'model {name!r} does not run packed (model.forward = "packed"): {why}')
+    loaded.model.set_attn_implementation(EAGER)
+    try:
+        unpacked = examine(loaded.model, why=why, turns=tuple(longrope_lengths(loaded.model.config)))
+    except ModelError as error:
+        packed = "" if forward == "unpacked" else f"; packed: {why}"
+        raise ModelError(f"model {name!r} cannot be computed exactly: {error}{packed}") from error
+    return replace(loaded, unpacked=unpacked, context_length=declared_context(loaded.model.config, name))
+
+
+def _not_packed(loaded: LanguageModel) -> str:
+    """Why the packed path does not compute what transformers does; empty where it does.
+
+    Some models scale or cap logits behind the head (engine and trainer would agree on wrong numbers), some
+    have layers that ignore the plan and carry state from token to token (one sequence would see another, a
+    decoding step nothing).
+    """
+    if loaded.model.base_model is loaded.model:
+        return "it has no backbone apart from its vocabulary projection"
+    try:
+        return _difference(loaded)
+    except ModelError as error:
+        return str(error)
+    # the modules of an architecture raise anything
+    except Exception as error:
+        reason = " ".join((str(error).strip() or type(error).__name__).split())
+        return f"its layers do not take packed rows ({reason[:100]})"
+
+
+def turn_ends(
+    name: str, tokenizer: PreTrainedTokenizerBase, configured: GenerationConfig | None
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Ids that end a turn, and what does where the chat template closes one with ordinary tokens. Raises
+    ModelError for a model without a chat template, and for one whose turns never end.
+    """
+    if tokenizer.chat_template is None:
+        raise ModelError(f"model {name!r} has no chat template; use an instruct model")
+    given = configured.eos_token_id if configured else None
+    closing = ChatRenderer(tokenizer, observations=()).closing  # a base model's EOS is another one
+    ends = {
+        tokenizer.eos_token_id,
+        closing.token_id,
+        *(given if isinstance(given, list) else [given]),
+    } - {None}
+    if not ends and not closing.stop:
+        raise ModelError(f"model {name!r} declares no end-of-turn id")
+    return frozenset(ends), closing.stop
 
 
 @torch.no_grad()
-def _check(loaded: LanguageModel, name: str) -> None:
-    """Whether the model's logits are those of our path, whichever way the tokens come in.
-
-    Raises ModelError: some models scale or cap logits behind the head (engine and trainer would agree on
-    wrong numbers), some have layers that ignore the plan and carry state from token to token (one sequence
-    would see another, a decoding step nothing).
-    """
-    if loaded.model.base_model is loaded.model:
-        raise ModelError(
-            f"model {name!r} has no backbone apart from its vocabulary projection, which is not supported"
-        )
+def _difference(loaded: LanguageModel) -> str:
     ids, positions = torch.arange(1, 9) % loaded.model.config.get_text_config().vocab_size, torch.arange(8)
     plan = TreePlan(segments=(Segment(length=8),))
     ours = loaded.logits(ids, positions, plan)
@@ -254,19 +310,29 @@ def _check(loaded: LanguageModel, name: str) -> None:
     }
     theirs = model(input_ids=ids[None].to(loaded.device), **options).logits[0]
     if not torch.allclose(ours.float(), theirs.float(), rtol=0.02, atol=0.02):
-        raise ModelError(
-            f"model {name!r} changes its logits behind the vocabulary projection, which is not supported"
-        )
+        return "it changes its logits behind the vocabulary projection"
     half, whole = positions[:4], (Segment(length=4),)
     packed = loaded.logits(ids, half.repeat(2), TreePlan(segments=whole * 2))
     alone = torch.cat([loaded.logits(part, half, TreePlan(segments=whole)) for part in ids.split(4)])
     last = loaded.logits(ids[-1:], positions[-1:], TreePlan(segments=(Segment(length=1),)))
     apart = _same(packed, alone, beside=ours[4:] - alone[4:])
     if not apart or not _same(_step_after(loaded, ids), ours[-1:], beside=last - ours[-1:]):
-        raise ModelError(
-            f"model {name!r} has layers beside attention that carry state from token to token "
-            "(recurrent or convolution), which is not supported"
+        return (
+            "it has layers beside attention that carry state from token to token (recurrent or convolution)"
         )
+    if not _same(ours, _eager(loaded, ids, positions), beside=ours[4:] - alone[4:], limits=_KERNELS):
+        return "its attention is not plain causal attention"
+    return ""
+
+
+def _eager(loaded: LanguageModel, ids_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+    """[N, V] by transformers' own attention, which knows all that an architecture does there."""
+    model: Any = loaded.model
+    model.set_attn_implementation(EAGER)
+    options: dict[str, Any] = {"position_ids": positions_N[None].to(loaded.device), "use_cache": False}
+    logits: torch.Tensor = model(input_ids=ids_N[None].to(loaded.device), **options).logits[0]
+    model.set_attn_implementation(IMPLEMENTATION)
+    return logits
 
 
 def _step_after(loaded: LanguageModel, ids_N: torch.Tensor) -> torch.Tensor:
@@ -283,8 +349,14 @@ def _step_after(loaded: LanguageModel, ids_N: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _same(ours: torch.Tensor, theirs: torch.Tensor, *, beside: torch.Tensor) -> bool:
+def _same(
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    *,
+    beside: torch.Tensor,
+    limits: Mapping[torch.dtype, float] = _ROUNDING,
+) -> bool:
     """Equal up to rounding, in units of what a context changes in the logits: no scale of the weights hides a
     lost context.
     """
-    return bool((ours - theirs).float().norm() <= _ROUNDING[ours.dtype] * beside.float().norm())
+    return bool((ours - theirs).float().norm() <= limits[ours.dtype] * beside.float().norm())

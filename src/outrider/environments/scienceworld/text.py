@@ -49,10 +49,11 @@ class ParsedAction:
     problem: str = ""
 
 
-def parse_action(text: str) -> ParsedAction:
+def parse_action(text: str, *, lower: bool = True) -> ParsedAction:
     """Read the one ``<action>...</action>`` of a message; everything around it is free thought. Never raises.
 
-    The command is lower-cased and its white space collapsed, as the simulator's parser expects.
+    The command's white space is collapsed and, with ``lower``, it is lower-cased, as the simulator's parser
+    expects.
     """
     found = _TAGGED.findall(text)
     if not found:
@@ -65,7 +66,8 @@ def parse_action(text: str) -> ParsedAction:
                 f"Found {len(found)} commands; nothing was done. Write exactly one <action>command</action>."
             )
         )
-    action = " ".join(found[0].split()).lower()
+    action = " ".join(found[0].split())
+    action = action.lower() if lower else action
     if not action:
         return ParsedAction(problem="The command is empty. Write one command as <action>command</action>.")
     if len(action) > MAX_ACTION_CHARACTERS:

@@ -25,6 +25,16 @@ class CallBudget:
         if self._whole is not None:
             self.limit = self._whole * end // of - self._whole * begin // of
 
+    def num_spent(self) -> int:
+        """See :class:`outrider.environments.base.CallCapped`."""
+        return self.num_executed
+
+    def go_on(self, num_spent: int) -> None:
+        """See :class:`outrider.environments.base.CallCapped`."""
+        self._limited = self.limit is not None
+        self.num_executed = num_spent
+        self.begin_round()
+
     def begin_batch(self, *, limited: bool) -> None:
         """A new batch has all its calls."""
         self._limited = limited and self.limit is not None

@@ -1,15 +1,15 @@
-"""One tool-reasoning episode: reads policy turns, runs tools within limits, keeps the record."""
+"""One tool-reasoning episode in the tag protocol: reads policy turns, runs tools within limits, keeps the
+record.
+"""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import Self
 
-from pydantic import Field
-
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.base import StepResult
 from outrider.environments.tool_qa.call_budget import CallBudget
-from outrider.environments.tool_qa.reward_judge import RewardJudge, make_reward_judge
-from outrider.environments.tool_qa.rewards import RewardConfig, Score, score_turns
+from outrider.environments.tool_qa.native import NativeToolEnvironment
+from outrider.environments.tool_qa.reward_judge import make_reward_judge
+from outrider.environments.tool_qa.rewards import Score, score_turns
 from outrider.environments.tool_qa.tag_protocol import (
     Answer,
     Call,
@@ -19,83 +19,27 @@ from outrider.environments.tool_qa.tag_protocol import (
     parse_action,
     render_result,
 )
+from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, EpisodeConfig, Judge, ToolEpisode
 from outrider.tools.base import Tool
+from outrider.tools.toolset import Toolset
 from outrider.types import Message, Task
 
-OVER_LIMIT = "No tool calls are left. Give the answer now."
-REPEATED = "This was asked before. Ask something else or answer."
 
-
-class EpisodeConfig(EnvironmentSettings):
-    """Limits and reward of a tool-reasoning episode."""
-
-    calls_tools: ClassVar[bool] = True
-    details: ClassVar[frozenset[str]] = frozenset({"max_invalid", "repeated"})
-
-    max_calls: int = Field(default=3, ge=0)
-    """Tool calls that an episode may execute, all tools together. The next one is refused once, with the
-    request to answer; one more ends the episode as invalid.
-    """
-    max_batch_calls: int | None = Field(default=None, ge=0)
-    """Tool calls that all episodes of one training step may execute together; once they are spent, further
-    ones are refused as above. Evaluations and experts are not limited.
-    """
-    max_invalid: int = Field(default=3, ge=1)
-    """Unreadable turns (and refused repetitions) after which an episode ends as invalid."""
-    repeated: Literal["answer", "refuse"] = "answer"
-    """Reply to a call that repeats an earlier one of the episode; either way it is counted."""
-    reward: RewardConfig = RewardConfig()
-
-
-class ToolEnvironment:
-    """Plays one task. Tools are shared with other episodes and not closed here."""
-
-    def __init__(
-        self,
-        *,
-        task: Task,
-        tools: Mapping[str, Tool],
-        config: EpisodeConfig,
-        system_prompt: str,
-        budget: CallBudget | None = None,
-        judge: RewardJudge | None = None,
-    ) -> None:
-        self._judge = judge
-        self._budget = budget or CallBudget(None)
-        self._task = task
-        self._tools = tools
-        self._config = config
-        self._system_prompt = system_prompt
-        self._start()
+class ToolEnvironment(ToolEpisode):
+    """Plays one task whose calls, results and answer stand inside one assistant message."""
 
     def _start(self) -> None:
+        super()._start()
         self._turns: list[Turn] = []
-        self._calls: Counter[tuple[str, str]] = Counter()
-        self._num_calls: Counter[str] = Counter()
-        self._num_failed = 0
-        self._num_invalid = 0
-        self._num_refused = 0
-        self._done = False
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        """Start over. Nothing is drawn, so the seed is not used; the same turns always get the same
-        results.
-        """
-        self._start()
-        question = Message(role="user", content=self._task.question)
-        return (
-            (Message(role="system", content=self._system_prompt), question)
-            if self._system_prompt
-            else (question,)
-        )
+    def copy(self) -> Self:
+        """See :meth:`ToolEpisode.copy`."""
+        twin = super().copy()
+        twin._turns = list(self._turns)
+        return twin
 
-    def step(self, message: Message) -> StepResult:
-        """Act with the text of one policy turn. Raises ToolFault when a tool's infrastructure broke, and
-        ValueError after the end of the episode; never for what the policy wrote.
-        """
-        if self._done:
-            raise ValueError("the episode has ended; reset the environment first")
-        action = parse_action(message.content, tuple(self._tools))
+    def _act(self, message: Message) -> StepResult:
+        action = parse_action(message.content, self._tools.names)
         match action:
             case Answer():
                 return self._end(message.content, invalid=False)
@@ -106,51 +50,8 @@ class ToolEnvironment:
             case Call():
                 return self._call(message.content, action)
 
-    def result(self) -> EpisodeResult:
-        """The return by the reward's rules and the counts. An episode cut before its answer has a bad
-        format. Raises ToolFault where the reward's judge has no verdict.
-        """
-        score = self._score(self._turns)
-        metrics = {
-            "em": float(score.em),
-            "f1": score.f1,
-            "answer_contained": float(score.contained),
-            "format_ok": float(score.fault is None),
-            "num_invalid": float(self._num_invalid),
-            "num_repeated_queries": float(sum(count - 1 for count in self._calls.values())),
-            "num_refused_calls": float(self._num_refused),
-            "num_failed_calls": float(self._num_failed),
-            "num_undecided_answers": float(score.num_undecided),
-        }
-        metrics |= {f"num_tool_calls_{name}": float(self._num_calls[name]) for name in self._tools}
-        success = score.is_correct and score.fault is None
-        return EpisodeResult(episode_return=score.reward, success=success, metrics=metrics)
-
-    def copy(self) -> "ToolEnvironment":
-        """The same episode so far; tools keep no state between calls."""
-        twin = ToolEnvironment(
-            task=self._task,
-            tools=self._tools,
-            config=self._config,
-            system_prompt=self._system_prompt,
-            budget=self._budget,
-            judge=self._judge,
-        )
-        twin._turns = list(self._turns)
-        twin._calls, twin._num_calls = self._calls.copy(), self._num_calls.copy()
-        twin._num_failed, twin._num_invalid, twin._num_refused = (
-            self._num_failed,
-            self._num_invalid,
-            self._num_refused,
-        )
-        twin._done = self._done
-        return twin
-
-    def close(self) -> None:
-        """Nothing of its own to release."""
-
     def _call(self, text: str, call: Call) -> StepResult:
-        if self._num_calls.total() >= self._config.max_calls or not self._budget.is_open:
+        if not self._is_open():
             self._num_refused += 1
             return (
                 self._end(text, invalid=True)
@@ -158,15 +59,11 @@ class ToolEnvironment:
                 else self._answer(text, OVER_LIMIT, refused=True)
             )
         key = (call.tool, " ".join(call.argument.split()) if call.tool == "search" else call.argument)
-        if self._calls[key] and self._config.repeated == "refuse":
+        if self._is_refused_repetition(key):
             self._calls[key] += 1
             return self._complain(text, REPEATED)
-        # Counted only once it ran: a fault leaves the record as it was.
-        output = self._tools[call.tool].run_text(call.argument)
-        self._calls[key] += 1
-        self._num_calls[call.tool] += 1
-        self._budget.count()
-        self._num_failed += output.failed
+        output = self._tools.run_text(call.tool, call.argument)
+        self._count(key, failed=output.failed)
         return self._answer(text, output.text, executed=call.tool)
 
     def _answer(
@@ -195,39 +92,51 @@ class ToolEnvironment:
 
     def _end(self, text: str, *, invalid: bool) -> StepResult:
         # Scored first: a judge's fault leaves the record as it was.
-        score = self._score([*self._turns, Turn(text=text)])
+        score = self._scored([*self._turns, Turn(text=text)])
         self._turns.append(Turn(text=text))
         self._num_invalid += invalid
         self._done = True
         return StepResult(message=None, reward=score.reward, done=True, invalid=invalid)
 
-    def _score(self, turns: Sequence[Turn]) -> Score:
-        judge = self._judge
-        return score_turns(
-            turns,
-            self._task.answers,
-            tuple(self._tools),
-            self._config.reward,
-            judged=None if judge is None else lambda prediction: judge.is_correct(self._task, prediction),
-        )
+    def _score(self) -> Score:
+        return self._scored(self._turns)
+
+    def _scored(self, turns: Sequence[Turn]) -> Score:
+        answers, tools = self._task.answers, self._tools.names
+        return score_turns(turns, answers, tools, self._config.reward, judged=self._judged)
 
 
 class ToolEnvironmentFactory:
-    """Makes environments over one set of tools, which it owns.
+    """Makes environments over one set of tools, which it owns; ``config.call_format`` decides about the
+    protocol.
 
     Raises ToolUnavailable where the reward's judge does not answer.
     """
 
-    def __init__(self, *, tools: Sequence[Tool], config: EpisodeConfig, system_prompt: str) -> None:
-        self._tools = {tool.name: tool for tool in tools}
+    def __init__(
+        self,
+        *,
+        tools: Sequence[Tool],
+        config: EpisodeConfig,
+        system_prompt: str,
+        verifier: Judge | None = None,
+    ) -> None:
+        """``verifier`` is the tasks' own, for the reward ``verifier``."""
+        self._tools = Toolset(tools)
         self._config = config
         self._system_prompt = system_prompt
         self._budget = CallBudget(config.max_batch_calls)
-        self._judge = make_reward_judge(config.reward.judge)
+        try:
+            judge = make_reward_judge(config.reward.judge)
+        except BaseException:
+            self.close()
+            raise
+        self._judge = verifier if judge is None else judge.is_correct
 
-    def __call__(self, task: Task) -> ToolEnvironment:
+    def __call__(self, task: Task) -> ToolEpisode:
         """A fresh environment for one episode of the task."""
-        return ToolEnvironment(
+        made = ToolEnvironment if self._config.call_format is None else NativeToolEnvironment
+        return made(
             task=task,
             tools=self._tools,
             config=self._config,
@@ -240,6 +149,14 @@ class ToolEnvironmentFactory:
         """See :class:`outrider.environments.base.CallCapped`."""
         self._budget.take_share(begin, end, of)
 
+    def num_spent(self) -> int:
+        """See :class:`outrider.environments.base.CallCapped`."""
+        return self._budget.num_spent()
+
+    def go_on(self, num_spent: int) -> None:
+        """See :class:`outrider.environments.base.CallCapped`."""
+        self._budget.go_on(num_spent)
+
     def begin_batch(self, *, limited: bool) -> None:
         """See :class:`outrider.environments.base.RoundAware`."""
         self._budget.begin_batch(limited=limited)
@@ -250,5 +167,4 @@ class ToolEnvironmentFactory:
 
     def close(self) -> None:
         """Close the tools; may be called twice."""
-        for tool in self._tools.values():
-            tool.close()
+        self._tools.close()

@@ -3,29 +3,22 @@ RAPO).
 """
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeAlias, cast
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.config import Settings
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
-from outrider.environments.tool_qa.episode import EpisodeConfig, ToolEnvironmentFactory
-from outrider.environments.tool_qa.tag_protocol import ANSWER, stop_strings
+from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
+from outrider.environments.tool_qa.named_tools import ToolName, load_tools, tool_tags, usages
+from outrider.environments.tool_qa.tag_protocol import stop_strings
+from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import DataError
-from outrider.plugins.fields import Entry
-from outrider.plugins.registry import build_named, resolve
-from outrider.tools.base import Tool, ToolContext
+from outrider.tokens.calls import CallFormatName
 from outrider.tools.python import PythonToolConfig
 from outrider.tools.search import SearchConfig
 from outrider.types import Step, Task
-
-ToolName: TypeAlias = Annotated[str | Settings, Entry("tools")]
-"""A tool by name, with its default settings, or a table with its ``type`` and settings."""
-_TAG = re.compile(r"[a-z][a-z0-9_]*")
-_TAKEN = ("think", "result", "retrieve", ANSWER)
 
 
 class ToolsConfig(EpisodeConfig):
@@ -38,7 +31,13 @@ class ToolsConfig(EpisodeConfig):
     valid: DatasetConfig | None = None
     test: DatasetConfig | None = None
     tools: tuple[ToolName, ...] = ("search", "python")
-    """The tools in use: names of plug-ins, or tables such as ``{type = "my_module:MyTool", digits = 3}``."""
+    """The tools in use: names of plug-ins, Python functions (``"my_module:add"``), or tables such as
+    ``{type = "my_module:MyTool", digits = 3}``.
+    """
+    protocol: Literal["tags"] | CallFormatName = "tags"
+    """How tools are called: by the papers' tags inside one message, or natively in one of the forms that
+    model families write, with a message of the role ``tool`` for every result.
+    """
     corpus: Path | None = None
     """Passages to search: JSONL or Parquet with the columns id, title, text. Needed by the tool search."""
     pages: Path | None = None
@@ -54,32 +53,26 @@ class ToolsConfig(EpisodeConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> "ToolsConfig":
-        names = self.tool_names()
-        if not names or len(set(names)) != len(names):
+        if not self.tool_names():
             raise ValueError("tools must name at least one tool, each once")
-        if wrong := [name for name in names if not _TAG.fullmatch(name) or name in _TAKEN]:
-            raise ValueError(
-                f"a tool cannot have the tag name {wrong[0]!r}: lower-case letters, "
-                f"and none of {', '.join(_TAKEN)}"
-            )
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
         return self
 
+    @property
+    def call_format(self) -> CallFormatName | None:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return None if self.protocol == "tags" else self.protocol
+
     def tool_names(self) -> tuple[str, ...]:
         """Tag names, in the recipe's order."""
-        return tuple(str(getattr(resolve("tools", plugin_name(one)), "name", "")) for one in self.tools)
+        return tool_tags(self.tools)
 
     def waiting_s(self, num_concurrent: int) -> float:
         """Python runs so many calls at a time; the others wait."""
         if "python" not in self.tools:
             return 0.0
         return self.python.wall_seconds * math.ceil(num_concurrent / self.python.num_servers)
-
-
-def plugin_name(tool: str | Settings) -> str:
-    """The plug-in's name of an entry of ``tools``."""
-    return tool if isinstance(tool, str) else str(tool.type)  # type: ignore[attr-defined]
 
 
 class ToolsFamily:
@@ -92,7 +85,8 @@ class ToolsFamily:
 
     def __init__(self, config: ToolsConfig) -> None:
         self.config = config
-        self.stop = stop_strings(config.tool_names())
+        # a native turn ends where the policy closes its message
+        self.stop = stop_strings(config.tool_names()) if config.call_format is None else ()
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The rows of a split in file order; raises DataError when none is configured or the data are bad."""
@@ -105,17 +99,11 @@ class ToolsFamily:
 
     def make(self) -> ToolEnvironmentFactory:
         """Load every configured tool; raises ToolUnavailable or DataError when one cannot work here."""
-        tools: list[Tool] = []
-        try:
-            for one in self.config.tools:
-                tools.append(self._load(one))
-            return ToolEnvironmentFactory(
-                tools=tools, config=self.config, system_prompt=system_prompt(self.config)
-            )
-        except BaseException:
-            for tool in tools:
-                tool.close()
-            raise
+        return ToolEnvironmentFactory(
+            tools=load_tools(self.config.tools, self.config),
+            config=self.config,
+            system_prompt=system_prompt(self.config),
+        )
 
     def close(self) -> None:
         """Nothing is held."""
@@ -123,11 +111,6 @@ class ToolsFamily:
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
         """None: data sets come without solutions."""
         return None
-
-    def _load(self, chosen: ToolName) -> Tool:
-        settings = None if isinstance(chosen, str) else chosen
-        context = ToolContext(environment=self.config)
-        return cast(Tool, build_named("tools", plugin_name(chosen), settings, context))
 
 
 def system_prompt(config: ToolsConfig) -> str:
@@ -137,12 +120,14 @@ def system_prompt(config: ToolsConfig) -> str:
     if config.prompt == "none":
         return ""
     box = r"\boxed{...}" if config.reward.require_boxed else "..."
+    if config.call_format is not None:
+        return _native_prompt(config, box)
     if config.prompt == "short":
         calls = " or ".join(f"<{name}>...</{name}>" for name in config.tool_names())
         return f"Think, use {calls}, then end with <answer>{box}</answer>."
     lines = [
         "Solve the question step by step. Put your thoughts in <think> and </think> before each action.",
-        *(usage(resolve("tools", plugin_name(one))) for one in config.tools),
+        *usages(config.tools),
         (
             "What a tool returns appears between <result> and </result>; never write that yourself. "
             f"You have {config.max_calls} calls."
@@ -152,7 +137,12 @@ def system_prompt(config: ToolsConfig) -> str:
     return "\n".join(lines)
 
 
-def usage(tool: type) -> str:
-    """The line of a tool's class for the system prompt; a plain one where it has none."""
-    name = getattr(tool, "name", "")
-    return str(getattr(tool, "usage", f"Write <{name}>input</{name}> to use {name}."))
+def _native_prompt(config: ToolsConfig, box: str) -> str:
+    """The same without the tools, of which the chat template tells."""
+    if config.prompt == "short":
+        return f"Use the tools, then answer with {box}."
+    thinking = "Put your thoughts in <think> and </think>. " if config.reward.require_think else ""
+    return (
+        f"Solve the question step by step. {thinking}You have {config.max_calls} tool calls. "
+        f"Then answer without a call; write the final answer as {box}."
+    )

@@ -4,7 +4,7 @@ string.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -20,15 +20,20 @@ from outrider.environments.grading.math_answers import Verdict, compare_all
 from outrider.environments.tool_qa.reward_judge import RewardJudgeSettings
 from outrider.environments.tool_qa.tag_protocol import Answer, Turn, format_fault, parse_action
 
+Judged: TypeAlias = Callable[[str], float | None]
+"""Correctness in [0, 1] of a prediction by a judge (0 or 1) or by the tasks' own verifier, where 1 is
+correct; None where a verifier could not decide. Raises what a judge raises.
+"""
+
 
 class RewardConfig(Settings):
     """How an answer becomes a reward (ARPO, arXiv 2507.19849, equation 8, is the default)."""
 
     details: ClassVar[frozenset[str]] = frozenset({"judge", "require_boxed"})
 
-    answer: Literal["f1", "em", "math", "judge"] = "f1"
+    answer: Literal["f1", "em", "math", "judge", "verifier"] = "f1"
     """Correctness: token F1, or 0 or 1 by exact match after normalisation, by mathematical equivalence, or by
-    what the judge says.
+    what the judge says; or what the tasks' own verifier gives, in environments that have one.
     """
     judge: RewardJudgeSettings | None = None
     """The model that judges, for ``answer = "judge"``: ``judge = {endpoint = {base_url = "..."}}``."""
@@ -51,7 +56,7 @@ class RewardConfig(Settings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The reward and all that it was made from. ``fault`` is None for a good format; ``num_undecided`` counts
-    golds that could not be compared safely (math only).
+    golds that could not be compared safely (math), or an answer that a verifier could not score.
     """
 
     reward: float
@@ -71,14 +76,9 @@ def score_turns(
     tools: Sequence[str],
     config: RewardConfig,
     *,
-    judged: Callable[[str], bool] | None = None,
+    judged: Judged | None = None,
 ) -> Score:
-    """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use.
-
-    Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
-    above 0. ``judged`` is the judge's verdict on a prediction, asked for a good format alone; raises what it
-    raises.
-    """
+    """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use."""
     fault = (
         "no turn"
         if not turns
@@ -87,19 +87,35 @@ def score_turns(
         )
     )
     prediction = _prediction(turns[-1].text, tools) if turns else ""
+    num_tools = len({turn.executed_tool for turn in turns} - {None})
+    return score_answer(prediction, answers, config, fault=fault, num_tools=num_tools, judged=judged)
+
+
+def score_answer(
+    prediction: str,
+    answers: Sequence[str],
+    config: RewardConfig,
+    *,
+    fault: str | None,
+    num_tools: int,
+    judged: Judged | None = None,
+) -> Score:
+    """Score what an episode answered, whose format has this ``fault``; ``num_tools`` different tools ran.
+
+    Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
+    above 0. ``judged`` is asked for a good format alone.
+    """
     em = exact_match(prediction, answers)
     f1 = f1_score(prediction, answers)
-    verdicts = compare_all(prediction, answers) if config.answer == "math" else []
     match config.answer:
         case "math":
-            is_correct = Verdict.EQUAL in verdicts
-        case "judge":
+            graded = _by_value(prediction, answers)
+        case "judge" | "verifier":
             assert judged is not None
-            is_correct = fault is None and judged(prediction)
+            graded = _by_judge(prediction, judged) if fault is None else _Graded(0.0)
         case _:
-            is_correct = em
-    correctness = f1 if config.answer == "f1" else float(is_correct)
-    num_tools = len({turn.executed_tool for turn in turns} - {None})
+            graded = _Graded(float(em))
+    correctness = f1 if config.answer == "f1" else graded.correctness
     bonus = config.multi_tool_bonus if num_tools >= 2 and correctness > 0 else 0.0
     return Score(
         reward=config.format_penalty if fault is not None else correctness + bonus,
@@ -109,9 +125,33 @@ def score_turns(
         em=em,
         f1=f1,
         contained=contains_answer(prediction, answers),
-        is_correct=is_correct,
-        num_undecided=verdicts.count(Verdict.UNDECIDED),
+        is_correct=graded.correctness >= 1,
+        num_undecided=graded.num_undecided,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Graded:
+    """Correctness in [0, 1], where 1 is correct, and how many comparisons were left open."""
+
+    correctness: float
+    num_undecided: int = 0
+
+
+def _by_value(prediction: str, answers: Sequence[str]) -> _Graded:
+    verdicts = compare_all(prediction, answers)
+    return _Graded(float(Verdict.EQUAL in verdicts), verdicts.count(Verdict.UNDECIDED))
+
+
+def _by_judge(prediction: str, judged: Judged) -> _Graded:
+    score = judged(prediction)
+    return _Graded(float(score or 0.0), num_undecided=int(score is None))
+
+
+def answer_of(text: str) -> str:
+    """The answer in a text: its last box, else the text itself."""
+    boxed = last_boxed(text)
+    return unwrap_text(text if boxed is None else boxed)
 
 
 def _prediction(text: str, tools: Sequence[str]) -> str:
@@ -119,5 +159,4 @@ def _prediction(text: str, tools: Sequence[str]) -> str:
     action = parse_action(text, tools)
     if not isinstance(action, Answer):
         return ""
-    boxed = last_boxed(action.text)
-    return unwrap_text(action.text if boxed is None else boxed)
+    return answer_of(action.text)

@@ -287,8 +287,7 @@ class WebShopFamily:
         for verb, argument in self._plan(goal) or ():
             text = webshop_text.render_action(verb, argument)
             outcome = environment.step(Message(role="assistant", content=text))
-            observation = outcome.message.content if outcome.message is not None else ""
-            steps.append(Step(text=text, observation=observation, is_terminal=outcome.done))
+            steps.append(Step(text=text, observation=outcome.text, is_terminal=outcome.done))
         return tuple(steps) or None
 
     def _plan(self, goal: Goal) -> list[tuple[Literal["search", "click"], str]] | None:

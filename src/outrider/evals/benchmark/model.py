@@ -46,7 +46,7 @@ def resolve(chosen: ModelSettings) -> ModelSettings:
 
 def load_language_model(chosen: ModelSettings) -> LanguageModel:
     """Load what :func:`resolve` gave. Raises ModelError and CheckpointError."""
-    loaded = load_model(chosen.name, precision=chosen.precision, device=chosen.device)
+    loaded = load_model(chosen.name, precision=chosen.precision, device=chosen.device, forward=chosen.forward)
     if chosen.initial_checkpoint is not None:
         policy = Policy(
             loaded, OptimizerSettings(), lora=chosen.lora, trained_layers=chosen.trained_layers

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from outrider.engines.base import Engine
 from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
-from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.choice import engine_for, path_of
 from outrider.engines.local.model import resolve_precision
 from outrider.engines.local.positions import check_positions
 from outrider.evals.benchmark.grades import Played, from_collected, from_trace
@@ -21,7 +21,7 @@ from outrider.rollout.collect import Collector
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
-from outrider.tokens import ChatRenderer
+from outrider.train.rendering import make_renderer
 from outrider.train.settings import ModelSettings
 from outrider.train.update.policy import set_threads
 from outrider.types import Json, Task
@@ -93,9 +93,11 @@ class LocalPlayer:
         resolved = resolve(chosen)
         set_threads(settings.num_threads, device=resolved.device)
         loaded = load_language_model(resolved)
+        if loaded.unpacked is not None:  # slower than what was planned for
+            note(path_of(loaded, resolved.name))
         check_positions(settings, model=chosen.name, longest=loaded.context_length, note=note)
         precision = resolve_precision(resolved.precision, resolved.device)
-        engine = LocalEngine(
+        engine = engine_for(
             loaded, context_length=resolved.context_length, max_rows=settings.batch_size, on_tokens=on_tokens
         )
         identity: dict[str, Json] = {
@@ -103,11 +105,16 @@ class LocalPlayer:
             "device": resolved.device, "context_length": engine.context_length,
             "batch_size": settings.batch_size, "num_threads": settings.num_threads,
         }  # fmt: skip
+        if resolved.template_kwargs:
+            identity["template_kwargs"] = resolved.template_kwargs
+        if resolved.history_thinking != "keep":
+            identity["history_thinking"] = resolved.history_thinking
         return cls(engine=engine, identity=identity, settings=settings)
 
     def play(self, panel: PlayedPanel, store: PanelStore, record: Record) -> None:
         """One batch after the other; its results are recorded when it is over."""
-        renderer = ChatRenderer(self.engine.tokenizer)
+        assert self.settings.model is not None  # what makes it local
+        renderer = make_renderer(self.engine.tokenizer, self.settings.model, self.settings.environment)
         scheduler = Scheduler(
             engine=self.engine,
             renderer=renderer,
@@ -168,6 +175,10 @@ class EndpointPlayer:
             "endpoint_model": found.model,
             "continues_messages": found.continues_messages,
         }
+        if found.template_kwargs:
+            identity["template_kwargs"] = found.template_kwargs
+        if found.history_thinking != "keep":
+            identity["history_thinking"] = found.history_thinking
         return cls(endpoint=ChatEndpoint(found), identity=identity, settings=settings)
 
     def play(self, panel: PlayedPanel, store: PanelStore, record: Record) -> None:

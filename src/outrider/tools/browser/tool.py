@@ -26,6 +26,11 @@ class Browser:
         "Write <browser>page | what you look for</browser> to read a page; name it by the title, address or "
         "id that a search shows."
     )
+    description = (
+        "Read one page for a question. Name the page by the title, address or id that a search shows, then "
+        "write | and what you look for."
+    )
+    argument = "page"
 
     def __init__(
         self,

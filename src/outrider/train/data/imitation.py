@@ -41,6 +41,7 @@ def expert_rollouts(
         expert=expert,
         factory=parts.factory,
         tokenizer=parts.renderer.tokenizer,
+        renderer=parts.renderer,
         limits=settings.limits,
         stop=parts.family.stop,
         run_seed=settings.seed,

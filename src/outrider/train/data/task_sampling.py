@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from outrider.algorithms.algorithm import TaskChoice
+from outrider.rollout.loop_lag import largest
 from outrider.rollout.scheduler import RolloutReport, Rollouts
 from outrider.seeding import stream
 from outrider.trace import Trace
@@ -57,7 +58,7 @@ class SampledStep:
     step ``is_filtered`` those that the algorithm's filter kept.
 
     ``faults`` and ``fault_reasons`` are those of all rounds
-    (:class:`~outrider.rollout.scheduler.RolloutReport`).
+    (:class:`~outrider.rollout.scheduler.RolloutReport`), and so is ``loop_lag_s``.
     """
 
     is_filtered: bool
@@ -67,6 +68,7 @@ class SampledStep:
     fault_reasons: tuple[str, ...]
     num_extra_batches: int
     cursor: int
+    loop_lag_s: float | None = None
 
     def metrics(self, wanted: int) -> dict[str, float]:
         """Metrics of dynamic sampling; ``wanted`` groups make a step."""
@@ -81,6 +83,15 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
     """The groups of a training step, by the run's settings; ``cursor`` is where the step before left the
     order of tasks.
     """
+    order, cursor, choice = drawn_from(parts, step=step, cursor=cursor)
+    modes = partial(parts.algorithm.modes_of, step)
+    return sample_step(rollouts, order, cursor=cursor, choice=choice, modes=modes, step=step)
+
+
+def drawn_from(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, int, TaskChoice]:
+    """The order of a step's tasks, where in it the step begins, and what the algorithm chooses; ``cursor`` is
+    where the step before left.
+    """
     settings, tasks = parts.settings, parts.train_tasks
     size = settings.train.tasks_per_step
     stage = stage_at(step, settings=settings.train, tasks=tasks)
@@ -88,19 +99,9 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
         tasks = stage.tasks
         # An order of its own, from its beginning on.
         cursor = 0 if step == stage.begin else cursor
-    return sample_step(
-        rollouts,
-        TaskOrder(
-            tasks=tasks,
-            tasks_per_step=size,
-            seed=settings.seed,
-            stage=None if stage is None else stage.number,
-        ),
-        cursor=cursor,
-        choice=parts.algorithm.choose_tasks(tasks, step=step, num_groups=size),
-        modes=partial(parts.algorithm.modes_of, step),
-        step=step,
-    )
+    number = None if stage is None else stage.number
+    order = TaskOrder(tasks=tasks, tasks_per_step=size, seed=settings.seed, stage=number)
+    return order, cursor, parts.algorithm.choose_tasks(tasks, step=step, num_groups=size)
 
 
 def sample_step(
@@ -122,6 +123,7 @@ def sample_step(
     trained: list[Trace] = []
     faults: Counter[str] = Counter()
     reasons: list[str] = []
+    lags: list[float | None] = []
     num_batches = 0
     filtered, num_groups = choice.groups, choice.num_groups
     while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
@@ -139,6 +141,7 @@ def sample_step(
         trained += report.traces if filtered is None else filtered.keep(report.traces)
         faults += report.faults
         reasons += report.fault_reasons
+        lags.append(report.loop_lag_s)
         num_batches += 1
     return SampledStep(
         is_filtered=filtered is not None,
@@ -148,6 +151,7 @@ def sample_step(
         fault_reasons=tuple(reasons),
         num_extra_batches=max(0, num_batches - 1),
         cursor=cursor,
+        loop_lag_s=largest(lags),
     )
 
 
@@ -163,6 +167,7 @@ def _as_chosen(report: RolloutReport, *, cursor: int) -> SampledStep:
         fault_reasons=report.fault_reasons,
         num_extra_batches=0,
         cursor=cursor,
+        loop_lag_s=report.loop_lag_s,
     )
 
 

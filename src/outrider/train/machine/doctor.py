@@ -61,6 +61,14 @@ def examine() -> int:
     return report(_checks(), title="outrider doctor")
 
 
+def examine_model(name: str) -> int:
+    """Load a model as a run would and print which path computes it, and why; 1 where it is refused, else
+    0.
+    """
+    check = Check(name="model", look=partial(_path, name), advice="docs/models.md", required=True)
+    return report([check], title="outrider doctor --model")
+
+
 def report(checks: Sequence[Check], *, title: str) -> int:
     """The same for these checks."""
     findings = [find(check) for check in checks]
@@ -216,6 +224,13 @@ def _holds(package: str, pattern: str) -> bool:
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec is not None else None
     return any(any(Path(folder).rglob(pattern)) for folder in folders or ())
+
+
+def _path(name: str) -> str:
+    from outrider.engines.local.choice import path_of
+    from outrider.engines.local.model import load_model
+
+    return path_of(load_model(name, precision="auto"), name)
 
 
 def _minilm() -> str:

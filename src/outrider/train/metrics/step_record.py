@@ -41,6 +41,8 @@ def step_record(
     values["rollout/num_close_faults"] = float(report.faults["close"])
     if report.is_filtered:
         values |= report.metrics(parts.settings.train.tasks_per_step)
+    if report.loop_lag_s is not None:
+        values["time/loop_lag"] = report.loop_lag_s
     if (spread := diversity(traces)) is not None:
         values["rollout/diversity"] = spread
     return values

@@ -1,48 +1,145 @@
-"""Trace trees as rows for the trace files of a run directory."""
+"""Trace trees as rows for the trace files of a run directory, and their rollouts as rows of their own."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from outrider.tokens import Tokenizer, text_of
 from outrider.trace import Leaf, Node, Trace
+from outrider.train.update.token_record import TokenValues
 from outrider.types import Origin
+from outrider.watch.rollout_rows import RolloutRow, rollout_row
 from outrider.watch.traces import TraceRow
 
+NodeValues = Mapping[tuple[int, int], TokenValues]
+"""What the update saw (:func:`~outrider.train.update.token_record.values_by_node`)."""
 
-def rows_of(traces: Sequence[Trace], *, step: int, tokenizer: Tokenizer) -> list[TraceRow]:
-    """One row per node that belongs to a finished rollout; what a fault left behind is not written."""
-    rows = []
+
+@dataclass(slots=True)
+class RecordRows:
+    """The rows of a step: nodes, and rollouts in the order of groups and numbers."""
+
+    nodes: list[TraceRow] = field(default_factory=list)
+    rollouts: list[RolloutRow] = field(default_factory=list)
+
+
+def rows_of(
+    traces: Sequence[Trace], *, step: int, tokenizer: Tokenizer, values: NodeValues | None = None
+) -> RecordRows:
+    """One row per node that belongs to a rollout. Of one that a fault ended they are those of its last try;
+    no leaf is among them, only the rollout's own row has its outcome and its reason.
+    """
+    found = RecordRows()
     for number, trace in enumerate(traces):
+        lost = {
+            leaf.rollout: _of_last_try(trace, leaf.rollout)
+            for leaf in trace.leaves.values()
+            if leaf.node_id is None
+        }
         owners: dict[int, int] = {}
         for finished, path in trace.rollouts():
-            for node in path:
+            for node in [*path, *lost.get(finished.rollout, ())]:
                 owners.setdefault(node.node_id, finished.rollout)
         leaves = {leaf.node_id: leaf for leaf in trace.leaves.values()}
+        rows: dict[int, TraceRow] = {}
         for node in trace.nodes:
-            if node.node_id not in owners:
-                continue
-            leaf = leaves.get(node.node_id)
-            rows.append(
-                TraceRow(
-                    step=step,
-                    task_key=trace.task.key,
-                    trace_id=f"{step}/{number}",
-                    node_id=node.node_id,
-                    parent_id=-1 if node.parent is None else node.parent,
-                    rollout=owners[node.node_id],
-                    origin=node.origin,
-                    text=node.message.content,
-                    tokens=_pieces(node, tokenizer),
-                    logprobs=node.logprobs,
-                    entropies=node.entropies,
-                    outcome=leaf.outcome if leaf else None,
-                    episode_return=leaf.episode_return if leaf else None,
-                    advantage=leaf.advantage if leaf else None,
-                    hybrid=any(n.origin is Origin.BUFFER for n in trace.path(node.node_id)) if leaf else None,
-                    metadata=json.dumps(node.metadata | (_of_leaf(leaf, trace) if leaf else {}), default=str),
+            if node.node_id in owners:
+                row = _row(
+                    node, trace, owners[node.node_id], leaves.get(node.node_id), tokenizer, values or {}
                 )
+                rows[node.node_id] = replace(row, step=step, trace_id=f"{step}/{number}")
+        found.nodes += rows.values()
+        for leaf, path in trace.rollouts():
+            found.rollouts.append(
+                _rollout(leaf, path or lost[leaf.rollout], trace, rows, f"{step}/{number}", step)
             )
-    return rows
+    return found
+
+
+def _of_last_try(trace: Trace, rollout: int) -> list[Node]:
+    """The path to the last node that a rollout wrote which a fault ended; empty where it wrote none."""
+    kept = {node.node_id for _, path in trace.rollouts() for node in path}
+    own = [
+        node.node_id
+        for node in trace.nodes
+        if node.node_id not in kept and node.metadata.get("rollout") == rollout
+    ]
+    return trace.path(own[-1]) if own else []
+
+
+def _row(
+    node: Node, trace: Trace, owner: int, leaf: Leaf | None, tokenizer: Tokenizer, values: NodeValues
+) -> TraceRow:
+    seen = values.get((id(node), owner))
+    return TraceRow(
+        step=0,
+        task_key=trace.task.key,
+        trace_id="",
+        node_id=node.node_id,
+        parent_id=-1 if node.parent is None else node.parent,
+        rollout=owner,
+        origin=node.origin,
+        text=node.message.content,
+        tokens=_pieces(node, tokenizer),
+        logprobs=node.logprobs,
+        entropies=node.entropies,
+        outcome=leaf.outcome if leaf else None,
+        episode_return=leaf.episode_return if leaf else None,
+        advantage=leaf.advantage if leaf else None,
+        hybrid=any(n.origin is Origin.BUFFER for n in trace.path(node.node_id)) if leaf else None,
+        metadata=json.dumps(node.metadata | (_of_leaf(leaf, trace) if leaf else {}), default=str),
+        advantages=_credit(node, owner),
+        trainer_logprobs=() if seen is None or not node.trainable else tuple(seen.trainer.tolist()),
+        ratios=() if seen is None or not node.trainable else tuple(seen.ratio.tolist()),
+        weight_version=node.weight_version,
+        role=node.message.role,
+    )
+
+
+def _rollout(
+    leaf: Leaf, path: Iterable[Node], trace: Trace, rows: Mapping[int, TraceRow], trace_id: str, step: int
+) -> RolloutRow:
+    on_file = [rows[node.node_id] for node in path]
+    last = on_file[-1] if on_file else _nowhere(trace, trace_id, step)
+    is_fault = leaf.outcome.is_fault
+    end = replace(
+        last,
+        rollout=leaf.rollout,
+        outcome=leaf.outcome,
+        episode_return=leaf.episode_return,
+        advantage=leaf.advantage,
+        metadata=json.dumps(_of_leaf(leaf, trace), default=str),
+    )
+    # of a node the metadata counts its calls, of the end only what is the rollout's own
+    return rollout_row(
+        on_file,
+        end,
+        fault=leaf.detail if is_fault else "",
+        success=None if is_fault else leaf.success,
+    )
+
+
+def _nowhere(trace: Trace, trace_id: str, step: int) -> TraceRow:
+    """Stands for the nodes of a rollout that wrote none."""
+    return TraceRow(
+        step=step,
+        task_key=trace.task.key,
+        trace_id=trace_id,
+        node_id=-1,
+        parent_id=-1,
+        rollout=0,
+        origin=Origin.PROMPT,
+        text="",
+    )
+
+
+def _credit(node: Node, owner: int) -> tuple[float, ...]:
+    """Of the rollout that the row belongs to; a demonstrator's tokens have no values of their own on file."""
+    if not node.trainable:
+        return ()
+    if node.shares is not None:
+        return node.shares[owner].credit if owner in node.shares else ()
+    return node.credit or ()
 
 
 def _of_leaf(leaf: Leaf, trace: Trace) -> dict[str, object]:

@@ -6,7 +6,7 @@ Random streams are keyed by run seed and step (:mod:`outrider.seeding`), so thei
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from safetensors.numpy import save_file as save_arrays
 from outrider.atomic_io import remove, replacing_folder, sync
 from outrider.errors import CheckpointError
 from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
-from outrider.train.state.queue import Played, write_queue
 from outrider.train.state.records import RECORDS
 from outrider.train.update.weight_files import tensor_files
 
@@ -50,21 +49,21 @@ def save_checkpoint(
     arrays: Mapping[str, NDArray[Any]] | None = None,
     *,
     records: Mapping[str, Any] | None = None,
-    queued: Played | None = None,
+    write_queue: Callable[[Path], None] | None = None,
 ) -> None:
     """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints as they
     were.
 
     ``arrays`` are the vectors of an algorithm's memory, whose plain data is in ``state``; ``records`` is what
-    the run has on file beside its checkpoints (:mod:`outrider.train.state.records`); ``queued`` are rollouts
-    of the next step.
+    the run has on file beside its checkpoints (:mod:`outrider.train.state.records`); ``write_queue``
+    writes the rollouts that are not trained on yet.
 
     Raises CheckpointError when it cannot be written (a full disk), which leaves them as they were too.
     """
     try:
         with replacing_folder(folder) as temporary:
-            if queued is not None:
-                write_queue(temporary, queued)
+            if write_queue is not None:
+                write_queue(temporary)
             _write(temporary, weights, state, arrays or {})
             if records is not None:
                 write_sealed(temporary / RECORDS, records)

@@ -45,10 +45,11 @@ def write_queue(folder: Path, played: Played) -> None:
         "fault_reasons": list(sampled.fault_reasons),
         "num_extra_batches": sampled.num_extra_batches,
         "cursor": sampled.cursor,
+        "loop_lag_s": sampled.loop_lag_s,
         "counts": [dict(one) for one in played.counts],
         "seconds": played.seconds,
     }
-    groups = [_told(trace) | {"is_trained": id(trace) in trained} for trace in sampled.traces]
+    groups = [told_group(trace) | {"is_trained": id(trace) in trained} for trace in sampled.traces]
     # What a foreign environment put into a node's metadata may be any object: as the trace files have it.
     lines = [json.dumps(one, default=str) + "\n" for one in (head, *groups)]
     (folder / QUEUE).write_text("".join(lines), encoding="utf-8")
@@ -62,7 +63,7 @@ def read_queue(folder: Path) -> Played | None:
     if not lines:
         return None
     head, *groups = lines
-    traces = [_read(group) for group in groups]
+    traces = [read_group(group) for group in groups]
     sampled = SampledStep(
         is_filtered=bool(head["is_filtered"]),
         traces=traces,
@@ -71,11 +72,13 @@ def read_queue(folder: Path) -> Played | None:
         fault_reasons=tuple(head["fault_reasons"]),
         num_extra_batches=int(head["num_extra_batches"]),
         cursor=int(head["cursor"]),
+        loop_lag_s=head.get("loop_lag_s"),
     )
     return Played(sampled=sampled, counts=head["counts"], seconds=float(head["seconds"]))
 
 
-def _told(trace: Trace) -> dict[str, Any]:
+def told_group(trace: Trace) -> dict[str, Any]:
+    """A group as plain values."""
     return {
         "task": asdict(trace.task),
         "modes": list(trace.modes),
@@ -88,9 +91,9 @@ def _told(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _read(group: Mapping[str, Any]) -> Trace:
-    task = Task(**{**group["task"], "answers": tuple(group["task"]["answers"])})
-    trace = Trace(task=task, modes=group["modes"])
+def read_group(group: Mapping[str, Any]) -> Trace:
+    """The group of these values. Raises ValueError, KeyError or TypeError for damage."""
+    trace = Trace(task=read_task(group["task"]), modes=group["modes"])
     trace.without_memory = bool(group["without_memory"])
     trace.is_replayed = bool(group["is_replayed"])
     trace.pruned = frozenset(group["pruned"])
@@ -98,6 +101,11 @@ def _read(group: Mapping[str, Any]) -> Trace:
     for leaf in group["leaves"]:
         trace.finish(_parse(Leaf, leaf))
     return trace
+
+
+def read_task(values: Mapping[str, Any]) -> Task:
+    """The task of these values. Raises KeyError or TypeError for damage."""
+    return Task(**{**values, "answers": tuple(values["answers"])})
 
 
 @cache

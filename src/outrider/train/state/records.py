@@ -19,6 +19,7 @@ RECORDS: Final = "records.json"
 _EVALUATION: Final = re.compile(r"evaluation-(\d+)\.parquet")
 _METRICS, _EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 _NAMED: Final = 3
+_FOLDERS: Final = ("traces", "rollouts", "memory")
 
 
 class Records:
@@ -26,7 +27,7 @@ class Records:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._known: dict[str, tuple[int, int, int]] = {}  # trace files never change: size, time, checksum
+        self._known: dict[str, tuple[int, int, int]] = {}  # these files never change: size, time, checksum
 
     def written(self) -> dict[str, Any]:
         """Counts and checksums of what is there now, as a checkpoint holds them. Raises OSError."""
@@ -34,12 +35,12 @@ class Records:
         counted = {
             name: {"num_lines": len(found), "checksum": _of_lines(found)} for name, found in lines.items()
         }
-        names = sorted(path.name for path in (self._run / "traces").glob("*.parquet"))
         num = len(lines[_EVALUATIONS])
-        return {
-            **counted,
-            "traces": {name: self._trace_checksum(name) for name in names if _belongs(name, num)},
-        }
+        return counted | {folder: self._files(folder, num) for folder in _FOLDERS}
+
+    def _files(self, folder: str, num_evaluations: int) -> dict[str, int]:
+        names = sorted(path.name for path in (self._run / folder).glob("*.parquet"))
+        return {name: self._checksum(folder, name) for name in names if _belongs(name, num_evaluations)}
 
     def seal(self, checkpoint: Path) -> None:
         """Write it anew into a checkpoint: what came after it (the last evaluation) belongs to it too."""
@@ -54,7 +55,9 @@ class Records:
             if not is_sealed(checkpoint / RECORDS):
                 raise ValueError("its checksum is gone")
             found = [text for name in (_METRICS, _EVALUATIONS) for text in self._of_file(name, known[name])]
-            return found + self._of_traces(known["traces"])
+            # the last two are not of an earlier Outrider
+            files = [(folder, known.get(folder, {})) for folder in _FOLDERS]
+            return found + [text for folder, names in files for text in self._of_folder(folder, names)]
         except FileNotFoundError:
             return []  # of an earlier Outrider
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -90,22 +93,21 @@ class Records:
             else [f"the first {num} lines of {name} are not what was written"]
         )
 
-    def _of_traces(self, known: Mapping[str, int]) -> list[str]:
-        folder = self._run / "traces"
-        missing = [name for name in known if not (folder / name).is_file()]
+    def _of_folder(self, folder: str, known: Mapping[str, int]) -> list[str]:
+        missing = [name for name in known if not (self._run / folder / name).is_file()]
         changed = [
-            name for name in known if name not in missing and self._trace_checksum(name) != known[name]
+            name for name in known if name not in missing and self._checksum(folder, name) != known[name]
         ]
         told = (("missing", missing), ("not what was written", changed))
-        return [f"{_some(names)} of the traces: {what}" for what, names in told if names]
+        return [f"{_some(names)} of the {folder}: {what}" for what, names in told if names]
 
-    def _trace_checksum(self, name: str) -> int:
-        path = self._run / "traces" / name
-        facts = path.stat()
-        size, time, checksum = self._known.get(name, (-1, -1, 0))
+    def _checksum(self, folder: str, name: str) -> int:
+        path = self._run / folder / name
+        facts, key = path.stat(), f"{folder}/{name}"
+        size, time, checksum = self._known.get(key, (-1, -1, 0))
         if (size, time) != (facts.st_size, facts.st_mtime_ns):
             checksum = file_checksum(path)
-            self._known[name] = facts.st_size, facts.st_mtime_ns, checksum
+            self._known[key] = facts.st_size, facts.st_mtime_ns, checksum
         return checksum
 
 

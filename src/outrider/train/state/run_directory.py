@@ -18,11 +18,21 @@ from outrider.rollout.evaluate import Evaluation
 from outrider.train.settings import RunSettings
 from outrider.train.state.growing import grown_settings
 from outrider.train.state.recorded import recorded_settings
+from outrider.watch.recorded_progress import LIVE, NOTES
 
 _SCORE = ("value", "ci_low", "ci_high")
 
 # Beside the configuration and the buffer: made while components and trackers are built.
-_OF_SETUP: Final = {"traces", "checkpoints", "tensorboard", "wandb", "trackio", "metrics.jsonl", ORIGINS_FILE}
+_OF_SETUP: Final = {
+    "traces",
+    "checkpoints",
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "metrics.jsonl",
+    NOTES,
+    ORIGINS_FILE,
+}
 
 
 class RunDirectory:
@@ -238,7 +248,7 @@ def _is_of_setup(entry: Path) -> bool:
     """Whether a run's set-up writes under this name."""
     return (
         _is_beginning(entry)
-        or entry.name.startswith(("config.toml", "buffer.sqlite"))
+        or entry.name.startswith(("config.toml", "buffer.sqlite", LIVE))
         or entry.name in _OF_SETUP
     )
 

@@ -4,6 +4,7 @@ to one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,13 +19,14 @@ from outrider.train.state.checkpoint import (
     save_checkpoint,
 )
 from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, is_sealed
-from outrider.train.state.queue import Played, read_queue
+from outrider.train.state.flight_queue import Kept, read_kept, write_kept
+from outrider.train.state.queue import Played, read_queue, write_queue
 from outrider.train.state.records import Records
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.same_inputs import BUFFER, input_digests, other_inputs
 from outrider.train.state.same_settings import flat_settings
 from outrider.train.state.versions import differences, versions
-from outrider.watch.traces import TraceWriter
+from outrider.train.step_files import RecordFiles
 
 _COUNTS: Final = ("step", "num_policy_tokens", "num_metric_records", "num_evaluations")
 
@@ -45,8 +47,11 @@ class RunState:
     task_cursor: int = 0
     saved_step: int = -1
     queued: Played | None = None  # the next step's rollouts, where they were played beside this one's update
+    # of steps under way: what a checkpoint had, and what asks for it now
+    kept: Kept | None = None
+    keep: Callable[[], Kept] | None = None
     metrics: MetricsWriter = field(init=False)
-    traces: TraceWriter = field(init=False)
+    files: RecordFiles = field(init=False)
     records: Records = field(init=False)
     _reference_checksum: int | None = None
     _tasks: dict[str, str] = field(init=False)
@@ -55,7 +60,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
-        self.traces = TraceWriter(self.run.path / "traces")
+        self.files = RecordFiles.of(self.run.path)
         self.records = Records(self.run.path)
         self._tasks = {
             "train": panel_hash(self.parts.train_tasks),
@@ -75,7 +80,7 @@ class RunState:
         """Forget what a run left that was killed before its first checkpoint."""
         self.run.cut_evaluations(0)
         self.metrics.cut(0)
-        self.traces.resume(-1)
+        self.files.resume(-1)
 
     def freeze_reference(self) -> None:
         """The KL term holds the policy to what it was when reinforcement learning began."""
@@ -87,6 +92,7 @@ class RunState:
         were.
         """
         buffer = self.parts.buffer
+        write = self._queue()  # first: what it takes in, the memories below have to know
         # Before the revision is written down: a power failure may take commits that were not flushed.
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
@@ -111,13 +117,24 @@ class RunState:
             state["memory"], arrays = self.parts.algorithm.state()
         folder = self.run.checkpoints / f"step-{self.step:06d}"
         save_checkpoint(
-            folder, self.parts.learner, state, arrays, records=self.records.written(), queued=self.queued
+            folder,
+            self.parts.learner,
+            state,
+            arrays,
+            records=self.records.written(),
+            write_queue=write,
         )
         self.saved_step = self.step
         # Only once the new one is on disk.
         prune_checkpoints(
             self.run.checkpoints, keep=self.parts.settings.train.keep_checkpoints, newest=self.step
         )
+
+    def _queue(self) -> Callable[[Path], None] | None:
+        if self.keep is not None:
+            kept = self.keep()
+            return partial(write_kept, kept=kept) if kept.steps else None
+        return None if self.queued is None else partial(write_queue, played=self.queued)
 
     def save_if_new(self) -> None:
         """The same, where a training step has been done since the last one."""
@@ -176,7 +193,10 @@ class RunState:
             self.parts.algorithm.restore_counts(state["hook_counts"])
             if self.parts.algorithm.remembers:
                 self.parts.algorithm.restore(state["memory"], load_memory(checkpoint))
-            self.queued = read_queue(checkpoint)
+            if self.parts.settings.cluster.in_flight:
+                self.kept = read_kept(checkpoint)
+            else:
+                self.queued = read_queue(checkpoint)
             sealed = is_sealed(checkpoint / STATE)
         except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise damaged(checkpoint, error) from error
@@ -231,7 +251,7 @@ class RunState:
         num_kept = self._keep_last_evaluation(state, last_label)
         self.metrics.cut(int(state["num_metric_records"]) + num_kept)
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_kept)
-        self.traces.resume(self.step)
+        self.files.resume(self.step)
         if num_kept and are_whole:
             self.seal_records()  # else a kill before the next checkpoint would leave the new label as damage
         # Its keys and values, if any, are of other weights.

@@ -23,22 +23,26 @@ _PATHS: Final = {
 # No number depends on them while nothing breaks: nobody writes them down.
 FREE: Final = {
     "train.checkpoint_every", "train.keep_checkpoints", "train.watchdog_s", "train.expert_timeout_s",
-    "train.max_retries", "rollout.step_timeout_s", "environment.heap", "environment.start_limit_s",
-    "environment.load_limit_s", "environment.step_limit_s", "environment.borrow_limit_s",
+    "train.max_retries", "rollout.step_timeout_s", "train.group_timeout_s", "environment.heap",
+    "environment.start_limit_s", "environment.load_limit_s", "environment.step_limit_s",
+    "environment.borrow_limit_s",
     "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
     "environment.python.num_servers", "engine.memory", "trackers",
     "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
     "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights", "cluster.max_restarts",
+    "cluster.placement",
 }  # fmt: skip
 # The same numbers in exact arithmetic: what is added in which order, and on what.
 ROUNDING: Final = {
     "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent",
     "environment.num_workers", "update.max_tokens", "update.checkpoint_activations",
-    "cluster.num_trainers", "cluster.num_engines",
+    "update.attention",
+    "cluster.num_trainers", "cluster.num_engines", "cluster.tensor_parallel",
 }  # fmt: skip
 UNSEEN: Final = {
     **dict.fromkeys(FREE, "moves no number"),
     **dict.fromkeys(ROUNDING, "moves speed and rounding alone"),
+    "model.forward": "a run's start says which path it means",
 }
 """Why somebody who reads resolved settings need not see the default of a key."""
 # How far a run goes, and how often it is measured.

@@ -42,7 +42,12 @@ def _exact(logits: Tensor) -> Tensor:
 
 
 def _scores(hidden_CE: Tensor, targets_C: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
-    logprobs_CV = torch.log_softmax(_exact(head(hidden_CE)), dim=-1)
+    return score_logits(head(hidden_CE), targets_C)
+
+
+def score_logits(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of logits that are there: log-probs with gradient, entropies without."""
+    logprobs_CV = torch.log_softmax(_exact(logits_CV), dim=-1)
     with torch.no_grad():
         entropies_C = _entropies(logprobs_CV.exp(), logprobs_CV)
     return _chosen(logprobs_CV, targets_C), entropies_C

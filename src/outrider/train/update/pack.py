@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.engines.local.attention import Segment, TreePlan
-from outrider.trace import Node
+from outrider.trace import Node, samples_of
 
 _Place = tuple[
     int, tuple[int, ...]
@@ -27,7 +27,7 @@ class RolloutPath:
     ``group`` is the number of its group there: rollouts of one group share their beginnings.
     ``acted`` are the nodes of the rendering that the policy acted in, where that is another one (tips that
     the update leaves out). ``succeeded`` is the environment's verdict. ``is_replayed``: an earlier policy
-    wrote it.
+    wrote it. ``first_ordinal`` is the number of the first trained token of a part of a rollout.
     """
 
     nodes: Sequence[Node]
@@ -37,6 +37,7 @@ class RolloutPath:
     acted: Sequence[Node] | None = None
     succeeded: bool = False
     is_replayed: bool = False
+    first_ordinal: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,7 +93,8 @@ class _Builder:
     segments: list[Segment] = field(default_factory=list)
     scored: list[tuple[int, int]] = field(default_factory=list)
     entries: list[tuple[int, float, float, float, int, int, int, bool, int]] = field(default_factory=list)
-    num_trained: dict[int, int] = field(default_factory=dict)  # by rollout index
+    # by rollout index and the first ordinal of its sample
+    num_trained: dict[tuple[int, int], int] = field(default_factory=dict)
     num_turns: int = 0
 
     def add(
@@ -142,8 +144,9 @@ class _Builder:
                     node = sequence.nodes[depth]
                     index = sequence.rollout_index
                     # Along the rollout, not the row: the same in any split and in the other rendering.
-                    ordinal = self.num_trained.get(index, 0)
-                    self.num_trained[index] = ordinal + 1
+                    sample = (index, sequence.first_ordinal)
+                    ordinal = self.num_trained.get(sample, sequence.first_ordinal)
+                    self.num_trained[sample] = ordinal + 1
                     off_policy = sequence.is_replayed or not node.trainable
                     # a demonstrator is taken to have been certain
                     engine = node.logprobs[offset] if node.trainable else 0.0
@@ -235,6 +238,7 @@ def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[Packe
     """Micro-batches of at most ``max_tokens`` unique tokens (a longer single rollout gets its own), in order.
 
     Rollouts that fall into one micro-batch share their common beginning; the loss is the same for any split.
+    A rollout whose context began anew is several samples, which stay together.
     """
     waiting: list[RolloutPath] = []
     counted: dict[_Place, int] = {}
@@ -257,6 +261,8 @@ def _count_new(sequence: RolloutPath, counted: dict[_Place, int]) -> int:
     """
     size, place = 0, -1
     for node in sequence.nodes:
+        if node.restarts:
+            place = -1
         key = (place, node.token_ids)
         if key not in counted:
             counted[key] = len(counted)
@@ -268,8 +274,20 @@ def _count_new(sequence: RolloutPath, counted: dict[_Place, int]) -> int:
 def _packed(sequences: Sequence[RolloutPath]) -> PackedBatch:
     builder = _Builder()
     trees: dict[tuple[int, ...], list[RolloutPath]] = {}
-    for sequence in sequences:
+    for sequence in (sample for each in sequences for sample in _samples(each)):
         trees.setdefault(sequence.nodes[0].token_ids, []).append(sequence)
     for tree in trees.values():
         builder.add(tree, 0, (), None, 0)
     return builder.batch()
+
+
+def _samples(sequence: RolloutPath) -> Sequence[RolloutPath]:
+    """The rollout once for every context that it was played in."""
+    parts = samples_of(sequence.nodes)
+    if len(parts) == 1:
+        return [sequence]
+    samples, ordinal = [], sequence.first_ordinal
+    for nodes in parts:
+        samples.append(replace(sequence, nodes=nodes, first_ordinal=ordinal))
+        ordinal += sum(len(node.token_ids) for node in nodes if credits_by_rollout(node, [sequence]))
+    return samples

@@ -22,13 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.engines.local.attention import Segment, TreePlan
+from outrider.engines.local.flex import FlexPlan
 from outrider.engines.local.model import LanguageModel
-from outrider.errors import ModelError
+from outrider.engines.local.unpacked import passes_of
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
+from outrider.train.update.adapters import choose_trained, merged
 from outrider.train.update.gradient_norm import clip, sum_of_squares
 from outrider.train.update.pack import PackedBatch
 from outrider.train.update.ranks import Alone, Ranks
-from outrider.train.update.scoring import Scoring
+from outrider.train.update.scoring import Scoring, UnpackedScoring
 from outrider.train.update.weight_files import MASTERS, OPTIMIZER, read_tensors, require_shapes
 
 
@@ -41,25 +43,39 @@ class TokenScores:
 
 
 class Scorer:
-    """A language model that scores packed tokens; alone it is a frozen reference (KL term)."""
+    """A language model that scores packed tokens; alone it is a frozen reference (KL term). ``uses_flex``: a
+    micro-batch is one call of flex attention (:mod:`outrider.engines.local.flex`).
+    """
 
-    def __init__(self, language_model: LanguageModel, *, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, language_model: LanguageModel, *, ranks: Ranks | None = None, uses_flex: bool = False
+    ) -> None:
         self.language_model = language_model
+        self.uses_flex = uses_flex and language_model.unpacked is None
         self.model = language_model.model
         self.ranks: Ranks = ranks or Alone()
-        self.scoring: nn.Module = Scoring(language_model.model)
+        unpacked, model = language_model.unpacked, language_model.model
+        self.scoring: nn.Module = Scoring(model) if unpacked is None else UnpackedScoring(model, unpacked)
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
         device = self.language_model.device
         ids_N, positions_N = batch.ids_N.to(device), batch.positions_N.to(device)
         predictors_U, targets_U = batch.predictors_U.to(device), batch.targets_U.to(device)
-        logprobs_U, entropies_U = self.scoring(ids_N, positions_N, batch.plan, predictors_U, targets_U)
+        plan = FlexPlan.of(batch.plan, device=device) if self.uses_flex else batch.plan
+        logprobs_U, entropies_U = self.scoring(ids_N, positions_N, plan, predictors_U, targets_U)
         if len(batch.token_T) == len(logprobs_U):  # nothing is shared
             return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
         # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.
         entries = batch.token_T.to(device)
         return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
+
+    def num_computed_tokens(self, batch: PackedBatch) -> int:
+        """Tokens that :meth:`score` computes; on the unpacked path a shared one once for every sequence."""
+        unpacked = self.language_model.unpacked
+        if unpacked is None:
+            return batch.num_tokens
+        return sum(len(one.tokens) for one in passes_of(batch.plan, batch.predictors_U.tolist(), unpacked))
 
     def idle(self) -> Tensor:
         """A pass for the sake of other ranks, over two tokens; a loss of 0, which has a gradient of zeros."""
@@ -89,15 +105,13 @@ class Policy(Scorer):
         trained_layers: int | None = None,
         seed: int = 0,
         checkpoint_activations: bool = False,
+        uses_flex: bool = False,
     ) -> None:
-        super().__init__(language_model)
+        super().__init__(language_model, uses_flex=uses_flex)
         self.settings = settings
-        if trained_layers is not None:
-            _freeze_below(self.model, trained_layers)
+        choose_trained(self.model, lora=lora, trained_layers=trained_layers, seed=seed)
         if checkpoint_activations:
             checkpoint_layers(self.model)
-        if lora is not None:
-            _inject_lora(self.model, lora, seed)
         # Tied embeddings have one name here, hence one master and one optimiser state.
         self.working: dict[str, nn.Parameter] = {
             name: p for name, p in self.model.named_parameters() if p.requires_grad
@@ -169,9 +183,8 @@ class Policy(Scorer):
                 parameter.copy_(self.masters[name])
 
     def export(self, folder: Path) -> None:
-        """The working copy with its tokenizer as a Hugging Face folder."""
-        self.model.save_pretrained(folder)
-        self.language_model.tokenizer.save_pretrained(folder)
+        """The working copy with its tokenizer as a Hugging Face folder, adapters merged."""
+        export(self.language_model, folder)
 
     def save(self, folder: Path) -> None:
         """Masters and moments into an existing folder. Raises OSError and SafetensorError."""
@@ -217,7 +230,7 @@ class Policy(Scorer):
         model = copy.deepcopy(self.model)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        return Scorer(replace(self.language_model, model=model))
+        return Scorer(replace(self.language_model, model=model), uses_flex=self.uses_flex)
 
 
 def checkpoint_layers(model: nn.Module) -> None:
@@ -241,6 +254,12 @@ def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
     )
 
 
+def export(language_model: LanguageModel, folder: Path) -> None:
+    """Model and tokenizer as a Hugging Face folder, adapters merged."""
+    language_model.model.save_pretrained(folder, state_dict=merged(language_model.model))
+    language_model.tokenizer.save_pretrained(folder)
+
+
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(one.shape) for name, one in tensors.items()}
 
@@ -248,33 +267,6 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _master(parameter: nn.Parameter) -> Tensor:
     """The weights in float32 or better: the parameter's own memory where it is that precise, else a copy."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
-
-
-def _freeze_below(model: Any, trained_layers: int) -> None:
-    """Embeddings, vocabulary projection and all layers but the last ``trained_layers`` keep their weights."""
-    layers = model.base_model.layers
-    if trained_layers > len(layers):
-        raise ModelError(f"model.trained_layers = {trained_layers}, but the model has {len(layers)} layers")
-    model.requires_grad_(False)
-    for trained in (*layers[len(layers) - trained_layers :], model.base_model.norm):
-        trained.requires_grad_(True)
-
-
-def _inject_lora(model: nn.Module, settings: LoraSettings, seed: int) -> None:
-    """Add adapters in place; only they train. Seeded, because peft draws A from the global generator."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=list(settings.target_modules),
-        lora_dropout=0.0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(config, model)
 
 
 def set_threads(num_threads: int, *, device: str = "cpu") -> None:

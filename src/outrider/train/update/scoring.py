@@ -5,11 +5,13 @@ Shape letters: N packed tokens, U scored tokens.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.engines.local.attention import Plan
-from outrider.train.update.chunked_logprobs import score_tokens
+from outrider.engines.local.attention import Plan, TreePlan
+from outrider.engines.local.unpacked import Unpacked, hidden_at, logits_at, passes_of
+from outrider.train.update.chunked_logprobs import score_logits, score_tokens
 
 
 class Scoring(nn.Module):
@@ -34,3 +36,39 @@ class Scoring(nn.Module):
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Module)
         return score_tokens(states[0, predictors_U], targets_U, head)
+
+
+class UnpackedScoring(nn.Module):
+    """The same numbers for a model of the unpacked path: every sequence of the row runs alone, and a shared
+    token is scored in one of them, so that the gradients of its rollouts add up as they do in a packed row.
+    """
+
+    def __init__(self, model: PreTrainedModel, unpacked: Unpacked) -> None:
+        super().__init__()
+        self.model = model
+        self.unpacked = unpacked
+
+    def forward(
+        self, ids_N: Tensor, positions_N: Tensor, plan: TreePlan, predictors_U: Tensor, targets_U: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`Scoring`. ``positions_N`` are those of the sequences, which begin at 0."""
+        order: list[int] = []
+        outputs: list[Tensor] = []
+        read = hidden_at if self.unpacked.has_plain_head else logits_at
+        for one in passes_of(plan, predictors_U.tolist(), self.unpacked):
+            places_K = torch.tensor(one.places, device=ids_N.device)
+            outputs.append(read(self.model, ids_N[list(one.tokens)], places_K))
+            order += one.scored
+        targets = targets_U[order]
+        if self.unpacked.has_plain_head:
+            head = self.model.get_output_embeddings()
+            assert isinstance(head, nn.Module)
+            logprobs, entropies = score_tokens(torch.cat(outputs), targets, head)
+        else:
+            scores = [
+                score_logits(logits, own)
+                for logits, own in zip(outputs, targets.split([len(one) for one in outputs]), strict=True)
+            ]
+            logprobs, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
+        back = torch.tensor(order, device=ids_N.device).argsort()
+        return logprobs[back], entropies[back]

@@ -25,16 +25,18 @@ from outrider.train.update.pack import PackedBatch, RolloutPath, credits_by_roll
 from outrider.train.update.policy import Policy, Scorer, TokenScores
 from outrider.train.update.ranks import packed, passes
 from outrider.train.update.success_term import success_nll, success_weights
+from outrider.train.update.token_record import TokenRecord, token_record
 from outrider.types import Origin
 
 
 @dataclass(slots=True)
 class UpdateReport:
-    """Sums and means of one update; names are those of the metrics."""
+    """Sums and means of one update; names are those of the metrics. ``tokens``: what it saw of each."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     num_scored_tokens: int = 0
     num_computed_tokens: int = 0
+    tokens: list[TokenRecord] = field(default_factory=list)
 
 
 def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
@@ -89,7 +91,7 @@ def update(
     """
     if objective.kl_weight > 0 and reference is None:
         raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
-    mini_batches = _mini_batches(traces, settings.num_mini_batches)
+    mini_batches = mini_batches_of(traces, settings.num_mini_batches)
     running = _Update(
         policy=policy,
         objective=objective,
@@ -108,8 +110,10 @@ def update(
     return running.whole_report()
 
 
-def _mini_batches(traces: Sequence[Trace], num: int) -> list[list[RolloutPath]]:
-    """Cut between groups, never inside one: siblings share the beginning that packing computes once."""
+def mini_batches_of(traces: Sequence[Trace], num: int) -> list[list[RolloutPath]]:
+    """The rollouts of each mini-batch. Cut between groups, never inside one: siblings share the beginning
+    that packing computes once.
+    """
     bounds = [len(traces) * i // num for i in range(num + 1)]
     return [rollout_paths(traces[start:end]) for start, end in pairwise(bounds) if end > start]
 
@@ -140,6 +144,7 @@ class _Update:
         for other, measured in others:
             report.num_scored_tokens += other.num_scored_tokens
             report.num_computed_tokens += other.num_computed_tokens
+            report.tokens += other.tokens
             accumulator.merge(measured)
         report.metrics |= accumulator.means()
         return report
@@ -152,10 +157,10 @@ class _Update:
         olds = [None if once else self.old_scores(paths) for paths in mini_batches]
         actings = [self.acting(paths) for paths in mini_batches]
         for _ in range(self.settings.num_epochs):
-            for paths, old, acting in zip(mini_batches, olds, actings, strict=True):
+            for number, (paths, old, acting) in enumerate(zip(mini_batches, olds, actings, strict=True)):
                 # until a step was made: a mini-batch without signal makes none
                 checked = gate or (gate_first and self.policy.num_steps == 0)
-                self.mini_batch(paths, olds=old, acting=acting, gate=checked)
+                self.mini_batch(paths, number, olds=old, acting=acting, gate=checked)
 
     def check(self, paths: Sequence[RolloutPath]) -> None:
         """Raises EngineFault where an engine does not have the policy's weights."""
@@ -191,6 +196,7 @@ class _Update:
     def mini_batch(
         self,
         paths: Sequence[RolloutPath],
+        number: int,
         *,
         olds: Sequence[TokenScores] | None,
         acting: ActingLogprobs | None,
@@ -210,6 +216,7 @@ class _Update:
                 loss, is_finite = self._idle(), True
             else:
                 given = _Given(
+                    number=number,
                     batch=batch,
                     start=None if olds is None else olds[index],
                     acting=acting,
@@ -248,6 +255,7 @@ class _Update:
         # After the gap is kept: where the engine is gated, the gate has to see the NaN.
         if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
             return scores.logprobs_T, False
+        self.report.tokens.append(token_record(given.number, batch, inputs))
         loss = batch_loss(
             inputs,
             reference_T=reference_T,
@@ -303,7 +311,7 @@ class _Update:
 
     def _count(self, batch: PackedBatch) -> None:
         self.report.num_scored_tokens += len(batch.targets_U)
-        self.report.num_computed_tokens += batch.num_tokens
+        self.report.num_computed_tokens += self.policy.num_computed_tokens(batch)
         self.on_batch(self.report.num_scored_tokens)
 
     def _skip(self, gaps: Sequence[Tensor], *, gate: bool) -> None:
@@ -330,8 +338,11 @@ class _Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Given:
-    """What a pass needs beside the weights. ``start`` None: the pass that trains gives the old log-probs."""
+    """What a pass of mini-batch ``number`` needs beside the weights. ``start`` None: the pass that trains
+    gives the old log-probs.
+    """
 
+    number: int
     batch: PackedBatch
     start: TokenScores | None
     acting: ActingLogprobs | None

@@ -1,16 +1,18 @@
-"""docs/papers.md says which commands one device can hold (row C6): its table is the command's, and each row
-is marked by it.
+"""docs/papers.md says which commands one device can hold (row C6): its table is that of ``outrider plan``,
+and each row is marked by it.
 """
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.paper_memory import CONFIGS, TRAINING_BYTES, main, need_of
 
+from outrider.cli import main
 from outrider.config import load_settings
+from outrider.planning.memory import GRADIENT, MASTER, MOMENTS, VALUE_BYTES
 from outrider.train.settings import RunSettings
 from outrider.train.update.policy import OptimizerSettings, Policy
 from tests.tiny import tiny_model
@@ -32,17 +34,32 @@ def test_training_holds_so_many_bytes_a_parameter() -> None:
     held = gradients + sum(
         tensor.nbytes for tensor in [*policy.working.values(), *policy.masters.values(), *moments]
     )
-    assert held == TRAINING_BYTES * sum(parameter.numel() for parameter in policy.working.values())
+    num_parameters = sum(parameter.numel() for parameter in policy.working.values())
+    assert held == (MASTER + MOMENTS + GRADIENT + VALUE_BYTES["bfloat16"]) * num_parameters
+    assert f"{held // num_parameters} bytes per parameter" in TEXT
 
 
-def test_the_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    main()
-    assert capsys.readouterr().out in TEXT
+def page_rows() -> list[list[str]]:
+    """The table of models."""
+    section = TEXT.split("### GPUs that a recipe needs", 1)[1].split("\n#", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()]
+    return [row for row in rows if row[0].startswith("`") and "/" in row[0]]
+
+
+def test_the_page_says_what_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(page_rows()) == 5
+    recipe = str(ROOT / "recipes" / "tool-reasoning.toml")
+    for name, total, together, beside in page_rows():
+        main(["plan", recipe, "--model", name.strip("`"), "--json"])
+        plan = json.loads(capsys.readouterr().out)
+        assert f"{plan['model']['num_parameters']:,}" == total
+        found = {one["layout"]["placement"]: one["layout"]["num_gpus"] for one in plan["fewest"]}
+        assert found == {"colocate": int(together), "disaggregate": int(beside)}
 
 
 @pytest.fixture(scope="module")
 def too_large() -> set[str]:
-    return {name for name in CONFIGS if not need_of(name).fits}
+    return {row[0].strip("`") for row in page_rows() if int(row[2]) > 1}
 
 
 def model_of(command: str) -> str:

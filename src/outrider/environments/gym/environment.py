@@ -1,0 +1,149 @@
+"""One episode of one environment of Gymnasium's form."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.gym.generators import Drawn, OwnDraws
+from outrider.environments.gym.making import Recipe, close
+from outrider.environments.gym.observations import written
+from outrider.environments.gym.settings import GymConfig
+from outrider.errors import EnvironmentFault, OutriderError
+from outrider.types import Message
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    """Counts of one episode."""
+
+    episode_return: float = 0.0
+    num_moves: int = 0
+    num_turns: int = 0
+    num_invalid: int = 0
+    success: bool | None = None  # what info said last, where it says so
+    done: bool = False
+
+
+class GymEnvironment:
+    """Chat protocol: the policy's turn holds an action, the observation comes as a user message.
+
+    The return is the sum of the environment's own rewards. What it raises is a fault: an environment that
+    cannot bear a text needs a wrapper that answers it.
+    """
+
+    def __init__(self, *, recipe: Recipe, config: GymConfig, seed: int) -> None:
+        """Nothing is made before :meth:`reset`. ``seed`` is the task's."""
+        self._recipe = recipe
+        self._config = config
+        self._seed = seed
+        self._made: Any = None
+        self._draws = OwnDraws(Drawn.of_seed(seed), config.lock_timeout_s) if config.has_own_draws else None
+        self._record = _Record()
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        """A fresh environment at the task's seed. ``seed`` changes nothing: a group plays one game."""
+        self.close()
+        self._record = _Record()
+        if self._draws is not None:
+            self._draws = OwnDraws(Drawn.of_seed(self._seed), self._config.lock_timeout_s)
+        with self._outside_code("reset"):
+            self._made = self._recipe.make()
+            observation, info = self._made.reset(seed=self._seed)
+            text = self._written(observation, info)
+        prompt = self._recipe.action.instructions if self._config.prompt is None else self._config.prompt
+        return (Message(role="user", content="\n\n".join(part for part in (prompt, text) if part)),)
+
+    def step(self, message: Message) -> StepResult:
+        """Do the turn's action. Text that holds none changes nothing and is answered in words."""
+        if self._record.done:
+            raise RuntimeError("the episode has ended")
+        if self._made is None:
+            raise EnvironmentFault(f"{self._config.id} was never reset, or is closed")
+        self._record.num_turns += 1
+        read = self._recipe.action.read(message.content)
+        if read.problem:
+            self._record.num_invalid += 1
+            return StepResult(message=Message(role="user", content=read.problem), invalid=True)
+        with self._outside_code("step"):
+            observation, reward, terminated, truncated, info = self._made.step(read.action)
+            text, reward = self._written(observation, info), float(reward)
+        return self._recorded(text, reward, bool(terminated), bool(truncated), info)
+
+    def result(self) -> EpisodeResult:
+        """The sum of rewards so far."""
+        record = self._record
+        success = (
+            record.episode_return >= self._config.success_at if record.success is None else record.success
+        )
+        return EpisodeResult(
+            episode_return=record.episode_return,
+            success=success and record.num_moves > 0,
+            metrics={
+                name: float(getattr(record, name)) for name in ("num_moves", "num_turns", "num_invalid")
+            },
+        )
+
+    def asked(self, solve: Callable[[Any], Iterable[str]]) -> Sequence[str]:
+        """What ``solve`` says of the environment itself. It is asked at once, before anything is done."""
+        with self._outside_code("expert"):
+            return tuple(solve(self._made))
+
+    def close(self) -> None:
+        """Close the environment; may be called twice."""
+        made, self._made = self._made, None
+        if made is not None:
+            with self._outside_code("close"):
+                close(made)
+
+    def _recorded(self, text: str, reward: float, terminated: bool, truncated: bool, info: Any) -> StepResult:
+        record = self._record
+        if not math.isfinite(reward):
+            raise EnvironmentFault(f"{self._config.id} gave the reward {reward}")
+        record.num_moves += 1
+        record.episode_return += reward
+        if self._config.success_key is not None:
+            record.success = bool(info.get(self._config.success_key, False))
+        # GEM's games say both where the last turn won as well as where it was only the last one.
+        limit = self._config.max_moves
+        cut = not terminated and (truncated or (limit is not None and record.num_moves >= limit))
+        record.done = terminated or cut
+        return StepResult(
+            message=Message(role="user", content=text or "Nothing is seen."),
+            reward=reward,
+            done=record.done,
+            truncated=cut,
+        )
+
+    def _written(self, observation: Any, info: Any) -> str:
+        rendered = self._made.render() if self._recipe.observation == "render" else None
+        return written(observation, info, self._recipe.observation, rendered)
+
+    @contextmanager
+    def _outside_code(self, what: str) -> Iterator[None]:
+        """Somebody else's code: with this episode's generators, and what it raises is a fault."""
+        try:
+            with nullcontext() if self._draws is None else self._draws.inside():
+                yield
+        except OutriderError:
+            raise
+        except Exception as error:
+            raise EnvironmentFault(
+                f"{self._config.id}: {what} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+class CopyableGymEnvironment(GymEnvironment):
+    """One whose deep copy goes on as it would itself, which :func:`copies_hold` has tried."""
+
+    def copy(self) -> "CopyableGymEnvironment":
+        """The same episode at the same point; neither sees what the other does from then on."""
+        twin = CopyableGymEnvironment(recipe=self._recipe, config=self._config, seed=self._seed)
+        twin._record = replace(self._record)
+        with self._outside_code("deepcopy"):
+            twin._made = copy.deepcopy(self._made)
+        twin._draws = None if self._draws is None else self._draws.twin()
+        return twin

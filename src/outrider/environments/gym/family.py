@@ -1,0 +1,94 @@
+"""Gymnasium, GEM and environments of their form: ``environment.type = "gym"``."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from outrider.environments.base import played_steps
+from outrider.environments.gym.copying import copies_hold
+from outrider.environments.gym.environment import CopyableGymEnvironment, GymEnvironment
+from outrider.environments.gym.making import Recipe, package_of, recipe_of, short_id
+from outrider.environments.gym.settings import SPLITS, GymConfig
+from outrider.environments.scienceworld.text import STOP
+from outrider.errors import ConfigError
+from outrider.plugins.imports import import_target
+from outrider.types import Step, Task
+
+
+class GymFactory:
+    """Makes environments; nothing is shared but how they are made."""
+
+    def __init__(self, *, recipe: Recipe, config: GymConfig, is_copyable: bool) -> None:
+        self._recipe = recipe
+        self._config = config
+        self._cls = CopyableGymEnvironment if is_copyable else GymEnvironment
+
+    def __call__(self, task: Task) -> GymEnvironment:
+        """A fresh episode of the task. Raises :class:`ConfigError` for a task of another environment."""
+        name, seed = task.metadata.get("environment"), task.metadata.get("seed")
+        if name != self._config.id or not isinstance(seed, int):
+            raise ConfigError(f"{task.key} is no task of {self._config.id}")
+        return self._cls(recipe=self._recipe, config=self._config, seed=seed)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class GymFamily:
+    """The seeds of one environment."""
+
+    Settings = GymConfig
+    name = "gym"
+    protocol: Literal["inline", "chat"] = "chat"
+    stateful = True
+
+    def __init__(self, config: GymConfig) -> None:
+        """Make nothing."""
+        self.config = config
+        self.stop: tuple[str, ...] = () if config.reads_raw else (STOP,)
+        self._solve: Any = None
+        self._factory: GymFactory | None = None
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """One task per seed of ``train``, ``valid`` or ``test``. They name the package's version, which may
+        play other games: a resumed run refuses another one.
+        """
+        if split not in SPLITS:
+            raise ConfigError(f"unknown split {split!r}; an environment's seeds have {', '.join(SPLITS)}")
+        package = package_of(self.config)
+        return tuple(
+            Task(
+                key=f"gym/{short_id(self.config.id)}/{split}/{seed}",
+                question=f"{self.config.id}, seed {seed}",
+                metadata={"environment": self.config.id, "seed": seed, "package": package},
+            )
+            for seed in self.config.seeds(split)
+        )
+
+    def make(self) -> GymFactory:
+        """Make one environment, and try whether its copies hold. Raises :class:`ToolUnavailable` or
+        :class:`ConfigError`.
+        """
+        recipe = recipe_of(self.config)
+        holds = copies_hold(recipe, self.config, self.config.first_seed)
+        return GymFactory(recipe=recipe, config=self.config, is_copyable=holds)
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        """The turns of ``expert``, played; None without one, or where they are no success. Raises
+        :class:`ConfigError` where the function raises.
+        """
+        if self.config.expert is None:
+            return None
+        if self._solve is None:
+            self._solve = import_target(self.config.expert)
+        if self._factory is None:
+            self._factory = self.make()
+        environment = self._factory(task)
+        try:
+            environment.reset(seed)
+            steps = played_steps(environment, environment.asked(self._solve))
+        finally:
+            environment.close()
+        return steps if environment.result().success else None
+
+    def close(self) -> None:
+        """Nothing is held."""

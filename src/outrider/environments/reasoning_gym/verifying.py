@@ -1,0 +1,66 @@
+"""Verdicts of reasoning-gym's verifiers, from within the sandbox of the Python tool.
+
+Several of them give an answer to ``eval``, or to a parser that does: a policy's text would run in the process
+that trains.
+"""
+
+import json
+import secrets
+from typing import Final
+
+from outrider.errors import ToolFault
+from outrider.tools.once import Once
+from outrider.tools.python import PythonTool, PythonToolConfig
+from outrider.types import Task
+
+_KEPT: Final = 65_536
+# What is evaluated could print a score: only a line that begins with the call's own mark counts.
+_PROGRAM: Final = """
+import json, reasoning_gym
+asked = json.loads({asked!r})
+numbers = {{"seed": asked["seed"], "size": asked["size"]}}
+dataset = reasoning_gym.create_dataset(asked["dataset"], **numbers, **asked["options"])
+entry = dataset[asked["index"]]
+try:
+    score = float(dataset.score_answer(asked["answer"], entry=entry))
+except Exception:
+    score = None
+print("\\n" + {mark!r} + json.dumps(score))
+"""
+
+
+class SandboxedVerifier:
+    """Scores answers, each once; safe to call from several threads."""
+
+    def __init__(self, *, allow_unsafe: bool = False) -> None:
+        """Raises ToolUnavailable where the sandbox or the package is missing."""
+        # The limit of processor time decides: it does not depend on what else the machine does.
+        limits = PythonToolConfig(
+            wall_seconds=120.0,
+            cpu_seconds=5,
+            memory_bytes=1 << 30,
+            packages=("reasoning_gym",),
+            allow_unsafe=allow_unsafe,
+        )
+        self._python = PythonTool(limits)
+        self._scores: Once[float | None] = Once(_KEPT)
+
+    def __call__(self, task: Task, answer: str) -> float | None:
+        """Score in [0, 1]; None where the verifier raised, or did not end within its limits."""
+        return self._scores.get((task.key, answer), lambda: self._asked(task, answer))
+
+    def close(self) -> None:
+        """Stop the sandbox; may be called twice."""
+        self._python.close()
+
+    def _asked(self, task: Task, answer: str) -> float | None:
+        mark = secrets.token_hex(16)
+        asked = json.dumps({**task.metadata, "answer": answer})
+        found = self._python.run(_PROGRAM.format(asked=asked, mark=mark))
+        lines = [line for line in found.output.splitlines() if line.startswith(mark)]
+        if not lines:
+            if found.status == "error":
+                raise ToolFault(f"the verifier of {task.metadata['dataset']}: {found.output[-300:]}")
+            return None
+        score = json.loads(lines[-1].removeprefix(mark))
+        return None if score is None else min(max(float(score), 0.0), 1.0)

@@ -1,0 +1,44 @@
+"""Steps of a buffer as a person looks at them: by words, at a revision, read-only beside whoever writes."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.errors import DataError
+
+_AT: Final = """
+    FROM steps s JOIN trajectories t ON t.trajectory_row = s.trajectory_row
+    WHERE t.added <= ? AND t.removed > ?
+      AND (instr(lower(s.text), ?) OR instr(lower(s.observation), ?) OR instr(lower(t.task_key), ?))
+"""
+_COLUMNS: Final = ("item_id", "writer", "key", "agent", "score", "index", "text", "observation", "version")
+
+
+def newest_revision(path: Path) -> int:
+    """Of a buffer's file. Raises DataError where it cannot be read."""
+    return int(_read(path, "SELECT value FROM meta WHERE key = 'revision'", ())[0][0])
+
+
+def steps_at(path: Path, revision: int, words: str, *, limit: int) -> tuple[int, list[dict[str, Any]]]:
+    """How many steps the buffer held at ``revision`` whose text, observation or task has ``words``, and the
+    first ``limit`` of them. Raises DataError.
+    """
+    wanted = words.lower()
+    given = (revision, revision, wanted, wanted, wanted)
+    [(total,)] = _read(path, f"SELECT count(*) {_AT}", given)
+    rows = _read(
+        path,
+        "SELECT s.step_id, t.trajectory_id, t.task_key, t.agent, t.reward, s.step_id - t.first_step_id, "
+        f"s.text, s.observation, t.added {_AT} ORDER BY s.step_id LIMIT ?",
+        (*given, limit),
+    )
+    return int(total), [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+
+
+def _read(path: Path, query: str, given: tuple[object, ...]) -> list[tuple[Any, ...]]:
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            return db.execute(query, given).fetchall()
+    except sqlite3.Error as error:
+        raise DataError(f"{path.name} cannot be read: {error}") from error

@@ -1,0 +1,51 @@
+"""Conversations that are rendered again before every turn, as servers do (``history_thinking = "strip"``):
+earlier turns without their thinking.
+
+Where the new rendering begins with the context so far, it only goes on; else the context begins anew, and the
+rollout becomes one sample more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.rollout.truncation import cut_messages
+from outrider.tokens import ChatRenderer
+from outrider.types import Message, ToolSchema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continued:
+    """What the policy sees next. ``token_ids`` are added, or are all there is where ``restarts``.
+
+    ``num_observed`` are the tokens of the observations alone, and ``num_cut`` what they lost.
+    """
+
+    conversation: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+    restarts: bool
+    num_observed: int
+    num_cut: int
+
+
+def rendered_again(
+    context: Sequence[int],
+    conversation: Sequence[Message],
+    said: str,
+    observations: Sequence[Message],
+    *,
+    tools: Sequence[ToolSchema],
+    limit: int,
+    renderer: ChatRenderer,
+) -> Continued:
+    """The conversation with a turn and its observations, which have at most ``limit`` tokens."""
+    cut, num_cut = cut_messages(context, observations, limit, renderer=renderer)
+    whole = (*conversation, renderer.message_of(said, tools), *cut)
+    token_ids = renderer.prompt(whole, tools)
+    goes_on = token_ids[: len(context)] == tuple(context)
+    return Continued(
+        conversation=whole,
+        token_ids=token_ids[len(context) :] if goes_on else token_ids,
+        restarts=not goes_on,
+        num_observed=len(renderer.bridge(context, cut)),
+        num_cut=num_cut,
+    )

@@ -1,0 +1,139 @@
+"""Weights from the GPUs of the trainer ranks straight into those of vLLM (``cluster.weights`` = ``nccl`` or
+``ipc``), through the trainer's side of vLLM's weight transfer (0.32). The process that was started sees none.
+
+All ranks gather tensor by tensor; rank 0 sends them, and calls the engines meanwhile. A broadcast of NCCL has
+no limit of its own: the call of the ranks has one, and ends them, and the run begins anew from its newest
+checkpoint then. None of this has run on a GPU.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from outrider.engines.weight_sum import NAME, summed
+from outrider.errors import ClusterFault, ConfigError
+from outrider.scale.waiting import results
+from outrider.train.update.adapters import merged_one_by_one, plain_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A tensor that will come: its name, type and shape, as vLLM asks for them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Source:
+    """The weights of a model in shards by Hugging Face names, adapters merged, in ``dtype``; behind them the
+    sum of them all. Every rank has to go through all of it: each tensor is gathered.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
+
+    def metadata(self) -> list[Described]:
+        """What comes, in its order; nothing is gathered."""
+        told = [
+            Described(name=name, dtype=self._dtype, shape=tuple(one.shape))
+            for name, one in plain_names(self._model).items()
+        ]
+        return [*told, Described(name=NAME, dtype=torch.int64, shape=(1,))]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        rounded = ((name, one.to(self._dtype)) for name, one in merged_one_by_one(self._model, whole=_whole))
+        return summed(rounded)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors but the sum."""
+        return self._dtype.itemsize * sum(one.numel() for one in plain_names(self._model).values())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class EngineClient:
+    """The calls that vLLM's sender makes of the receiving side, to all engine processes at a time. Engine
+    ``e`` has the ranks from ``1 + e * tensor_parallel`` of the transfer. Raises ClusterFault for an engine
+    that does not answer in time.
+    """
+
+    def __init__(self, ray: Any, actors: Sequence[Any], *, tensor_parallel: int, limit_s: float) -> None:
+        self._ray, self._actors = ray, list(actors)
+        self._tensor_parallel, self._limit_s = tensor_parallel, limit_s
+        self.num_receivers = len(self._actors) * tensor_parallel
+        self.version = 0  # of the weights that are sent next
+        self.num_calls = 0  # of one engine, since the last send began
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Meet the sender."""
+        infos = [dict(init_info) for _ in self._actors]
+        for number, info in enumerate(infos):
+            if "rank_offset" in info:
+                info["rank_offset"] += number * self._tensor_parallel
+        self._all("meet", [(info,) for info in infos])
+
+    def start_weight_update(self) -> None:
+        """No engine serves anybody from now on."""
+        self.num_calls = 0
+        self._all("begin_update", [()] * len(self._actors))
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Receive what is being sent."""
+        self._all("take", [(dict(update_info),)] * len(self._actors))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Serve again. Raises ClusterFault where an engine says another version."""
+        found = self._all("end_update", [(self.version,)] * len(self._actors))
+        if wrong := [number for number, one in enumerate(found) if one != self.version]:
+            raise ClusterFault(f"engine {wrong[0]} has other weights than version {self.version}")
+
+    def _all(self, method: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        self.num_calls += 1
+        calls = {
+            f"engine {number}": getattr(actor, method).remote(*arguments)
+            for number, (actor, arguments) in enumerate(zip(self._actors, given, strict=True))
+        }
+        return results(
+            self._ray, calls, what=method, limit_s=self._limit_s, setting="cluster.update_timeout_s"
+        )
+
+
+class Sender:
+    """A trainer rank's side; made and asked on all ranks at once."""
+
+    def __init__(self, source: Source, client: EngineClient, *, kind: str, rank: int, address: str) -> None:
+        """``address`` is rank 0's, ``host:port`` with a free port. Raises ConfigError without vLLM."""
+        self._source, self._client = source, client
+        host, _, port = address.rpartition(":")
+        try:
+            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        except ImportError as error:
+            raise ConfigError(f"cluster.weights = {kind} needs vLLM: pip install vllm") from error
+        info = (
+            IPCTrainerInitInfo(rank=rank, packed=True)
+            if kind == "ipc"
+            else NCCLTrainerInitInfo(
+                rank=rank, master_address=host, master_port=int(port), world_size=1 + client.num_receivers
+            )
+        )
+        self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+    def send(self, version: int) -> tuple[int, int]:
+        """All weights to all engines; bytes of one copy, and calls of one engine."""
+        self._client.version = version
+        self._engine.send_weights()
+        return self._source.num_bytes, self._client.num_calls
+
+    def close(self) -> None:
+        """Leave the other side."""
+        self._engine.shutdown()

@@ -1,0 +1,121 @@
+"""What a chat template can render, found by trying it: nothing is known by its family's name."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from outrider.errors import ModelError
+from outrider.tokens.template import ANSWERED, ASKED, MARK, Chat, Template
+from outrider.types import ToolCall, ToolSchema
+
+# Of letters alone: no template escapes it.
+CALL_MARK: Final = "markedargument"
+STAND_IN_TOOL: Final[ToolSchema] = {
+    "name": "lookup",
+    "description": "d",
+    "parameters": {
+        "type": "object",
+        "properties": {"key": {"type": "string", "description": "d"}},
+        "required": ["key"],
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallShape:
+    """How a template wants the arguments of a call: as an object, or as JSON text."""
+
+    arguments_are_text: bool
+
+    def message(self, calls: Sequence[ToolCall], content: str) -> dict[str, Any]:
+        """The message as the template takes it."""
+        return {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [self._call(call) for call in calls],
+        }
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        arguments = dict(call.arguments)
+        said = json.dumps(arguments, ensure_ascii=False) if self.arguments_are_text else arguments
+        return {
+            "type": "function",
+            "id": call.call_id,
+            "function": {"name": call.name, "arguments": said},
+        }
+
+
+_SHAPES: Final = (CallShape(arguments_are_text=False), CallShape(arguments_are_text=True))
+
+
+class Abilities:
+    """Answers of one template, each found when it is first asked for."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message is shown."""
+        return self._template.takes([{"role": "system", "content": MARK}, ASKED])
+
+    @cached_property
+    def takes_repeats(self) -> bool:
+        """Whether two user messages may stand in a row."""
+        return self._template.takes([ASKED, {"role": "user", "content": MARK}])
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the model is told which tools there are."""
+        system: Chat = [{"role": "system", "content": "s"}] if self.takes_system else []
+        tool = {**STAND_IN_TOOL, "name": CALL_MARK}
+        return self._template.takes([*system, ASKED], tools=[tool], mark=CALL_MARK)
+
+    @cached_property
+    def reasoning_key(self) -> str | None:
+        """The key of a message's thinking, where the template knows one."""
+        keys = ("reasoning_content", "reasoning", "thinking")
+        return next((key for key in keys if self._shows_reasoning(key)), None)
+
+    def _shows_reasoning(self, key: str) -> bool:
+        return self._template.takes([ASKED, {"role": "assistant", "content": "b", key: MARK}], opened=False)
+
+    @cached_property
+    def call_shape(self) -> CallShape | None:
+        """How calls of an assistant message are shown; None where they are not."""
+        call = ToolCall(name="lookup", arguments={"key": CALL_MARK}, call_id="call00000")
+        for shape in _SHAPES:
+            if self._template.takes([ASKED, shape.message([call], "")], opened=False, mark=CALL_MARK):
+                return shape
+        return None
+
+    def calling_turn(self, results: Chat) -> tuple[dict[str, Any], str]:
+        """A turn that these results could answer, and the mark that its text ends with.
+
+        With one call for all where a template takes no more in a turn.
+        """
+        shape = self.call_shape
+        if shape is None:
+            return dict(ANSWERED), MARK
+        calls = [
+            ToolCall(
+                name=one.get("name") or "lookup",
+                arguments={"key": CALL_MARK if one is results[-1] else "b"},
+                call_id=one.get("tool_call_id") or f"call{number:05d}",
+            )
+            for number, one in enumerate(results)
+        ]
+        whole = shape.message(calls, "")
+        if len(calls) > 1 and not self._template.takes([ASKED, whole], opened=False, mark=CALL_MARK):
+            return shape.message(calls[-1:], ""), CALL_MARK
+        return whole, CALL_MARK
+
+    def refuses(self, chat: Chat, *, tools: Sequence[ToolSchema] = ()) -> str:
+        """Why the template does not render a conversation; empty where it does."""
+        try:
+            self._template.render(chat, opened=True, tools=tools)
+        except ModelError as error:
+            return str(error).partition("it refuses ")[2] or str(error)
+        return ""

@@ -1,0 +1,7 @@
+"""Native tool calls in the forms that model families write, read and written. No torch."""
+
+from outrider.tokens.calls.format import CallFormat, FoundCalls
+from outrider.tokens.calls.formats import CALL_FORMATS, CallFormatName
+from outrider.tokens.calls.reading import read_turn
+
+__all__ = ["CALL_FORMATS", "CallFormat", "CallFormatName", "FoundCalls", "read_turn"]

@@ -1,0 +1,74 @@
+"""The contract of one written form of tool calls, and what its readers share."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from outrider.types import ToolCall, ToolSchema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCalls:
+    """Calls of a turn in the order written, the words beside them, and what was wrong with the others."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class CallFormat(Protocol):
+    """One form of calls."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that a tokenizer may have as special tokens, and that reading needs."""
+        ...
+
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+        """The calls in a turn's words. Never raises for what was written."""
+        ...
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """The calls as a model of the family writes them."""
+        ...
+
+    def describe(self, tools: Sequence[ToolSchema]) -> str:
+        """What a system prompt says of the tools where the chat template does not."""
+        ...
+
+
+def call_id(number: int) -> str:
+    """The id of a turn's call: nine letters and digits, which every template takes."""
+    return f"call{number:05d}"
+
+
+def decode_json(text: str, start: int) -> tuple[Any, int] | str:
+    """The JSON value at ``start`` (blanks may be in front) and where it ends, or what is wrong with it."""
+    begin = start + len(text[start:]) - len(text[start:].lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)
+    except json.JSONDecodeError as error:
+        return f"{error.msg} at character {error.pos - begin + 1}"
+    except (ValueError, RecursionError):  # an endless number, or nested without end
+        return "it is too large"
+
+
+def call_of(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
+    """A call of an object with ``name`` and its arguments under one of ``keys``, or what is wrong with it."""
+    if not isinstance(value, Mapping):
+        return "a call must be a JSON object"
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return 'a call needs a "name"'
+    found: Any = next((value[key] for key in keys if key in value), {})
+    if not isinstance(found, Mapping):
+        return f'"{keys[0]}" of {name} must be a JSON object'
+    return ToolCall(name=name, arguments=dict(found), call_id=call_id(number))
+
+
+def listed(tools: Sequence[ToolSchema]) -> str:
+    """The schemas, one a line."""
+    return "\n".join(
+        json.dumps({"type": "function", "function": dict(tool)}, ensure_ascii=False) for tool in tools
+    )

@@ -1,0 +1,94 @@
+"""``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder.
+
+Source: the model cards and the chat template's documented form of Qwen3-Coder.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.tokens.calls.format import FoundCalls, call_id, listed
+from outrider.types import Json, ToolCall, ToolSchema
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_START = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]*)>|<tool_call>")
+_END = re.compile(r"</function>\s*(?:</tool_call>)?")
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>", re.DOTALL)
+
+
+class Qwen3Coder:
+    """Every argument between tags of its own, as text; its type follows from the tool's schema."""
+
+    markers = (_OPEN, _CLOSE)
+
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
+        """See :class:`outrider.tokens.calls.format.CallFormat`."""
+        words: list[str] = []
+        calls: list[ToolCall] = []
+        problems: list[str] = []
+        position = 0
+        while (start := _START.search(text, position)) is not None:
+            words.append(text[position : start.start()])
+            end = _END.search(text, start.end())
+            inside = text[start.end() : len(text) if end is None else end.start()]
+            position = len(text) if end is None else end.end()
+            found = _call(start[1], inside, len(calls), tools) if end else "a call is not closed"
+            if isinstance(found, str):
+                problems.append(f"{_OPEN}: {found}.")
+            else:
+                calls.append(found)
+        if not position:
+            return FoundCalls(content=text)
+        words.append(text[position:])
+        return FoundCalls(content="".join(words).strip(), calls=tuple(calls), problems=tuple(problems))
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """See :class:`outrider.tokens.calls.format.CallFormat`."""
+        return "\n".join(_written(call) for call in calls)
+
+    def describe(self, tools: Sequence[ToolSchema]) -> str:
+        """See :class:`outrider.tokens.calls.format.CallFormat`."""
+        example = _written(ToolCall(name="NAME", arguments={"PARAMETER": "value"}))
+        return (
+            f"You may call these functions:\n<tools>\n{listed(tools)}\n</tools>\n"
+            f"To call one, write:\n{example}"
+        )
+
+
+def _call(name: str | None, inside: str, number: int, tools: Sequence[ToolSchema]) -> ToolCall | str:
+    if not name:
+        return "a call needs <function=NAME>"
+    left = _PARAMETER.sub("", inside).strip()
+    if left:
+        return f"{name} holds something else than <parameter=KEY>value</parameter>"
+    known = next((tool for tool in tools if tool.get("name") == name), {})
+    properties = known.get("parameters", {}).get("properties", {})
+    arguments = {key: _value(text, properties.get(key, {})) for key, text in _PARAMETER.findall(inside)}
+    return ToolCall(name=name, arguments=arguments, call_id=call_id(number))
+
+
+def _value(text: str, schema: Any) -> Json:
+    """The text as a value of its parameter's type; as it is where it cannot be one."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
+    if kind == "string":
+        return text
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text.strip())
+            json.dumps(value)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        return value  # type: ignore[no-any-return]
+    return text
+
+
+def _written(call: ToolCall) -> str:
+    said = (
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n"
+        "</parameter>\n"
+        for key, value in call.arguments.items()
+    )
+    return f"{_OPEN}\n<function={call.name}>\n{''.join(said)}</function>\n{_CLOSE}"

@@ -1,0 +1,75 @@
+"""A turn's text read as a whole: thinking, calls, and whether the tools take them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from outrider.tokens.calls.format import CallFormat
+from outrider.tokens.parsed import ParsedTurn, split_thinking
+from outrider.types import ToolCall, ToolSchema
+
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
+    """What a turn says. Without a form, or without tools, all behind the thinking is words."""
+    reasoning, rest, problems = split_thinking(text)
+    if call_format is None or not tools:
+        return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
+    found = call_format.read(rest, tools)
+    wrong = {number: told for number, call in enumerate(found.calls) if (told := fault_of(call, tools))}
+    return ParsedTurn(
+        content=found.content,
+        reasoning=reasoning,
+        tool_calls=tuple(call for number, call in enumerate(found.calls) if number not in wrong),
+        problems=(*problems, *found.problems, *wrong.values()),
+    )
+
+
+def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
+    """Why no tool takes the call, in words for the policy; empty where one does.
+
+    Checked are the names of tool and arguments, what is required, and the types at the top level.
+    """
+    schema = next((tool for tool in tools if tool["name"] == call.name), None)
+    if schema is None:
+        return f"There is no tool {call.name!r}. Tools: {', '.join(str(tool['name']) for tool in tools)}."
+    parameters = schema.get("parameters") or {}
+    properties: Mapping[str, Any] = parameters.get("properties") or {}
+    if missing := [name for name in parameters.get("required") or () if name not in call.arguments]:
+        return f"{call.name} needs the argument {missing[0]!r}."
+    is_closed = "properties" in parameters and not parameters.get("additionalProperties")
+    if is_closed and (unknown := [name for name in call.arguments if name not in properties]):
+        return f"{call.name} has no argument {unknown[0]!r}. Arguments: {', '.join(properties) or 'none'}."
+    for name, value in call.arguments.items():
+        told = _type_fault(value, properties.get(name))
+        if told:
+            return f"The argument {name!r} of {call.name} {told}."
+    return ""
+
+
+def _type_fault(value: Any, schema: Any) -> str:
+    if not isinstance(schema, Mapping):
+        return ""
+    choices = schema.get("enum")
+    if isinstance(choices, list) and value not in choices:
+        return f"must be one of {', '.join(map(str, choices))}"
+    wanted = schema.get("type")
+    names = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []
+    if schema.get("nullable"):
+        names = [*names, "null"] if names else []
+    if not names or any(name not in _TYPES for name in names):
+        return ""
+    # a bool is an int to Python, and none to JSON
+    fits = any(
+        isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+        for name in names
+    )
+    return "" if fits else f"must be of type {' or '.join(map(str, names))}"

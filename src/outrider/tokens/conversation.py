@@ -1,0 +1,101 @@
+"""Messages as a template takes them: roles that it lacks, thinking and calls of earlier turns, tools."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from outrider.errors import ModelError
+from outrider.tokens.abilities import Abilities
+from outrider.tokens.calls import CallFormat
+from outrider.tokens.template import Chat, Template
+from outrider.types import Message, ToolSchema
+
+
+class ChatWriter:
+    """Writes the conversations of one template. ``keeps_thinking``: of templates that have no place for it,
+    thinking stands in the text; else it is left out there.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        abilities: Abilities,
+        call_format: CallFormat | None,
+        *,
+        keeps_thinking: bool,
+    ) -> None:
+        self._template = template
+        self._abilities = abilities
+        self._call_format = call_format
+        self._keeps_thinking = keeps_thinking
+
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[Chat, Sequence[ToolSchema]]:
+        """The messages but the inline ones, and the tools that the template itself has to show."""
+        if tools and not self._abilities.shows_tools:
+            messages, tools = self._told(messages, tools), ()
+        chat: Chat = []
+        joins = False
+        for message in messages:
+            if message.role == "inline":
+                continue
+            is_system = message.role == "system" and not self._abilities.takes_system
+            one = self._one(message, "user" if is_system else message.role)
+            if self._joins(chat, one, is_wanted=joins):
+                chat[-1]["content"] += f"\n\n{one['content']}"
+            else:
+                chat.append(one)
+            joins = is_system
+        return chat, [self._plain(tool) for tool in tools]
+
+    def _joins(self, chat: Chat, one: Mapping[str, Any], *, is_wanted: bool) -> bool:
+        if not chat or chat[-1]["role"] != one["role"] or one["role"] == "tool":
+            return False
+        return is_wanted or not self._abilities.takes_repeats
+
+    def _one(self, message: Message, role: str) -> dict[str, Any]:
+        one: dict[str, Any] = {"role": role, "content": self._template.plain(message.content)}
+        if role == "tool":
+            ids = {"tool_call_id": message.tool_call_id, "name": message.tool_name}
+            return one | {key: value for key, value in ids.items() if value}
+        if role == "assistant":
+            return self._assistant(message, one)
+        return one
+
+    def _assistant(self, message: Message, one: dict[str, Any]) -> dict[str, Any]:
+        calls = [replace(call, arguments=self._plain(call.arguments)) for call in message.tool_calls]
+        shape = self._abilities.call_shape if calls else None
+        if shape is not None:
+            one = shape.message(calls, one["content"])
+        elif calls:
+            if self._call_format is None:
+                raise ModelError("the chat template has no place for tool calls: name their form")
+            written = self._call_format.write(calls)
+            one["content"] = f"{one['content']}\n{written}" if one["content"] else written
+        if message.reasoning:
+            thinking = self._template.plain(message.reasoning)
+            key = self._abilities.reasoning_key
+            if key is not None:
+                one[key] = thinking
+            elif self._keeps_thinking:
+                one["content"] = f"<think>\n{thinking}\n</think>\n\n{one['content'] or ''}"
+        return one
+
+    def _told(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Sequence[Message]:
+        """The tools in the words of the form of calls, behind the system message's own."""
+        if self._call_format is None:
+            raise ModelError("the chat template does not show tools to the model: name the form of calls")
+        words = self._call_format.describe(tools)
+        if messages and messages[0].role == "system":
+            first = replace(messages[0], content=f"{messages[0].content}\n\n{words}")
+            return [first, *messages[1:]]
+        return [Message(role="system", content=words), *messages]
+
+    def _plain(self, value: Any) -> Any:
+        """A JSON value with nothing in it that reads as a marker."""
+        if isinstance(value, str):
+            return self._template.plain(value)
+        if isinstance(value, Mapping):
+            return {self._plain(key): self._plain(one) for key, one in value.items()}
+        return [self._plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,199 @@
+"""A chat template tried out before the first rollout, on every role and order that a family's episodes have.
+
+What it refuses is an error then, and where a conversation that is rendered at once (as a server does) has
+other ids than the appended ones, a person is told which and where.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from outrider.errors import ModelError
+from outrider.tokens.abilities import STAND_IN_TOOL
+from outrider.tokens.chat import ChatRenderer
+from outrider.tokens.tokenizer import text_of
+from outrider.tokens.written import Appended, append
+from outrider.types import Message, Role, ToolCall, ToolSchema
+
+_SHOWN = 24  # characters on each side of a difference
+TOOLS: Final[tuple[ToolSchema, ...]] = (STAND_IN_TOOL,)
+
+
+def _said(content: str = "", *, thinks: bool = False, num_calls: int = 0) -> Message:
+    calls = tuple(
+        ToolCall(name="lookup", arguments={"key": "c"}, call_id=f"call{number:05d}")
+        for number in range(num_calls)
+    )
+    return Message(role="assistant", content=content, reasoning="because" if thinks else "", tool_calls=calls)
+
+
+def _result(number: int = 0) -> Message:
+    return Message(role="tool", content="found", tool_call_id=f"call{number:05d}", tool_name="lookup")
+
+
+_ASKED: Final = Message(role="user", content="Question")
+_OBSERVED: Final = Message(role="user", content="Observation")
+_ANSWER: Final = _said("Answer")
+
+ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
+    {
+        "an answer, then a user message": (_ANSWER, _OBSERVED),
+        "blanks around an answer": (_said(" \nAnswer\n "), _OBSERVED),
+        "two user messages in a row": (_ANSWER, _OBSERVED, _OBSERVED),
+        "thinking, then a user message": (_said("Answer", thinks=True), _OBSERVED),
+        "a call, then its result": (_said(num_calls=1), _result()),
+        "words beside a call": (_said("Answer", num_calls=1), _result()),
+        "several calls, then their results": (_said(num_calls=2), _result(0), _result(1)),
+        "a result, another call, then its result": (
+            _said(num_calls=1), _result(), _said(num_calls=1), _result(),
+        ),
+        "thinking and a call, then its result": (_said(thinks=True, num_calls=1), _result()),
+        "a result, thinking, then another result": (
+            _said(num_calls=1), _result(), _said(thinks=True, num_calls=1), _result(),
+        ),
+        "a call, its result, an answer, then a user message": (
+            _said(num_calls=1), _result(), _ANSWER, _OBSERVED,
+        ),
+        "thinking, a result, an answer, then a user message": (
+            _said(thinks=True, num_calls=1), _result(), _ANSWER, _OBSERVED,
+        ),
+    }
+)  # fmt: skip
+"""What is tried, each behind a system message and a question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCheck:
+    """What a template cannot do. ``differs``: order -> where a conversation rendered at once has other ids
+    than the appended ones. ``unread``: an example of a call as the template writes it where the form of calls
+    does not read it.
+    """
+
+    name: str
+    differs: Mapping[str, str]
+    unread: str = ""
+    writes_date: bool = False
+    hides_tools: bool = False
+
+    def notes(self) -> list[str]:
+        """Lines for a person, each with what to do."""
+        lines = [
+            f"the chat template of {self.name} renders {order} differently at once than appended "
+            f"({where}): a server that renders it sees other ids than training"
+            for order, where in self.differs.items()
+        ]
+        if self.unread:
+            lines.append(
+                f"the chat template of {self.name} writes calls as {self.unread!r}, which the form of calls "
+                "that was named does not read"
+            )
+        if self.writes_date:
+            lines.append(
+                f"the chat template of {self.name} writes the date of the day: name one in "
+                "model.template_kwargs (such as date_string), or no two days have the same prompts"
+            )
+        if self.hides_tools:
+            lines.append(
+                f"the chat template of {self.name} does not show tools: the system message tells of them"
+            )
+        return lines
+
+
+def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> LoadCheck:
+    """Try every order of an episode whose turns are answered by these roles.
+
+    Raises ModelError with the template's name and the role for what cannot be bridged.
+    """
+    uses_tools = "tool" in observations
+    tools = TOOLS if uses_tools else ()
+    differs: dict[str, str] = {}
+    for order, messages in ORDERS.items():
+        if not {one.role for one in messages} - {"assistant"} <= set(observations):
+            continue
+        appended = _appended(renderer, order, messages, tools)
+        if where := difference(renderer, appended.token_ids, appended.messages, tools):
+            differs[order] = where
+    return LoadCheck(
+        name=renderer.template.name,
+        differs=differs,
+        unread=_unread(renderer, tools) if uses_tools else "",
+        writes_date=_writes_date(renderer),
+        hides_tools=uses_tools and not renderer.abilities.shows_tools,
+    )
+
+
+def _appended(
+    renderer: ChatRenderer, order: str, messages: Sequence[Message], tools: Sequence[ToolSchema]
+) -> Appended:
+    role = messages[-1].role
+    told = f"the chat template of {renderer.template.name} refuses a {role} message ({order})"
+    try:
+        appended = append(renderer, _conversation(messages), tools)
+    except ModelError as error:
+        raise ModelError(f"{told}: {_reason(error)}") from error
+    text = text_of(renderer.tokenizer, appended.token_ids, skip_special_tokens=False)
+    wanted = _readable(renderer, messages[-1].content)
+    if text.count(wanted) < sum(one.content == messages[-1].content for one in messages):
+        raise ModelError(f"{told}: it drops its text")
+    return appended
+
+
+def _readable(renderer: ChatRenderer, text: str) -> str:
+    """The text as ids of this tokenizer show it."""
+    return text_of(renderer.tokenizer, renderer.template.encode(text), skip_special_tokens=False).strip()
+
+
+def _writes_date(renderer: ChatRenderer) -> bool:
+    """Whether the clock decides about a prompt."""
+    source = str(getattr(renderer.tokenizer, "chat_template", ""))
+    return "strftime_now" in source and "date_string" not in renderer.template.variables
+
+
+def _unread(renderer: ChatRenderer, tools: Sequence[ToolSchema]) -> str:
+    """A call as the template itself writes it, where the form of calls does not read it."""
+    shape = renderer.abilities.call_shape
+    if shape is None or renderer.call_format is None:
+        return ""
+    said = _said(num_calls=1)
+    written = renderer.template.render(
+        [{"role": "user", "content": "q"}, shape.message(said.tool_calls, "")], opened=False
+    )
+    before = renderer.template.render([{"role": "user", "content": "q"}], opened=True)
+    text = written[len(before) :] if written.startswith(before) else written
+    read = renderer.parse(renderer.template.encode(text), tools=tools)
+    return "" if [one.name for one in read.tool_calls] == ["lookup"] else text.strip()
+
+
+def _conversation(messages: Sequence[Message]) -> list[Message]:
+    return [Message(role="system", content="Rules"), _ASKED, *messages]
+
+
+def _reason(error: ModelError) -> str:
+    return str(error).removeprefix("the tokenizer has no usable chat template: ")
+
+
+def difference(
+    renderer: ChatRenderer,
+    token_ids: Sequence[int],
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema],
+) -> str:
+    """Where the appended ids part from those of the whole conversation; empty where they are the same."""
+    try:
+        whole = renderer.template.encode(renderer.whole_text(messages, tools))
+    except ModelError as error:
+        return f"at once it is refused: {_reason(error)}"
+    if list(token_ids) == list(whole):
+        return ""
+    ours, theirs = (
+        text_of(renderer.tokenizer, list(ids), skip_special_tokens=False) for ids in (token_ids, whole)
+    )
+    if ours == theirs:  # a token over the seam of two pieces: the policy's own stay as they were sampled
+        return ""
+    at = next(
+        (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+        min(len(ours), len(theirs)),
+    )
+    here = slice(max(0, at - _SHOWN), at + _SHOWN)
+    return f"appended {ours[here]!r}, at once {theirs[here]!r}"

@@ -1,0 +1,38 @@
+"""What the policy wrote in one turn, read: thinking, words for the reader, and tool calls."""
+
+import re
+from dataclasses import dataclass
+
+from outrider.types import ToolCall
+
+_OPEN, _CLOSE = "<think>", "</think>"
+UNCLOSED = f"The thinking was not closed with {_CLOSE}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTurn:
+    """One turn. ``problems`` say what was wrong with a call that could not be read; nobody raises for it."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def split_thinking(text: str) -> tuple[str, str, tuple[str, ...]]:
+    """Thinking, the rest, and problems. A block that the template opened may lack its first tag; one that is
+    not closed takes the whole text. Text without thinking is as it was written.
+    """
+    before, closed, behind = text.partition(_CLOSE)
+    if closed:
+        return before.replace(_OPEN, "", 1).strip(), behind.lstrip("\n"), ()
+    head, opened, thinking = text.partition(_OPEN)
+    if opened and not head.strip():
+        return thinking.strip(), "", (UNCLOSED,)
+    return "", text, ()
+
+
+def opened_thinking(text: str) -> str:
+    """The block of thinking that ``text`` (what a template writes before a turn) opens and leaves open."""
+    found = re.search(rf"{_OPEN}\s*\Z", text)
+    return found[0] if found else ""

@@ -1,0 +1,96 @@
+"""What a policy that writes as its template does would write in a turn, and a whole conversation made of it.
+
+Only checks need this: a policy's own ids are what they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from outrider.errors import ModelError
+from outrider.tokens.calls import CALL_FORMATS, CallFormat
+from outrider.tokens.chat import ChatRenderer
+from outrider.tokens.tokenizer import text_of
+from outrider.types import Message, ToolSchema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appended:
+    """A conversation as appended ids, and its messages as they are read back from them.
+
+    A turn whose calls the form of calls does not read stays as it was given.
+    """
+
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...]
+
+
+def append(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Appended:
+    """Prompt, turns and observations one after the other. The last message is an observation.
+
+    Raises ModelError where the template refuses one of them.
+    """
+    first = next(number for number, one in enumerate(messages) if one.role == "assistant")
+    told: list[Message] = list(messages[:first])
+    ids = list(renderer.prompt(told, tools))
+    rest = list(messages[first:])
+    while rest:
+        said = rest.pop(0)
+        is_opened = bool(renderer.opened(ids))
+        turn = renderer.template.encode(turn_text(renderer, told, said, tools, is_opened=is_opened))
+        read = renderer.parse(turn, context=ids, tools=tools)
+        as_read = replace(said, content=read.content, reasoning=read.reasoning, tool_calls=read.tool_calls)
+        if [one.name for one in read.tool_calls] != [one.name for one in said.tool_calls]:
+            as_read = said
+        ids += turn
+        told.append(as_read)
+        num_answers = next((n for n, one in enumerate(rest) if one.role == "assistant"), len(rest))
+        answers, rest = rest[:num_answers], rest[num_answers:]
+        ids += renderer.bridge(ids, answers)
+        told += answers
+    return Appended(token_ids=tuple(ids), messages=tuple(told))
+
+
+def turn_text(
+    renderer: ChatRenderer,
+    before: Sequence[Message],
+    said: Message,
+    tools: Sequence[ToolSchema],
+    *,
+    is_opened: bool,
+) -> str:
+    """The text of a turn as the template writes it last; put together where it writes something else than
+    it has begun, or refuses it. ``is_opened``: a block of thinking is open.
+    """
+    try:
+        opened = renderer.whole_text(before, tools)
+        closed = renderer.whole_text([*before, said], tools, opened=False)
+    except ModelError:
+        return _composed(renderer, said, is_opened=is_opened)
+    written = closed[len(opened) :] if closed.startswith(opened) else None
+    if written is None or not _says(written, said):
+        return _composed(renderer, said, is_opened=is_opened)
+    return _without_closing(renderer, written)
+
+
+def _says(written: str, said: Message) -> bool:
+    """Whether nothing of the turn was dropped."""
+    return all(part in written for part in (said.content.strip(), said.reasoning.strip())) and all(
+        call.name in written for call in said.tool_calls
+    )
+
+
+def _without_closing(renderer: ChatRenderer, written: str) -> str:
+    end = text_of(renderer.tokenizer, renderer.end_of_turn, skip_special_tokens=False)
+    head, found, behind = written.rpartition(end)
+    if found and not renderer.template.markers.sub("", behind).strip():
+        return head
+    markers = list(renderer.template.markers.finditer(written))
+    return written[: markers[-1].start()] if markers else written
+
+
+def _composed(renderer: ChatRenderer, said: Message, *, is_opened: bool) -> str:
+    call_format: CallFormat = renderer.call_format or CALL_FORMATS["hermes"]
+    thinking = f"{said.reasoning}\n</think>\n\n" if said.reasoning or is_opened else ""
+    begun = "" if is_opened or not thinking else "<think>\n"
+    calls = call_format.write(said.tool_calls) if said.tool_calls else ""
+    return begun + thinking + "\n".join(part for part in (said.content, calls) if part)

@@ -1,0 +1,106 @@
+"""A run's progress on disk, for whoever looks at it from outside: ``live.json`` says where the run is now,
+``notes.jsonl`` keeps every line that was told."""
+
+import json
+import logging
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.watch.progress import Progress
+from outrider.watch.stage_clock import Clock, Field, TimeLeft
+
+LIVE: Final = "live.json"
+NOTES: Final = "notes.jsonl"
+_EVERY_S: Final = 1.0
+_STEP: Final = re.compile(r"\bstep (\d+)\b")
+_log = logging.getLogger(__name__)
+
+
+class RecordedProgress:
+    """Another display, and what it is told on disk: at most once a second, and at every stage and note.
+
+    A disk that is full ends the record and not the run.
+    """
+
+    def __init__(self, inner: Progress, run: Path, *, clock: Clock = time.monotonic) -> None:
+        self._inner = inner
+        self._run = run
+        self._clock = clock
+        self._written = -float("inf")
+        self._is_broken = False
+        self._now: dict[str, Any] = {
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "stage": "",
+            "total": None,
+            "done": 0,
+            "fields": {},
+        }
+
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        done: int = 0,
+        num_parallel: int = 1,
+        left_by: TimeLeft | None = None,
+    ) -> None:
+        """See :class:`~outrider.watch.progress.Progress`."""
+        self._inner.stage(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
+        self._now |= {"stage": name, "total": total, "done": done, "fields": {}}
+        self._write()
+
+    def advance(self, done: int, **fields: Field) -> None:
+        """See :class:`~outrider.watch.progress.Progress`."""
+        self._inner.advance(done, **fields)
+        self._now["done"] = done
+        self._now["fields"] |= fields
+        if self._clock() - self._written >= _EVERY_S:
+            self._write()
+
+    def note(self, text: str) -> None:
+        """See :class:`~outrider.watch.progress.Progress`; the step is the one that the line names, else the
+        newest."""
+        self._inner.note(text)
+        named = _STEP.search(text)
+        step = int(named[1]) if named else self._now["done"] if self._now["stage"] == "train" else None
+        line = {"time": time.time(), "stage": self._now["stage"], "step": step, "text": text}
+        self._guarded(lambda: self._append(json.dumps(line)))
+
+    def stopping(self) -> bool:
+        """See :class:`~outrider.watch.progress.Progress`; called in a signal handler, so nothing is
+        written."""
+        return self._inner.stopping()
+
+    def close(self) -> None:
+        """The last state, and the end of the display."""
+        self._write()
+        self._inner.close()
+
+    def _append(self, line: str) -> None:
+        with (self._run / NOTES).open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+
+    def _write(self) -> None:
+        self._written = self._clock()
+        self._guarded(self._replace)
+
+    def _replace(self) -> None:
+        # Neither forced to disk nor locked: it says what is now, and a second later something else.
+        whole = self._run / f"{LIVE}.new"
+        whole.write_text(json.dumps(self._now | {"time": time.time()}), encoding="utf-8")
+        whole.replace(self._run / LIVE)
+
+    def _guarded(self, write: Any) -> None:
+        if self._is_broken:
+            return
+        try:
+            write()
+        except (OSError, ValueError, TypeError) as error:
+            self._is_broken = True
+            _log.warning("the run's progress is no longer recorded, the run goes on: %s", error)

@@ -1,0 +1,99 @@
+"""A folder of Parquet files, one for each training step and one for each evaluation; a file is absent or
+whole."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from outrider.atomic_io import TEMPORARY, replacing
+from outrider.errors import DataError
+
+FORMAT: Final = {b"outrider.format": b"2"}
+"""Version of the records, in the metadata of every file; files without one are of version 1."""
+
+_STEP: Final = re.compile(r"step-(\d{6,})\.parquet")
+_EVALUATION: Final = re.compile(r"evaluation-(\d{3,})\.parquet")
+
+
+def step_file(step: int) -> str:
+    """Name of the file of a training step."""
+    return f"step-{step:06d}.parquet"
+
+
+def evaluation_file(number: int) -> str:
+    """Name of the file of an evaluation, by its line in ``evaluations.jsonl`` (from 0)."""
+    return f"evaluation-{number:03d}.parquet"
+
+
+class StepFiles:
+    """The files of one kind of record. The folder is made with its first file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def write(self, name: str, table: pa.Table) -> Path:
+        """Write under a temporary name, then rename. Raises OSError."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / name
+        with replacing(path) as stream:
+            pq.write_table(table.replace_schema_metadata(FORMAT), stream, compression="zstd")
+        return path
+
+    def read(self, name: str, schema: pa.Schema) -> pa.Table:
+        """The columns of ``schema``; one that an earlier version did not write is empty or null.
+
+        Raises :class:`~outrider.errors.DataError` for a missing or damaged file.
+        """
+        try:
+            # a stream, because messages about a path name the folders of this machine
+            with (self.directory / name).open("rb") as stream:
+                found = pq.read_table(stream)
+            added = _added(found, schema)
+            columns = [added[name] if name in added else found[name] for name in schema.names]
+            return pa.table(columns, schema.names).cast(schema)
+        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+            is_gone = isinstance(error, FileNotFoundError)
+            reason = "the file is missing" if is_gone else str(error).partition("\n")[0]
+            raise DataError(f"{name} cannot be read: {reason}") from error
+
+    def steps(self) -> tuple[int, ...]:
+        """Training steps that have a file, ascending; empty when the folder is missing."""
+        return self._numbers(_STEP)
+
+    def evaluations(self) -> tuple[int, ...]:
+        """Numbers of the evaluations that have a file, ascending."""
+        return self._numbers(_EVALUATION)
+
+    def resume(self, step: int) -> int:
+        """Remove the files of steps after the checkpoint step, and what a kill left half written; return how
+        many.
+        """
+        later = [self.directory / step_file(number) for number in self.steps() if number > step]
+        doomed = [*later, *sorted(self.directory.glob(TEMPORARY))]
+        for path in doomed:
+            path.unlink()
+        return len(doomed)
+
+    def _numbers(self, pattern: re.Pattern[str]) -> tuple[int, ...]:
+        if not self.directory.is_dir():
+            return ()
+        matches = (pattern.fullmatch(path.name) for path in self.directory.iterdir())
+        return tuple(sorted(int(match[1]) for match in matches if match))
+
+
+def _added(found: pa.Table, schema: pa.Schema) -> dict[str, pa.Array]:
+    """Columns that files of version 1 lack. Of later versions a file without one is damaged."""
+    if b"outrider.format" in (found.schema.metadata or {}):
+        return {}
+    added = [
+        field
+        for field in schema
+        if field.name not in found.column_names and (field.nullable or pa.types.is_list(field.type))
+    ]
+    return {
+        field.name: pa.array([[] if pa.types.is_list(field.type) else None] * len(found), field.type)
+        for field in added
+    }

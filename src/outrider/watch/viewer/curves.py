@@ -1,0 +1,68 @@
+"""Every metric of a run over its steps, with what the registry says of it, and what an x axis may be."""
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.metrics import WRITTEN_TOKENS, UndeclaredMetric, declared_metric
+from outrider.watch.run_directory import RunData, finite, read_run
+
+AXES: Final = ("step", "tokens", "calls", "seconds")
+
+
+def curves_of(run: Path) -> dict[str, Any]:
+    """``x`` by axis and ``values`` by metric, one entry a training step; ``metrics`` describe them."""
+    data = read_run(run)
+    records = [record for record in data.records if record["kind"] == "train"]
+    names = dict.fromkeys(name for record in records for name in record if name not in ("step", "kind"))
+    values = {name: [finite(record.get(name)) for record in records] for name in names}
+    kept = {name: column for name, column in values.items() if any(one is not None for one in column)}
+    return {
+        "x": {
+            "step": [record["step"] for record in records],
+            "tokens": _summed(values, len(records), WRITTEN_TOKENS),
+            "calls": _summed(values, len(records), ("rollout/num_tool_calls",)),
+            "seconds": _summed(values, len(records), ("time/step",)),
+        },
+        "values": kept,
+        "metrics": {name: described(name) for name in kept},
+        "evaluations": _evaluations(data),
+        "notes": list(data.notes),
+    }
+
+
+def described(name: str) -> dict[str, str]:
+    """Unit, meaning, healthy range and where to look; empty words for what no registry here has (the metric
+    of a plug-in)."""
+    try:
+        metric = declared_metric(name)
+    except UndeclaredMetric:
+        return {"unit": "", "meaning": "not in the registry: of a plug-in", "healthy": "", "look_at": ""}
+    return {
+        "unit": "" if metric.unit == "1" else metric.unit,
+        "meaning": metric.meaning,
+        "healthy": metric.healthy,
+        "look_at": metric.look_at,
+    }
+
+
+def _summed(values: dict[str, list[float | None]], length: int, names: tuple[str, ...]) -> list[float]:
+    columns = [values[name] for name in names if name in values]
+    return list(accumulate(sum(column[i] or 0.0 for column in columns) for i in range(length)))
+
+
+def _evaluations(data: RunData) -> list[dict[str, Any]]:
+    return [
+        {
+            "number": number,
+            "label": one.label,
+            "step": one.step,
+            "split": one.split,
+            "num_tasks": one.num_tasks,
+            "num_faults": one.num_faults,
+            "score": [score.value, score.ci_low, score.ci_high]
+            if (score := one.metrics.get("score"))
+            else None,
+        }
+        for number, one in enumerate(data.evaluations)
+    ]

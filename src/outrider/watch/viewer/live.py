@@ -1,0 +1,58 @@
+"""Where a run is now, what changed on disk since a page last asked, and how it is stopped."""
+
+import json
+import os
+import platform
+import signal
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import DataError
+from outrider.file_lock import is_locked
+from outrider.watch.recorded_progress import LIVE, NOTES
+from outrider.watch.step_files import StepFiles
+
+
+def live_state(run: Path) -> dict[str, Any] | None:
+    """Stage, units done, fields (tokens/s among them) and time; None where the run tells none."""
+    try:
+        found = json.loads((run / LIVE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def fingerprint(run: Path) -> dict[str, Any]:
+    """Changes whenever a page of the run would: files by their size, steps, and where it is."""
+    sizes = [_size(run / name) for name in ("metrics.jsonl", "evaluations.jsonl", NOTES)]
+    steps = StepFiles(run / "traces").steps()
+    return {
+        "sizes": sizes,
+        "newest": steps[-1] if steps else 0,
+        "num": len(steps),
+        "running": is_locked(run / "lock"),
+        "live": live_state(run),
+    }
+
+
+def stop(run: Path) -> None:
+    """Ask the run to end with a checkpoint: SIGTERM. Raises DataError where it does not run here."""
+    state = live_state(run)
+    if state is None or not is_locked(run / "lock"):
+        raise DataError(f"{run.name} is not running")
+    if state.get("host") != platform.node():
+        raise DataError(f"{run.name} runs on another machine, {state.get('host')}: stop it there")
+    pid = state.get("pid")
+    if not isinstance(pid, int) or pid < 2:
+        raise DataError(f"{run.name} does not say which process it is: stop it with Ctrl-C")
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except OSError as error:
+        raise DataError(f"{run.name} cannot be stopped: {error.strerror}") from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1

@@ -1,0 +1,123 @@
+"""The viewer's server: the page's files, and what is on disk as JSON. Read-only but for the stop button."""
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from outrider.errors import OutriderError
+from outrider.watch.viewer.answers import ANSWERS, Viewer
+from outrider.watch.viewer.catalogue import Catalogue
+from outrider.watch.viewer.guard import STILL_PAGE, Guard
+from outrider.watch.viewer.live import fingerprint, stop
+
+PAGE: Final = Path(__file__).with_name("page")
+Compare = Callable[[Sequence[Path]], str]
+"""Run folders to the page of ``outrider compare``, as HTML without scripts."""
+
+
+def make_app(
+    catalogue: Catalogue,
+    *,
+    compare: Compare,
+    hosts: Sequence[str] | None,
+    token: str | None = None,
+    every_s: float = 1.0,
+) -> Guard:
+    """The application. ``every_s``: how often a page that follows a run looks for news."""
+    server = _Server(Viewer(catalogue), compare, every_s)
+    routes = [
+        Route("/", server.page),
+        Route("/data/{name:path}", server.data),
+        Route("/events", server.events),
+        Route("/compare", server.compare),
+        Route("/stop", server.stop, methods=["POST"]),
+        Mount("/", StaticFiles(directory=PAGE)),
+    ]
+    return Guard(Starlette(routes=routes), hosts=hosts, token=token)
+
+
+class _Server:
+    """The routes. What reads files does so in a thread."""
+
+    def __init__(self, viewer: Viewer, compare: Compare, every_s: float) -> None:
+        self._viewer = viewer
+        self._compare = compare
+        self._every_s = every_s
+        self._stop_token = secrets.token_urlsafe(24)  # only our page can read it
+
+    async def page(self, request: Request) -> Response:
+        """The one page; with it goes what the stop button has to show."""
+        text = (PAGE / "index.html").read_text(encoding="utf-8")
+        return HTMLResponse(text.replace("STOP_TOKEN", self._stop_token))
+
+    async def data(self, request: Request) -> Response:
+        """What :data:`~outrider.watch.viewer.answers.ANSWERS` has under this name."""
+        name = request.path_params["name"]
+        kind = name.rpartition("/")[2].removesuffix(".json")
+        answer = ANSWERS.get(kind)
+        if answer is None:
+            return JSONResponse({"error": "no such page"}, status_code=404)
+        try:
+            found = await run_in_threadpool(answer, self._viewer, dict(request.query_params))
+        except KeyError as error:
+            return JSONResponse({"error": f"no run or value {error}"}, status_code=404)
+        except (OutriderError, ValueError, OSError) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        return Response(_as_json(found), media_type="application/json")
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: one whenever something of a run has changed."""
+        try:
+            run = self._viewer.catalogue.of(request.query_params.get("run", ""))
+        except KeyError:
+            return JSONResponse({"error": "no such run"}, status_code=404)
+
+        async def stream() -> AsyncIterator[str]:
+            before = ""
+            while not await request.is_disconnected():
+                now = _as_json(await run_in_threadpool(fingerprint, run.path)).decode()
+                if now != before:
+                    before = now
+                    yield f"data: {now}\n\n"
+                await asyncio.sleep(self._every_s)
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    async def compare(self, request: Request) -> Response:
+        """The page of ``outrider compare`` over the chosen runs."""
+        try:
+            runs = [self._viewer.catalogue.of(name).path for name in request.query_params.getlist("run")]
+            page = await run_in_threadpool(self._compare, runs)
+            return HTMLResponse(page, headers={"content-security-policy": STILL_PAGE})
+        except KeyError:
+            return JSONResponse({"error": "no such run"}, status_code=404)
+        except (OutriderError, ValueError, OSError) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+
+    async def stop(self, request: Request) -> Response:
+        """SIGTERM, which a run answers with a checkpoint."""
+        given = request.headers.get("x-outrider-stop", "")
+        if not hmac.compare_digest(given.encode(), self._stop_token.encode()):
+            return JSONResponse({"error": "reload the page: its token is of another server"}, status_code=403)
+        try:
+            await run_in_threadpool(stop, self._viewer.catalogue.of(request.query_params.get("run", "")).path)
+        except KeyError:
+            return JSONResponse({"error": "no such run"}, status_code=404)
+        except OutriderError as error:
+            return JSONResponse({"error": str(error)}, status_code=409)
+        return JSONResponse({"asked": True})
+
+
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("utf-8", "backslashreplace")

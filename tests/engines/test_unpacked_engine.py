@@ -1,0 +1,148 @@
+"""The engine of the unpacked path: bits of a request, forks, second turns, caches of every kind."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from docsite.models import ARCHITECTURES
+from transformers import AutoModelForCausalLM
+
+from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.local.choice import path_of
+from outrider.engines.local.model import LanguageModel, load_model
+from outrider.engines.local.unpacked import CacheUse
+from outrider.engines.local.unpacked_engine import UnpackedEngine
+from outrider.errors import EngineFault, ModelError
+from tests.tiny import tiny_model
+
+Ids = tuple[int, ...]
+
+
+def loaded(root: Path, title: str) -> tuple[Path, LanguageModel]:
+    [one] = [one for one in ARCHITECTURES if one.title == title]
+    folder = root / one.model_type
+    one.save(folder)
+    model = load_model(str(folder), precision="float32", forward=one.forward)
+    # no end before the tokens that a test asks for
+    return folder, replace(model, eos_token_ids=frozenset())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    """Convolutions with a state, in front of attention."""
+    return loaded(tmp_path_factory.mktemp("models"), "LFM2")[1]
+
+
+def ask(contexts: Sequence[Ids], *, num: int = 6, first: int = 0) -> list[Request]:
+    return [
+        Request(
+            request_id=str(i), token_ids=ids, max_tokens=num, seed=100 + i, cache_key=f"r{i}"
+        )
+        for i, ids in enumerate(contexts, start=first)
+    ]  # fmt: skip
+
+
+CONTEXTS: list[Ids] = [(5, 6, 7), (40, 41, 42, 43, 44, 45), (5, 6, 7), (9,)]
+
+
+def test_no_other_request_takes_part_in_a_request_s_bits(model: LanguageModel) -> None:
+    together = UnpackedEngine(model).generate(ask(CONTEXTS))
+    assert together == UnpackedEngine(model).generate(ask(CONTEXTS))
+    backwards = UnpackedEngine(model).generate(ask(CONTEXTS)[::-1])[::-1]
+    alone = [UnpackedEngine(model).generate([one])[0] for one in ask(CONTEXTS)]
+    for one, other, third in zip(together, backwards, alone, strict=True):
+        assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+        assert (one.token_ids, one.logprobs) == (third.token_ids, third.logprobs)
+    assert [one.num_prefilled_tokens for one in together] == [3, 6, 0, 1]  # a common context once
+    assert together[0].token_ids != together[2].token_ids  # each request has its own seed
+
+
+def test_a_fork_has_the_bits_of_a_fresh_run(model: LanguageModel) -> None:
+    engine = UnpackedEngine(model)
+    (parent,) = engine.generate(ask([(5, 6, 7)]))
+    ids = (5, 6, 7, *parent.token_ids)
+    forks = ask([ids, ids[:-2], ids[:-3]], first=1)
+    fresh = UnpackedEngine(model).generate(forks)
+    assert engine.generate(forks) == fresh
+    assert [one.num_prefilled_tokens for one in fresh] == [9, 7, 6]
+
+
+def test_a_second_turn_computes_the_new_tokens_alone_and_equals_a_fresh_run(model: LanguageModel) -> None:
+    engine = UnpackedEngine(model)
+    first = engine.generate(ask(CONTEXTS))
+    turn = [(*ids, *one.token_ids, 50, 51) for ids, one in zip(CONTEXTS, first, strict=True)]
+    kept, fresh = engine.generate(ask(turn)), UnpackedEngine(model).generate(ask(turn))
+    check_same(kept, fresh)
+    assert [one.num_prefilled_tokens for one in kept] == [3] * 4  # what was written last, and what was seen
+    engine.release(["r1"])
+    engine.generate(ask(turn[1:2], first=1))
+    again = ask([(*ids, *one.token_ids, 52) for ids, one in zip(turn, kept, strict=True)])
+    engine.load(3)
+    after = engine.generate(again)
+    assert [one.num_prefilled_tokens for one in after] == [len(one.token_ids) for one in again]
+    assert {one.weight_version for one in after} == {3}
+
+
+def check_same(ours: Sequence[Generation], theirs: Sequence[Generation]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert one.entropies == pytest.approx(other.entropies, abs=1e-4)
+
+
+@pytest.mark.parametrize(("use", "num"), [("stepped", 11), ("none", 11)])
+def test_what_a_cache_cannot_hold_is_computed_anew(model: LanguageModel, use: CacheUse, num: int) -> None:
+    assert model.unpacked is not None and model.unpacked.cache == "extended"
+    lesser = UnpackedEngine(replace(model, unpacked=replace(model.unpacked, cache=use)))
+    engine = UnpackedEngine(model)
+    check_same(lesser.generate(ask(CONTEXTS)), engine.generate(ask(CONTEXTS)))
+    turn = ask([(*CONTEXTS[0], 50, 51, 52, 53, 54, 55, 56, 57)])
+    [one], [other] = lesser.generate(turn), engine.generate(turn)
+    check_same([one], [other])
+    assert one.num_prefilled_tokens == num
+
+
+def test_longrope_goes_on_with_other_factors_behind_the_original_length(tmp_path: Path) -> None:
+    """Sixteen tokens with one rotation, then all of them with the other, whatever was cached."""
+    folder, model = loaded(tmp_path, "Phi-3.5 behind its original length")
+    assert model.unpacked is not None and model.unpacked.turns == (16,) and model.context_length == 64
+    (one,) = UnpackedEngine(model).generate(ask([tuple(range(5, 16))], num=12))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    ids = (*range(5, 16), *one.token_ids)
+    with torch.no_grad():
+        for place, (token, logprob) in enumerate(zip(one.token_ids, one.logprobs, strict=True), start=11):
+            logits = plain(input_ids=torch.tensor([ids[:place]]), use_cache=False).logits[0, -1]
+            assert float(torch.log_softmax(logits, dim=-1)[token]) == pytest.approx(logprob, abs=1e-3)
+
+
+def test_ends_stops_and_room_are_those_of_the_other_path(model: LanguageModel) -> None:
+    (free,) = UnpackedEngine(model).generate(ask([(5, 6)], num=12))
+    third = free.token_ids[2]
+    place = free.token_ids.index(third) + 1
+    (ended,) = UnpackedEngine(replace(model, eos_token_ids=frozenset({third}))).generate(
+        ask([(5, 6)], num=12)
+    )
+    assert ended.finish_reason is FinishReason.EOS and ended.token_ids == free.token_ids[:place]
+    text = model.tokenizer.decode([third])
+    stopping = replace(ask([(5, 6)], num=12)[0], stop=(text,))
+    (stopped,) = UnpackedEngine(model).generate([stopping])
+    assert stopped.finish_reason is FinishReason.STOP and stopped.token_ids == ended.token_ids
+    (cut,) = UnpackedEngine(model, context_length=10).generate(ask([(5,) * 8], num=12))
+    assert cut.finish_reason is FinishReason.LENGTH and len(cut.token_ids) == 2
+    with pytest.raises(EngineFault, match="request 0: 10 tokens do not fit a context of 10"):
+        UnpackedEngine(model, context_length=10).generate(ask([(5,) * 10]))
+
+
+def test_each_path_has_its_engine_and_its_line(model: LanguageModel, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="runs packed"):
+        UnpackedEngine(tiny_model())
+    told = path_of(model, "m")
+    assert "unpacked" in told and "recurrent or convolution" in told and "64 tokens" in told
+    assert path_of(tiny_model(), "m") == "model 'm' runs packed; contexts of up to 512 tokens"
+    _, windowed = loaded(tmp_path, "Gemma 3")
+    assert "contexts end at 16 of 64 positions" in path_of(windowed, "m")
+    assert model.unpacked is not None
+    slow = replace(model, unpacked=replace(model.unpacked, cache="none"))
+    assert "every token is computed from the first one" in path_of(slow, "m")

@@ -1,0 +1,254 @@
+"""Gymnasium's environments and those of their form: read and written as text, forked where a copy holds, and
+with draws of their own.
+"""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+gymnasium = pytest.importorskip("gymnasium", reason="needs the extra gym")
+
+from outrider.environments.base import CopyableEnvironment  # noqa: E402
+from outrider.environments.gym.environment import GymEnvironment  # noqa: E402
+from outrider.environments.gym.family import GymFamily  # noqa: E402
+from outrider.environments.gym.generators import Drawn, OwnDraws  # noqa: E402
+from outrider.environments.gym.observations import plain, written  # noqa: E402
+from outrider.environments.gym.settings import GymConfig  # noqa: E402
+from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable  # noqa: E402
+from outrider.plugins.record import plugin_digests  # noqa: E402
+from outrider.testing import check_environment  # noqa: E402
+from outrider.types import Message  # noqa: E402
+
+WORLDS = "tests.environments.gym_worlds"
+LAKE = GymConfig(id="FrozenLake-v1", actions=("left", "down", "right", "up"), kwargs={"is_slippery": False})
+
+
+def of(world: str, **settings: Any) -> GymConfig:
+    return GymConfig(
+        source="factory", id=f"{WORLDS}:{world}", num_train=3, num_valid=0, num_test=2, **settings
+    )
+
+
+def started(config: GymConfig, number: int = 0) -> GymEnvironment:
+    family = GymFamily(config)
+    environment = family.make()(family.tasks("train")[number])
+    environment.reset(0)
+    return environment
+
+
+def say(environment: Any, text: str) -> Any:
+    return environment.step(Message(role="assistant", content=text))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LAKE,
+        GymConfig(id="Taxi-v4"),
+        GymConfig(id="Blackjack-v1", actions=("stick", "hit")),
+        GymConfig(id="CartPole-v1"),
+        of("Echo"),
+        of("Locked"),
+        of("Dice"),
+    ],
+    ids=lambda config: config.id.split(":")[-1],
+)
+def test_the_contract(config: GymConfig) -> None:
+    texts = [f"<action>{one}</action>" for one in ("0", "1", "down", "right", "hit", "sun")]
+    check_environment(GymFamily(config), texts=texts)
+
+
+def test_a_lake_is_crossed_by_the_names_of_its_actions() -> None:
+    """The picture, the words for what was wrong, and the environment's own reward are told; a copy goes its
+    own way.
+    """
+    environment = started(LAKE)
+    assert isinstance(environment, CopyableEnvironment)
+    prompt = environment.reset(0)[0].content
+    assert prompt.startswith(
+        "Write one action a turn, for example <action>left</action>. The actions are: left,"
+    )
+    assert prompt.endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
+    unknown = say(environment, "<action>jump</action>")
+    assert (
+        unknown.invalid
+        and unknown.text == "There is no action 'jump'. The actions are: left, down, right, up."
+    )
+    assert say(environment, "nothing").invalid
+    way = ["down", "down", "right", "right", "down", "right"]
+    seen = [say(environment, f"<action>{one.upper()}</action>") for one in way[:3]]
+    twin = environment.copy()
+    assert "[H]" in say(twin, "<action>up</action>").text  # into a hole: the copy alone has ended
+    seen += [say(environment, f"<action>{one}</action>") for one in way[3:]]
+    assert [one.reward for one in seen] == [0, 0, 0, 0, 0, 1] and seen[-1].done and not seen[-1].truncated
+    record = environment.result()
+    assert (record.episode_return, record.success) == (1, True)
+    assert record.metrics == {"num_moves": 6, "num_turns": 8, "num_invalid": 2}
+    assert not twin.result().success
+
+
+def test_a_task_is_a_seed_and_no_split_has_another_ones() -> None:
+    """A group plays one game whatever its reset seed; more tasks leave the first ones as they are."""
+    family = GymFamily(of("Echo", first_seed=7))
+    seeds = {
+        split: [task.metadata["seed"] for task in family.tasks(split)] for split in ("train", "valid", "test")
+    }
+    assert seeds == {"train": [7, 8, 9], "valid": [], "test": [2_000_007, 2_000_008]}
+    factory, task = family.make(), family.tasks("train")[1]
+    assert len({factory(task).reset(seed)[0].content for seed in range(5)}) == 1
+    assert len({factory(one).reset(0)[0].content for one in GymFamily(of("Echo")).tasks("train")}) > 1
+    with pytest.raises(ConfigError, match="is no task of"):
+        GymFamily(LAKE).make()(task)
+    with pytest.raises(ConfigError, match="unknown split"):
+        family.tasks("dev")
+
+
+def test_an_end_is_told_from_a_cut() -> None:
+    """The environment's own limit, and ``max_moves``, cut; text without an action costs no move."""
+    ends = started(of("Echo", kwargs={"limit": 1}))
+    assert (say(ends, "<action>x</action>").done, ends.result().success) == (True, False)
+    cut = started(of("Echo", kwargs={"limit": 1, "cuts": True}))
+    last = say(cut, "<action>x</action>")
+    assert last.done and last.truncated
+    short = started(of("Echo", max_moves=1))
+    assert not say(short, "no tag").done and say(short, "<action>x</action>").truncated
+    with pytest.raises(RuntimeError, match="has ended"):
+        say(short, "<action>x</action>")
+
+
+def test_success_is_the_return_s_or_what_info_says() -> None:
+    by_return = started(of("Echo", success_at=2.0))
+    word = by_return.reset(0)[0].content.split()[-1].strip(".")
+    for _ in range(2):
+        say(by_return, f"<action>{word}</action>")
+    assert by_return.result().success
+    by_info = started(of("Echo", success_key="is_success"))
+    for _ in range(2):
+        say(by_info, f"<action>{word}</action>")
+    assert not by_info.result().success
+    say(by_info, f"<action>{word}</action>")
+    assert by_info.result().success
+
+
+@pytest.mark.parametrize(
+    ("world", "holds"), [("Echo", True), ("Dice", True), ("Locked", False), ("Shared", False)]
+)
+def test_only_copies_that_hold_are_used(world: str, holds: bool) -> None:
+    """One that cannot be copied, and one whose copies disturb it, are forked by their actions instead."""
+    config = of(world, draws_globally=True)
+    assert isinstance(started(config), CopyableEnvironment) is holds
+
+
+def test_what_the_simulator_raises_is_a_fault_and_never_a_reward() -> None:
+    environment = started(of("Broken"))
+    with pytest.raises(EnvironmentFault, match="step raised RuntimeError: the simulator is gone"):
+        say(environment, "<action>raise</action>")
+    with pytest.raises(EnvironmentFault, match="gave the reward nan"):
+        say(environment, "<action>x</action>")
+    assert environment.result().episode_return == 0
+    environment.close()
+    with pytest.raises(EnvironmentFault, match="never reset, or is closed"):
+        say(environment, "<action>x</action>")
+
+
+def test_episodes_in_threads_keep_their_draws_and_the_process_its_own() -> None:
+    """Eight episodes of three seeds, drawn at random in threads: each plays as it does alone, and who draws
+    outside notices nothing.
+    """
+    family = GymFamily(of("Dice"))
+    factory, tasks = family.make(), family.tasks("train")
+
+    def play(number: int) -> list[str]:
+        environment = factory(tasks[number % 3])
+        return [
+            environment.reset(0)[0].content,
+            *(say(environment, f"<action>{i}</action>").text for i in range(20)),
+        ]
+
+    alone = [play(number) for number in range(3)]
+    random.seed(5)
+    np.random.seed(5)
+    expected = (random.random(), np.random.rand())
+    random.seed(5)
+    np.random.seed(5)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(play, range(24))) == [alone[number % 3] for number in range(24)]
+    assert (random.random(), np.random.rand()) == expected
+    assert len({tuple(one) for one in alone}) == 3
+
+
+def test_one_that_hangs_does_not_stop_the_others_for_ever() -> None:
+    state = Drawn.of_seed(0)
+    with (
+        OwnDraws(state, timeout_s=1.0).inside(),
+        pytest.raises(EnvironmentFault, match=r"has not returned for 0\.01 s"),
+        OwnDraws(state, timeout_s=0.01).inside(),
+    ):
+        pass
+
+
+def test_pictures_lose_their_escapes_and_keep_what_was_marked() -> None:
+    assert plain("\x1b[41mS\x1b[0mFF\x1b[2J\n\x1b[1;32mG\x1b[m") == "[S]FF\n[G]"
+    assert written((np.int64(3), np.array([1.5])), {}, "json", None) == "[3, [1.5]]"
+    assert written("middle", {"prefix": "first", "suffix": "last"}, "text", None) == "first\nmiddle\nlast"
+
+
+def test_an_expert_of_one_s_own_is_played_and_its_code_recorded() -> None:
+    """Its turns with what the environment said; None where they are no success; the digest of both functions
+    is part of a run.
+    """
+    config = of("Echo", expert=f"{WORLDS}:says_the_word", success_key="is_success")
+    family = GymFamily(config)
+    for task in family.tasks("train"):
+        steps = family.expert(task, 0)
+        assert steps is not None and [one.is_terminal for one in steps] == [False, False, True]
+        assert steps[0].observation == f"You said {steps[0].text[8:-9]}."
+    wrong = GymFamily(of("Echo", expert=f"{WORLDS}:says_nothing", success_key="is_success"))
+    assert wrong.expert(wrong.tasks("train")[0], 0) is None and GymFamily(of("Echo")).expert(task, 0) is None
+    digests = plugin_digests(config)
+    assert sorted(digests) == ["plug-in expert", "plug-in id"] and len(set(digests.values())) == 1
+    assert plugin_digests(GymConfig(id="CartPole-v1")) == {}
+    with pytest.raises(EnvironmentFault, match="expert raised AttributeError"):
+        broken = GymFamily(of("Echo", expert=f"{WORLDS}:breaks"))
+        broken.expert(broken.tasks("train")[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"id": "NoSuch-v0"}, "cannot be made"),
+        ({"id": "Pendulum-v1"}, "actions of Box"),
+        ({"id": "FrozenLake-v1", "actions": ("left", "right")}, "has 4 actions, and actions names 2"),
+        ({"id": "CartPole-v1", "observation": "render"}, "no rendering in text"),
+        ({"id": "CartPole-v1", "action_format": "raw"}, "takes actions of Discrete, not text"),
+        ({"source": "factory", "id": f"{WORLDS}:Echo", "actions": ("a",)}, "no discrete actions"),
+        ({"source": "factory", "id": f"{WORLDS}:WORLDS"}, "WORLDS"),
+    ],
+)
+def test_what_cannot_be_played_is_told_before_the_first_rollout(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises((ConfigError, ToolUnavailable), match=told):
+        GymFamily(GymConfig(**settings)).make()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"num_train": 0, "num_valid": 0, "num_test": 0}, "nothing to play"),
+        ({"source": "factory", "id": "no path"}, "an import path"),
+        ({"actions": ("a", "a")}, "different names"),
+        ({"source": "gem", "id": "game:x", "actions": ("a",)}, "action_format = tag"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        GymConfig(**settings)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ToolUnavailable, match="pip install gem-llm"):
+        GymFamily(GymConfig(source="gem", id="game:x")).make()

@@ -1,0 +1,150 @@
+"""Conversations rendered again before every turn: contexts as a server makes them, several samples a rollout,
+and the same bits where nothing is stripped.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.algorithms.rollout_replay.replay_buffer import StoredGroup, restored_groups, snapshot_groups
+from outrider.config import validate
+from outrider.engines.base import Request
+from outrider.engines.scripted import ScriptedEngine
+from outrider.environments.base import StepResult
+from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.scheduler import Scheduler
+from outrider.tokens import ChatRenderer
+from outrider.tokens.chat import HistoryThinking
+from outrider.trace import Trace, samples_of
+from outrider.train.metrics.step_metrics import rollout_metrics
+from outrider.train.update.pack import pack
+from outrider.train.update.update import rollout_paths
+from outrider.types import Message, Outcome
+from tests.rollout.fakes import Factory, Fake, say, tasks
+from tests.templates_of_families import FAMILIES, byte_tokenizer
+
+TURNS = tuple(
+    f"<think>\n{thought}\n</think>\n\n{said}"
+    for thought, said in (("first", "look"), ("second", "take"), ("last", "end"))
+)
+
+
+def play(
+    name: str,
+    *,
+    history: HistoryThinking = "strip",
+    turns: Sequence[str] = TURNS,
+    on_step: Callable[[int, str], StepResult] | None = None,
+    limits: Limits | None = None,
+    context_length: int = 8192,
+    group: int = 2,
+) -> tuple[Trace, ChatRenderer, list[tuple[str, ...]]]:
+    family = FAMILIES[name]
+    renderer = ChatRenderer(
+        byte_tokenizer(family), template_kwargs=family.variables, history_thinking=history
+    )
+    seen: list[tuple[str, ...]] = []
+
+    def script(request: Request, text: str) -> str:
+        turn = int(request.request_id.rsplit("/", 1)[1])
+        seen.append((request.request_id, text))
+        return turns[turn]
+
+    def step(number: int, text: str) -> StepResult:
+        return StepResult(done=True) if number == len(turns) - 1 else say(f"seen {number}", "user")
+
+    scheduler = Scheduler(
+        engine=ScriptedEngine(tokenizer=renderer.tokenizer, script=script, context_length=context_length),
+        renderer=renderer,
+        factory=Factory(lambda task, number: Fake(on_step=on_step or step, episode_return=float(number % 2))),
+        limits=limits or Limits(step_timeout_s=60, max_turn_tokens=500, max_response_tokens=4000),
+        sampling=Sampling(),
+        run_seed=0,
+    )
+    [trace] = scheduler.run(tasks(1), modes=("m",) * group, training_step=0).traces
+    return trace, renderer, sorted(seen)
+
+
+def test_every_turn_sees_what_a_server_would_render() -> None:
+    trace, renderer, seen = play("qwen3")
+    messages = [Message(role="user", content="q")]
+    for turn, text in enumerate(TURNS):
+        assert seen[turn][1] == renderer.whole_text(messages)
+        read = renderer.message_of(text, ())
+        messages += [read, Message(role="user", content=f"seen {turn}")]
+    assert "first" not in seen[1][1] and "look" in seen[1][1]
+    [leaf, _] = trace.leaves.values()
+    assert leaf.outcome is Outcome.FINISHED and leaf.node_id is not None
+    path = trace.path(leaf.node_id)
+    parts = samples_of(path)
+    assert [[node.trainable for node in part] for part in parts] == [[False, True]] * 3
+    assert [node.message.content for node in path if not node.trainable] == ["q", "seen 0", "seen 1"]
+    assert all(node.restarts == (node in (parts[1][0], parts[2][0])) for node in path)
+
+
+def test_kept_thinking_is_one_context() -> None:
+    trace, _, seen = play("qwen3", history="keep")
+    assert "first" in seen[2][1] and "second" in seen[2][1]
+    assert not any(node.restarts for node in trace.nodes)
+    assert "rollout/num_restarts" not in rollout_metrics([trace])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3", "gemma", "smollm2"])
+def test_where_nothing_is_stripped_the_ids_are_those_of_appending(name: str) -> None:
+    plain = ("look", "take", "end")
+    kept, _, _ = play(name, history="keep", turns=plain)
+    again, _, _ = play(name, history="strip", turns=plain)
+    assert [(n.token_ids, n.parent, n.restarts) for n in kept.nodes] == [
+        (n.token_ids, n.parent, n.restarts) for n in again.nodes
+    ]
+
+
+def test_a_template_without_a_place_for_thinking_loses_it_too() -> None:
+    _, _, seen = play("smollm2")
+    assert "first" not in seen[1][1] and "look" in seen[1][1]
+
+
+def test_samples_share_the_advantage_and_the_rollout_counts_once() -> None:
+    trace, _, _ = play("qwen3")
+    method = Grpo(validate(GrpoSettings, {"group_size": 2}))
+    method.credit(trace)
+    for leaf, path in trace.rollouts():
+        credits_ = {value for node in path if node.trainable for value in node.credit or ()}
+        assert credits_ == {leaf.advantage} and leaf.advantage
+    [batch] = pack(rollout_paths([trace]), max_tokens=10**6)
+    written = [sum(len(n.token_ids) for n in path if n.trainable) for _, path in trace.rollouts()]
+    assert [batch.rollout_index_T.tolist().count(number) for number in (0, 1)] == written
+    metrics = rollout_metrics([trace])
+    assert metrics["rollout/num"] == 2 and metrics["rollout/num_restarts"] == 4
+
+
+def test_budgets_hold() -> None:
+    """The response counts what was written and observed; the context, what is rendered."""
+    trace, _, _ = play("qwen3", limits=Limits(step_timeout_s=60, max_turn_tokens=60, max_response_tokens=70))
+    assert {leaf.outcome for leaf in trace.leaves.values()} == {Outcome.TRUNCATED_TOKENS}
+    long = [f"{text} {'x' * 200}" for text in TURNS]
+    trace, _, _ = play("qwen3", turns=long, context_length=450)
+    assert {leaf.outcome for leaf in trace.leaves.values()} == {Outcome.TRUNCATED_TOKENS}
+    for leaf, _ in trace.rollouts():
+        assert leaf.node_id is not None and len(trace.token_ids(leaf.node_id)) <= 450
+
+
+def test_a_long_observation_is_cut_in_the_history_too() -> None:
+    def step(number: int, text: str) -> StepResult:
+        return StepResult(done=True) if number == 2 else say("long " * 100, "user")
+
+    limits = Limits(step_timeout_s=60, max_turn_tokens=500, max_response_tokens=4000,
+                    max_observation_tokens=120)  # fmt: skip
+    trace, _, seen = play("qwen3", on_step=step, limits=limits)
+    assert seen[2][1].count("[...]") == 2 and len(seen[2][1]) < 500
+    cut = [node.metadata["num_tokens_cut"] for node in trace.nodes if "num_tokens_cut" in node.metadata]
+    assert len(cut) == 4 and min(cut) > 300
+
+
+def test_a_stored_group_keeps_its_contexts() -> None:
+    trace, _, _ = play("qwen3")
+    stored = StoredGroup.of(trace, step=0)
+    [again] = restored_groups(*snapshot_groups([stored]))
+    assert again == stored
+    assert [n.restarts for n in again.trace().nodes] == [n.restarts for n in trace.nodes]

@@ -1,0 +1,309 @@
+"""What only runs on GPUs, against stand-ins that keep the order of calls: which GPU is whose, weights from
+the ranks straight to vLLM, and vLLM asleep while trainers work. None of it has run on a GPU.
+"""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from outrider.config import validate
+from outrider.engines.vllm_async import AsyncVllm
+from outrider.engines.weight_sum import NAME, Checking, WeightSum, summed
+from outrider.errors import ClusterFault, ConfigError, EngineFault
+from outrider.scale.direct import EngineClient, Source
+from outrider.scale.resources import Resources
+from outrider.train.learning_settings import LoraSettings, OptimizerSettings
+from outrider.train.settings import RunSettings
+from outrider.train.update.policy import Policy
+from tests.tiny import tiny_model
+
+GPUS: dict[str, Any] = {
+    "environment": {"type": "factbook"},
+    "algorithm": {"type": "grpo"},
+    "engine": {"type": "vllm"},
+    "model": {"device": "cuda"},
+}
+
+
+def of(**cluster: Any) -> RunSettings:
+    return validate(RunSettings, {**GPUS, "cluster": cluster})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rank", "engine"),
+    [
+        ({"num_engines": 2}, ({"CPU": 1, "GPU": 1}, 1), ({"CPU": 1, "GPU": 1}, 1)),
+        ({"weights": "nccl", "tensor_parallel": 4}, ({"CPU": 1, "GPU": 1}, 1), ({"CPU": 1, "GPU": 4}, 4)),
+        ({"placement": "colocate"}, ({"CPU": 2, "GPU": 1}, 0.5), ({"CPU": 1, "GPU": 1}, 0.5)),
+    ],
+)
+def test_every_process_asks_for_its_gpus(cluster: dict[str, Any], rank: Any, engine: Any) -> None:
+    settings = of(**cluster)
+    asked = Resources.of(settings)
+    assert settings.has_ranks  # a trainer beside engines is told its GPU by Ray
+    assert (asked.rank_place, asked.rank["num_gpus"]) == rank
+    assert (asked.engine_place, asked.engine["num_gpus"]) == engine
+
+
+def test_on_a_cpu_nobody_asks_for_a_gpu() -> None:
+    asked = Resources()
+    assert asked.rank_place == asked.engine_place == {"CPU": 1}
+    assert asked.rank == asked.engine == {"num_cpus": 1}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"cluster": {"placement": "colocate", "num_engines": 2}}, "an engine on the GPU of each trainer"),
+        (
+            {"cluster": {"placement": "colocate", "tensor_parallel": 2}},
+            "an engine on the GPU of each trainer",
+        ),
+        ({"cluster": {"placement": "colocate", "weights": "nccl"}}, "from one GPU to another"),
+        ({"cluster": {"weights": "ipc"}}, "within a GPU"),
+        ({"cluster": {"weights": "nccl"}, "model": {"device": "cpu"}}, "needs engine.type = vllm and model"),
+        ({"cluster": {"weights": "nccl"}, "engine": {"type": "local"}}, "needs engine.type = vllm and model"),
+        ({"cluster": {"num_engines": 2}, "model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
+        ({"update": {"attention": "flex"}, "model": {"device": "cpu"}}, "no backward pass on a CPU"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        validate(RunSettings, {**GPUS, **changed})
+
+
+class Calls:
+    """vLLM's AsyncLLM as far as weights go: refuses what comes in another order than 0.32 allows."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.asleep: set[str] = set()
+        self.is_paused = self.is_updating = False
+        self.version = "default"
+        self.cached = True
+        self.taken: list[Any] = []
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        assert not self.is_updating
+        self.told.append("leave")
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        assert self.told[-1] == "leave"
+        self.told.append("meet")
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("wait", True)
+        self.is_paused = True
+        self.told.append("pause")
+
+    async def sleep(self, level: int) -> None:
+        assert not self.is_updating
+        self.asleep = {"weights", "kv_cache"}
+        self.is_paused = True
+        self.told.append(f"sleep {level}")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        assert {*tags} <= self.asleep
+        assert tags != ["kv_cache"] or not self.is_updating  # it would lie in the way of the weights
+        self.asleep -= {*tags}
+        self.told.append(f"wake {tags[0]}")
+
+    async def start_weight_update(self) -> None:
+        assert self.is_paused and "weights" not in self.asleep and not self.is_updating
+        self.is_updating = True
+        self.told.append("start")
+
+    async def update_weights(self, request: Any) -> None:
+        assert self.is_updating
+        self.taken.append(request.update_info)
+        self.told.append("update")
+
+    async def finish_weight_update(self, *, weight_version: str) -> None:
+        assert self.is_updating
+        self.is_updating, self.version, self.cached = False, weight_version, True
+        self.told.append("finish")
+
+    async def reset_prefix_cache(self) -> bool:
+        assert not self.is_updating and not self.asleep
+        self.cached = False
+        self.told.append("reset")
+        return True
+
+    async def resume_generation(self) -> None:
+        assert not self.cached and not self.asleep
+        self.is_paused = False
+        self.told.append("resume")
+
+    async def get_weight_version(self) -> str:
+        return self.version
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> AsyncVllm:
+    import sys
+
+    requests = SimpleNamespace(
+        WeightTransferInitRequest=SimpleNamespace, WeightTransferUpdateRequest=SimpleNamespace
+    )
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", requests)  # type: ignore[arg-type]
+    made = AsyncVllm.__new__(AsyncVllm)
+    made.llm, made._is_asleep = Calls(), False
+    return made
+
+
+AWAKE = ["pause", "start", "update", "update", "finish", "reset", "resume"]
+ASLEEP = [
+    "sleep 2", "pause", "wake weights", "start", "update", "update", "finish", "wake kv_cache", "reset",
+    "resume",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sleeps", "wanted"), [(False, AWAKE), (True, ASLEEP)])
+def test_weights_come_in_vllm_s_order_around_sleep(vllm: AsyncVllm, sleeps: bool, wanted: list[str]) -> None:
+    parts = [save({"a": torch.ones(3)}), save({"b": torch.zeros(2)})]
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for one in parts:
+            yield one
+
+    async def play() -> int:
+        if sleeps:
+            await vllm.sleep()
+            await vllm.sleep()  # it sleeps once
+        return await vllm.load(7, pieces())
+
+    assert asyncio.run(play()) == zlib.crc32(b"".join(parts))
+    assert vllm.llm.told == wanted and vllm.llm.version == "7"
+    assert [one["checksum"] for one in vllm.llm.taken] == [zlib.crc32(one) for one in parts]
+
+
+def test_a_transfer_that_vllm_refuses_is_a_fault_of_the_engine(vllm: AsyncVllm) -> None:
+    async def broken(request: Any) -> None:
+        raise RuntimeError("CUDA error\nout of memory")
+
+    async def play() -> None:
+        vllm.llm.update_weights = broken
+        await vllm.begin_update()
+        await vllm.take({})
+
+    with pytest.raises(EngineFault, match="vLLM took no weights: RuntimeError: CUDA error out of memory"):
+        asyncio.run(play())
+
+
+class FakeRay:
+    """Calls are coroutines of :class:`AsyncVllm` that have run when they are waited for."""
+
+    exceptions = SimpleNamespace(
+        RayTaskError=KeyError, OutOfMemoryError=LookupError, RayError=ArithmeticError
+    )
+
+    def __init__(self) -> None:
+        self.is_silent = False
+
+    def wait(self, waiting: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return ([], waiting) if self.is_silent else (waiting[:1], waiting[1:])
+
+    def get(self, reference: Any) -> Any:
+        return reference[1]
+
+
+class FakeActor:
+    """An engine process that notes what it is asked."""
+
+    def __init__(self, *, lies: bool = False) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self._lies = lies
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*given: Any) -> tuple[object, Any]:
+            self.asked.append((method, *given))
+            return object(), (given[0] + self._lies if method == "end_update" else None)
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_the_client_gives_every_engine_its_own_ranks_and_asks_for_the_version() -> None:
+    actors = [FakeActor(), FakeActor()]
+    client = EngineClient(FakeRay(), actors, tensor_parallel=4, limit_s=1.0)
+    assert client.num_receivers == 8
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 9})
+    client.version = 3
+    client.start_weight_update()
+    client.update_weights({"names": ["a"]})
+    client.finish_weight_update()
+    offsets = [actor.asked[0][1]["rank_offset"] for actor in actors]
+    assert offsets == [1, 5]
+    for actor in actors:
+        assert [one[0] for one in actor.asked] == ["meet", "begin_update", "take", "end_update"]
+        assert actor.asked[-1] == ("end_update", 3)
+    assert client.num_calls == 3  # at most four an engine and transfer
+
+
+def test_an_engine_with_another_version_or_none_in_time_is_named() -> None:
+    client = EngineClient(FakeRay(), [FakeActor(), FakeActor(lies=True)], tensor_parallel=1, limit_s=1.0)
+    client.version = 3
+    with pytest.raises(ClusterFault, match="engine 1 has other weights than version 3"):
+        client.finish_weight_update()
+    ray = FakeRay()
+    ray.is_silent = True
+    hasty = EngineClient(ray, [FakeActor()], tensor_parallel=1, limit_s=0.01)
+    with pytest.raises(ClusterFault, match=r"engine 0 did not end begin_update within 0.01 s"):
+        hasty.start_weight_update()
+
+
+class Loaded:
+    """A model that takes weights."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: Any) -> None:
+        self.found |= dict(weights)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
+def test_the_source_says_what_comes_and_its_sum_confirms_it(
+    lora: LoraSettings | None, tmp_path: Path
+) -> None:
+    policy = Policy(tiny_model(), OptimizerSettings(), lora=lora)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.add_(0.1)
+    source = Source(policy.model, torch.bfloat16)
+    sent = list(source)
+    told = [(one.name, one.dtype, one.shape) for one in source.metadata()]
+    assert told == [(name, one.dtype, tuple(one.shape)) for name, one in sent]
+    assert sent[-1][0] == NAME
+    assert source.num_bytes == sum(one.nbytes for _, one in sent[:-1])
+    model, found = Loaded(), WeightSum()
+    checking = Checking(model, found)
+    checking.load_weights(sent[:5])  # packed buffers come one after the other
+    assert not checking.is_confirmed
+    checking.load_weights(sent[5:])
+    assert checking.is_confirmed
+    plain = tiny_model().model
+    assert model.found.keys() == dict(plain.named_parameters()).keys()
+    policy.export(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["a bit", "an order", "one less"])
+def test_other_weights_than_those_sent_are_noticed(how: str) -> None:
+    sent = list(summed([("a", torch.randn(5)), ("b", torch.randn(2, 3)), ("c", torch.randn(4).bfloat16())]))
+    if how == "a bit":
+        sent[1][1].view(torch.int32)[0, 0] ^= 1
+    elif how == "an order":
+        sent[0], sent[1] = sent[1], sent[0]
+    else:
+        del sent[1]
+    with pytest.raises(ValueError, match="did not arrive as they were sent"):
+        Checking(Loaded(), WeightSum()).load_weights(sent)

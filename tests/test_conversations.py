@@ -1,0 +1,172 @@
+"""Appended ids against the whole conversation rendered at once, for the templates of many model families.
+
+Where a template cannot render a conversation as it was appended, the check at load has told so: nothing
+differs in silence.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.engines.local.model import resolve_model
+from outrider.errors import ModelError
+from outrider.seeding import stream
+from outrider.tokens import ChatRenderer
+from outrider.tokens.load_check import LoadCheck, check_template, difference
+from outrider.tokens.written import append
+from outrider.types import Message, Role
+from tests.conversations import TOOLS, Generator
+from tests.templates_of_families import FAMILIES, byte_tokenizer
+
+OBSERVATIONS: tuple[tuple[Role, ...], ...] = (("user",), ("tool",), ("tool", "user"))
+REFUSED = {
+    ("gemma", "tool"): "tool message .* must alternate",
+    ("phi3", "tool"): "tool message .* drops its text",
+    ("phi4", "tool"): "tool message .* drops its text",
+    ("gpt-oss", "user"): "user message behind an answer",
+}
+EXACT = ("qwen2.5", "qwen3-coder", "lfm2", "smollm2", "phi4-mini")
+"""Families that render every conversation of these tests as it is appended."""
+
+
+def renderer_of(name: str, observations: Sequence[Role]) -> ChatRenderer:
+    family = FAMILIES[name]
+    return ChatRenderer(
+        byte_tokenizer(family),
+        template_kwargs=family.variables,
+        call_format=family.call_format,
+        observations=observations,
+    )
+
+
+def orders_in(messages: Sequence[Message]) -> set[str]:
+    """The orders of the load check that a conversation holds."""
+    found = {"a call, then its result"} if any(m.role == "tool" for m in messages) else set()
+    last_user = max(number for number, m in enumerate(messages) if m.role == "user")
+    first = next(number for number, m in enumerate(messages) if m.role == "assistant")
+    for number, said in enumerate(messages):
+        if said.role != "assistant":
+            continue
+        behind = messages[number + 1]
+        thinks = bool(said.reasoning)
+        if behind.role == "user":
+            found.add("thinking, then a user message" if thinks else "an answer, then a user message")
+            if said.content != said.content.strip():
+                found.add("blanks around an answer")
+            if number + 2 < len(messages) and messages[number + 2].role == "user":
+                found.add("two user messages in a row")
+            continue
+        found |= {"words beside a call"} if said.content else set()
+        found |= {"several calls, then their results"} if len(said.tool_calls) > 1 else set()
+        found |= {"a result, another call, then its result"} if number > first else set()
+        if thinks:
+            found.add("thinking and a call, then its result")
+            found |= {"a result, thinking, then another result"} if number > first else set()
+        if number < last_user:
+            found.add(
+                "thinking, a result, an answer, then a user message"
+                if thinks
+                else "a call, its result, an answer, then a user message"
+            )
+    return found
+
+
+def check_all(name: str, observations: Sequence[Role], *, num: int) -> Counter[str]:
+    """How many conversations were the same at once, and how many differed as was told."""
+    counted: Counter[str] = Counter()
+    renderer = renderer_of(name, observations)
+    told = check_template(renderer, observations)
+    tools = TOOLS if "tool" in observations else ()
+    generator = Generator(stream(0, f"conversations {name} {observations}"), observations)
+    for _ in range(num):
+        messages = generator.conversation()
+        appended = append(renderer, messages, tools)
+        where = difference(renderer, appended.token_ids, appended.messages, tools)
+        expected = orders_in(messages) & set(told.differs)
+        assert not where or expected, (name, messages, where)
+        counted["differs, as told" if where else "same"] += 1
+    return counted
+
+
+def is_refused(name: str, observations: Sequence[Role]) -> bool:
+    return any((name, role) in REFUSED for role in observations)
+
+
+PLAYED = [(name, roles) for name in FAMILIES for roles in OBSERVATIONS if not is_refused(name, roles)]
+
+
+@pytest.mark.parametrize(("name", "observations"), PLAYED)
+def test_appended_ids_are_those_of_the_whole_or_the_check_has_told(
+    name: str, observations: tuple[Role, ...]
+) -> None:
+    counted = check_all(name, observations, num=8)
+    assert counted.total() == 8
+
+
+@pytest.mark.slow
+def test_ten_thousand_conversations() -> None:
+    """Prints what there was; ``-s`` shows it."""
+    start = time.perf_counter()
+    num = -(-10_000 // len(PLAYED))
+    total: Counter[str] = Counter()
+    for name, observations in PLAYED:
+        counted = check_all(name, observations, num=num)
+        print(f"{name:24} {'+'.join(observations):10} {dict(counted)}")
+        total += counted
+    print(f"{total.total()} conversations in {time.perf_counter() - start:.0f} s: {dict(total)}")
+    assert total.total() >= 10_000
+
+
+@pytest.mark.parametrize(("name", "role"), REFUSED)
+def test_what_cannot_be_bridged_is_refused_at_load_with_template_and_role(name: str, role: Role) -> None:
+    with pytest.raises(ModelError, match=f"the chat template of {FAMILIES[name].file} refuses a") as found:
+        check_template(renderer_of(name, (role,)), (role,))
+    found.match(REFUSED[name, role])
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_families_without_habits_differ_in_nothing(name: str) -> None:
+    found = check_template(renderer_of(name, ("tool", "user")), ("tool", "user"))
+    assert found.differs == {}
+
+
+def test_the_check_tells_what_servers_would_see_differently() -> None:
+    def told(name: str, *roles: Role) -> LoadCheck:
+        return check_template(renderer_of(name, roles), roles)
+
+    thinking = told("qwen3, always thinking", "user")
+    assert "thinking, then a user message" in thinking.differs
+    assert "at once" in thinking.notes()[0] and "qwen3_thinking" in thinking.notes()[0]
+    assert "at once it is refused" in told("llama3", "tool").differs["several calls, then their results"]
+    # a result that is not the last message gets one line break more
+    assert "a result, another call, then its result" in told("hermes", "tool").differs
+    assert "[TOOL_CALLS]" in told("mistral", "tool").unread
+    assert told("smollm2", "tool").hides_tools and not told("qwen2.5", "tool").hides_tools
+    assert not told("llama3", "tool").writes_date
+
+
+def test_a_template_that_reads_the_clock_is_told() -> None:
+    family = FAMILIES["gpt-oss"]
+    renderer = ChatRenderer(byte_tokenizer(family), observations=("tool",), call_format="hermes")
+    found = check_template(renderer, ("tool",))
+    assert found.writes_date and any("date_string" in line for line in found.notes())
+
+
+def test_the_template_of_the_packaged_model_differs_in_nothing() -> None:
+    """With its own tokenizer, whose tokens span several characters."""
+    from transformers import AutoTokenizer
+
+    renderer = ChatRenderer(
+        AutoTokenizer.from_pretrained(resolve_model("smollm2-135m-instruct")),
+        call_format="hermes",
+        observations=("tool", "user"),
+    )
+    found = check_template(renderer, ("tool", "user"))
+    assert found.differs == {} and found.hides_tools
+    generator = Generator(stream(0, "conversations packaged"), ("tool", "user"))
+    for _ in range(20):
+        messages = generator.conversation()
+        appended = append(renderer, messages, TOOLS)
+        assert difference(renderer, appended.token_ids, appended.messages, TOOLS) == ""

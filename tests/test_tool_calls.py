@@ -1,0 +1,169 @@
+"""Native tool calls: what models write is read, and what is wrong with it is said, never raised."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tokens.parsed import opened_thinking, split_thinking
+from outrider.types import Json, ToolCall
+from tests.conversations import TOOLS
+
+NAMES: list[CallFormatName] = list(CALL_FORMATS)
+GOOD: dict[CallFormatName, str] = {
+    "hermes": 'Let me see.\n<tool_call>\n{"name": "lookup", "arguments": {"key": "Rome"}}\n</tool_call>\n'
+    '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
+    "qwen3_coder": "Let me see.\n<tool_call>\n<function=lookup>\n<parameter=key>\nRome\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call><function=add><parameter=a>1</parameter>"
+    "<parameter=b>2</parameter></function></tool_call>",
+    "llama3_json": 'Let me see.<|python_tag|>{"name": "lookup", "parameters": {"key": "Rome"}}; '
+    '{"name": "add", "parameters": {"a": 1, "b": 2}}',
+    "pythonic": "Let me see.<|tool_call_start|>[lookup(key='Rome'), add(a=1, b=2)]<|tool_call_end|>",
+}
+BAD: list[tuple[CallFormatName, str, str]] = [
+    ("hermes", "<tool_call>", "not closed"),
+    ("hermes", '<tool_call>{"name": "lookup"', "not closed"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": "a"}}', "not closed"),
+    ("hermes", "<tool_call>{name: lookup}</tool_call>", "does not hold JSON: .* character 2"),
+    ("hermes", "<tool_call>[1]</tool_call>", "must be a JSON object"),
+    ("hermes", "<tool_call>{}</tool_call>", 'needs a "name"'),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": "Rome"}</tool_call>', '"arguments" of lookup'),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": "a"}} x</tool_call>', "nothing else"),
+    ("hermes", '<tool_call>{"name": "find", "arguments": {}}</tool_call>', "no tool 'find'. Tools: lookup"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": {}}</tool_call>', "needs the argument 'key'"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": 1}}</tool_call>', "of type string"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": true, "b": 1}}</tool_call>', "of type integer"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": "", "x": 1}}</tool_call>', "argument 'x'"),
+    ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "too large"),
+    ("qwen3_coder", "<tool_call><function=lookup><parameter=key>a", "not closed"),
+    ("qwen3_coder", "<tool_call>lookup</function></tool_call>", "needs <function=NAME>"),
+    ("qwen3_coder", "<tool_call><function=lookup>a</function></tool_call>", "something else"),
+    ("qwen3_coder", "<function=add><parameter=a>x</parameter><parameter=b>1</parameter></function>",
+     "of type integer"),
+    ("llama3_json", '{"name": "lookup", "parameters": ', "not JSON"),
+    ("llama3_json", '{"name": "lookup", "parameters": 1}', '"parameters" of lookup'),
+    ("llama3_json", "<|python_tag|>print(1)", "not JSON"),
+    ("pythonic", "[lookup(key='a']", "cannot be read"),
+    ("pythonic", "[lookup('a')]", "every argument of lookup needs its name"),
+    ("pythonic", "[lookup(key=open('x'))]", "plain values"),
+    ("pythonic", "[lookup(key='a'), 1]", "each element must be a call"),
+    ("pythonic", "<|tool_call_start|>" + "(" * 10_000, "cannot be read"),
+    ("pythonic", "<|tool_call_start|>lookup(\0)<|tool_call_end|>", "cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_words_and_calls_of_a_turn(name: CallFormatName) -> None:
+    turn = read_turn(f"<think>\nWhich?\n</think>\n\n{GOOD[name]}", CALL_FORMATS[name], TOOLS)
+    assert turn.reasoning == "Which?" and turn.content == "Let me see." and turn.problems == ()
+    assert turn.tool_calls == (
+        ToolCall(name="lookup", arguments={"key": "Rome"}, call_id="call00000"),
+        ToolCall(name="add", arguments={"a": 1, "b": 2}, call_id="call00001"),
+    )
+
+
+@pytest.mark.parametrize(("name", "text", "told"), BAD)
+def test_what_is_wrong_is_said(name: CallFormatName, text: str, told: str) -> None:
+    turn = read_turn(text, CALL_FORMATS[name], TOOLS)
+    assert turn.tool_calls == () and len(turn.problems) == 1
+    assert re.search(told, turn.problems[0]), turn.problems
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_good_call_beside_a_bad_one_stays(name: CallFormatName) -> None:
+    call_format = CALL_FORMATS[name]
+    good = ToolCall(name="lookup", arguments={"key": "a"})
+    turn = read_turn(call_format.write([good, ToolCall(name="find")]), call_format, TOOLS)
+    assert [call.name for call in turn.tool_calls] == ["lookup"] and "no tool 'find'" in turn.problems[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "text", ["", "Just words.", '\\boxed{4} and {"a": 1}', "[1, 2]", "a < b > c", "f(x)"]
+)
+def test_words_are_no_call(name: CallFormatName, text: str) -> None:
+    turn = read_turn(text, CALL_FORMATS[name], TOOLS)
+    assert (turn.content, turn.tool_calls, turn.problems) == (text, (), ())
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+ANY_TOOL = {"name": "any", "description": "d", "parameters": {"type": "object", "additionalProperties": True}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=60)
+@given(arguments=st.dictionaries(st.sampled_from(["a", "b", "key"]), VALUES, max_size=3))
+def test_what_is_written_is_read_back(name: CallFormatName, arguments: dict[str, Json]) -> None:
+    call_format = CALL_FORMATS[name]
+    if name == "qwen3_coder":  # text between tags: nothing that ends them, and no types without a schema
+        arguments = {key: json.dumps(value).replace("<", "") for key, value in arguments.items()}
+    call = ToolCall(name="any", arguments=arguments, call_id="call00000")
+    assert read_turn(call_format.write([call]), call_format, [ANY_TOOL]).tool_calls == (call,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=150)
+@given(
+    pieces=st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "<function=", "add", ">", "</function>",
+                         "<parameter=a>", "</parameter>", '{"name": "add", "arguments": ', "{", "}",
+                         '"', "[add(", "a=1", ")]",
+                         "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>", "</think>", "<think>"])
+        | st.text(max_size=5),
+        max_size=12,
+    )
+)  # fmt: skip
+def test_nothing_that_is_written_raises(name: CallFormatName, pieces: list[str]) -> None:
+    turn = read_turn("".join(pieces), CALL_FORMATS[name], TOOLS)
+    assert all(call.name in ("lookup", "add") for call in turn.tool_calls)
+    assert all(problem.strip() for problem in turn.problems)
+
+
+def test_qwen3_coder_arguments_get_their_types_from_the_schema() -> None:
+    tool = {
+        "name": "plot",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {
+            "text": {"type": "string"}, "count": {"type": "integer"}, "points": {"type": "array"},
+            "shown": {"type": "boolean"}, "options": {"type": "object"}, "share": {"type": "number"},
+        }},
+    }  # fmt: skip
+    given_text = {"text": "7", "count": "7", "points": "[1, 2]", "shown": "True", "options": '{"a": null}',
+                  "share": "0.5"}  # fmt: skip
+    said = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given_text.items())
+    turn = read_turn(
+        f"<tool_call><function=plot>{said}</function></tool_call>", CALL_FORMATS["qwen3_coder"], [tool]
+    )
+    assert turn.tool_calls[0].arguments == {
+        "text": "7", "count": 7, "points": [1, 2], "shown": True, "options": {"a": None}, "share": 0.5,
+    }  # fmt: skip
+
+
+def test_thinking_is_apart_whoever_opened_it() -> None:
+    assert split_thinking("<think>\na\n</think>\n\nb") == ("a", "b", ())
+    assert split_thinking("a\n</think>b") == ("a", "b", ())
+    assert split_thinking(" plain ") == ("", " plain ", ())
+    thought, rest, problems = split_thinking("<think>never closed")
+    assert (thought, rest) == ("never closed", "") and "not closed" in problems[0]
+    assert opened_thinking("<|im_start|>assistant\n<think>\n") == "<think>\n"
+    assert opened_thinking("<think>\n\n</think>\n\n") == ""
+
+
+def test_calls_inside_thinking_are_thoughts() -> None:
+    turn = read_turn(f"<think>{GOOD['hermes']}</think>Done.", CALL_FORMATS["hermes"], TOOLS)
+    assert turn.tool_calls == () and turn.content == "Done."
+
+
+def test_a_type_outside_the_named_ones_is_told() -> None:
+    tool = {"name": "pick", "description": "d", "parameters": {
+        "type": "object", "properties": {"unit": {"type": "string", "enum": ["km", "mile"]}},
+    }}  # fmt: skip
+    turn = read_turn("[pick(unit='foot')]", CALL_FORMATS["pythonic"], [tool])
+    assert "must be one of km, mile" in turn.problems[0]

@@ -1,0 +1,61 @@
+"""Where a run is, and what was told, are on disk; a disk that is full ends neither run nor display."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.watch.progress import NullProgress
+from outrider.watch.recorded_progress import LIVE, NOTES, RecordedProgress
+from outrider.watch.viewer.alarms import alarms_of
+
+
+class Told(NullProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_the_state_is_written_once_a_second_and_at_every_stage(tmp_path: Path) -> None:
+    now = [0.0]
+    shown = RecordedProgress(NullProgress(), tmp_path, clock=lambda: now[0])
+
+    def state() -> list[object]:
+        read = json.loads((tmp_path / LIVE).read_text())
+        return [read["stage"], read["total"], read["done"], read["fields"]]
+
+    shown.stage("train", 9, done=1)
+    assert state() == ["train", 9, 1, {}]
+    shown.advance(2, **{"tokens/s": 7})
+    assert state() == ["train", 9, 1, {}]
+    now[0] = 1.0
+    shown.advance(2, reward=0.5)
+    assert state() == ["train", 9, 2, {"tokens/s": 7, "reward": 0.5}]
+    shown.advance(3)
+    shown.close()
+    assert state()[2] == 3
+
+
+def test_notes_have_the_step_that_they_name(tmp_path: Path) -> None:
+    inner = Told()
+    shown = RecordedProgress(inner, tmp_path)
+    shown.note("ALARM: something before training")
+    shown.stage("train", 9, done=4)
+    shown.note("ALARM: every rollout of step 7 was lost")
+    shown.note("NO PROGRESS for 60 s")
+    shown.note("continuing from step 3")
+    lines = [json.loads(line) for line in (tmp_path / NOTES).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [None, 7, 4, 3]
+    assert [line["text"] for line in lines] == inner.notes
+    assert [one["step"] for one in alarms_of(tmp_path)] == [None, 7, 4]
+
+
+def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    inner = Told()
+    shown = RecordedProgress(inner, tmp_path / "gone")
+    shown.stage("train", 1)
+    shown.note("still told")
+    shown.close()
+    assert inner.notes == ["still told"] and len(caplog.records) == 1
