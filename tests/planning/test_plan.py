@@ -101,5 +101,5 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert not told["fits"] and told["fewest"][0]["fits"]
     assert main(["plan", recipe, "--gpus", "8", "--model", "Qwen/Qwen2.5-7B-Instruct"]) == 0
     out = capsys.readouterr().out
-    assert "7,615,616,512" in out and "not yet" in out
+    assert "7,615,616,512" in out and "(colocate)" in out
     assert main(["plan", recipe, "--gpus", "8", "--tensor-parallel", "3"]) == 2

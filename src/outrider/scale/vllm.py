@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -41,7 +41,7 @@ class VllmEngineActor:
         """See :class:`outrider.scale.engine.EngineActor`."""
         settings = self._recipe.settings()
         given, cluster = settings.model, settings.cluster
-        assert isinstance(settings.engine, VllmSettings)
+        engine = cast(VllmSettings, settings.engine)
         self._sleeps = cluster.placement == "colocate"
         folder = resolve_model(given.name)
         longest = longest_context(AutoConfig.from_pretrained(folder), given.name)
@@ -50,7 +50,7 @@ class VllmEngineActor:
             eos_token_ids=ends,
             eos_texts=texts,
             context_length=min(given.context_length or longest, longest),
-            top_k=settings.engine.top_k,
+            top_k=engine.top_k,
         )
         self._engine = AsyncVllm(
             model=folder,
@@ -185,8 +185,7 @@ class VllmEngineActor:
 
 def _with_memory(settings: RunSettings) -> VllmSettings:
     """The most of a GPU that is the engine's alone; vLLM's default here is for one beside a trainer."""
-    engine = settings.engine
-    assert isinstance(engine, VllmSettings)
+    engine = cast(VllmSettings, settings.engine)
     is_alone = settings.model.device != "cpu" and settings.cluster.placement == "disaggregate"
     if not is_alone or engine.memory is not None:
         return engine

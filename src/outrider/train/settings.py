@@ -1,12 +1,12 @@
 """The whole configuration of a run: one tree, checked as one, before anything is written."""
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
-from outrider.engines.base import EngineSettings, LocalSettings, VllmSettings
+from outrider.engines.base import EngineSettings, LocalSettings
 from outrider.environments.families import EnvironmentConfig, is_inline
 from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.episode import Limits
@@ -36,6 +36,8 @@ class ModelSettings(Settings):
     conversation rendered again without it (``strip``: as servers do; one rollout may then be several
     samples).
     """
+
+    details: ClassVar[frozenset[str]] = frozenset({"template_kwargs", "history_thinking"})
 
     name: str = "smollm2-135m-instruct"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -267,7 +269,7 @@ class RunSettings(Settings):
     def _possible_gpus(self) -> None:
         """What only vLLM does, and only on GPUs."""
         cluster = self.cluster
-        has_vllm, has_gpus = isinstance(self.engine, VllmSettings), self.model.device != "cpu"
+        has_vllm, has_gpus = self.engine.has_own_processes, self.model.device != "cpu"
         if cluster.tensor_parallel > 1 and not has_vllm:
             raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
         if (cluster.sends_directly or cluster.placement == "colocate") and not (has_vllm and has_gpus):
