@@ -52,6 +52,13 @@ BAD: list[tuple[CallFormatName, str, str]] = [
     ("pythonic", "[lookup(key='a'), 1]", "each element must be a call"),
     ("pythonic", "<|tool_call_start|>" + "(" * 10_000, "cannot be read"),
     ("pythonic", "<|tool_call_start|>lookup(\0)<|tool_call_end|>", "cannot be read"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": "\\ud800"}}</tool_call>', "half of a"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": NaN}}</tool_call>', "not finite"),
+    ("llama3_json", '{"name": "lookup", "parameters": {"key": 1e999}}', "not finite"),
+    ("pythonic", "[lookup(key='\\ud800')]", "half of a surrogate pair"),
+    ("pythonic", f"[lookup(key={'[' * 60}{']' * 60})]", "more than 32 levels"),
+    ("hermes", f'<tool_call>{{"name": "lookup", "arguments": {{"key": {"[" * 400}{"]" * 400}}}}}</tool_call>',
+     "more than 32 levels"),
 ]  # fmt: skip
 
 

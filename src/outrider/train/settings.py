@@ -203,6 +203,16 @@ class RunSettings(Settings):
                 f"model.history_thinking = strip leaves out what algorithm.type = {self.algorithm.type} "
                 "puts between messages: use keep"
             )
+        if self.cold_start.num_examples and self.cold_start.retrieve_share:
+            raise ValueError(
+                "model.history_thinking = strip leaves out the steps that cold_start.retrieve_share shows "
+                "between messages: use 0, or keep"
+            )
+        if self.evaluation.num_trials:
+            raise ValueError(
+                "model.history_thinking = strip leaves out what evaluation.memory shows in a trial "
+                "(evaluation.num_trials): use keep"
+            )
 
     def _possible_buffer(self) -> None:
         if self.buffer.evolve and not self.algorithm.retrieves:

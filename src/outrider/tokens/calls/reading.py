@@ -1,11 +1,13 @@
 """A turn's text read as a whole: thinking, calls, and whether the tools take them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import isfinite
 from typing import Any, Final
 
 from outrider.tokens.calls.format import CallFormat
 from outrider.tokens.parsed import ParsedTurn, split_thinking
-from outrider.types import ToolCall, ToolSchema
+from outrider.types import ToolCall, ToolSchema, is_text
 
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "string": (str,),
@@ -16,6 +18,9 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "object": (dict,),
     "null": (type(None),),
 }
+
+
+_MAX_DEPTH: Final = 32
 
 
 def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
@@ -36,11 +41,14 @@ def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSch
 def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
     """Why no tool takes the call, in words for the policy; empty where one does.
 
-    Checked are the names of tool and arguments, what is required, and the types at the top level.
+    Checked are the names of tool and arguments, what is required, the types at the top level, and that
+    everything is text and numbers that JSON has, nested no deeper than anybody means it.
     """
     schema = next((tool for tool in tools if tool["name"] == call.name), None)
     if schema is None:
         return f"There is no tool {call.name!r}. Tools: {', '.join(str(tool['name']) for tool in tools)}."
+    if told := _unusable(call.arguments):
+        return f"The arguments of {call.name} hold {told}."
     parameters = schema.get("parameters") or {}
     properties: Mapping[str, Any] = parameters.get("properties") or {}
     if missing := [name for name in parameters.get("required") or () if name not in call.arguments]:
@@ -52,6 +60,23 @@ def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
         told = _type_fault(value, properties.get(name))
         if told:
             return f"The argument {name!r} of {call.name} {told}."
+    return ""
+
+
+def _unusable(arguments: Mapping[str, Any]) -> str:
+    """What of the arguments no tool and no tokenizer can be given; empty where there is nothing."""
+    waiting: list[tuple[Any, int]] = [(arguments, 0)]  # no recursion: how deep it goes, the policy decides
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > _MAX_DEPTH:
+            return f"more than {_MAX_DEPTH} levels"
+        if isinstance(value, str) and not is_text(value):
+            return "half of a surrogate pair"
+        if isinstance(value, float) and not isfinite(value):
+            return "a number that is not finite"
+        inner = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping | list):
+            waiting += [(one, depth + 1) for one in inner]
     return ""
 
 
