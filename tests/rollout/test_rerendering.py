@@ -16,6 +16,7 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import ConfigError, ModelError
+from outrider.evals.benchmark.settings import PanelSettings
 from outrider.rollout.demonstrations import join_demonstration
 from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.rerendering import require_kept
@@ -171,6 +172,12 @@ def test_settings_whose_text_would_be_left_out_are_refused(given: dict[str, Any]
     base = {"environment": {"type": "textworld"}, "algorithm": {"type": "grpo"}}
     with pytest.raises(ConfigError, match=f"history_thinking = strip leaves out .*{told}"):
         validate(RunSettings, base | {"model": {"history_thinking": "strip"}} | given)
+
+
+def test_an_evaluation_whose_episodes_are_one_message_is_refused() -> None:
+    told = {"tasks": "factbook", "model": {"history_thinking": "strip"}}
+    with pytest.raises(ConfigError, match="needs turns that are messages of their own"):
+        validate(PanelSettings, told)
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt-oss"])
