@@ -153,6 +153,15 @@ def test_qwen3_coder_arguments_get_their_types_from_the_schema() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("text", "value"), [("7", 7), ("1.5", "1.5"), ("null", "null"), ("[1]", "[1]")])
+def test_qwen3_coder_text_stays_where_the_schema_takes_text_too(text: str, value: Json) -> None:
+    properties = {"key": {"type": ["integer", "string"]}}
+    tool = {"name": "find", "description": "d", "parameters": {"properties": properties}}
+    said = f"<tool_call><function=find><parameter=key>{text}</parameter></function></tool_call>"
+    turn = read_turn(said, CALL_FORMATS["qwen3_coder"], [tool])
+    assert turn.problems == () and turn.tool_calls[0].arguments == {"key": value}
+
+
 def test_thinking_is_apart_whoever_opened_it() -> None:
     assert split_thinking("<think>\na\n</think>\n\nb") == ("a", "b", ())
     assert split_thinking("a\n</think>b") == ("a", "b", ())

@@ -5,20 +5,9 @@ from itertools import chain
 from math import isfinite
 from typing import Any, Final
 
-from outrider.tokens.calls.format import CallFormat
+from outrider.tokens.calls.format import TYPES, CallFormat, is_of
 from outrider.tokens.parsed import ParsedTurn, split_thinking
 from outrider.types import ToolCall, ToolSchema, is_text
-
-_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-
 
 _MAX_DEPTH: Final = 32
 
@@ -90,11 +79,6 @@ def _type_fault(value: Any, schema: Any) -> str:
     names = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []
     if schema.get("nullable"):
         names = [*names, "null"] if names else []
-    if not names or any(name not in _TYPES for name in names):
+    if not names or any(name not in TYPES for name in names):
         return ""
-    # a bool is an int to Python, and none to JSON
-    fits = any(
-        isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
-        for name in names
-    )
-    return "" if fits else f"must be of type {' or '.join(map(str, names))}"
+    return "" if is_of(value, names) else f"must be of type {' or '.join(map(str, names))}"
