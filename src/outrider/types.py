@@ -63,7 +63,11 @@ class ToolCall:
 
 def is_text(text: str) -> bool:
     """Whether all of it are characters: JSON may spell half of a surrogate pair."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
