@@ -174,6 +174,26 @@ def test_settings_whose_text_would_be_left_out_are_refused(given: dict[str, Any]
         validate(RunSettings, base | {"model": {"history_thinking": "strip"}} | given)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"model": {"history_thinking": "strip"}}, "strip"),
+        ({"model": {"template_kwargs": {"enable_thinking": False}}}, "model.template_kwargs"),
+        ({"environment": {"type": "tools", "tools": ["python"], "protocol": "hermes"}}, "native tool calls"),
+    ],
+)
+def test_an_engine_that_reads_contexts_refuses_those_that_it_would_misread(
+    given: dict[str, Any], told: str
+) -> None:
+    base = {
+        "environment": {"type": "textworld"}, "algorithm": {"type": "grpo"}, "train": {"num_steps": 0},
+        "engine": {"type": "retrospex", "critic": "critic.safetensors"},
+    }  # fmt: skip
+    validate(RunSettings, base)
+    with pytest.raises(ConfigError, match=f"engine.type = retrospex reads .* goes without .*{told}"):
+        validate(RunSettings, base | given)
+
+
 def test_an_evaluation_whose_episodes_are_one_message_is_refused() -> None:
     told = {"tasks": "factbook", "model": {"history_thinking": "strip"}}
     with pytest.raises(ConfigError, match="needs turns that are messages of their own"):

@@ -178,6 +178,7 @@ class RunSettings(Settings):
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
         self._possible_history()
+        self._possible_contexts()
         self._possible_buffer()
         self._possible_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
@@ -212,6 +213,20 @@ class RunSettings(Settings):
             raise ValueError(
                 "model.history_thinking = strip leaves out what evaluation.memory shows in a trial "
                 "(evaluation.num_trials): use keep"
+            )
+
+    def _possible_contexts(self) -> None:
+        if not self.engine.reads_contexts:
+            return
+        given = {
+            "model.history_thinking = strip": self.model.history_thinking == "strip",
+            "model.template_kwargs": bool(self.model.template_kwargs),
+            "native tool calls (environment.protocol)": self.environment.call_format is not None,
+        }
+        if refused := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(
+                f"engine.type = {self.engine.type} reads plain messages out of contexts that only grow: "
+                f"it goes without {refused[0]}"
             )
 
     def _possible_buffer(self) -> None:
