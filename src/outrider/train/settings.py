@@ -180,6 +180,7 @@ class RunSettings(Settings):
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
         self._possible_history()
+        self._possible_contexts()
         self._possible_buffer()
         self._possible_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
@@ -204,6 +205,30 @@ class RunSettings(Settings):
             raise ValueError(
                 f"model.history_thinking = strip leaves out what algorithm.type = {self.algorithm.type} "
                 "puts between messages: use keep"
+            )
+        if self.cold_start.num_examples and self.cold_start.retrieve_share:
+            raise ValueError(
+                "model.history_thinking = strip leaves out the steps that cold_start.retrieve_share shows "
+                "between messages: use 0, or keep"
+            )
+        if self.evaluation.num_trials:
+            raise ValueError(
+                "model.history_thinking = strip leaves out what evaluation.memory shows in a trial "
+                "(evaluation.num_trials): use keep"
+            )
+
+    def _possible_contexts(self) -> None:
+        if not self.engine.reads_contexts:
+            return
+        given = {
+            "model.history_thinking = strip": self.model.history_thinking == "strip",
+            "model.template_kwargs": bool(self.model.template_kwargs),
+            "native tool calls (environment.protocol)": self.environment.call_format is not None,
+        }
+        if refused := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(
+                f"engine.type = {self.engine.type} reads plain messages out of contexts that only grow: "
+                f"it goes without {refused[0]}"
             )
 
     def _possible_buffer(self) -> None:
