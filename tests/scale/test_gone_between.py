@@ -19,8 +19,9 @@ from outrider.errors import CheckpointError, ClusterFault, ProcessGone
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.whereabouts import Whereabouts
+from outrider.scale.pool import EnginePool
 from outrider.scale.probes import probes
-from outrider.scale.remote import EnginePool, Remote
+from outrider.scale.remote import Remote
 from outrider.scale.repairs import Repairs
 from outrider.scale.rollouts import RemoteRollouts
 from outrider.scale.worker import RolloutWorker, WorkerSettings
