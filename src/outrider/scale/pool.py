@@ -118,9 +118,17 @@ class DirectPool(EnginePool):
         self._ranks = ranks
 
     def load(self, version: int) -> None:
-        """Raises ClusterFault where not every engine says within the limit that it has these weights."""
+        """Raises ClusterFault where not every engine says within the limit that it has these weights: the
+        ranks have ended then, and all begin anew.
+        """
+        self._load(version, is_again=False)
+
+    def _load(self, version: int, *, is_again: bool) -> None:
         began = time.perf_counter()
-        num_bytes, num_calls = self._ranks.send(version, self._actors)
+        try:
+            num_bytes, num_calls = self._ranks.send(version, self._actors, is_again=is_again)
+        except ProcessGone as gone:  # nobody is to take its place
+            raise ClusterFault(str(gone)) from gone
         RemoteEngine.load(self, version)
         self.sent = {
             "weights/bytes": float(num_bytes * len(self._actors)),
@@ -129,9 +137,11 @@ class DirectPool(EnginePool):
         }
 
     def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on; all engines meet the ranks anew."""
+        """Another process is engine ``number`` from now on; all engines meet the ranks anew. Raises
+        ClusterFault where the ranks' weights have moved since.
+        """
         super().put(number, actor)
-        self.load(self.weight_version)
+        self._load(self.weight_version, is_again=True)
 
 
 def pool_of(learner: Learner, ranks: "ShardedLearner | None", carrier: Carrier, **given: Any) -> EnginePool:

@@ -143,20 +143,31 @@ class Remote:
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
         """See :class:`outrider.scale.rollouts.Crew`."""
         self.repairs.count("rollout/num_groups_replayed", num_groups)
-        left, done = dict(gone), 0
+        left, done = dict(gone), set[str]()
         while left:
             name = max(left)  # workers first: those are told of new engines
             fault = left.pop(name)
-            self.repairs.allow(fault, is_another=done > 0)
-            done += 1
+            self.repairs.allow(fault, is_another=bool(done) and name not in done)
             self.repairs.count_process(fault)
-            kind, _, number = name.rpartition(" ")
+            left |= self._replace(name, fault, is_again=name in done)
+            done.add(name)
+
+    def _replace(self, name: str, fault: ProcessGone, *, is_again: bool) -> dict[str, ProcessGone]:
+        """Those that are gone since: the new process too, where a node that is being lost took it in. That
+        happens once; then all may begin anew.
+        """
+        kind, _, number = name.rpartition(" ")
+        try:
             if kind == "engine":
-                left |= self._replace_engine(int(number))
-            elif kind == "rollout worker" and self._parts is not None:
+                return self._replace_engine(int(number))
+            if kind == "rollout worker" and self._parts is not None:
                 self._replace_worker(int(number))
-            else:
-                raise fault
+                return {}
+        except ProcessGone as another:
+            if is_again:
+                raise
+            return {another.who: another}
+        raise fault
 
     def _replace_asked(self, gone: ProcessGone, is_loading: bool) -> None:
         self.repairs.count("weights/num_failed", int(is_loading))
@@ -171,10 +182,9 @@ class Remote:
     def _replace_engine(self, number: int) -> dict[str, ProcessGone]:
         """The workers that cannot be told of it, because they are gone too: a node has both."""
         self._end(self._engines[number], self.engine_pids[number])
-        actor = self._new_engine(number)
+        actor = self._engines[number] = self._new_engine(number)
         self._session.await_place(actor, f"engine {number}")
         [(self.engine_pids[number], _)] = self._built({f"engine {number}": actor})
-        self._engines[number] = actor
         self.engine.put(number, actor)
         calls = {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)}
         what, setting = "taking another engine", "cluster.heartbeat_s"
