@@ -71,12 +71,7 @@ class Remote:
         self.repairs = Repairs(allowance or Allowance(cluster.max_restarts))
         try:
             self._carrier = self._made_carrier(folder)
-            self._places = self._session.places(
-                [self._ask.engine_place] * (0 if self._ask.colocates else cluster.num_engines)
-                + [{"CPU": 1}] * cluster.num_rollout_workers,
-                of=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
-                f"{cluster.num_rollout_workers} need",
-            )
+            self._places = self._own_places()
             self._engines = [self._new_engine(number) for number in range(cluster.num_engines)]
             self.workers = [self._new_worker(number) for number in range(cluster.num_rollout_workers)]
             built = self._built({f"engine {number}": one for number, one in enumerate(self._engines)})
@@ -98,6 +93,16 @@ class Remote:
         except BaseException:
             self.close()
             raise
+
+    def _own_places(self) -> Any:
+        """Of the engines, where those are not on the ranks' GPUs, and of the workers behind them."""
+        cluster = self._settings.cluster
+        return self._session.places(
+            [self._ask.engine_place] * (0 if self._ask.colocates else cluster.num_engines)
+            + [{"CPU": 1}] * cluster.num_rollout_workers,
+            of=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
+            f"{cluster.num_rollout_workers} need",
+        )
 
     def _made_carrier(self, folder: Path) -> Carrier:
         if self._settings.cluster.weights == "disk":
