@@ -1,5 +1,5 @@
-"""The engine of the process that trains, which is all engine processes: it sends them weights, and lasts
-where one of them does not.
+"""All engines of a run for the process that trains: they get the learner's weights, by a carrier or from the
+ranks' GPUs, and whoever takes an engine's place gets them too.
 """
 
 import time
@@ -118,9 +118,17 @@ class DirectPool(EnginePool):
         self._ranks = ranks
 
     def load(self, version: int) -> None:
-        """Raises ClusterFault where not every engine says within the limit that it has these weights."""
+        """Raises ClusterFault where not every engine says within the limit that it has these weights: the
+        ranks have ended then, and all begin anew.
+        """
+        self._load(version, is_again=False)
+
+    def _load(self, version: int, *, is_again: bool) -> None:
         began = time.perf_counter()
-        num_bytes, num_calls = self._ranks.send(version, self._actors)
+        try:
+            num_bytes, num_calls = self._ranks.send(version, self._actors, is_again=is_again)
+        except ProcessGone as gone:  # nobody is to take its place
+            raise ClusterFault(str(gone)) from gone
         RemoteEngine.load(self, version)
         self.sent = {
             "weights/bytes": float(num_bytes * len(self._actors)),
@@ -129,13 +137,13 @@ class DirectPool(EnginePool):
         }
 
     def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on; all engines meet the ranks anew."""
+        """Another process is engine ``number`` from now on; all engines meet the ranks anew. Raises
+        ClusterFault where the ranks' weights have moved since.
+        """
         super().put(number, actor)
-        self.load(self.weight_version)
+        self._load(self.weight_version, is_again=True)
 
 
-def engine_pool(
-    learner: Learner, ranks: "ShardedLearner | None", carrier: Carrier, **given: Any
-) -> EnginePool:
-    """Of a run. ``ranks``: those that send by themselves, from their GPUs."""
+def pool_of(learner: Learner, ranks: "ShardedLearner | None", carrier: Carrier, **given: Any) -> EnginePool:
+    """``ranks``: those that send by themselves."""
     return EnginePool(learner, carrier, **given) if ranks is None else DirectPool(ranks, carrier, **given)

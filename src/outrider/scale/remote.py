@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from outrider.errors import ProcessGone
 from outrider.rollout.scheduler import Rollouts
 from outrider.scale.engine import EngineActor
 from outrider.scale.flight import RemoteFlight
-from outrider.scale.pool import engine_pool
+from outrider.scale.pool import pool_of
 from outrider.scale.probes import probes
 from outrider.scale.recipe import Recipe
 from outrider.scale.repairs import Repairs
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _CLOSE_S: Final = 10.0
 _MOST_GROUPS: Final = 64  # of a worker at a time, a thread each
-_AnswerT = TypeVar("_AnswerT")
 
 
 class Remote:
@@ -71,12 +70,12 @@ class Remote:
         self.repairs = Repairs(allowance or Allowance(cluster.max_restarts))
         try:
             self._carrier = self._made_carrier(folder)
-            self._places = self._places_asked()
+            self._places = self._own_places()
             self._engines = [self._new_engine(number) for number in range(cluster.num_engines)]
             self.workers = [self._new_worker(number) for number in range(cluster.num_rollout_workers)]
             built = self._built({f"engine {number}": one for number, one in enumerate(self._engines)})
             self.engine_pids = [pid for pid, _ in built]
-            self.engine = engine_pool(
+            self.engine = pool_of(
                 learner,
                 ranks if cluster.sends_directly else None,
                 self._carrier,
@@ -94,15 +93,14 @@ class Remote:
             self.close()
             raise
 
-    def _places_asked(self) -> Any:
-        num_engines, num_workers = (
-            self._settings.cluster.num_engines,
-            self._settings.cluster.num_rollout_workers,
-        )
-        asked = [self._ask.engine_place] * (0 if self._ask.colocates else num_engines)
+    def _own_places(self) -> Any:
+        """Of the engines, where those are not on the ranks' GPUs, and of the workers behind them."""
+        cluster = self._settings.cluster
         return self._session.places(
-            [*asked, *[{"CPU": 1}] * num_workers],
-            of=f"cluster.num_engines = {num_engines} and cluster.num_rollout_workers = {num_workers} need",
+            [self._ask.engine_place] * (0 if self._ask.colocates else cluster.num_engines)
+            + [{"CPU": 1}] * cluster.num_rollout_workers,
+            of=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
+            f"{cluster.num_rollout_workers} need",
         )
 
     def _made_carrier(self, folder: Path) -> Carrier:
@@ -149,20 +147,31 @@ class Remote:
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
         """See :class:`outrider.scale.rollouts.Crew`."""
         self.repairs.count("rollout/num_groups_replayed", num_groups)
-        left, done = dict(gone), 0
+        left, done = dict(gone), set[str]()
         while left:
             name = max(left)  # workers first: those are told of new engines
             fault = left.pop(name)
-            self.repairs.allow(fault, is_another=done > 0)
-            done += 1
+            self.repairs.allow(fault, is_another=bool(done) and name not in done)
             self.repairs.count_process(fault)
-            kind, _, number = name.rpartition(" ")
+            left |= self._replace(name, fault, is_again=name in done)
+            done.add(name)
+
+    def _replace(self, name: str, fault: ProcessGone, *, is_again: bool) -> dict[str, ProcessGone]:
+        """Those that are gone since: the new process too, where a node that is being lost took it in. That
+        happens once; then all may begin anew.
+        """
+        kind, _, number = name.rpartition(" ")
+        try:
             if kind == "engine":
-                left |= self._replace_engine(int(number))
-            elif kind == "rollout worker" and self._parts is not None:
+                return self._replace_engine(int(number))
+            if kind == "rollout worker" and self._parts is not None:
                 self._replace_worker(int(number))
-            else:
-                raise fault
+                return {}
+        except ProcessGone as another:
+            if is_again:
+                raise
+            return {another.who: another}
+        raise fault
 
     def _replace_asked(self, gone: ProcessGone, is_loading: bool) -> None:
         self.repairs.count("weights/num_failed", int(is_loading))
@@ -177,10 +186,9 @@ class Remote:
     def _replace_engine(self, number: int) -> dict[str, ProcessGone]:
         """The workers that cannot be told of it, because they are gone too: a node has both."""
         self._end(self._engines[number], self.engine_pids[number])
-        actor = self._new_engine(number)
+        actor = self._engines[number] = self._new_engine(number)
         self._session.await_place(actor, f"engine {number}")
         [(self.engine_pids[number], _)] = self._built({f"engine {number}": actor})
-        self._engines[number] = actor
         self.engine.put(number, actor)
         calls = {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)}
         what, setting = "taking another engine", "cluster.heartbeat_s"

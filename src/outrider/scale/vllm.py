@@ -82,32 +82,43 @@ class VllmEngineActor:
         self._version = None
         self._may_begin.clear()
         try:
+            with self._told():
+                yield
+        finally:
+            self._may_begin.set()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """A fault of vLLM's that is of no request is the run's."""
+        try:
             with self._ending():
                 yield
         except EngineFault as fault:
             raise ClusterFault(f"engine {self._number}: {fault}; {AGAIN}") from fault
-        finally:
-            self._may_begin.set()
 
     async def meet(self, info: Mapping[str, Any]) -> None:
         """The rank that sends: this and the next three are the calls of
         :class:`outrider.scale.direct.EngineClient`.
         """
-        await self._engine.meet(info)
+        with self._told():
+            await self._engine.meet(info)
 
     async def begin_update(self) -> None:
         """Weights will come."""
         self._version = None
         self._may_begin.clear()
-        await self._engine.begin_update()
+        with self._told():
+            await self._engine.begin_update()
 
     async def take(self, info: Mapping[str, Any]) -> None:
         """They come."""
-        await self._engine.take(info)
+        with self._told():
+            await self._engine.take(info)
 
     async def end_update(self, version: int) -> int:
         """All are here; the version that they have now."""
-        await self._engine.end_update(version)
+        with self._told():
+            await self._engine.end_update(version)
         self._version = version
         self._may_begin.set()
         return version
@@ -165,7 +176,8 @@ class VllmEngineActor:
         """The trainers' turn: where they are on the same GPUs the engine sleeps until the next weights."""
         if self._sleeps:
             self._version = None
-            await self._engine.sleep()
+            with self._told():
+                await self._engine.sleep()
 
     async def release(self, client: str, cache_keys: Sequence[str]) -> None:
         """Nothing to do: vLLM evicts blocks when it needs them."""
