@@ -225,6 +225,10 @@ def test_an_expert_may_try_its_way_and_have_no_end() -> None:
     assert steps is not None and [one.is_terminal for one in steps] == [False, False, True]
 
 
+def test_a_step_may_wait_for_others_that_draw() -> None:
+    assert of("Echo").waiting_s(64) == 60 and LAKE.waiting_s(64) == 0
+
+
 def test_experts_are_there_where_a_function_is_named() -> None:
     assert not of("Echo").has_experts and of("Echo", expert=f"{WORLDS}:says_nothing").has_experts
 

@@ -142,6 +142,11 @@ def test_a_verifier_that_raises_decides_nothing(verifier: SandboxedVerifier) -> 
         verifier(broken, "1")
 
 
+def test_a_step_may_wait_for_the_verdicts_of_others() -> None:
+    assert ReasoningGymConfig().waiting_s(64) == 5 * 64
+    assert ReasoningGymConfig(tools=("python",)).waiting_s(64) == 5 * 64 + 10 * 64
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

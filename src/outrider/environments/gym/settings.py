@@ -98,6 +98,10 @@ class GymConfig(EnvironmentSettings):
         """Where a function is named."""
         return self.expert is not None
 
+    def waiting_s(self, num_concurrent: int) -> float:
+        """One episode at a time is in an environment that draws globally; a fault ends a longer wait."""
+        return self.lock_timeout_s if self.has_own_draws else 0.0
+
     def imported(self) -> Mapping[str, str]:
         """The function that makes environments, and the expert's."""
         made = {"id": self.id} if self.source == "factory" else {}

@@ -9,6 +9,7 @@ import math
 import secrets
 from typing import Final
 
+from outrider.environments.reasoning_gym.settings import VERIFIER_SECONDS
 from outrider.errors import ToolFault
 from outrider.tools.once import Once
 from outrider.tools.python import PythonTool, PythonToolConfig
@@ -42,10 +43,9 @@ class SandboxedVerifier:
 
     def __init__(self, *, allow_unsafe: bool = False) -> None:
         """Raises ToolUnavailable where the sandbox or the package is missing."""
-        # The limit of processor time decides: it does not depend on what else the machine does.
         limits = PythonToolConfig(
             wall_seconds=120.0,
-            cpu_seconds=5,
+            cpu_seconds=VERIFIER_SECONDS,
             memory_bytes=1 << 30,
             packages=("reasoning_gym",),
             allow_unsafe=allow_unsafe,
