@@ -142,6 +142,22 @@ def test_a_verifier_that_raises_decides_nothing(verifier: SandboxedVerifier) -> 
         verifier(broken, "1")
 
 
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        ({}, "<answer>{}</answer>"),
+        ({"require_boxed": True}, "<answer>\\boxed{{{}}}</answer>"),
+        ({"require_think": True}, None),
+    ],
+)
+def test_the_expert_keeps_to_the_format_or_is_none(reward: dict[str, Any], text: str | None) -> None:
+    config = ReasoningGymConfig(reward=reward)  # type: ignore[arg-type]
+    family = ReasoningGymFamily(config)
+    found = family.expert(Task(key="x", question="1 + 1", answers=("2",)), 0)
+    assert (found is not None) is config.has_experts is (text is not None)
+    assert text is None or (found is not None and found[0].text == text.format("2"))
+
+
 def test_a_step_may_wait_for_the_verdicts_of_others() -> None:
     assert ReasoningGymConfig().waiting_s(64) == 5 * 64
     assert ReasoningGymConfig(tools=("python",)).waiting_s(64) == 5 * 64 + 10 * 64

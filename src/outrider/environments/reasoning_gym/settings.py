@@ -85,6 +85,11 @@ class ReasoningGymConfig(EpisodeConfig):
         return self
 
     @property
+    def has_experts(self) -> bool:
+        """The package's answers; they hold no thoughts."""
+        return not self.reward.require_think
+
+    @property
     def call_format(self) -> CallFormatName | None:
         """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return None if self.protocol == "tags" else self.protocol
