@@ -265,7 +265,7 @@ class RunSettings(Settings):
                 f"and these tasks replay differently: {', '.join(refused)}"
             )
         if self.algorithm.asks_experts and not self.environment.has_experts:
-            raise ValueError("data sets come without experts: name a file with algorithm.demonstrations")
+            raise ValueError("these tasks come without experts: name a file with algorithm.demonstrations")
 
     def _possible_cluster(self) -> None:
         cluster = self.cluster
