@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol, TextIO
+from typing import Final, Literal, Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,6 +19,9 @@ from outrider.terminal import Terminal
 from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, TimeLeft, duration, shown
 
 _log = logging.getLogger(__name__)
+
+SET_UP: Final = "set-up"
+"""The stage before anything is written."""
 
 
 class Progress(Protocol):
