@@ -16,7 +16,8 @@ from outrider.errors import ConfigError
 from outrider.printing import one_line
 from outrider.stopping import STOPPING, cleared_before_the_end
 from outrider.terminal import Terminal
-from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, TimeLeft, duration, shown
+from outrider.watch.span import duration
+from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, TimeLeft, shown
 
 _log = logging.getLogger(__name__)
 

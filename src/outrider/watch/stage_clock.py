@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from outrider.watch.span import Span, duration
+
 Field: TypeAlias = float | int | str
 Clock: TypeAlias = Callable[[], float]
-TimeLeft: TypeAlias = Callable[[], float | None]
+TimeLeft: TypeAlias = Callable[[], Span | None]
 
 _WINDOW: Final = 20  # rewards that the moving mean looks back on
 
@@ -72,14 +74,12 @@ class StageClock:
 
     @property
     def left(self) -> float | None:
-        """Estimated seconds to the end: the units that are to do, at the measured pace. None where there is
-        no basis.
+        """Estimated seconds to the end of the stage: the units that are to do, at the measured pace. None
+        where there is no basis.
 
         It runs down between reports. Once the next unit is later than the pace had it, the silence counts as
         pace, and the estimate grows: it is never down to nothing while something is to do.
         """
-        if self.left_by is not None:
-            return self.left_by()
         (start, first), (end, last) = self._marks[0], self._marks[-1]
         if self.total is None or last <= first:
             return None
@@ -96,10 +96,12 @@ class StageClock:
 
     @property
     def shown_left(self) -> str | None:
-        """The estimate for a person, at least a second; None where nothing is to do or nothing is known."""
+        """The estimate for a person; None where nothing is to do or too little is known."""
+        if self.left_by is not None:
+            span = self.left_by()
+            return None if span is None or span.high <= 0 else span.shown
         left = self.left
-        is_over = self.done == self.total and (left is None or left <= 0)
-        return None if left is None or is_over else duration(max(1.0, left))
+        return None if left is None or (self.done == self.total and left <= 0) else duration(max(1.0, left))
 
     def summary(self) -> str:
         """``train 3/40  reward 0.41  …  elapsed 0:12  left 2:28``; the caller makes one line of it."""
@@ -140,10 +142,3 @@ class StageClocks:
 def shown(value: Field) -> str:
     """A field's value with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def duration(seconds: float) -> str:
-    """``2:28`` or ``1:02:28``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
