@@ -39,8 +39,8 @@ from outrider.watch.trackers import TrackerSet
 _SHOWN = {
     "reward": "reward/mean",
     "no signal": "group/fraction_without_signal",
-    "tokens/s": "speed/rollout_tokens",
     "s/step": "time/step",
+    "tokens/s": "speed/rollout_tokens",
 }
 
 

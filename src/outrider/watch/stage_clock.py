@@ -1,6 +1,7 @@
 """Arithmetic of a run's stages: elapsed time, and how much is left by the pace that was measured, or
 nothing."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,12 @@ Clock: TypeAlias = Callable[[], float]
 TimeLeft: TypeAlias = Callable[[], Span | None]
 
 _WINDOW: Final = 20  # rewards that the moving mean looks back on
+_COLUMNS: Final = 80
+_LEFT: Final = len("left 12:40-25:10")
+_ELAPSED: Final = len("elapsed 59:59")
+_VALUE: Final = 5  # characters
+_UNITS: Final = ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"))
+_NAME: Final = 31  # of a stage; longer ones end in an ellipsis
 
 
 class StageClock:
@@ -38,6 +45,7 @@ class StageClock:
         self.done = done
         self.num_reports = 0
         self.fields: dict[str, Field] = {}
+        self._since: dict[str, Field] = {}  # reported since a unit last ended, or with its end
         self.left_by = left_by
         self._num_before = done
         self._num_parallel = num_parallel
@@ -50,6 +58,7 @@ class StageClock:
         """Take a report; a mean over the last rewards replaces the field ``reward``."""
         if done != self._marks[-1][1]:  # reports within a unit say nothing about the pace of units
             self._mark(self._clock(), done)
+            self._since = {}
         self.done = done
         self.num_reports += 1
         self.fields.update(fields)
@@ -57,6 +66,7 @@ class StageClock:
         if isinstance(reward, int | float):
             self._rewards.append(float(reward))
             self.fields["reward"] = sum(self._rewards) / len(self._rewards)
+        self._since |= {name: self.fields[name] for name in fields}
 
     def _mark(self, now: float, done: int) -> None:
         """Keep what covers the later half of the time: long enough for a burst and the wait before it, and it
@@ -104,13 +114,24 @@ class StageClock:
         return None if left is None or (self.done == self.total and left <= 0) else duration(max(1.0, left))
 
     def summary(self) -> str:
-        """``train 3/40  reward 0.41  …  elapsed 0:12  left 2:28``; the caller makes one line of it."""
-        count = f"{self.done}/{self.total}" if self.total is not None else str(self.done)
-        parts = [f"{self.name} {count}", *(f"{name} {shown(value)}" for name, value in self.fields.items())]
-        parts.append(f"elapsed {duration(self.elapsed)}")
-        if (left := self.shown_left) is not None:
-            parts.append(f"left {left}")
-        return "  ".join(parts)
+        """``train  3/40  reward  0.41  elapsed 0:12  left 2:28``, at most 80 columns.
+
+        Columns stand where they stood for the same fields: values have a width, and the ends theirs. What has
+        no room is left out: fields from the last one on, then the time that has passed.
+        """
+        count = (
+            f"{self.done:>{len(str(self.total))}}/{self.total}" if self.total is not None else str(self.done)
+        )
+        name = self.name if len(self.name) <= _NAME else self.name[: _NAME - 1] + "…"
+        line, room = f"{name} {count}", _COLUMNS - _LEFT - 2
+        for field, value in self._since.items():
+            part = f"  {field} {compact(value):>{_VALUE}}"
+            if len(line) + len(part) <= room:
+                line += part
+        if len(line) + _ELAPSED + 2 <= room:
+            line += f"  {f'elapsed {duration(self.elapsed)}':<{_ELAPSED}}"
+        left = self.shown_left
+        return (line if left is None else f"{line}  left {left}").rstrip()
 
 
 class StageClocks:
@@ -142,3 +163,16 @@ class StageClocks:
 def shown(value: Field) -> str:
     """A field's value with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def compact(value: Field) -> str:
+    """A field's value, where it is a number below 10^13 in at most five characters: ``0.412``, ``12345``,
+    ``123k``."""
+    if isinstance(value, str) or not math.isfinite(value):
+        return str(value)
+    for scale, unit in _UNITS:
+        for digits in (0,) if isinstance(value, int) and not unit else (3, 2, 1, 0):
+            text = f"{value / scale:.{digits}f}{unit}"
+            if len(text) <= _VALUE:
+                return text
+    return f"{value:.0e}"
