@@ -110,7 +110,6 @@ def test_it_follows_until_the_run_ends(
     wants(run, 12)
     with running(run) as shown:
         todo = iter((lambda: None, lambda: shown.note("checkpoint"), shown.close))
-        lock = FileLock(run / "other")
 
         def sleep(seconds: float) -> None:
             act = next(todo, None)
@@ -121,7 +120,6 @@ def test_it_follows_until_the_run_ends(
 
         monkeypatch.setattr(following.time, "sleep", sleep)
         assert cli.main(["watch", str(run)]) == 0
-        lock.release()
     out = capsys.readouterr().out
     assert out.count(": running") == 2 and out.count(": finished") == 1 and "learned " in out
 
