@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.by_task_runs import METHODS, Piece, Plan, play, play_smoke
+from benchmarks.by_task_runs import METHODS, TRAINED, Piece, Plan, play, play_smoke
 from outrider.errors import ConfigError, OutriderError
 from outrider.evals.compare.render import compare_tasks
 from outrider.terminal import Terminal
@@ -56,8 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             launch = play_smoke if parsed.smoke else play
             for piece in plan.pieces():
                 launch(piece)
-        for name, pieces in (("table", plan.table()), ("adaptation", plan.adaptations())):
-            _report(parsed.out, name, [one for one in pieces if one.is_begun])
+        reports = {"table": plan.table(), "adaptation": plan.adaptations()}
+        found = {name: [one for one in pieces if one.is_begun] for name, pieces in reports.items()}
+        if not any(found.values()):
+            raise ConfigError(f"none of these runs is in {parsed.out}: there is nothing to report")
+        for name, pieces in found.items():
+            _report(parsed.out, name, pieces)
     except OutriderError as error:
         print(f"benchmarks.by_task: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -95,13 +99,16 @@ def _plan(parsed: argparse.Namespace, overrides: Sequence[str]) -> Plan:
         raise ConfigError("retrospex needs --critic FILE, which outrider critic writes")
     if "{task}" not in parsed.setting:
         raise ConfigError("--setting needs {task} where the name of the task belongs")
-    transfers = [tuple(one.split(":")) for one in parsed.transfers]
+    transfers = [tuple(one.split(":")) for one in dict.fromkeys(parsed.transfers)]
     if not all(len(one) == 2 and all(one) for one in transfers):
         raise ConfigError("--transfers are pairs of tasks, A:B")
+    if transfers and not set(TRAINED) & set(parsed.methods):
+        raise ConfigError(f"--transfers need one of {', '.join(TRAINED)} among --methods")
     if parsed.seeds < 1 or parsed.trials < 1:
         raise ConfigError("--seeds and --trials must be at least 1")
     return Plan(
-        recipe=parsed.recipe, out=parsed.out, tasks=parsed.tasks, methods=parsed.methods,
+        recipe=parsed.recipe, out=parsed.out, tasks=list(dict.fromkeys(parsed.tasks)),
+        methods=list(dict.fromkeys(parsed.methods)),
         seeds=range(parsed.first_seed, parsed.first_seed + parsed.seeds), num_trials=parsed.trials,
         transfers=[(one[0], one[1]) for one in transfers], setting=parsed.setting, critic=parsed.critic,
         overrides=overrides,
@@ -111,8 +118,8 @@ def _plan(parsed: argparse.Namespace, overrides: Sequence[str]) -> Plan:
 def _report(out: Path, name: str, pieces: Sequence[Piece]) -> None:
     if pieces:
         given = [f"{piece.column}={piece.run}" for piece in pieces]
-        files = {"markdown": out / f"{name}.md", "html": out / f"{name}.html"}
-        compare_tasks(given, **files, console=Terminal())
+        markdown, html = out / f"{name}.md", out / f"{name}.html"
+        compare_tasks(given, markdown=markdown, html=html, console=Terminal())
 
 
 if __name__ == "__main__":

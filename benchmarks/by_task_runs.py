@@ -22,7 +22,7 @@ METHODS: Final[Mapping[str, tuple[str, ...]]] = {
     "grpo": _GRPO, "empo2": (),
 }  # fmt: skip
 """What each sets beside the recipe; the first three change no weights."""
-_TRAINED: Final = ("grpo", "empo2")
+TRAINED: Final = ("grpo", "empo2")
 _OF_TRAINING: Final = ("train.num_steps=", "cold_start.num_examples=", "evaluation.at_start=")
 
 
@@ -99,7 +99,7 @@ class Plan:
         """A cell has a run a seed where weights change, else one."""
         for task in self.tasks:
             for method in self.methods:
-                if method in _TRAINED:
+                if method in TRAINED:
                     yield from (self._trained(method, task, seed) for seed in self.seeds)
                 else:
                     yield self._untrained(method, task)
@@ -123,7 +123,7 @@ class Plan:
 
     def _adapting(self) -> Iterator[tuple[str, str, str, int]]:
         for task, other in self.transfers:
-            for method in (one for one in self.methods if one in _TRAINED):
+            for method in (one for one in self.methods if one in TRAINED):
                 yield from ((method, task, other, seed) for seed in self.seeds)
 
     def _trained(self, method: str, task: str, seed: int) -> Piece:

@@ -203,7 +203,7 @@ TREES = {
           for one in (node(2 * i + 1, parent), node(2 * i + 2, parent, leaf=True))),
     ],
     "leaf on leaf": [node(0, -1, FORKED), *(node(i, i - 1, leaf=True) for i in range(1, 599))],
-    "cycle": [node(0, -1, FORKED), node(1, 0), node(1, 1), node(0, 1)],
+    "cycle": [node(0, -1, FORKED), node(1, 0), node(1, 1), node(0, 1), node(2, 1, leaf=True)],
     "own parent": [node(1, 1, FORKED, leaf=True)],
     **{f"metadata {i}": [node(0, -1, text), node(1, 0, text, leaf=True)] for i, text in enumerate((
         "[1]", DEEP, '{"num_forks": "many"}', '{"num_forks": Infinity}', '{"num_forks": null}',

@@ -52,6 +52,13 @@ BAD: list[tuple[CallFormatName, str, str]] = [
     ("pythonic", "[lookup(key='a'), 1]", "each element must be a call"),
     ("pythonic", "<|tool_call_start|>" + "(" * 10_000, "cannot be read"),
     ("pythonic", "<|tool_call_start|>lookup(\0)<|tool_call_end|>", "cannot be read"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": "\\ud800"}}</tool_call>', "half of a"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": NaN}}</tool_call>', "not finite"),
+    ("llama3_json", '{"name": "lookup", "parameters": {"key": 1e999}}', "not finite"),
+    ("pythonic", "[lookup(key='\\ud800')]", "half of a surrogate pair"),
+    ("pythonic", f"[lookup(key={'[' * 60}{']' * 60})]", "more than 32 levels"),
+    ("hermes", f'<tool_call>{{"name": "lookup", "arguments": {{"key": {"[" * 400}{"]" * 400}}}}}</tool_call>',
+     "more than 32 levels"),
 ]  # fmt: skip
 
 
@@ -144,6 +151,15 @@ def test_qwen3_coder_arguments_get_their_types_from_the_schema() -> None:
     assert turn.tool_calls[0].arguments == {
         "text": "7", "count": 7, "points": [1, 2], "shown": True, "options": {"a": None}, "share": 0.5,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "value"), [("7", 7), ("1.5", "1.5"), ("null", "null"), ("[1]", "[1]")])
+def test_qwen3_coder_text_stays_where_the_schema_takes_text_too(text: str, value: Json) -> None:
+    properties = {"key": {"type": ["integer", "string"]}}
+    tool = {"name": "find", "description": "d", "parameters": {"properties": properties}}
+    said = f"<tool_call><function=find><parameter=key>{text}</parameter></function></tool_call>"
+    turn = read_turn(said, CALL_FORMATS["qwen3_coder"], [tool])
+    assert turn.problems == () and turn.tool_calls[0].arguments == {"key": value}
 
 
 def test_thinking_is_apart_whoever_opened_it() -> None:

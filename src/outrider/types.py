@@ -61,13 +61,23 @@ class ToolCall:
     call_id: str = ""
 
 
+def is_text(text: str) -> bool:
+    """Whether all of it are characters: JSON may spell half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One chat message. The text is for people and for rendering once; ids are never made from it twice.
 
     Of an assistant's message ``reasoning`` is the thinking apart from the answer, ``tool_calls`` are its
     native calls, and ``problems`` say what of it could not be read as one. A tool's message has the id of
-    the call that it answers, and the tool's name.
+    the call that it answers, and the tool's name. Half of a surrogate pair is no text to a tokenizer: a
+    question mark stands for it in ``content``.
     """
 
     role: Role
@@ -77,6 +87,10 @@ class Message:
     problems: tuple[str, ...] = ()
     tool_call_id: str = ""
     tool_name: str = ""
+
+    def __post_init__(self) -> None:
+        if not is_text(self.content):
+            object.__setattr__(self, "content", self.content.encode("utf-8", "replace").decode("utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,7 @@ def test_the_command_prints_and_writes_both_tables(
 ) -> None:
     arguments = [
         str(HOUSE), "--out", str(tmp_path), "train.num_steps=4", "--setting", "environment.house_seed={task}",
-        "--tasks", "1", "--seeds", "1", "--transfers", "1:2", "--trials", "2",
+        "--tasks", "1", "1", "--seeds", "1", "--transfers", "1:2", "1:2", "--trials", "2",
     ]  # fmt: skip
     assert by_task.main(arguments) == 0
     assert "Mean return by task" in (tmp_path / "table.md").read_text()
@@ -159,7 +159,8 @@ def test_the_command_prints_and_writes_both_tables(
     [
         (["--methods", "ppo"], "unknown methods ppo"), (["--methods", "retrospex"], "needs --critic"),
         (["--transfers", "a"], "pairs of tasks"), (["--setting", "environment.x=1"], "needs {task}"),
-        (["--seeds", "0"], "at least 1"),
+        (["--seeds", "0"], "at least 1"), (["--only-report"], "there is nothing to report"),
+        (["--methods", "naive", "--transfers", "a:b"], "--transfers need one of grpo, empo2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_told_in_a_line(

@@ -54,6 +54,32 @@ class Shared(Echo):
         return f"{len(Shared.told)} things were said.", 0.0, False, False, {}
 
 
+class Door(Echo):
+    """One whose copies share a door that an action opens: a copy and its original see the same."""
+
+    opened: ClassVar[list[bool]] = []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        Door.opened.clear()
+        return super().reset(seed=seed)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if action == "5":
+            Door.opened.append(True)
+        return "It is open." if Door.opened else "It is shut.", 0.0, False, False, {}
+
+
+class Deck(Echo):
+    """Takes cards from the list that it was made with."""
+
+    def __init__(self, cards: list[str]) -> None:
+        super().__init__()
+        self.cards = cards
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return f"You draw {self.cards.pop()}.", 0.0, not self.cards, False, {}
+
+
 class Dice(Echo):
     """Draws from the global generators, as GEM's games do."""
 
@@ -81,6 +107,13 @@ def echo(**kwargs: Any) -> Echo:
 
 def says_the_word(world: Any) -> Iterator[str]:
     yield from [f"<action>{world.word}</action>"] * world.limit
+
+
+def tries(world: Any) -> Iterator[str]:
+    """Looks for its way in the environment itself, and has no end."""
+    world.step("nothing")
+    while True:
+        yield f"<action>{world.word}</action>"
 
 
 def says_nothing(world: Any) -> list[str]:

@@ -135,7 +135,8 @@ def test_success_is_the_return_s_or_what_info_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "holds"), [("Echo", True), ("Dice", True), ("Locked", False), ("Shared", False)]
+    ("world", "holds"),
+    [("Echo", True), ("Dice", True), ("Locked", False), ("Shared", False), ("Door", False)],
 )
 def test_only_copies_that_hold_are_used(world: str, holds: bool) -> None:
     """One that cannot be copied, and one whose copies disturb it, are forked by their actions instead."""
@@ -217,6 +218,33 @@ def test_an_expert_of_one_s_own_is_played_and_its_code_recorded() -> None:
         broken.expert(broken.tasks("train")[0], 0)
 
 
+def test_an_expert_may_try_its_way_and_have_no_end() -> None:
+    """Its steps are those of an episode from the beginning."""
+    family = GymFamily(of("Echo", expert=f"{WORLDS}:tries", success_key="is_success"))
+    steps = family.expert(family.tasks("train")[0], 0)
+    assert steps is not None and [one.is_terminal for one in steps] == [False, False, True]
+
+
+def test_a_step_may_wait_for_others_that_draw() -> None:
+    assert of("Echo").waiting_s(64) == 60 and LAKE.waiting_s(64) == 0
+
+
+def test_experts_are_there_where_a_function_is_named() -> None:
+    assert not of("Echo").has_experts and of("Echo", expert=f"{WORLDS}:says_nothing").has_experts
+
+
+def test_no_episode_sees_what_another_one_did_to_its_arguments() -> None:
+    family = GymFamily(of("Deck", kwargs={"cards": ["ace", "king"]}))
+    factory, task = family.make(), family.tasks("train")[0]
+    for _ in range(3):
+        environment = factory(task)
+        environment.reset(0)
+        assert [say(environment, "<action>x</action>").text for _ in range(2)] == [
+            "You draw king.",
+            "You draw ace.",
+        ]
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -240,6 +268,7 @@ def test_what_cannot_be_played_is_told_before_the_first_rollout(settings: dict[s
         ({"num_train": 0, "num_valid": 0, "num_test": 0}, "nothing to play"),
         ({"source": "factory", "id": "no path"}, "an import path"),
         ({"actions": ("a", "a")}, "different names"),
+        ({"actions": ("turn left", "Turn  Left")}, "different names"),
         ({"source": "gem", "id": "game:x", "actions": ("a",)}, "action_format = tag"),
     ],
 )

@@ -1,6 +1,7 @@
 """Reasoning-gym's tasks: splits that share no question, and verifiers that a hostile answer cannot leave."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,36 @@ def test_an_answer_that_is_a_program_is_locked_in(
     assert verifier(task, str(task.answers[0])) == 1
     assert verifier(task, f"[open({str(target)!r}, 'w').write('x')]") == 0 and not target.exists()
     assert verifier(task, "[print('1.0'), __import__('os')._exit(0)]") is None
+    assert verifier(task, "[__import__('sys').exit(3)]") is None  # the answer's doing, and no fault
     assert verifier(task, "[9**9**9]") is None
+
+
+UNSTEADY: Any = ("list_functions", "isomorphic_strings")
+
+
+@locked
+def test_items_are_the_same_in_every_process(
+    monkeypatch: pytest.MonkeyPatch, verifier: SandboxedVerifier
+) -> None:
+    """Data sets that go through sets of strings or draw from the global generators: a process with another
+    hash seed has the same tasks, and the verifier holds an answer against the item that was asked.
+    """
+    config = ReasoningGymConfig(datasets=UNSTEADY, num_train=16, num_valid=0, num_test=0)
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    tasks = ReasoningGymFamily(config).tasks("train")
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
+    assert ReasoningGymFamily(config).tasks("train") == tasks
+    assert [verifier(task, task.answers[0]) for task in tasks] == [1.0] * 16
+    other = replace(tasks[0], key="other", question="another one")
+    with pytest.raises(ToolFault, match="its item here is not the task's"):
+        verifier(other, "1")
+
+
+def test_a_data_set_that_is_named_twice_has_two_sets_of_keys() -> None:
+    two: Any = tuple({"name": "gcd", "options": {"max_value": size}} for size in (50, 5000))
+    tasks = ReasoningGymFamily(ReasoningGymConfig(datasets=two, num_train=8)).tasks("train")
+    assert len({task.key for task in tasks}) == 8
+    assert [task.metadata["options"] for task in tasks[:2]] == [one["options"] for one in two]
 
 
 @locked
@@ -110,6 +140,27 @@ def test_a_verifier_that_raises_decides_nothing(verifier: SandboxedVerifier) -> 
     broken = Task(key="x", question="", metadata={**task.metadata, "dataset": "no_such"})
     with pytest.raises(ToolFault, match="the verifier of no_such"):
         verifier(broken, "1")
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        ({}, "<answer>{}</answer>"),
+        ({"require_boxed": True}, "<answer>\\boxed{{{}}}</answer>"),
+        ({"require_think": True}, None),
+    ],
+)
+def test_the_expert_keeps_to_the_format_or_is_none(reward: dict[str, Any], text: str | None) -> None:
+    config = ReasoningGymConfig(reward=reward)  # type: ignore[arg-type]
+    family = ReasoningGymFamily(config)
+    found = family.expert(Task(key="x", question="1 + 1", answers=("2",)), 0)
+    assert (found is not None) is config.has_experts is (text is not None)
+    assert text is None or (found is not None and found[0].text == text.format("2"))
+
+
+def test_a_step_may_wait_for_the_verdicts_of_others() -> None:
+    assert ReasoningGymConfig().waiting_s(64) == 5 * 64
+    assert ReasoningGymConfig(tools=("python",)).waiting_s(64) == 5 * 64 + 10 * 64
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from outrider.evals.compare.render import compare_tasks, html_tasks, markdown_ta
 from outrider.evals.compare.runs import Incomparable
 from outrider.evals.statistics import interquartile_mean
 
-EVALUATED = ('evaluation.memory = "tips"', "cold_start.num_examples = 0")
+EVALUATED = ("cold_start.num_examples = 0",)
 HOSTILE = "<script>alert(1)</script>|x"
 
 
@@ -144,8 +144,9 @@ def test_curves_over_trials_and_their_gain(tmp_path: Path) -> None:
     assert page.count("<svg") == 1 and "over trials" in page
 
 
-def test_a_run_that_solved_all_has_no_further_trial_and_keeps_what_it_reached(tmp_path: Path) -> None:
-    memory = ("evaluation.num_trials = 3", "train.num_steps = 0", 'algorithm.type = "empo2"')
+def test_reflexion_that_solved_all_has_no_further_trial_and_keeps_what_it_reached(tmp_path: Path) -> None:
+    memory = ("evaluation.num_trials = 3", "train.num_steps = 0", 'algorithm.type = "empo2"',
+              'evaluation.memory = "reflexion"')  # fmt: skip
     begin = [(*memory, f'model.initial_checkpoint = "{tmp_path}/gone-{n}/c/s"') for n in range(2)]
     given = [
         write_run(tmp_path / "a", [panel("b", 0.0, 1.0), panel("b", 1.0, 1.0)], settings=begin[0]),

@@ -35,7 +35,9 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path)
         if path.is_file() and "__pycache__" not in path.parts
     }  # fmt: skip
     assert held == package
-    assert {Path(name).suffix for name in held} == {".py", ".j2", ".json", ".toml", ".typed"}
+    assert {Path(name).suffix for name in held} == {
+        ".py", ".j2", ".json", ".toml", ".typed", ".html", ".js", ".css", ".LICENSE"
+    }  # fmt: skip
     assert scripts["console_scripts"]["outrider"] == "outrider.__main__:program"
     assert metadata["Requires-Python"] == ">=3.11"
     assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= set(

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.cli import main
+from outrider.config import validate
 from outrider.errors import ModelError
 from outrider.planning.change import smallest
 from outrider.planning.fit import Layout, fit
 from outrider.planning.memory import Training, rank_bytes
 from outrider.planning.read_shape import find_shape, known_models, shape_of
-from outrider.planning.workload import Workload
+from outrider.planning.workload import Workload, workload_of
+from outrider.train.settings import RunSettings
 
 MEMORY = 80e9
 WORK = Workload(
@@ -51,6 +53,23 @@ def test_known_models_are_counted(name: str) -> None:
     values = dict(known_models()[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     assert shape_of(known_models()[name], name=name).num_parameters == counted(config)
+
+
+def test_contexts_that_begin_anew_are_tokens_of_an_update_and_not_of_the_engine() -> None:
+    base = {
+        "algorithm": {"type": "grpo"},
+        "environment": {"type": "webshop"},
+        "rollout": {"max_turns": 5, "max_response_tokens": 2000},
+    }
+    kept, stripped = (
+        workload_of(
+            validate(RunSettings, base | {"model": {"history_thinking": history}}), prompt_tokens=1000
+        )
+        for history in ("keep", "strip")
+    )
+    assert stripped.context == kept.context == kept.episode_tokens == 3000
+    assert stripped.episode_tokens == stripped.training.max_tokens == 15_000
+    assert stripped.step_tokens == 5 * kept.step_tokens
 
 
 def test_a_family_that_is_not_counted_is_refused() -> None:
@@ -101,5 +120,5 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert not told["fits"] and told["fewest"][0]["fits"]
     assert main(["plan", recipe, "--gpus", "8", "--model", "Qwen/Qwen2.5-7B-Instruct"]) == 0
     out = capsys.readouterr().out
-    assert "7,615,616,512" in out and "not yet" in out
+    assert "7,615,616,512" in out and "(colocate)" in out
     assert main(["plan", recipe, "--gpus", "8", "--tensor-parallel", "3"]) == 2

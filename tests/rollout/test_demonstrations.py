@@ -14,6 +14,7 @@ from outrider.rollout.demonstrations import join_demonstration
 from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
 from outrider.rollout.whereabouts import Whereabouts
+from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
 from outrider.train.components import Components
 from outrider.train.data.off_policy_data import mix_in
@@ -47,7 +48,7 @@ def parts_of(family: ToyFamily, algorithm: Any) -> Components:
     settings = SimpleNamespace(limits=Limits(step_timeout_s=60), seed=SEED, num_concurrent=4, train=train)
     parts = SimpleNamespace(
         family=family, factory=family.make(), settings=settings, algorithm=algorithm,
-        renderer=SimpleNamespace(tokenizer=TOKENIZER), engine=SimpleNamespace(context_length=4096),
+        renderer=ChatRenderer(TOKENIZER), engine=SimpleNamespace(context_length=4096),
         whereabouts=Whereabouts(),
     )  # fmt: skip
     return cast(Components, parts)

@@ -143,3 +143,11 @@ def test_an_unreadable_call_is_answered_in_words() -> None:
     [(leaf, path)] = trace.rollouts()
     assert leaf.outcome is Outcome.FINISHED and "does not hold JSON" in path[2].message.content
     assert path[1].metadata["invalid"] and leaf.episode_return == -1.0
+
+
+@pytest.mark.parametrize("beside", ["", call("x")])
+def test_an_unreadable_call_ends_no_run_where_results_need_the_ids_of_calls(beside: str) -> None:
+    trace, renderer, _ = play("mistral", [f"{beside}<tool_call>{{</tool_call>", "\\boxed{Paris}"])
+    [(leaf, path)] = trace.rollouts()
+    assert leaf.outcome is Outcome.FINISHED and "does not hold JSON" in text_of(trace, renderer)
+    assert path[2].message.content.startswith("x: Paris") == bool(beside)

@@ -2,7 +2,10 @@
 and the same bits where nothing is stripped.
 """
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,12 +15,20 @@ from outrider.config import validate
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
+from outrider.errors import ConfigError, ModelError
+from outrider.evals.benchmark.settings import PanelSettings
+from outrider.rollout.demonstrations import join_demonstration
 from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.rerendering import require_kept
 from outrider.rollout.scheduler import Scheduler
+from outrider.scale.placement import Shape
 from outrider.tokens import ChatRenderer
 from outrider.tokens.chat import HistoryThinking
+from outrider.tokens.load_check import check_template
 from outrider.trace import Trace, samples_of
 from outrider.train.metrics.step_metrics import rollout_metrics
+from outrider.train.settings import RunSettings
+from outrider.train.state.queue import read_group, told_group
 from outrider.train.update.pack import pack
 from outrider.train.update.update import rollout_paths
 from outrider.types import Message, Outcome
@@ -140,6 +151,97 @@ def test_a_long_observation_is_cut_in_the_history_too() -> None:
     assert seen[2][1].count("[...]") == 2 and len(seen[2][1]) < 500
     cut = [node.metadata["num_tokens_cut"] for node in trace.nodes if "num_tokens_cut" in node.metadata]
     assert len(cut) == 4 and min(cut) > 300
+
+
+def test_text_that_is_no_message_is_refused_and_not_lost() -> None:
+    renderer = ChatRenderer(byte_tokenizer(FAMILIES["qwen3"]), history_thinking="strip")
+    with pytest.raises(ConfigError, match="what a hook puts between messages: use keep"):
+        require_kept(renderer)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"algorithm": {"type": "rapo"}}, "algorithm.type = rapo"),
+        ({"algorithm": {"type": "empo2"}}, "algorithm.type = empo2"),
+        ({"cold_start": {"num_examples": 4, "retrieve_share": 0.5}}, "cold_start.retrieve_share"),
+        ({"evaluation": {"num_trials": 3, "memory": "reflexion"}}, "evaluation.memory"),
+    ],
+)
+def test_settings_whose_text_would_be_left_out_are_refused(given: dict[str, Any], told: str) -> None:
+    base = {"environment": {"type": "textworld"}, "algorithm": {"type": "grpo"}}
+    with pytest.raises(ConfigError, match=f"history_thinking = strip leaves out .*{told}"):
+        validate(RunSettings, base | {"model": {"history_thinking": "strip"}} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"model": {"history_thinking": "strip"}}, "strip"),
+        ({"model": {"template_kwargs": {"enable_thinking": False}}}, "model.template_kwargs"),
+        ({"environment": {"type": "tools", "tools": ["python"], "protocol": "hermes"}}, "native tool calls"),
+    ],
+)
+def test_an_engine_that_reads_contexts_refuses_those_that_it_would_misread(
+    given: dict[str, Any], told: str
+) -> None:
+    base = {
+        "environment": {"type": "textworld"}, "algorithm": {"type": "grpo"}, "train": {"num_steps": 0},
+        "engine": {"type": "retrospex", "critic": "critic.safetensors"},
+    }  # fmt: skip
+    validate(RunSettings, base)
+    with pytest.raises(ConfigError, match=f"engine.type = retrospex reads .* goes without .*{told}"):
+        validate(RunSettings, base | given)
+
+
+def test_an_evaluation_whose_episodes_are_one_message_is_refused() -> None:
+    told = {"tasks": "factbook", "model": {"history_thinking": "strip"}}
+    with pytest.raises(ConfigError, match="needs turns that are messages of their own"):
+        validate(PanelSettings, told)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt-oss"])
+def test_a_template_that_refuses_to_render_again_is_refused_at_load(name: str) -> None:
+    family = FAMILIES[name]
+    renderer = ChatRenderer(
+        byte_tokenizer(family), template_kwargs=family.variables, call_format=family.call_format,
+        observations=("tool",), history_thinking="strip",
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=r"refuses several calls, .*_thinking = strip .*: use keep"):
+        check_template(renderer, ("tool",))
+
+
+def test_half_of_a_surrogate_pair_that_an_environment_says_ends_no_run() -> None:
+    def step(number: int, text: str) -> StepResult:
+        return StepResult(done=True) if number == 2 else say("a\ud800b", "user")
+
+    for history in ("keep", "strip"):
+        trace, _, seen = play("qwen3", on_step=step, history=history)  # type: ignore[arg-type]
+        assert {leaf.outcome for leaf in trace.leaves.values()} == {Outcome.FINISHED}
+        assert "a?b" in seen[2][1]
+
+
+def test_a_demonstration_keeps_its_contexts() -> None:
+    trace, _, _ = play("qwen3", turns=TURNS[1:])
+    played, _, _ = play("qwen3", group=1)
+    join_demonstration(trace, played)
+    of_demonstration, of_itself = list(trace.rollouts())[-1][1], next(played.rollouts())[1]
+    assert len(samples_of(of_itself)) == 3
+    assert [node.restarts for node in of_demonstration] == [node.restarts for node in of_itself]
+    assert rollout_paths([trace])[-1].nodes == of_demonstration
+
+
+def test_a_group_that_waits_in_a_checkpoint_keeps_its_contexts() -> None:
+    trace, _, _ = play("qwen3")
+    assert read_group(json.loads(json.dumps(told_group(trace)))).nodes == trace.nodes
+
+
+def test_a_context_that_began_anew_costs_what_it_is() -> None:
+    trace, _, _ = play("qwen3", group=1)
+    [path] = rollout_paths([trace])
+    shape = Shape(num_parameters=1000, num_layers=2, attention_width=8)
+    parts = [replace(path, nodes=nodes) for nodes in samples_of(path.nodes)]
+    assert len(parts) == 3 and shape.cost([path]) == sum(shape.cost([part]) for part in parts)
 
 
 def test_a_stored_group_keeps_its_contexts() -> None:

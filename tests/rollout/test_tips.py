@@ -10,18 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.empo2.hook import MemorySettings, TipHook
+from outrider.algorithms.empo2.hook import MemorySettings, TipHook, cleaned
 from outrider.algorithms.reflexion import ReflexionHook
 from outrider.engines.base import Request
+from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault
 from outrider.memory.embedder import HashEmbedder
-from outrider.rollout.episode import Limits
+from outrider.rollout.episode import Limits, Sampling
 from outrider.rollout.hooks import EpisodeState, Reflector, Splice
-from outrider.rollout.scheduler import RolloutReport
+from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.tokens import ChatRenderer
 from outrider.trace import Trace, played_turns, without_memory
 from outrider.types import Message, Origin, Outcome, Role
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
+from tests.templates_of_families import FAMILIES, byte_tokenizer
 
 END = StepResult(message=None, done=True)
 
@@ -137,6 +140,25 @@ def test_a_reflection_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -
             assert leaf.reflection == TOKENIZER.decode(acts(request), skip_special_tokens=True)
             assert leaf.num_reflection_tokens == 3
     assert hook.traces[0].leaves[0].reflection
+
+
+def test_of_thinking_that_the_template_opened_and_that_was_cut_nothing_is_a_reflection() -> None:
+    family = FAMILIES["qwen3, always thinking"]
+    renderer = ChatRenderer(byte_tokenizer(family), template_kwargs=family.variables)
+
+    def script(request: Request, text: str) -> str:
+        if request.request_id.endswith("/reflection"):
+            return "so" if "0001" in request.request_id else "so</think>\n\ntry"
+        return "</think>\n\nact"
+
+    runs = Scheduler(
+        engine=ScriptedEngine(tokenizer=renderer.tokenizer, script=script), renderer=renderer,
+        factory=Factory(lambda task, number: Fake(on_step=lambda n, said: END)),
+        limits=Limits(step_timeout_s=60), sampling=Sampling(), run_seed=0,
+        hooks=(Tips("", asks=Message(role="user", content="a tip?"), max_reflection_tokens=60),),
+    )  # fmt: skip
+    [trace] = runs.run(tasks(1), modes=("tips_on",) * 2, training_step=0).traces
+    assert [cleaned(leaf.reflection) for leaf, _ in trace.rollouts()] == ["try", ""]
 
 
 def test_a_reflection_without_room_or_with_a_fault_costs_no_rollout() -> None:

@@ -167,7 +167,7 @@ class Worker:
     def __init__(self) -> None:
         self.ends: list[Exception] = []
         self.jobs: list[Job] = []
-        self.has_left = False
+        self.has_left, self.num_beats = False, 0
         self.play, self.beat, self.leave = Answers(self._play), Answers(self._beat), Answers(self._leave)
 
     def _play(self, job: Job, snapshots: Any) -> Any:
@@ -181,6 +181,7 @@ class Worker:
         return Handed(report=report, gathered=["seen"], seconds=2.0)
 
     def _beat(self) -> Beat:
+        self.num_beats += 1
         return Beat(num_ended=0, changed=0.0, place=None)
 
     def _leave(self) -> None:
@@ -290,6 +291,18 @@ def test_an_engine_that_broke_several_groups_is_replaced_once() -> None:
     flight.begin(step_of(1), range(4), is_again=True)
     all_of(flight, 4)
     assert crew.num_replaced == {"engine 1": 2} and sum(num for _, num in crew.told) == 4 + 4 + 1
+
+
+def test_a_worker_that_an_evaluation_replaced_is_asked_for_beats() -> None:
+    """Else nobody notices that it is silent, and its groups are waited for without a limit."""
+    crew = Together(2)
+    flight = flight_of(crew)
+    flight.begin(step_of(0), range(4), is_again=False)
+    all_of(flight, 4)
+    crew.workers[1] = Worker()
+    crew.num_replaced["rollout worker 1"] += 1
+    flight.ended(waits=False)
+    assert crew.workers[1].num_beats == 1
 
 
 def test_nobody_waits_for_what_is_given_up() -> None:

@@ -15,12 +15,13 @@ import pytest
 
 from outrider.config import validate
 from outrider.engines.base import FinishReason, Generation, LocalSettings, Request
-from outrider.errors import CheckpointError, ClusterFault, ProcessGone
+from outrider.errors import CheckpointError, ClusterFault, NoRepair, ProcessGone
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.rollout.whereabouts import Whereabouts
+from outrider.scale.pool import DirectPool, EnginePool
 from outrider.scale.probes import probes
-from outrider.scale.remote import EnginePool, Remote
+from outrider.scale.remote import Remote
 from outrider.scale.repairs import Repairs
 from outrider.scale.rollouts import RemoteRollouts
 from outrider.scale.worker import RolloutWorker, WorkerSettings
@@ -169,20 +170,21 @@ def test_seconds_of_an_engine_that_is_gone_still_count() -> None:
     assert engines.busy_s() == (4.0 + 0.5 + 2.0) / 2
 
 
-def test_a_worker_that_cannot_be_told_of_another_engine_is_replaced_too() -> None:
-    """A node had both, and the engine was missed first: one repair, and nobody is replaced twice."""
+def remote_of(limit: int, told: list[tuple[str, int]], *, builds: list[Any]) -> Any:
+    """Two engines and two workers, the first of which is gone; ``builds``: what a new process answers first,
+    one after the other, and then that it is built.
+    """
     cluster = {"num_engines": 2, "num_rollout_workers": 2}
     recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": cluster}
     remote: Any = Remote.__new__(Remote)
     remote._settings = validate(RunSettings, recipe)
     remote._session = SimpleNamespace(ray=FakeRay(), is_local=False, await_place=lambda actor, name: None)
-    remote.repairs, remote._parts = Repairs(Allowance(1)), "parts"
-    told: list[tuple[str, int]] = []
+    remote.repairs, remote._parts = Repairs(Allowance(limit)), "parts"
 
     def another(kind: str) -> Any:
         def made(number: int) -> Any:
             told.append((kind, number))
-            return actor(build=("pid", 64), use_engine="told")
+            return actor(build=builds.pop(0) if builds else ("pid", 64), use_engine="told")
 
         return made
 
@@ -191,6 +193,13 @@ def test_a_worker_that_cannot_be_told_of_another_engine_is_replaced_too() -> Non
     remote.workers, remote.worker_pids = [actor(use_engine=Died()), actor(use_engine="told")], [1, 2]
     remote._engines, remote.engine_pids = ["one", "two"], [3, 4]
     remote.engine = SimpleNamespace(put=lambda number, one: told.append(("put", number)))
+    return remote
+
+
+def test_a_worker_that_cannot_be_told_of_another_engine_is_replaced_too() -> None:
+    """A node had both, and the engine was missed first: one repair, and nobody is replaced twice."""
+    told: list[tuple[str, int]] = []
+    remote = remote_of(1, told, builds=[])
     remote.replace({"engine 1": ProcessGone("engine 1 died in load; ...", "engine 1")}, num_groups=0)
     assert told == [("engine", 1), ("put", 1), ("rollout worker", 0)]
     counts = {name: one for name, one in remote.repairs.take_counts().items() if one}
@@ -198,6 +207,63 @@ def test_a_worker_that_cannot_be_told_of_another_engine_is_replaced_too() -> Non
     notes = remote.notes()
     assert ["engine 1 died" in notes[0], "rollout worker 0 died" in notes[1]] == [True, True]
     assert {line.rpartition(", ")[2] for line in notes} == {"repair 1 of 1 within an hour"}
+
+
+@pytest.mark.parametrize("who", ["engine 0", "rollout worker 0"])
+def test_a_process_that_dies_in_another_one_s_place_is_replaced_as_well(who: str) -> None:
+    """A node that is being lost takes one more process in, which dies too: another repair."""
+    told: list[tuple[str, int]] = []
+    remote = remote_of(2, told, builds=[Died()])
+    remote.workers[0] = actor(use_engine="told")
+    remote.replace({who: ProcessGone(f"{who} died in its rollouts; ...", who)}, num_groups=1)
+    kind = who.rpartition(" ")[0]
+    assert [one for one in told if one[0] != "put"] == [(kind, 0), (kind, 0)]
+    assert remote.repairs.num_replaced == {who: 2}
+    assert [line.rpartition("repair ")[2][0] for line in remote.notes()] == ["1", "2"]
+    for limit, error in ((1, NoRepair), (9, ProcessGone)):  # all begin anew, where that may be
+        worse = remote_of(limit, [], builds=[Died(), Died()])
+        with pytest.raises(error):
+            worse.replace({who: ProcessGone(f"{who} died in its rollouts; ...", who)}, num_groups=1)
+        assert worse.repairs.num_replaced[who] == min(limit, 2)
+
+
+class FakeRanks:
+    """``sent``: version, and whether these weights were sent before."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        self.sent: list[tuple[int, bool]] = []
+        self._breaks = breaks
+
+    def send(self, version: int, actors: list[Any], *, is_again: bool = False) -> tuple[int, int]:
+        if self._breaks:
+            raise ProcessGone("engine 1 died in take; ...", "engine 1")
+        self.sent.append((version, is_again))
+        return 8, 3
+
+
+def direct(ranks: Any, anew: Any) -> DirectPool:
+    return DirectPool(
+        ranks, SimpleNamespace(), settings=LocalSettings(), load_s=1.0, anew=anew,  # type: ignore[arg-type]
+        ray=FakeRay(), actors=[actor(free_cache=Died())], tokenizer=SimpleNamespace(), context_length=64,
+        timeout_s=1.0,
+    )  # fmt: skip
+
+
+def test_an_engine_in_another_one_s_place_gets_the_weights_that_all_have_from_the_ranks() -> None:
+    ranks = FakeRanks()
+    engines = direct(ranks, lambda gone, is_loading: engines.put(0, actor(free_cache=True)))
+    engines.load(3)
+    engines.free_cache()
+    assert ranks.sent == [(3, False), (3, True)]
+
+
+def test_an_engine_that_dies_in_a_transfer_of_the_ranks_is_not_replaced() -> None:
+    """The ranks were ended then: all begin anew."""
+    engines = direct(FakeRanks(breaks=True), None)
+    for ask in (lambda: engines.load(1), lambda: engines.put(0, actor())):
+        with pytest.raises(ClusterFault, match="engine 1 died in take") as raised:
+            ask()
+        assert not isinstance(raised.value, ProcessGone)
 
 
 def test_a_worker_that_is_not_built_yet_takes_another_engine() -> None:

@@ -3,6 +3,7 @@ the ranks straight to vLLM, and vLLM asleep while trainers work. None of it has 
 """
 
 import asyncio
+import threading
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +20,10 @@ from outrider.engines.vllm_async import AsyncVllm
 from outrider.engines.weight_sum import NAME, Checking, WeightSum, summed
 from outrider.errors import ClusterFault, ConfigError, EngineFault
 from outrider.scale.direct import EngineClient, Source
+from outrider.scale.group import RankGroup
+from outrider.scale.rank import Rank
 from outrider.scale.resources import Resources
+from outrider.scale.vllm import VllmEngineActor
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
 from outrider.train.settings import RunSettings
 from outrider.train.update.policy import Policy
@@ -259,6 +263,76 @@ def test_an_engine_with_another_version_or_none_in_time_is_named() -> None:
     hasty = EngineClient(ray, [FakeActor()], tensor_parallel=1, limit_s=0.01)
     with pytest.raises(ClusterFault, match=r"engine 0 did not end begin_update within 0.01 s"):
         hasty.start_weight_update()
+
+
+def test_weights_that_have_moved_since_are_not_sent_under_the_version_before() -> None:
+    """An engine died beside an update, and another one is to take what the others have."""
+    rank: Any = Rank.__new__(Rank)
+    rank._sender = SimpleNamespace(send=lambda version: (8, 3))
+    rank._is_sent = False
+    assert rank.send(4) == rank.send(4, True) == (8, 3)
+    rank.policy = SimpleNamespace(load=lambda folder, num_steps: None, num_steps=1, learning_rate=0.5)
+    rank.load("folder", 1)
+    with pytest.raises(ClusterFault, match="the weights of version 4 are no longer there"):
+        rank.send(4, True)
+    assert rank.send(5) == (8, 3)
+
+
+def test_all_ranks_are_asked_in_one_order_whoever_asks() -> None:
+    """A thread that replaces an engine asks them beside the one that trains: they would wait for each
+    other.
+    """
+    asked: list[list[str]] = [[], []]
+    others: list[threading.Thread] = []
+
+    class Actor:
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        def __getattr__(self, method: str) -> Any:
+            def remote() -> str:
+                asked[self._number].append(method)
+                if (self._number, method) == (0, "update"):
+                    others.append(threading.Thread(target=group.call, args=("send",)))
+                    others[0].start()
+                    others[0].join(0.5)  # it has the time to come in between
+                return method
+
+            return SimpleNamespace(remote=remote)
+
+    group: Any = RankGroup.__new__(RankGroup)
+    ray = SimpleNamespace(
+        put=lambda one: one, wait=lambda left, **given: (left[:1], left[1:]), get=lambda one: one
+    )
+    group._ray, group._timeout_s, group._actors = ray, 60.0, [Actor(0), Actor(1)]
+    group._in_turn = threading.Lock()
+    assert group.call("update") == ["update", "update"]
+    others[0].join(60.0)
+    assert asked == [["update", "send"], ["update", "send"]]
+
+
+@pytest.mark.parametrize(
+    ("method", "given"), [("meet", {}), ("begin_update", None), ("take", {}), ("end_update", 1)]
+)
+def test_what_vllm_does_not_take_from_the_ranks_lets_the_run_begin_anew(
+    vllm: AsyncVllm, method: str, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a vLLM that has ended is an engine that has."""
+
+    async def broken(*given: Any) -> None:
+        raise EngineFault("vLLM took no weights: out of memory")
+
+    engine: Any = VllmEngineActor(None, 1, "folder", None)  # type: ignore[arg-type]
+    engine._engine = SimpleNamespace(is_dead=False, **{method: broken})
+    ask = [] if given is None else [given]
+    with pytest.raises(ClusterFault, match="engine 1: vLLM took no weights: out of memory; continue"):
+        asyncio.run(getattr(engine, method)(*ask))
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    engine._engine.is_dead = True
+    with pytest.raises(ClusterFault):
+        asyncio.run(getattr(engine, method)(*ask))
+    assert ended == [1]
 
 
 class Loaded:

@@ -41,6 +41,11 @@ def today() -> dict[str, Any]:
     return {"day": "Monday"}
 
 
+def pairs() -> Any:
+    """Tell what JSON does not have."""
+    return {(1, 2): 3}
+
+
 def bare(a, b):  # type: ignore[no-untyped-def]
     return a
 
@@ -81,6 +86,7 @@ def test_calls_by_arguments_and_by_text() -> None:
         (tool(add).run_call({"b": 2}), "add: missing a required argument: 'a'."),
         (tool(add).run_call({"a": "x"}), "TypeError"),
         (tool(shout).run_call({"text": " "}), "ValueError: nothing to shout"),
+        (tool(pairs).run_call({}), "TypeError: keys must be str"),
     ],
 )
 def test_what_goes_wrong_is_told_in_one_line(output: ToolOutput, told: str) -> None:

@@ -6,18 +6,22 @@ the expected return.
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from random import Random
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
+from outrider.algorithms.base import write_credit
+from outrider.algorithms.common.advantages import group_normalized_advantages_per_rollout
 from outrider.algorithms.common.token_loss import TokenLossInputs
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.config import validate
+from outrider.engines.local.unpacked import paths_of
 from outrider.trace import Leaf, Node, Trace, samples_of
 from outrider.train.update.metric_accumulator import MetricAccumulator
-from outrider.train.update.pack import pack
+from outrider.train.update.pack import credits_by_rollout, pack
 from outrider.train.update.update import rollout_paths
 from outrider.types import Message, Origin, Outcome, Task
 
@@ -82,6 +86,61 @@ def test_a_rollout_is_packed_once_for_every_context() -> None:
     assert batch.turn_T.tolist() == [0, 0, 1, 2, 3, 3]
     # samples of a rollout stay together, whatever a micro-batch may hold
     assert [one.num_tokens for one in pack(rollout_paths([trace]), max_tokens=1)] == [6, 8]
+
+
+def grown(random: Random) -> Trace:
+    """Rollouts that leave each other anywhere, with contexts that begin anew anywhere."""
+    trace = Trace(task=Task(key="t", question=""))
+    root, ends = other(trace, None, (1, 2)), list[Node]()
+    for rollout in range(random.randint(2, 4)):
+        node = root
+        if ends and random.random() < 0.7:
+            node = random.choice([n for n in trace.path(random.choice(ends).node_id) if not n.trainable])
+        for turn in range(random.randint(1, 3)):
+            if turn:
+                anew = random.random() < 0.5
+                seen = [20 + random.randint(0, 1) for _ in range(random.randint(1, 2))]
+                node = other(trace, node, [*([1, 2] if anew else []), *seen], restarts=anew)
+            node = said(trace, node, [10 + random.randint(0, 1) for _ in range(random.randint(1, 3))])
+        ends.append(node)
+        finish(trace, node, rollout, random.random())
+    return trace
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("attribution", ["soft", "hard"])
+def test_every_trained_token_is_computed_behind_the_context_that_it_was_sampled_in(
+    seed: int, attribution: Literal["soft", "hard"]
+) -> None:
+    trace = grown(Random(seed))
+    returns = [leaf.episode_return for leaf, _ in trace.rollouts()]
+    write_credit(trace, group_normalized_advantages_per_rollout(returns=returns), attribution=attribution)
+    paths = rollout_paths([trace])
+    expected: dict[tuple[int, int], tuple[tuple[int, ...], int, float]] = {}
+    for path in paths:
+        ordinal = 0
+        for node in path.nodes:
+            context = trace.token_ids(node.node_id)[: -len(node.token_ids)]
+            for _, credit, _ in credits_by_rollout(node, [path]):
+                for i, token in enumerate(node.token_ids):
+                    before = context + node.token_ids[:i]
+                    expected[path.rollout_index, ordinal] = (before, token, credit[i])
+                    ordinal += 1
+    for max_tokens in (5, 20, 1000):
+        found = {}
+        for batch in pack(paths, max_tokens=max_tokens):
+            ids = batch.ids_N.tolist()
+            seen = {
+                place: tuple(ids[one] for one in sequence[: number + 1])
+                for sequence in paths_of(batch.plan)
+                for number, place in enumerate(sequence)
+            }
+            for entry, token in enumerate(batch.token_T.tolist()):
+                key = (int(batch.rollout_index_T[entry]), int(batch.ordinal_T[entry]))
+                assert key not in found
+                before, target = seen[int(batch.predictors_U[token])], int(batch.targets_U[token])
+                found[key] = (before, target, float(batch.credit_T[entry]))
+        assert found == expected
 
 
 def test_what_the_policy_wrote_and_a_prompt_begin_no_context() -> None:

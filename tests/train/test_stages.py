@@ -15,9 +15,12 @@ from outrider import api
 from outrider.algorithms.algorithm import Algorithm, TaskChoice
 from outrider.algorithms.empo2.algorithm import Empo2Settings
 from outrider.config import load_settings, validate
+from outrider.environments.families import make_family
 from outrider.errors import ConfigError, DataError
 from outrider.rollout.scheduler import RolloutReport
 from outrider.runs import Run
+from outrider.smoke.shrink import smoke_overrides
+from outrider.smoke.stand_ins import NO_SERVER, stand_ins
 from outrider.trace import Trace
 from outrider.train.data.stages import groups_on, require_tasks, stage_lines, tasks_of
 from outrider.train.data.task_sampling import TaskOrder, play_step
@@ -27,6 +30,7 @@ from outrider.types import Task
 from tests.train.test_group_family_run import GRPO, records, train
 from tests.train.tool_run import write_tool_run
 
+HOUSES = Path(__file__).parents[2] / "recipes" / "house-empo2.toml"
 STAGES = 'train.stages=[{tasks=["tasks-[0-3]"],num_steps=2},{tasks=["tasks-4"]}]'
 
 
@@ -186,3 +190,28 @@ def test_a_pattern_that_fits_nothing_is_told_and_so_is_a_small_stage(recipe: Pat
     assert second.startswith("stage 2 of 2: steps 3 to 10 on 1 tasks (tasks-4); a step has 1 groups there")
     with pytest.raises(DataError, match=r"'taks-\*' of stage 1 fits no training task"):
         require_tasks(wanted.model_copy(update={"stages": (StageSettings(tasks=("taks-*",)),)}), tasks)
+
+
+@pytest.mark.parametrize("num_steps", [2, 0])
+def test_a_smoke_run_has_the_tasks_of_every_stage(num_steps: int) -> None:
+    """Two houses, as without stages, would be none of the second stage's."""
+    stages = 'train.stages=[{tasks=["house/*/train/[0-3]/*"],num_steps=1},{tasks=["house/*/train/[4-7]/*"]}]'
+    overrides = [stages, f"train.num_steps={num_steps}", "environment.num_train=8"]
+    chosen = load_settings(RunSettings, file=HOUSES, overrides=overrides)
+    smaller = smoke_overrides(chosen, stand_ins(), server=NO_SERVER)
+    shrunk = load_settings(RunSettings, file=HOUSES, overrides=[*overrides, *smaller])
+    assert shrunk.train.num_steps == num_steps
+    if num_steps:
+        require_tasks(shrunk.train, make_family(shrunk.environment).tasks("train"))
+    else:
+        assert shrunk.environment.model_dump()["num_train"] == 2
+
+
+def test_a_smoke_run_on_a_stand_in_has_stages_of_all_its_tasks(recipe: Path, tmp_path: Path) -> None:
+    gone = recipe.read_text().replace('path = "', f'path = "{tmp_path}/gone/')
+    (moved := tmp_path / "recipe.toml").write_text(gone)
+    chosen = load_settings(RunSettings, file=moved, overrides=[GRPO, STAGES])
+    smaller = smoke_overrides(chosen, stand_ins(), server=NO_SERVER)
+    shrunk = load_settings(RunSettings, file=moved, overrides=[GRPO, STAGES, *smaller])
+    assert [one.tasks for one in shrunk.train.stages] == [("*",), ("*",)]
+    assert [one.num_steps for one in shrunk.train.stages] == [1, None] and shrunk.train.num_steps == 2

@@ -137,7 +137,7 @@ def test_counts_are_summed_over_the_run(run_dir: Path, page: Page) -> None:
 
 
 def test_samples_mark_origins_and_shade_policy_tokens_by_entropy(page: Page) -> None:
-    assert sum(tag == "details" for tag, _ in page.elements) == 2 + 10  # configuration, guide and ten rollouts
+    assert sum(tag == "details" for tag, _ in page.elements) == 2 + 10  # ten rollouts
     classes = [a.get("class") or "" for tag, a in page.elements if tag == "div"]
     for origin in ("prompt", "policy", "environment", "buffer"):
         assert f"node {origin}" in classes

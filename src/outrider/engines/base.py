@@ -19,10 +19,16 @@ class EngineSettings(Settings):
     once and not in every step.
     ``takes_adapters``: ``model.lora`` is possible, because it generates with the model that it is given, or
     with what ``export`` writes, where adapters are merged.
+    ``has_own_processes``: under ``[cluster]`` it is processes of its own, which take requests one by one, can
+    have several GPUs, and weights from a GPU to another.
+    ``reads_contexts``: it takes the messages out of the ids of its requests, so these must only grow and hold
+    plain messages as the chat template writes them by itself.
     """
 
     is_exact: ClassVar[bool] = False
     takes_adapters: ClassVar[bool] = False
+    has_own_processes: ClassVar[bool] = False
+    reads_contexts: ClassVar[bool] = False
     if TYPE_CHECKING:
         type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
 
@@ -70,6 +76,7 @@ class VllmSettings(EngineSettings):
     """
 
     takes_adapters: ClassVar[bool] = True
+    has_own_processes: ClassVar[bool] = True
 
     type: Literal["vllm"] = "vllm"
     top_k: int = Field(20, ge=1)

@@ -148,7 +148,8 @@ class AsyncVllm:
     async def sleep(self) -> None:
         """Give the GPU's memory back: the next weights come whole, so these are not kept either (level 2)."""
         if not self._is_asleep:
-            await self.llm.sleep(level=2)
+            with _faults("did not sleep"):
+                await self.llm.sleep(level=2)
             self._is_asleep = True
 
     def close(self) -> None:

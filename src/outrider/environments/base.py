@@ -66,16 +66,19 @@ class EpisodeResult:
 class EnvironmentSettings(Settings):
     """Base of the settings of every task family; the rest says what a run asks before anything is built.
 
-    ``has_experts``: whether :meth:`TaskFamily.expert` may find steps. ``is_closed_book``: whether the tasks
-    are questions with answers, which can be asked without the environment. ``calls_tools``: whether an
-    episode without a single tool call is suspicious.
+    ``is_closed_book``: whether the tasks are questions with answers, which can be asked without the
+    environment. ``calls_tools``: whether an episode without a single tool call is suspicious.
     """
 
-    has_experts: ClassVar[bool] = True
     is_closed_book: ClassVar[bool] = False
     calls_tools: ClassVar[bool] = False
     if TYPE_CHECKING:
         type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether :meth:`TaskFamily.expert` may find steps; a class may set it as a class variable."""
+        return True
 
     @property
     def max_concurrent(self) -> int | None:

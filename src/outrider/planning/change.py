@@ -41,7 +41,7 @@ def largest_tokens(shape: ModelShape, work: Workload, layout: Layout, *, gpu_mem
     longest episode it would change nothing: an episode is one micro-batch at least.
     """
     tokens = work.training.max_tokens // 2
-    while tokens >= max(work.context, _LEAST_TOKENS):
+    while tokens >= max(work.episode_tokens, _LEAST_TOKENS):
         fewer = replace(work, training=replace(work.training, max_tokens=tokens))
         if fit(shape, fewer, layout, gpu_memory=gpu_memory).fits:
             return tokens

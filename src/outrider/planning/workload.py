@@ -14,6 +14,7 @@ USED_SHARE: Final = 0.35  # of a device's peak rate, an assumption
 class Workload:
     """``context``: tokens of the longest episode, prompt and response. ``shares_weights``: the engine is the
     model that trains. ``extra_forwards``: passes without a gradient over the tokens of an update.
+    ``contexts``: samples that an episode may become at most, which are one micro-batch together.
     """
 
     training: Training
@@ -21,11 +22,17 @@ class Workload:
     episodes: int
     shares_weights: bool
     extra_forwards: int
+    contexts: int = 1
+
+    @property
+    def episode_tokens(self) -> int:
+        """Tokens that an update computes of an episode at most."""
+        return self.context * self.contexts
 
     @property
     def step_tokens(self) -> int:
         """Tokens of a step at most: every episode as long as it may be, and nothing shared."""
-        return self.episodes * self.context
+        return self.episodes * self.episode_tokens
 
     def update_seconds(self, shape: ModelShape, *, ranks: int, peak: float) -> float:
         """Estimate ``(6 + 2 c + 2 m) P U / (0.35 N peak)``: forward and backward pass are 6 operations per
@@ -48,11 +55,13 @@ def workload_of(settings: RunSettings, *, prompt_tokens: int, longest: int | Non
         precision = "float32" if device == "cpu" else "bfloat16"
     room = [one for one in (settings.model.context_length, longest) if one]
     context = min([prompt_tokens + settings.rollout.max_response_tokens, *room])
+    # a conversation that is rendered again before a turn may begin a context anew
+    contexts = settings.rollout.max_turns if settings.model.history_thinking == "strip" else 1
     several = update.num_mini_batches * update.num_epochs > 1
     return Workload(
         training=Training(
             # a rollout that is longer is a micro-batch of its own
-            max_tokens=max(update.max_tokens, context),
+            max_tokens=max(update.max_tokens, context * contexts),
             precision=precision,
             checkpointed=update.checkpoint_activations,
             has_reference=algorithm.needs_reference,
@@ -61,4 +70,5 @@ def workload_of(settings: RunSettings, *, prompt_tokens: int, longest: int | Non
         episodes=settings.train.tasks_per_step * algorithm.group_size,
         shares_weights=settings.engine.is_exact,
         extra_forwards=several + algorithm.needs_reference,
+        contexts=contexts,
     )

@@ -45,5 +45,6 @@ def _added(trace: Trace, parent: Node | None, node: Node, rollout: int) -> Node:
         token_ids=node.token_ids,
         message=node.message,
         reward=node.reward,
+        restarts=node.restarts,
         metadata=node.metadata | ({"rollout": rollout} if parent is not None else {}),
     )

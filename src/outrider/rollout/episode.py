@@ -16,7 +16,7 @@ from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
 from outrider.rollout.faults import given_up
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
-from outrider.rollout.rerendering import rendered_again
+from outrider.rollout.rerendering import rendered_again, require_kept
 from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.tip_splice import ask_for_reflection, show_tip
 from outrider.rollout.truncation import bridged
@@ -304,6 +304,7 @@ class EpisodeRunner:
         """Put a hook's text in, unless it would leave the policy less than ``room`` tokens: a step must not
         end the episode.
         """
+        require_kept(self.renderer)
         if splice.origin is Origin.MEMORY:
             reserve = self.limits.max_response_tokens - state.num_response_tokens
             length = self.batcher.engine.context_length

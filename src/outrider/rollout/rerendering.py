@@ -8,6 +8,7 @@ rollout becomes one sample more.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.errors import ConfigError
 from outrider.rollout.truncation import cut_messages
 from outrider.tokens import ChatRenderer
 from outrider.types import Message, ToolSchema
@@ -25,6 +26,16 @@ class Continued:
     restarts: bool
     num_observed: int
     num_cut: int
+
+
+def require_kept(renderer: ChatRenderer) -> None:
+    """For text of a hook, which is no message. Raises ConfigError where conversations are rendered again: it
+    would be gone with the next observation.
+    """
+    if renderer.history_thinking == "strip":
+        raise ConfigError(
+            "model.history_thinking = strip leaves out what a hook puts between messages: use keep"
+        )
 
 
 def rendered_again(

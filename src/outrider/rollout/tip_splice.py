@@ -11,7 +11,7 @@ from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.hooks import EpisodeState, Reflector, Splice
 from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.truncation import shortened_text
-from outrider.tokens import ChatRenderer, text_of
+from outrider.tokens import ChatRenderer
 from outrider.trace import Node
 from outrider.types import Message, Origin
 
@@ -102,9 +102,9 @@ async def ask_for_reflection(
         generation = await batcher.generate(request)
     except EngineFault:
         return "", 0
-    text = text_of(renderer.tokenizer, generation.token_ids, skip_special_tokens=True)
-    if generation.finish_reason is FinishReason.EOS:
-        text = renderer.closing.cut(text)
+    # with the block of thinking that the template has opened: of one that was cut, nothing is a reflection
+    is_closed = generation.finish_reason is FinishReason.EOS
+    text = renderer.turn_text(generation.token_ids, context=asked, is_closed=is_closed)
     return text, len(generation.token_ids)
 
 

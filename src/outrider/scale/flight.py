@@ -80,6 +80,8 @@ class RemoteFlight:
         """See :class:`outrider.train.in_flight.GroupPlayer`."""
         found: dict[GroupName, PlayedGroup] = {}
         broken: list[_Call] = []
+        if self._asked_when != self._crew.num_replaced:  # an evaluation has other workers now
+            self._beats = self._new_beats()
         gone = dict(self._beats())
         calls = list(self._calls)
         if calls:
@@ -111,6 +113,7 @@ class RemoteFlight:
         self._beats.close()
 
     def _new_beats(self) -> Beats:
+        self._asked_when = Counter(self._crew.num_replaced)
         return Beats(
             self._ray,
             {who(number): worker for number, worker in enumerate(self._crew.workers)},

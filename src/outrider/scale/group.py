@@ -1,5 +1,6 @@
 """All trainer ranks as one: a call goes to every rank, and none is waited for without a limit."""
 
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ class RankGroup:
     ) -> None:
         self._session, self._ray, self._timeout_s = session, session.ray, settings.timeout_s
         self._actors: list[Any] = []
+        self._in_turn = threading.Lock()
         ask = settings.asks
         self.places = places = session.places(
             [ask.rank_place] * size, of=f"cluster.num_trainers = {size} needs"
@@ -50,7 +52,9 @@ class RankGroup:
         """
         # once into the store, however many ranks read it
         given = [self._ray.put(one) for one in arguments]
-        return self._wait([getattr(actor, method).remote(*given) for actor in self._actors], method)
+        with self._in_turn:  # two threads in two orders: ranks would wait for each other
+            calls = [getattr(actor, method).remote(*given) for actor in self._actors]
+        return self._wait(calls, method)
 
     def _wait(self, references: Sequence[Any], method: str) -> list[Any]:
         until = time.monotonic() + self._timeout_s

@@ -124,15 +124,16 @@ class ShardedLearner:
         self._group.close()
         self.session.close()
 
-    def send(self, version: int, actors: Sequence[Any]) -> tuple[int, int]:
+    def send(self, version: int, actors: Sequence[Any], *, is_again: bool = False) -> tuple[int, int]:
         """The weights from the ranks' GPUs to engine processes; bytes of one copy, and calls of one engine.
-        Raises ClusterFault where that is not done in time.
+        ``is_again``: those that were sent last. Raises ClusterFault where that is not done in time, or they
+        have moved since.
         """
         if self._met != list(actors):
             [address, *_] = self._group.call("free_address")
             self._group.call("meet", list(actors), self._weights, address)
             self._met = list(actors)
-        found: tuple[int, int] = self._group.call("send", version)[0]
+        found: tuple[int, int] = self._group.call("send", version, is_again)[0]
         return found
 
     def _moved(self) -> None:

@@ -44,6 +44,8 @@ class Shape:
             place: tuple[int, ...] = ()
             position = 0
             for node in path.nodes:
+                if node.restarts:
+                    place, position = (), 0
                 size = len(node.token_ids)
                 place = (hash((place, node.token_ids)),)
                 if place not in seen:

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.atomic_io import replacing_by_name
 from outrider.engines.local.model import LanguageModel
+from outrider.errors import ClusterFault
 from outrider.scale import collective
 from outrider.scale.placement import Shape
 from outrider.scale.policy import ShardedPolicy, ShardedScorer, local
 from outrider.scale.resources import Resources
 from outrider.scale.sharding import allocate, begin, choose_empty, empty_model, fill, shard
+from outrider.scale.waiting import AGAIN
 from outrider.trace import Trace
 from outrider.train.data.sft import cold_start
 from outrider.train.learning_settings import (
@@ -63,6 +65,7 @@ class Rank:
         self._settings, self._rank, self._size = settings, rank, size
         self._store: Any = None
         self._sender: Any = None
+        self._is_sent = False  # whether engines have got the weights as they are
         self._device = settings.asks.device
         set_threads(settings.num_threads, device=self._device)
 
@@ -139,6 +142,7 @@ class Rank:
         probes: Sequence[Trace],
     ) -> tuple[UpdateReport, int, float]:
         """The update; its report, the optimiser steps so far, and the learning rate."""
+        self._is_sent = False
         report = update(
             self.policy,
             traces,
@@ -161,6 +165,7 @@ class Rank:
 
     def fit(self, paths: Sequence[RolloutPath]) -> list[tuple[int, int, dict[str, float]]]:
         """The cold start; what each of its steps has to tell."""
+        self._is_sent = False
         told: list[tuple[int, int, dict[str, float]]] = []
         cold_start(
             self.policy,
@@ -179,6 +184,7 @@ class Rank:
 
     def load(self, folder: str, num_steps: int) -> tuple[int, float]:
         """A checkpoint; optimiser steps and learning rate."""
+        self._is_sent = False
         self.policy.load(Path(folder), num_steps=num_steps)
         return self.policy.num_steps, self.policy.learning_rate
 
@@ -226,9 +232,17 @@ class Rank:
             address=address,
         )
 
-    def send(self, version: int) -> tuple[int, int]:
-        """The weights to all engines; bytes of one copy, and calls of one engine."""
+    def send(self, version: int, is_again: bool = False) -> tuple[int, int]:
+        """The weights to all engines; bytes of one copy, and calls of one engine. ``is_again``: those that
+        were sent last. Raises ClusterFault where they have moved since.
+        """
         assert self._sender is not None
+        if is_again and not self._is_sent:
+            raise ClusterFault(
+                f"the weights of version {version} are no longer there: an engine was gone beside an update; "
+                f"{AGAIN}"
+            )
+        self._is_sent = True
         found: tuple[int, int] = self._sender.send(version)
         return found
 

@@ -4,17 +4,16 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-from outrider.engines.base import EngineSettings, Generation, Request, VllmSettings
-from outrider.errors import ClusterFault, ProcessGone
+from outrider.errors import ProcessGone
 from outrider.rollout.scheduler import Rollouts
-from outrider.scale.engine import EngineActor, RemoteEngine
+from outrider.scale.engine import EngineActor
 from outrider.scale.flight import RemoteFlight
+from outrider.scale.pool import pool_of
 from outrider.scale.probes import probes
 from outrider.scale.recipe import Recipe
 from outrider.scale.repairs import Repairs
@@ -24,7 +23,7 @@ from outrider.scale.session import Session
 from outrider.scale.stream import StreamEngineActor
 from outrider.scale.vllm import VllmEngineActor
 from outrider.scale.waiting import outcomes, results, silent
-from outrider.scale.weights import Carrier, Folder, ObjectStore, Parcel, drop, of_engines, pack
+from outrider.scale.weights import Carrier, Folder, ObjectStore
 from outrider.scale.worker import RolloutWorker, WorkerSettings
 from outrider.trace import Trace
 from outrider.train.cluster_restarts import Allowance
@@ -39,126 +38,6 @@ if TYPE_CHECKING:
 
 _CLOSE_S: Final = 10.0
 _MOST_GROUPS: Final = 64  # of a worker at a time, a thread each
-_AnswerT = TypeVar("_AnswerT")
-
-
-class EnginePool(RemoteEngine):
-    """The engine of the process that trains: :meth:`load` sends the learner's weights to all engines, and
-    keeps what was sent for engines that take the place of others.
-    """
-
-    def __init__(
-        self,
-        learner: Learner,
-        carrier: Carrier,
-        *,
-        settings: EngineSettings,
-        load_s: float,
-        anew: Callable[[ProcessGone, bool], None],
-        **given: Any,
-    ) -> None:
-        super().__init__(client="controller", **given)
-        self._learner, self._carrier, self._load_s, self._anew = learner, carrier, load_s, anew
-        self._settings = settings
-        self._parcel: Parcel | None = None
-        self.sent: dict[str, float] = {}  # metrics of the newest transfer
-
-    def load(self, version: int) -> None:
-        """Raises ClusterFault where not every engine says within the limit that it has these weights, and no
-        other one may take its place.
-        """
-        began = time.perf_counter()
-        self.let_go()
-        weights = of_engines(self._learner, self._settings)
-        parcel = self._parcel = pack(weights, version=version, carrier=self._carrier)
-        while True:
-            try:
-                self._send(parcel, dict(enumerate(self._actors)))
-                break
-            except ProcessGone as gone:
-                self._anew(gone, True)  # which sends it too
-        super().load(version)
-        self.sent = {
-            "weights/bytes": float(parcel.num_bytes * len(self._actors)),
-            "weights/rpcs": float(len(self._actors)),
-            "time/weights": time.perf_counter() - began,
-        }
-
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """See :class:`RemoteEngine`: of an engine that is gone, another one is asked."""
-        return self._lasting(partial(super().generate, requests))
-
-    def free_cache(self) -> None:
-        """See :class:`RemoteEngine`."""
-        self._lasting(super().free_cache)
-
-    def busy_s(self) -> float:
-        """See :class:`RemoteEngine`."""
-        return self._lasting(super().busy_s)
-
-    def _lasting(self, ask: Callable[[], _AnswerT]) -> _AnswerT:
-        """An engine that died between two batches is noticed here first. Raises ClusterFault where no other
-        one may take its place.
-        """
-        while True:
-            try:
-                return ask()
-            except ProcessGone as gone:
-                self._anew(gone, False)
-
-    def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on, with the weights that were sent last."""
-        if self._parcel is not None:
-            self._send(self._parcel, {number: actor})
-        super().put(number, actor)
-
-    def _send(self, parcel: Parcel, actors: Mapping[int, Any]) -> None:
-        answers = results(
-            self._ray,
-            {f"engine {number}": actor.load.remote(parcel) for number, actor in actors.items()},
-            what=f"loading the weights of version {parcel.version}",
-            limit_s=self._load_s,
-            setting="cluster.update_timeout_s",
-        )
-        if wrong := [str(one) for one in answers if tuple(one) != (parcel.version, parcel.checksum)]:
-            raise ClusterFault(
-                f"engines have other weights than version {parcel.version}: {', '.join(wrong)}"
-            )
-
-    def let_go(self) -> None:
-        """Nobody needs the weights that were sent last any more."""
-        if self._parcel is not None:
-            drop(self._parcel.pieces, self._carrier)
-            self._parcel = None
-
-
-class DirectPool(EnginePool):
-    """The ranks send from their GPUs (:mod:`outrider.scale.direct`): nothing is kept here."""
-
-    def __init__(self, ranks: "ShardedLearner", *given: Any, **named: Any) -> None:
-        super().__init__(ranks, *given, **named)
-        self._ranks = ranks
-
-    def load(self, version: int) -> None:
-        """Raises ClusterFault where not every engine says within the limit that it has these weights."""
-        began = time.perf_counter()
-        num_bytes, num_calls = self._ranks.send(version, self._actors)
-        RemoteEngine.load(self, version)
-        self.sent = {
-            "weights/bytes": float(num_bytes * len(self._actors)),
-            "weights/rpcs": float(num_calls * len(self._actors)),
-            "time/weights": time.perf_counter() - began,
-        }
-
-    def put(self, number: int, actor: Any) -> None:
-        """Another process is engine ``number`` from now on; all engines meet the ranks anew."""
-        super().put(number, actor)
-        self.load(self.weight_version)
-
-
-def _pool(learner: Learner, ranks: "ShardedLearner | None", carrier: Carrier, **given: Any) -> EnginePool:
-    """``ranks``: those that send by themselves."""
-    return EnginePool(learner, carrier, **given) if ranks is None else DirectPool(ranks, carrier, **given)
 
 
 class Remote:
@@ -191,17 +70,12 @@ class Remote:
         self.repairs = Repairs(allowance or Allowance(cluster.max_restarts))
         try:
             self._carrier = self._made_carrier(folder)
-            self._places = self._session.places(
-                [self._ask.engine_place] * (0 if self._ask.colocates else cluster.num_engines)
-                + [{"CPU": 1}] * cluster.num_rollout_workers,
-                of=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
-                f"{cluster.num_rollout_workers} need",
-            )
+            self._places = self._own_places()
             self._engines = [self._new_engine(number) for number in range(cluster.num_engines)]
             self.workers = [self._new_worker(number) for number in range(cluster.num_rollout_workers)]
             built = self._built({f"engine {number}": one for number, one in enumerate(self._engines)})
             self.engine_pids = [pid for pid, _ in built]
-            self.engine = _pool(
+            self.engine = pool_of(
                 learner,
                 ranks if cluster.sends_directly else None,
                 self._carrier,
@@ -219,6 +93,16 @@ class Remote:
             self.close()
             raise
 
+    def _own_places(self) -> Any:
+        """Of the engines, where those are not on the ranks' GPUs, and of the workers behind them."""
+        cluster = self._settings.cluster
+        return self._session.places(
+            [self._ask.engine_place] * (0 if self._ask.colocates else cluster.num_engines)
+            + [{"CPU": 1}] * cluster.num_rollout_workers,
+            of=f"cluster.num_engines = {cluster.num_engines} and cluster.num_rollout_workers = "
+            f"{cluster.num_rollout_workers} need",
+        )
+
     def _made_carrier(self, folder: Path) -> Carrier:
         if self._settings.cluster.weights == "disk":
             return Folder(folder.resolve())
@@ -233,7 +117,7 @@ class Remote:
 
     def _new_engine(self, number: int) -> Any:
         kind: type = EngineActor
-        if isinstance(self._settings.engine, VllmSettings):
+        if self._settings.engine.has_own_processes:
             kind = VllmEngineActor
         elif self._settings.cluster.batching == "stream":
             kind = StreamEngineActor
@@ -263,20 +147,31 @@ class Remote:
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
         """See :class:`outrider.scale.rollouts.Crew`."""
         self.repairs.count("rollout/num_groups_replayed", num_groups)
-        left, done = dict(gone), 0
+        left, done = dict(gone), set[str]()
         while left:
             name = max(left)  # workers first: those are told of new engines
             fault = left.pop(name)
-            self.repairs.allow(fault, is_another=done > 0)
-            done += 1
+            self.repairs.allow(fault, is_another=bool(done) and name not in done)
             self.repairs.count_process(fault)
-            kind, _, number = name.rpartition(" ")
+            left |= self._replace(name, fault, is_again=name in done)
+            done.add(name)
+
+    def _replace(self, name: str, fault: ProcessGone, *, is_again: bool) -> dict[str, ProcessGone]:
+        """Those that are gone since: the new process too, where a node that is being lost took it in. That
+        happens once; then all may begin anew.
+        """
+        kind, _, number = name.rpartition(" ")
+        try:
             if kind == "engine":
-                left |= self._replace_engine(int(number))
-            elif kind == "rollout worker" and self._parts is not None:
+                return self._replace_engine(int(number))
+            if kind == "rollout worker" and self._parts is not None:
                 self._replace_worker(int(number))
-            else:
-                raise fault
+                return {}
+        except ProcessGone as another:
+            if is_again:
+                raise
+            return {another.who: another}
+        raise fault
 
     def _replace_asked(self, gone: ProcessGone, is_loading: bool) -> None:
         self.repairs.count("weights/num_failed", int(is_loading))
@@ -291,10 +186,9 @@ class Remote:
     def _replace_engine(self, number: int) -> dict[str, ProcessGone]:
         """The workers that cannot be told of it, because they are gone too: a node has both."""
         self._end(self._engines[number], self.engine_pids[number])
-        actor = self._new_engine(number)
+        actor = self._engines[number] = self._new_engine(number)
         self._session.await_place(actor, f"engine {number}")
         [(self.engine_pids[number], _)] = self._built({f"engine {number}": actor})
-        self._engines[number] = actor
         self.engine.put(number, actor)
         calls = {who(index): one.use_engine.remote(number, actor) for index, one in enumerate(self.workers)}
         what, setting = "taking another engine", "cluster.heartbeat_s"
@@ -394,7 +288,7 @@ class Remote:
         with suppress(Exception):
             # what they started would outlive a process that is killed
             started = [*self.workers]
-            if isinstance(self._settings.engine, VllmSettings):
+            if self._settings.engine.has_own_processes:
                 started += self._engines
             ray.wait(
                 [one.close.remote() for one in started], num_returns=max(1, len(started)), timeout=_CLOSE_S

@@ -20,7 +20,7 @@ from outrider.train.cluster_settings import ClusterSettings
 _PREFIX: Final = "outrider-ray-"
 _KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}  # what is asked of Ray
 _ASK_S: Final = 5.0  # for one answer
-_STORE_BYTES: Final = 2**30  # traces of a step, and a piece of the weights
+_STORE_BYTES: Final = 2**30  # traces of a step and small weights: what does not fit Ray writes to disk
 
 
 class Session:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -41,7 +41,7 @@ class VllmEngineActor:
         """See :class:`outrider.scale.engine.EngineActor`."""
         settings = self._recipe.settings()
         given, cluster = settings.model, settings.cluster
-        assert isinstance(settings.engine, VllmSettings)
+        engine = cast(VllmSettings, settings.engine)
         self._sleeps = cluster.placement == "colocate"
         folder = resolve_model(given.name)
         longest = longest_context(AutoConfig.from_pretrained(folder), given.name)
@@ -50,7 +50,7 @@ class VllmEngineActor:
             eos_token_ids=ends,
             eos_texts=texts,
             context_length=min(given.context_length or longest, longest),
-            top_k=settings.engine.top_k,
+            top_k=engine.top_k,
         )
         self._engine = AsyncVllm(
             model=folder,
@@ -82,32 +82,43 @@ class VllmEngineActor:
         self._version = None
         self._may_begin.clear()
         try:
+            with self._told():
+                yield
+        finally:
+            self._may_begin.set()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """A fault of vLLM's that is of no request is the run's."""
+        try:
             with self._ending():
                 yield
         except EngineFault as fault:
             raise ClusterFault(f"engine {self._number}: {fault}; {AGAIN}") from fault
-        finally:
-            self._may_begin.set()
 
     async def meet(self, info: Mapping[str, Any]) -> None:
         """The rank that sends: this and the next three are the calls of
         :class:`outrider.scale.direct.EngineClient`.
         """
-        await self._engine.meet(info)
+        with self._told():
+            await self._engine.meet(info)
 
     async def begin_update(self) -> None:
         """Weights will come."""
         self._version = None
         self._may_begin.clear()
-        await self._engine.begin_update()
+        with self._told():
+            await self._engine.begin_update()
 
     async def take(self, info: Mapping[str, Any]) -> None:
         """They come."""
-        await self._engine.take(info)
+        with self._told():
+            await self._engine.take(info)
 
     async def end_update(self, version: int) -> int:
         """All are here; the version that they have now."""
-        await self._engine.end_update(version)
+        with self._told():
+            await self._engine.end_update(version)
         self._version = version
         self._may_begin.set()
         return version
@@ -165,7 +176,8 @@ class VllmEngineActor:
         """The trainers' turn: where they are on the same GPUs the engine sleeps until the next weights."""
         if self._sleeps:
             self._version = None
-            await self._engine.sleep()
+            with self._told():
+                await self._engine.sleep()
 
     async def release(self, client: str, cache_keys: Sequence[str]) -> None:
         """Nothing to do: vLLM evicts blocks when it needs them."""
@@ -185,8 +197,7 @@ class VllmEngineActor:
 
 def _with_memory(settings: RunSettings) -> VllmSettings:
     """The most of a GPU that is the engine's alone; vLLM's default here is for one beside a trainer."""
-    engine = settings.engine
-    assert isinstance(engine, VllmSettings)
+    engine = cast(VllmSettings, settings.engine)
     is_alone = settings.model.device != "cpu" and settings.cluster.placement == "disaggregate"
     if not is_alone or engine.memory is not None:
         return engine

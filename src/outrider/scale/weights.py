@@ -57,7 +57,7 @@ class ObjectStore:
 
 
 class Folder:
-    """``disk``: files in a folder that every machine sees, removed once all engines have read them."""
+    """``disk``: files in a folder that every machine sees, removed once no engine may need them any more."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

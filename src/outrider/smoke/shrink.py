@@ -34,6 +34,7 @@ _NAMED_AT_MOST: Final[Mapping[str, int]] = {
     "num_candidates": 2, "num_simulators": 1, "num_servers": 1,
 }  # fmt: skip
 _COUNTS: Final = ("first_wave", "num_hybrid")  # rollouts of a group: they shrink with it
+_SIZES: Final = ("environment.num_train", "environment.num_train_variations")
 _FILES: Final = ("corpus", "pages", "products", "attributes", "human_goals", "data", "demonstrations")
 
 
@@ -50,13 +51,14 @@ def smoke_overrides(settings: RunSettings, names: StandIns, *, server: str) -> l
         wanted["model.initial_checkpoint"] = smoke_checkpoint(given, names)
     if tree["engine"]["type"] == "vllm":
         wanted["engine"] = {"type": "local"}
-    wanted |= _stages(tree["train"])
     wanted |= _buffer(settings, names)
     wanted |= _cluster(tree)
     for section in ("environment", "algorithm", "engine"):
         if section not in wanted:
             wanted |= dict(_shrunk(tree[section], f"{section}.", _share(tree, section)))
-    wanted |= dict(_files(tree["environment"], names))
+    wanted |= (files := dict(_files(tree["environment"], names)))
+    if stages := _stages(tree["train"], is_stand_in=bool(files)):  # their patterns name any training task
+        wanted = {key: value for key, value in wanted.items() if key not in _SIZES} | stages
     wanted |= {
         key: None for key, value in before.items() if _is_lost(key, value, ("algorithm", "cold_start"))
     }
@@ -90,12 +92,12 @@ def _buffer(settings: RunSettings, names: StandIns) -> dict[str, Any]:
     return {"buffer.path": str(names.buffer), "buffer.embedder": "hash"}
 
 
-def _stages(train: Mapping[str, Any]) -> dict[str, Any]:
-    """A step of each, so that the run crosses their borders."""
-    *before, last = train["stages"] or [None]
-    if last is None or not train["num_steps"]:
+def _stages(train: Mapping[str, Any], *, is_stand_in: bool) -> dict[str, Any]:
+    """A step of each, so that the run crosses their borders; the tasks of a stand-in have other names."""
+    if not train["stages"] or not train["num_steps"]:
         return {}
-    stages = [*({**stage, "num_steps": 1} for stage in before), {"tasks": last["tasks"]}]
+    stages = [{"tasks": ["*"] if is_stand_in else one["tasks"], "num_steps": 1} for one in train["stages"]]
+    del stages[-1]["num_steps"]
     return {"train.stages": stages, "train.num_steps": len(stages)}
 
 

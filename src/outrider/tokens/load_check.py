@@ -48,6 +48,7 @@ ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
         "a result, another call, then its result": (
             _said(num_calls=1), _result(), _said(num_calls=1), _result(),
         ),
+        "a call that cannot be read, then what was wrong": (_ANSWER, _result()),
         "thinking and a call, then its result": (_said(thinks=True, num_calls=1), _result()),
         "a result, thinking, then another result": (
             _said(num_calls=1), _result(), _said(thinks=True, num_calls=1), _result(),
@@ -112,6 +113,8 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
         if not {one.role for one in messages} - {"assistant"} <= set(observations):
             continue
         appended = _appended(renderer, order, messages, tools)
+        if renderer.history_thinking == "strip":
+            _require_whole(renderer, order, appended.messages, tools)
         if where := difference(renderer, appended.token_ids, appended.messages, tools):
             differs[order] = where
     return LoadCheck(
@@ -137,6 +140,19 @@ def _appended(
     if text.count(wanted) < sum(one.content == messages[-1].content for one in messages):
         raise ModelError(f"{told}: it drops its text")
     return appended
+
+
+def _require_whole(
+    renderer: ChatRenderer, order: str, messages: Sequence[Message], tools: Sequence[ToolSchema]
+) -> None:
+    """Raises ModelError where the conversation cannot be rendered again."""
+    try:
+        renderer.whole_text(messages, tools)
+    except ModelError as error:
+        raise ModelError(
+            f"the chat template of {renderer.template.name} refuses {order} at once, as "
+            f"model.history_thinking = strip renders it: {_reason(error)}: use keep"
+        ) from error
 
 
 def _readable(renderer: ChatRenderer, text: str) -> str:

@@ -47,14 +47,13 @@ class FunctionTool:
             return ToolOutput(text=f"{self.name}: {error}.", failed=True)
         try:
             found = type(self).function(**arguments)
+            text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
         except ToolFault:
             raise
-        except Exception as error:  # of the caller's making: wrong values, nothing found
+        except Exception as error:  # wrong values, nothing found, a result that JSON does not have
             reason = " ".join(str(error).split())
             return ToolOutput(text=f"{type(error).__name__}: {reason}".rstrip(": "), failed=True)
-        if isinstance(found, str):
-            return ToolOutput(text=found)
-        return ToolOutput(text=json.dumps(found, ensure_ascii=False, default=str))
+        return ToolOutput(text=text)
 
     def close(self) -> None:
         """A function holds nothing."""

@@ -34,7 +34,7 @@ from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.step_files import RecordFiles
 from outrider.types import Task
-from outrider.watch.progress import Progress, make_progress
+from outrider.watch.progress import SET_UP, Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
 from outrider.watch.watchdog import WatchedProgress
 
@@ -139,7 +139,7 @@ def adapt(
         make_progress(progress), whereabouts=whereabouts, after_s=settings.train.watchdog_s
     )
     try:
-        display.stage("set-up", None)
+        display.stage(SET_UP, None)
         table = _play(run, settings, display, whereabouts)
     finally:
         display.close()

@@ -17,7 +17,7 @@ from outrider.train.state.checkpoint import newest_step
 from outrider.train.state.continuing import require_continuable
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.trainer import Trainer
-from outrider.watch.progress import Progress, make_progress
+from outrider.watch.progress import SET_UP, Progress, make_progress
 from outrider.watch.recorded_progress import RecordedProgress
 from outrider.watch.report import write_report
 from outrider.watch.run_summary import summary_lines
@@ -88,7 +88,7 @@ def _set_up(
     spread: StartElsewhere | None,
 ) -> Trainer:
     """All parts of the run and its trainer; ``ending`` closes what was opened, last in, first out."""
-    display.stage("set-up", None)
+    display.stage(SET_UP, None)
     meter = TokenMeter(display)
     newest = newest_step(run.checkpoints)
     for line in require_continuable(run, settings):

@@ -1,12 +1,12 @@
 """The whole configuration of a run: one tree, checked as one, before anything is written."""
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
-from outrider.engines.base import EngineSettings, LocalSettings, VllmSettings
+from outrider.engines.base import EngineSettings, LocalSettings
 from outrider.environments.families import EnvironmentConfig, is_inline
 from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.episode import Limits
@@ -36,6 +36,8 @@ class ModelSettings(Settings):
     conversation rendered again without it (``strip``: as servers do; one rollout may then be several
     samples).
     """
+
+    details: ClassVar[frozenset[str]] = frozenset({"template_kwargs", "history_thinking"})
 
     name: str = "smollm2-135m-instruct"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -178,6 +180,7 @@ class RunSettings(Settings):
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
         self._possible_history()
+        self._possible_contexts()
         self._possible_buffer()
         self._possible_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
@@ -202,6 +205,30 @@ class RunSettings(Settings):
             raise ValueError(
                 f"model.history_thinking = strip leaves out what algorithm.type = {self.algorithm.type} "
                 "puts between messages: use keep"
+            )
+        if self.cold_start.num_examples and self.cold_start.retrieve_share:
+            raise ValueError(
+                "model.history_thinking = strip leaves out the steps that cold_start.retrieve_share shows "
+                "between messages: use 0, or keep"
+            )
+        if self.evaluation.num_trials:
+            raise ValueError(
+                "model.history_thinking = strip leaves out what evaluation.memory shows in a trial "
+                "(evaluation.num_trials): use keep"
+            )
+
+    def _possible_contexts(self) -> None:
+        if not self.engine.reads_contexts:
+            return
+        given = {
+            "model.history_thinking = strip": self.model.history_thinking == "strip",
+            "model.template_kwargs": bool(self.model.template_kwargs),
+            "native tool calls (environment.protocol)": self.environment.call_format is not None,
+        }
+        if refused := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(
+                f"engine.type = {self.engine.type} reads plain messages out of contexts that only grow: "
+                f"it goes without {refused[0]}"
             )
 
     def _possible_buffer(self) -> None:
@@ -238,7 +265,7 @@ class RunSettings(Settings):
                 f"and these tasks replay differently: {', '.join(refused)}"
             )
         if self.algorithm.asks_experts and not self.environment.has_experts:
-            raise ValueError("data sets come without experts: name a file with algorithm.demonstrations")
+            raise ValueError("these tasks come without experts: name a file with algorithm.demonstrations")
 
     def _possible_cluster(self) -> None:
         cluster = self.cluster
@@ -267,7 +294,7 @@ class RunSettings(Settings):
     def _possible_gpus(self) -> None:
         """What only vLLM does, and only on GPUs."""
         cluster = self.cluster
-        has_vllm, has_gpus = isinstance(self.engine, VllmSettings), self.model.device != "cpu"
+        has_vllm, has_gpus = self.engine.has_own_processes, self.model.device != "cpu"
         if cluster.tensor_parallel > 1 and not has_vllm:
             raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
         if (cluster.sends_directly or cluster.placement == "colocate") and not (has_vllm and has_gpus):

@@ -24,6 +24,9 @@ _BAR_MOST: Final = 30  # columns
 _GAPS: Final = 8  # between four cells, and one behind the last
 _log = logging.getLogger(__name__)
 
+SET_UP: Final = "set-up"
+"""The stage before anything is written."""
+
 
 class Progress(Protocol):
     """Display of a run's stages, which report to it: nothing here changes a run, and no method raises."""

@@ -7,10 +7,11 @@ import os
 import platform
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.watch.progress import Progress
+from outrider.watch.progress import SET_UP, Progress
 from outrider.watch.stage_clock import Clock, Field, StageClocks, TimeLeft
 
 LIVE: Final = "live.json"
@@ -23,7 +24,8 @@ _log = logging.getLogger(__name__)
 class RecordedProgress:
     """Another display, and what it is told on disk: at most once a second, and at every stage and note.
 
-    A disk that is full ends the record and not the run.
+    Nothing is written before the set-up is over: a run that is refused then, or has nothing left to do, stays
+    as it was. A disk that is full ends the record and not the run.
     """
 
     def __init__(self, inner: Progress, run: Path, *, clock: Clock = time.monotonic) -> None:
@@ -34,6 +36,8 @@ class RecordedProgress:
         self._is_broken = False
         self._clocks = StageClocks(clock)
         self._stage = self._clocks.begin("", None, done=0, num_parallel=1)
+        self._has_begun = False
+        self._told: list[str] = []  # lines of the set-up
         self._now: dict[str, Any] = {
             "pid": os.getpid(),
             "host": platform.node(),
@@ -57,6 +61,10 @@ class RecordedProgress:
         self._inner.stage(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
         self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
         self._now |= {"stage": name, "total": total, "done": done, "fields": {}}
+        if name != SET_UP and not self._has_begun:
+            self._has_begun = True
+            for line in self._told:
+                self._guarded(partial(self._append, line))
         self._write()
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -75,7 +83,10 @@ class RecordedProgress:
         named = _STEP.search(text)
         step = int(named[1]) if named else self._now["done"] if self._now["stage"] == "train" else None
         line = {"time": time.time(), "stage": self._now["stage"], "step": step, "text": text}
-        self._guarded(lambda: self._append(json.dumps(line)))
+        if self._has_begun:
+            self._guarded(partial(self._append, json.dumps(line)))
+        else:
+            self._told.append(json.dumps(line))
 
     def stopping(self) -> bool:
         """See :class:`~outrider.watch.progress.Progress`; called in a signal handler, so nothing is
@@ -94,7 +105,8 @@ class RecordedProgress:
 
     def _write(self) -> None:
         self._written = self._clock()
-        self._guarded(self._replace)
+        if self._has_begun:
+            self._guarded(self._replace)
 
     def _replace(self) -> None:
         # Neither forced to disk nor locked: it says what is now, and a second later something else.

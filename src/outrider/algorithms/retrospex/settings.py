@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,6 +44,8 @@ class RetrospexSettings(LocalSettings):
     ``preset`` fills what is not given, with the values of the released scripts. ``allow_training``: train on
     such turns all the same, though they are not drawn as their log-probs say.
     """
+
+    reads_contexts: ClassVar[bool] = True
 
     type: Literal["retrospex"] = "retrospex"  # type: ignore[assignment]
     critic: Path

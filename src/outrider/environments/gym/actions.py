@@ -48,7 +48,7 @@ class NamedAction:
     """One of a discrete space's actions between the tags; ``first`` is the space's smallest number."""
 
     def __init__(self, names: Sequence[str], first: int) -> None:
-        self._numbers = {name.lower(): first + number for number, name in enumerate(names)}
+        self._numbers = {" ".join(name.lower().split()): first + number for number, name in enumerate(names)}
         self._told = ", ".join(names)
         example = f"Write one action a turn, for example <action>{names[0]}</action>."
         self.instructions = f"{example} The actions are: {self._told}."

@@ -1,5 +1,8 @@
 """Whether episodes of an environment can be forked by a deep copy."""
 
+from collections.abc import Sequence
+
+from outrider.environments.base import StepResult
 from outrider.environments.gym.environment import CopyableGymEnvironment
 from outrider.environments.gym.making import Recipe
 from outrider.environments.gym.settings import GymConfig
@@ -9,36 +12,62 @@ _NUM_STEPS = 4
 
 
 def copies_hold(recipe: Recipe, config: GymConfig, seed: int) -> bool:
-    """Whether a deep copy goes on as its original, and leaves it alone: tried before each of the first steps
-    of a task. Environments that cannot be copied are forked by playing their actions again.
+    """Whether a deep copy goes on as its original, and both as they would alone: tried before each of the
+    first steps of a task. Environments that cannot be copied are forked by playing their actions again.
     """
     try:
-        return all(_holds(recipe, config, seed, at) for at in range(_NUM_STEPS))
+        alone, again = _played(recipe, config, seed), _played(recipe, config, seed)
+        # An environment that its seed does not decide is another one each time: nothing to hold it against.
+        expected = alone if alone == again else None
+        return all(_holds(recipe, config, seed, at, expected) for at in range(_NUM_STEPS))
     except Exception:  # whatever somebody else's environment raises when it is copied
         return False
 
 
-def _holds(recipe: Recipe, config: GymConfig, seed: int, at: int) -> bool:
-    turns = [
+def _turns(recipe: Recipe) -> list[Message]:
+    return [
         Message(role="assistant", content=recipe.action.probe(number)) for number in range(_NUM_STEPS + 1)
     ]
+
+
+def _played(recipe: Recipe, config: GymConfig, seed: int) -> list[StepResult]:
+    """What the turns are answered where nobody makes a copy."""
+    environment = CopyableGymEnvironment(recipe=recipe, config=config, seed=seed)
+    found: list[StepResult] = []
+    try:
+        environment.reset(0)
+        for turn in _turns(recipe):
+            found.append(environment.step(turn))
+            if found[-1].done:
+                break
+    finally:
+        environment.close()
+    return found
+
+
+def _holds(
+    recipe: Recipe, config: GymConfig, seed: int, at: int, expected: Sequence[StepResult] | None
+) -> bool:
+    turns = _turns(recipe)
     original = CopyableGymEnvironment(recipe=recipe, config=config, seed=seed)
     copies = []
+    seen: list[StepResult] = []
     try:
         original.reset(0)
         for turn in turns[:at]:
-            if original.step(turn).done:
+            seen.append(original.step(turn))
+            if seen[-1].done:
                 return True
         copies = [original.copy(), original.copy()]
         twin, other = copies
         other.step(turns[-1])  # goes another way, which neither of the two may notice
         for turn in turns[at:]:
-            found, copied = original.step(turn), twin.step(turn)
-            if found != copied or original.result() != twin.result():
+            seen.append(original.step(turn))
+            if seen[-1] != twin.step(turn) or original.result() != twin.result():
                 return False
-            if found.done:
+            if seen[-1].done:
                 break
-        return True
+        return expected is None or seen == expected
     finally:
         for one in (original, *copies):
             one.close()

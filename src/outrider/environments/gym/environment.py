@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.gym.generators import Drawn, OwnDraws
@@ -14,6 +15,9 @@ from outrider.environments.gym.observations import written
 from outrider.environments.gym.settings import GymConfig
 from outrider.errors import EnvironmentFault, OutriderError
 from outrider.types import Message
+
+_MAX_EXPERT_TURNS: Final = 10_000
+"""An expert may give turns without an end, of which an episode takes those that it needs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +94,7 @@ class GymEnvironment:
     def asked(self, solve: Callable[[Any], Iterable[str]]) -> Sequence[str]:
         """What ``solve`` says of the environment itself. It is asked at once, before anything is done."""
         with self._outside_code("expert"):
-            return tuple(solve(self._made))
+            return tuple(islice(solve(self._made), _MAX_EXPERT_TURNS))
 
     def close(self) -> None:
         """Close the environment; may be called twice."""

@@ -74,7 +74,7 @@ class GymFamily:
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
         """The turns of ``expert``, played; None without one, or where they are no success. Raises
-        :class:`ConfigError` where the function raises.
+        :class:`EnvironmentFault` where the function raises.
         """
         if self.config.expert is None:
             return None
@@ -85,7 +85,9 @@ class GymFamily:
         environment = self._factory(task)
         try:
             environment.reset(seed)
-            steps = played_steps(environment, environment.asked(self._solve))
+            texts = environment.asked(self._solve)
+            environment.reset(seed)  # it may have tried its way in the environment
+            steps = played_steps(environment, texts)
         finally:
             environment.close()
         return steps if environment.result().success else None

@@ -1,5 +1,6 @@
 """Environments of Gymnasium, GEM or a function of one's own: making them, and the form of their texts."""
 
+import copy
 import importlib
 import importlib.metadata
 import importlib.util
@@ -42,7 +43,7 @@ def recipe_of(config: GymConfig) -> Recipe:
             action = _action(config, one)
         finally:
             close(one)
-    return Recipe(make=lambda: maker(**{**config.kwargs, **asked}), action=action, observation=how)
+    return Recipe(make=lambda: maker(**_own(config), **asked), action=action, observation=how)
 
 
 def close(environment: Any) -> None:
@@ -64,9 +65,14 @@ def _maker(config: GymConfig) -> Callable[..., Any]:
     return lambda **kwargs: make(config.id, **kwargs)
 
 
+def _own(config: GymConfig) -> dict[str, Any]:
+    """What one environment is made with: it may keep and change a list or a table of it."""
+    return copy.deepcopy(config.kwargs)
+
+
 def _first(config: GymConfig, maker: Callable[..., Any]) -> Any:
     try:
-        return maker(**config.kwargs)
+        return maker(**_own(config))
     except Exception as error:  # of somebody else's code: one line that names it
         raise ConfigError(f"the environment {config.id!r} cannot be made{told_of(error)}") from error
 

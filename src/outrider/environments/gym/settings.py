@@ -73,8 +73,10 @@ class GymConfig(EnvironmentSettings):
             )
         if self.expert is not None and not is_import_path(self.expert):
             raise ValueError(f"expert is an import path such as my_module:solve, not {self.expert!r}")
-        if len(set(self.actions)) != len(self.actions) or any(not one.strip() for one in self.actions):
-            raise ValueError("actions are different names, none of them empty")
+        # as a turn's action is read: case and the number of blanks do not matter
+        names = [" ".join(one.lower().split()) for one in self.actions]
+        if len(set(names)) != len(names) or not all(names):
+            raise ValueError("actions are different names (in any case), none of them empty")
         if self.actions and self.reads_raw:
             raise ValueError(
                 "actions are named for action_format = tag: with raw the environment reads the turn"
@@ -90,6 +92,15 @@ class GymConfig(EnvironmentSettings):
     def has_own_draws(self) -> bool:
         """Whether each episode keeps a state of the global generators."""
         return self.source != "gymnasium" if self.draws_globally is None else self.draws_globally
+
+    @property
+    def has_experts(self) -> bool:
+        """Where a function is named."""
+        return self.expert is not None
+
+    def waiting_s(self, num_concurrent: int) -> float:
+        """One episode at a time is in an environment that draws globally; a fault ends a longer wait."""
+        return self.lock_timeout_s if self.has_own_draws else 0.0
 
     def imported(self) -> Mapping[str, str]:
         """The function that makes environments, and the expert's."""

@@ -68,8 +68,10 @@ class ReasoningGymFamily:
         return ReasoningGymFactory(self.config)
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """The package's own answer, without a way to it; None where it has none. Teaches the format."""
-        if not task.answers:
+        """The package's own answer, without a way to it; None where it has none, or the format asks for
+        thoughts. Teaches the format.
+        """
+        if not task.answers or not self.config.has_experts:
             return None
         answer = task.answers[0]
         box = "\\boxed{%s}" if self.config.reward.require_boxed else "%s"

@@ -1,6 +1,7 @@
 """Which generated reasoning tasks there are."""
 
 import importlib.util
+import math
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,6 +17,8 @@ from outrider.tools.python import PythonToolConfig
 SPLITS: Final = ("train", "valid", "test")
 # Item i of a data set with seed s is that of seed s + i, so the splits begin far apart.
 _SEEDS_PER_SPLIT: Final = 10_000_000
+VERIFIER_SECONDS: Final = 5
+"""Processor time of a verdict, which does not depend on what else the machine does."""
 _REFUSED: Final = {
     "codeio": "its items differ from process to process",
     "composite": "name the data sets themselves",
@@ -82,6 +85,11 @@ class ReasoningGymConfig(EpisodeConfig):
         return self
 
     @property
+    def has_experts(self) -> bool:
+        """The package's answers; they hold no thoughts."""
+        return not self.reward.require_think
+
+    @property
     def call_format(self) -> CallFormatName | None:
         """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return None if self.protocol == "tags" else self.protocol
@@ -89,6 +97,11 @@ class ReasoningGymConfig(EpisodeConfig):
     def tool_names(self) -> tuple[str, ...]:
         """Tag names, in the recipe's order."""
         return tool_tags(self.tools)
+
+    def waiting_s(self, num_concurrent: int) -> float:
+        """Answers are verified one at a time, and Python runs so many calls; the others wait."""
+        rounds = math.ceil(num_concurrent / self.python.num_servers) if "python" in self.tools else 0
+        return VERIFIER_SECONDS * num_concurrent + self.python.wall_seconds * rounds
 
     def first_seed(self, split: str) -> int:
         """Seed of a split's first item."""

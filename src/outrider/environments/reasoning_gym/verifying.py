@@ -5,22 +5,31 @@ that trains.
 """
 
 import json
+import math
 import secrets
 from typing import Final
 
+from outrider.environments.reasoning_gym.settings import VERIFIER_SECONDS
 from outrider.errors import ToolFault
 from outrider.tools.once import Once
 from outrider.tools.python import PythonTool, PythonToolConfig
 from outrider.types import Task
 
 _KEPT: Final = 65_536
-# What is evaluated could print a score: only a line that begins with the call's own mark counts.
+# What is evaluated could print a score: only a line that begins with the call's own mark counts. The first
+# one says that the item is there: whatever ends the program from then on is the answer's doing.
 _PROGRAM: Final = """
-import json, reasoning_gym
+import json, random, numpy, reasoning_gym
 asked = json.loads({asked!r})
 numbers = {{"seed": asked["seed"], "size": asked["size"]}}
 dataset = reasoning_gym.create_dataset(asked["dataset"], **numbers, **asked["options"])
+random.seed(asked["seed"] + asked["index"])
+numpy.random.seed((asked["seed"] + asked["index"]) % 2**32)
 entry = dataset[asked["index"]]
+answers = [] if entry["answer"] is None else [str(entry["answer"])]
+if str(entry["question"]) != asked["question"] or answers != asked["answers"]:
+    raise ValueError("its item here is not the task's")
+print("\\n" + {mark!r}, flush=True)
 try:
     score = float(dataset.score_answer(asked["answer"], entry=entry))
 except Exception:
@@ -34,10 +43,9 @@ class SandboxedVerifier:
 
     def __init__(self, *, allow_unsafe: bool = False) -> None:
         """Raises ToolUnavailable where the sandbox or the package is missing."""
-        # The limit of processor time decides: it does not depend on what else the machine does.
         limits = PythonToolConfig(
             wall_seconds=120.0,
-            cpu_seconds=5,
+            cpu_seconds=VERIFIER_SECONDS,
             memory_bytes=1 << 30,
             packages=("reasoning_gym",),
             allow_unsafe=allow_unsafe,
@@ -46,7 +54,9 @@ class SandboxedVerifier:
         self._scores: Once[float | None] = Once(_KEPT)
 
     def __call__(self, task: Task, answer: str) -> float | None:
-        """Score in [0, 1]; None where the verifier raised, or did not end within its limits."""
+        """Score in [0, 1]; None where the verifier raised, or did not end within its limits. Raises ToolFault
+        where it does not have the task's item.
+        """
         return self._scores.get((task.key, answer), lambda: self._asked(task, answer))
 
     def close(self) -> None:
@@ -55,12 +65,12 @@ class SandboxedVerifier:
 
     def _asked(self, task: Task, answer: str) -> float | None:
         mark = secrets.token_hex(16)
-        asked = json.dumps({**task.metadata, "answer": answer})
+        item = {"question": task.question, "answers": list(task.answers)}
+        asked = json.dumps({**task.metadata, **item, "answer": answer})
         found = self._python.run(_PROGRAM.format(asked=asked, mark=mark))
-        lines = [line for line in found.output.splitlines() if line.startswith(mark)]
+        lines = [line.removeprefix(mark) for line in found.output.splitlines() if line.startswith(mark)]
         if not lines:
-            if found.status == "error":
-                raise ToolFault(f"the verifier of {task.metadata['dataset']}: {found.output[-300:]}")
-            return None
-        score = json.loads(lines[-1].removeprefix(mark))
-        return None if score is None else min(max(float(score), 0.0), 1.0)
+            told = f"{found.status}, {found.output[-300:]}"
+            raise ToolFault(f"the verifier of {task.metadata['dataset']} does not have the item: {told}")
+        score = json.loads(lines[-1] or "null")
+        return min(max(float(score), 0.0), 1.0) if score is not None and math.isfinite(score) else None

@@ -5,7 +5,7 @@ RAPO).
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -23,8 +23,6 @@ from outrider.types import Step, Task
 
 class ToolsConfig(EpisodeConfig):
     """Tasks from your own data, with the tools that you name."""
-
-    has_experts: ClassVar[bool] = False
 
     type: Literal["tools"] = "tools"
     train: DatasetConfig | None = None
@@ -58,6 +56,11 @@ class ToolsConfig(EpisodeConfig):
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
         return self
+
+    @property
+    def has_experts(self) -> bool:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return False
 
     @property
     def call_format(self) -> CallFormatName | None:

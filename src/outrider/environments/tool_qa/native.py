@@ -15,6 +15,7 @@ from outrider.environments.tool_qa.rewards import RewardConfig, Score, answer_of
 from outrider.environments.tool_qa.tag_protocol import neutralise
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, ToolEpisode
 from outrider.tokens.calls import CallFormatName
+from outrider.tokens.calls.format import call_id
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, ToolCall, ToolSchema
 
@@ -93,7 +94,8 @@ class NativeToolEnvironment(ToolEpisode):
         # Behind the last one: a fault leaves the record as it was.
         for call, output in ran:
             self._count(self._tools.key_of(call), failed=output.failed)
-        said += [Message(role="tool", content=problem) for problem in turn.problems]
+        first = len(calls) + len(turn.problems)  # behind the numbers of all calls, read or not
+        said += [_complaint(problem, number) for number, problem in enumerate(turn.problems, first)]
         executed = tuple(call.name for call, _ in ran)
         self._turns.append(
             NativeTurn(
@@ -161,6 +163,11 @@ def native_fault(turns: Sequence[NativeTurn], config: RewardConfig) -> str | Non
     if config.require_boxed and last_boxed(turns[-1].content) is None:
         return "no closed \\boxed{} in the answer"
     return None
+
+
+def _complaint(problem: str, number: int) -> Message:
+    """With the id of a call all the same: some templates refuse a tool's message without one."""
+    return Message(role="tool", content=problem, tool_call_id=call_id(number))
 
 
 def _result(call: ToolCall, text: str) -> Message:

@@ -29,7 +29,7 @@ from outrider.evals.benchmark.tasks import PlayedPanel, open_panel
 from outrider.printing import say
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.terminal import Terminal
-from outrider.watch.progress import Progress, make_progress
+from outrider.watch.progress import SET_UP, Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
 from outrider.watch.watchdog import WatchedProgress
 
@@ -56,7 +56,7 @@ def evaluate_tasks(
     whereabouts = Whereabouts()
     display = WatchedProgress(make_progress(progress), whereabouts=whereabouts, after_s=settings.watchdog_s)
     try:
-        display.stage("set-up", None)
+        display.stage(SET_UP, None)
         report, notes = run_panel(settings, folder, display=display, whereabouts=whereabouts)
     finally:
         display.close()

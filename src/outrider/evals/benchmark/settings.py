@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from outrider.atomic_io import replace_file
 from outrider.config import Settings, to_toml
 from outrider.engines.chat.engine import EndpointSettings
-from outrider.environments.families import EnvironmentConfig
+from outrider.environments.families import EnvironmentConfig, is_inline
 from outrider.environments.tool_qa.judge import JudgeSettings
 from outrider.evals.benchmark.extraction import Scorer
 from outrider.evals.benchmark.store import SETTINGS
@@ -146,6 +146,12 @@ class PanelSettings(Settings):
         elif (self.tools == "on") != (self.environment is not None and self.environment.type == _QUESTIONS):
             raise ValueError(
                 "questions have environment settings exactly with tools = on, and those of the tools"
+            )
+        strips = self.model is not None and self.model.history_thinking == "strip"
+        if strips and self.tools != "off" and self.environment is not None and is_inline(self.environment):
+            raise ValueError(
+                "model.history_thinking = strip needs turns that are messages of their own: "
+                "these episodes are one message (environment.protocol)"
             )
         if self.is_played and (self.judge is not None or self.metric is not None):
             raise ValueError(f"{self.tasks} scores itself: metric and judge are for questions")

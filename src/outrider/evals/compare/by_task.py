@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from outrider.errors import ConfigError
-from outrider.evals.compare.compare import unfinished
+from outrider.evals.compare.by_task_notes import about_cells, about_run, keeps_all_solved
 from outrider.evals.compare.groups import is_trained
 from outrider.evals.compare.method_names import method_name, same_method
 from outrider.evals.compare.runs import Incomparable, Run, ScoredStep, load_run, run_names
@@ -80,9 +80,7 @@ def compare_by_task(given: Sequence[str], *, depth: int | None = None, seed: int
     scored = [one for one in named if one.run.evaluations]
     row_of = partial(_row, depth=depth)
     rows = _rows(scored, row_of)
-    notes = [f"{one.run.name}: {note}" for one in named for note in one.run.notes if not _is_known(one, note)]
-    notes += [f"{one.run.name} has no evaluation" for one in named if not one.run.evaluations]
-    notes += [why for one in scored for why in (*unfinished(one.run), *_cut(one.run))]
+    notes = [note for one in named for note in about_run(one.run)]
     tasks = {row: _common(row, [one.run for one in members], notes, row_of) for row, members in rows.items()}
     methods = tuple(dict.fromkeys(one.method for one in named))
     grouped = {
@@ -93,11 +91,13 @@ def compare_by_task(given: Sequence[str], *, depth: int | None = None, seed: int
     }
     for (row, method), runs in grouped.items():
         _require_seeds(row, method, runs, notes)
+    notes += about_cells(methods, grouped)
+    averages = _averages(methods, grouped, tasks, notes, seed=seed)
     return ByTask(
         tasks={row: len(keys) for row, keys in tasks.items()},
         methods=methods,
         cells={key: _cell(key[1], runs, tasks[key[0]], seed=seed) for key, runs in grouped.items()},
-        averages=_averages(methods, grouped, tasks, seed=seed),
+        averages=averages,
         curves=tuple(_curves(grouped, tasks, seed=seed)),
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -113,11 +113,6 @@ def _load(given: Sequence[str]) -> list[_Named]:
     ]
     columns = list(dict.fromkeys(one.method for one in found))
     return sorted(found, key=lambda one: (columns.index(one.method), one.run.name))
-
-
-def _is_known(one: _Named, note: str) -> bool:
-    """A run that adapts takes no step, and has no metrics of any."""
-    return bool(one.run.trials) and note == "metrics.jsonl is missing"
 
 
 def _split(given: str) -> tuple[str | None, Path]:
@@ -169,7 +164,7 @@ def _common(row: str, runs: Sequence[Run], notes: list[str], row_of: Callable[[s
 def _require_seeds(row: str, method: str, runs: Sequence[Run], notes: list[str]) -> None:
     """Runs of one cell differ in their seeds alone."""
     for run in runs[1:]:
-        if differ := same_method(runs[0].config, run.config):
+        if differ := same_method(runs[0].settings, run.settings):
             raise Incomparable(
                 f"{runs[0].name} and {run.name} are both {method!r} on {row} and differ in "
                 f"{', '.join(differ[:3])}: name their columns, NAME=DIRECTORY"
@@ -214,22 +209,40 @@ def _averages(
     methods: Sequence[str],
     grouped: Mapping[tuple[str, str], Sequence[Run]],
     tasks: Mapping[str, Sequence[str]],
+    notes: list[str],
     *,
     seed: int,
 ) -> dict[str, Cell]:
     """Means over tasks of each seed that every task has; the tasks of the table are taken as given."""
     averages = {}
     for method in methods:
-        by_seed = {row: {one.config["seed"]: one for one in grouped.get((row, method), ())} for row in tasks}
-        seeds = sorted(set.intersection(*map(set, by_seed.values())))
-        last = [{row: by_seed[row][one].evaluations[-1] for row in tasks} for one in seeds]
-        if seeds:
+        cells = [grouped.get((row, method), ()) for row in tasks]
+        paired = _paired(cells)
+        if all(cells) and (left := max(map(len, cells)) - len(paired)):
+            notes.append(f"the mean over tasks of {method} leaves out {left} seed(s) that not every task has")
+        last = [{row: run.evaluations[-1] for row, run in zip(tasks, runs, strict=True)} for runs in paired]
+        if last:
             averages[method] = _made(
                 method,
                 *([[_mean(each, tasks, of)] for each in last] for of in (_returns, _solved)),
                 seed=seed,
             )
     return averages
+
+
+def _paired(cells: Sequence[Sequence[Run]]) -> list[list[Run]]:
+    """A run of every cell for each seed that all of them have. Where one seed plays several weights, as in
+    evaluations of checkpoints that name no seed, it is one with its weights.
+    """
+    seeds = [[run.config["seed"] for run in runs] for runs in cells]
+    is_twice = any(len(set(one)) < len(one) for one in seeds)
+
+    def key(run: Run) -> tuple[str, str]:
+        start = run.settings.get("model.initial_checkpoint", "none")
+        return run.config["seed"], start if is_twice else ""
+
+    by_key = [{key(run): run for run in runs} for runs in cells]
+    return [[one[found] for one in by_key] for found in sorted(set.intersection(*map(set, by_key)))]
 
 
 def _mean(
@@ -253,25 +266,16 @@ def _curves(
             continue
         num = max(len(run.trials) for runs in adapted.values() for run in runs)
         bands = {
-            method: iqm_band(method, np.asarray([_line(run.trials, keys, num) for run in runs]), seed=seed)
+            method: iqm_band(method, np.asarray([_line(run, keys, num) for run in runs]), seed=seed)
             for method, runs in adapted.items()
         }
         yield TrialCurves(task=row, x=np.arange(1, num + 1, dtype=np.float64), bands=bands)
 
 
-def _line(trials: Sequence[ScoredStep], keys: Sequence[str], num: int) -> list[float]:
+def _line(run: Run, keys: Sequence[str], num: int) -> list[float]:
     """Mean return of each trial, of ``num``; NaN where a fault took one of the variations, and where a run
-    was cut. One that solved everything has no further trial, and nothing changes any more.
+    was cut. Reflexion that solved everything has no further trial, and nothing changes any more.
     """
-    line = [fmean(one.task_returns.get(key, math.nan) for key in keys) for one in trials]
-    held = line[-1] if trials[-1].score >= 1.0 else math.nan
+    line = [fmean(one.task_returns.get(key, math.nan) for key in keys) for one in run.trials]
+    held = line[-1] if keeps_all_solved(run) else math.nan
     return [*line, *[held] * (num - len(line))]
-
-
-def _cut(run: Run) -> list[str]:
-    """That trials are missing."""
-    wanted = run.config.get("evaluation.num_trials", "0")
-    found = len(run.trials)
-    if not found or not wanted.isdecimal() or found >= int(wanted) or run.trials[-1].score >= 1.0:
-        return []
-    return [f"{run.name} was cut: {found} of {wanted} trials"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from outrider.evals.compare.by_task import ByTask, Cell, TrialCurves
-from outrider.evals.compare.tables import TextTable
+from outrider.evals.compare.tables import MAX_SERIES, TextTable
 from outrider.evals.statistics import COVERAGE, Estimate
 from outrider.printing import score
 
@@ -26,7 +26,8 @@ def task_tables(found: ByTask) -> list[TextTable]:
 def task_notes(found: ByTask) -> list[str]:
     """Notes that a reader must know beside the numbers."""
     said = list(found.notes)
-    sizes = sorted({cell.num_runs for cell in found.cells.values()})
+    means = found.averages.values() if len(found.tasks) > 1 else ()
+    sizes = sorted({cell.num_runs for cell in (*found.cells.values(), *means)})
     if few := [num for num in sizes if num in COVERAGE]:
         shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
         said.append(f"an interval over so few seeds is too narrow: {shares} hold the true value, not 95 %")
@@ -34,6 +35,8 @@ def task_notes(found: ByTask) -> list[str]:
         said.append(f"{_OF_ONE.strip()} one run: the interval, if any, is over its variations alone")
     if missing := sum((task, method) not in found.cells for task in found.tasks for method in found.methods):
         said.append(f"{missing} cells have no run; a mean over tasks is of methods that have every task")
+    if (most := max((len(curves.bands) for curves in found.curves), default=0)) > MAX_SERIES:
+        said.append(f"a figure shows the first {MAX_SERIES} of up to {most} methods; the tables have all")
     return said
 
 

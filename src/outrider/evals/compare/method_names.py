@@ -29,8 +29,8 @@ def method_name(run: Run, path: Path) -> str:
 
 
 def same_method(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Keys of the settings in which two runs differ that decide what was trained; those of seeds and of the
-    starting weights' folder are none.
+    """Keys of the settings, with whole paths, in which two runs differ that decide what was trained; those of
+    seeds and of the starting weights' folder are none.
     """
     ours, theirs = (
         {key: value for key, value in comparable(config).items() if key not in STARTS}

@@ -47,7 +47,7 @@ def html_tasks(found: ByTask) -> str:
     """Tables by task and the curves over trials as one HTML file that needs nothing beside it; a pure
     function.
     """
-    names = _names([method for curves in found.curves for method in curves.bands])
+    names = _names([_drawn(curves) for curves in found.curves])
     return page_template(_TEMPLATE).render(
         num_styles=MAX_SERIES,
         verdicts=[],
@@ -60,9 +60,7 @@ def html_tasks(found: ByTask) -> str:
 
 def _trials(curves: TrialCurves, names: dict[str, str]) -> Markup | None:
     series = tuple(
-        Series(label=name, points=_points(curves.x, curves.bands[label]))
-        for label, name in names.items()
-        if label in curves.bands
+        Series(label=names[label], points=_points(curves.x, curves.bands[label])) for label in _drawn(curves)
     )
     if not any(one.values for one in series):
         return None
@@ -70,16 +68,28 @@ def _trials(curves: TrialCurves, names: dict[str, str]) -> Markup | None:
     return svg_chart(Chart(title=title, x_label="trial", y_label="return", series=series))
 
 
-def _names(labels: Sequence[str]) -> dict[str, str]:
-    """The label where all labels fit into the legend, else a letter."""
-    chosen = list(dict.fromkeys(labels))[:MAX_SERIES]
-    fits = sum(44 + 7 * len(label) for label in chosen) <= _LEGEND_WIDTH
-    return {label: label if fits else string.ascii_uppercase[index] for index, label in enumerate(chosen)}
+def _drawn(curves: TrialCurves) -> list[str]:
+    """As many as there are styles of lines."""
+    return list(curves.bands)[:MAX_SERIES]
+
+
+def _names(figures: Sequence[Sequence[str]]) -> dict[str, str]:
+    """For the labels of the figures of a page: themselves where each legend has room for its own, else
+    letters, which are the same in all figures.
+    """
+    fits = all(sum(44 + 7 * len(label) for label in labels) <= _LEGEND_WIDTH for labels in figures)
+    every = dict.fromkeys(label for labels in figures for label in labels)
+    return {label: label if fits else _letter(index) for index, label in enumerate(every)}
+
+
+def _letter(index: int) -> str:
+    again, place = divmod(index, len(string.ascii_uppercase))
+    return string.ascii_uppercase[place] + (str(again) if again else "")
 
 
 def _figure_names(comparison: Comparison) -> dict[str, str]:
     """Names of groups in a figure."""
-    return _names([group.label for group in comparison.groups])
+    return _names([[group.label for group in comparison.groups][:MAX_SERIES]])
 
 
 def _figure(curves: Curves, names: dict[str, str]) -> Markup | None:

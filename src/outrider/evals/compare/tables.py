@@ -15,7 +15,7 @@ from outrider.watch.curves import number
 
 MAX_SERIES: Final = 8  # as many as the page has line styles for
 _MUCH: Final = 1.1  # from this ratio of mean costs on, a note says that the groups did not pay the same
-_CONDITIONS: Final = ("environment.", "rollout.")  # settings that training and the test have in common
+CONDITIONS: Final = ("environment.", "rollout.")  # settings that training and the test have in common
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def notes(comparison: Comparison) -> list[str]:
             "a bootstrap interval over so few seeds is too narrow: "
             f"{shares} of such intervals hold the true value, not 95 %"
         )
-    if conditions := [key for key, _ in comparison.settings if key.startswith(_CONDITIONS)]:
+    if conditions := [key for key, _ in comparison.settings if key.startswith(CONDITIONS)]:
         said.append(
             f"the groups were tested under different conditions ({', '.join(conditions)}): "
             "their scores are not of one test"

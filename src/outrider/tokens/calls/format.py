@@ -3,9 +3,20 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from outrider.types import ToolCall, ToolSchema
+
+TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+"""Of JSON schemas, and what has them in Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +76,15 @@ def call_of(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
     if not isinstance(found, Mapping):
         return f'"{keys[0]}" of {name} must be a JSON object'
     return ToolCall(name=name, arguments=dict(found), call_id=call_id(number))
+
+
+def is_of(value: Any, names: Sequence[str]) -> bool:
+    """Whether the value has one of these types, which are among ``TYPES``."""
+    # a bool is an int to Python, and none to JSON
+    return any(
+        isinstance(value, TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+        for name in names
+    )
 
 
 def listed(tools: Sequence[ToolSchema]) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.tokens.calls.format import FoundCalls, call_id, listed
+from outrider.tokens.calls.format import TYPES, FoundCalls, call_id, is_of, listed
 from outrider.types import Json, ToolCall, ToolSchema
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -73,6 +73,7 @@ def _value(text: str, schema: Any) -> Json:
     """The text as a value of its parameter's type; as it is where it cannot be one."""
     text = text.removeprefix("\n").removesuffix("\n")
     kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
+    others = [name for name in kind if name in TYPES and name != "string"] if isinstance(kind, list) else []
     if kind == "string":
         return text
     for read in (json.loads, ast.literal_eval):
@@ -81,6 +82,8 @@ def _value(text: str, schema: Any) -> Json:
             json.dumps(value)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
+        if isinstance(kind, list) and "string" in kind and not is_of(value, others):
+            break  # it reads as something that the tool does not take, so it was meant as text
         return value  # type: ignore[no-any-return]
     return text
 

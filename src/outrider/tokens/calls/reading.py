@@ -1,21 +1,15 @@
 """A turn's text read as a whole: thinking, calls, and whether the tools take them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import isfinite
 from typing import Any, Final
 
-from outrider.tokens.calls.format import CallFormat
+from outrider.tokens.calls.format import TYPES, CallFormat, is_of
 from outrider.tokens.parsed import ParsedTurn, split_thinking
-from outrider.types import ToolCall, ToolSchema
+from outrider.types import ToolCall, ToolSchema, is_text
 
-_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
+_MAX_DEPTH: Final = 32
 
 
 def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
@@ -36,11 +30,14 @@ def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSch
 def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
     """Why no tool takes the call, in words for the policy; empty where one does.
 
-    Checked are the names of tool and arguments, what is required, and the types at the top level.
+    Checked are the names of tool and arguments, what is required, the types at the top level, and that
+    everything is text and numbers that JSON has, nested no deeper than anybody means it.
     """
     schema = next((tool for tool in tools if tool["name"] == call.name), None)
     if schema is None:
         return f"There is no tool {call.name!r}. Tools: {', '.join(str(tool['name']) for tool in tools)}."
+    if told := _unusable(call.arguments):
+        return f"The arguments of {call.name} hold {told}."
     parameters = schema.get("parameters") or {}
     properties: Mapping[str, Any] = parameters.get("properties") or {}
     if missing := [name for name in parameters.get("required") or () if name not in call.arguments]:
@@ -55,6 +52,23 @@ def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
     return ""
 
 
+def _unusable(arguments: Mapping[str, Any]) -> str:
+    """What of the arguments no tool and no tokenizer can be given; empty where there is nothing."""
+    waiting: list[tuple[Any, int]] = [(arguments, 0)]  # no recursion: how deep it goes, the policy decides
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > _MAX_DEPTH:
+            return f"more than {_MAX_DEPTH} levels"
+        if isinstance(value, str) and not is_text(value):
+            return "half of a surrogate pair"
+        if isinstance(value, float) and not isfinite(value):
+            return "a number that is not finite"
+        inner = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping | list):
+            waiting += [(one, depth + 1) for one in inner]
+    return ""
+
+
 def _type_fault(value: Any, schema: Any) -> str:
     if not isinstance(schema, Mapping):
         return ""
@@ -65,11 +79,6 @@ def _type_fault(value: Any, schema: Any) -> str:
     names = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []
     if schema.get("nullable"):
         names = [*names, "null"] if names else []
-    if not names or any(name not in _TYPES for name in names):
+    if not names or any(name not in TYPES for name in names):
         return ""
-    # a bool is an int to Python, and none to JSON
-    fits = any(
-        isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
-        for name in names
-    )
-    return "" if fits else f"must be of type {' or '.join(map(str, names))}"
+    return "" if is_of(value, names) else f"must be of type {' or '.join(map(str, names))}"
