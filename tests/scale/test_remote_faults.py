@@ -237,8 +237,9 @@ def test_an_engine_that_dies_in_front_of_a_transfer_is_replaced(crew: Crew) -> N
     assert "engine 0 died in loading the weights of version" in crew.remote.notes()[0]
 
 
-def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew, unbroken: object) -> None:
+def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew) -> None:
     """As with a node that had both: the engine is missed first, and the worker cannot be told of another."""
+    unbroken = bits(crew.play())  # of this version: the test before sent another one
     for pid in (crew.remote.engine_pids[1], crew.remote.worker_pids[0]):
         os.kill(pid, signal.SIGKILL)
     crew.remote.engine.free_cache()

@@ -76,7 +76,7 @@ def test_f4_one_press_ends_with_a_checkpoint_and_whole_lines(
 ) -> None:
     on = OnTerminal(*command(recipe, tmp_path / "r", progress))
     try:
-        on.wait_for("train 0/400" if progress == "plain" else "reward")
+        on.wait_for("train   0/400" if progress == "plain" else "reward")
         on.press_ctrl_c()
         status = on.end()
     finally:

@@ -3,11 +3,15 @@
 import io
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from outrider.errors import ConfigError
 from outrider.printing import one_line
 from outrider.watch.progress import NullProgress, PlainProgress, RichProgress, make_progress
+from outrider.watch.span import Span
+from outrider.watch.stage_clock import Field, StageClock, compact
 
 
 class Clock:
@@ -43,9 +47,9 @@ def test_plain_prints_every_slow_event_on_one_line() -> None:
     progress.close()
     assert stream.getvalue().splitlines() == [
         "train: start, 2 to do",
-        "train 1/2  reward 0.25  tokens_per_s 1235  elapsed 0:30  left 0:30",
+        "train 1/2  reward 0.250  tokens_per_s  1235  elapsed 0:30   left 0:30",
         "checkpoint saved",
-        "train 2/2  reward 0.5  tokens_per_s 1235  elapsed 1:00",
+        "train 2/2  reward 0.500  elapsed 1:00",
     ]
 
 
@@ -77,10 +81,10 @@ def test_plain_prints_the_last_state_of_a_stage_that_ends_between_lines() -> Non
         progress.advance(done)
     progress.stage("train", None)
     progress.close()
-    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == [
+    assert [line.partition("  elapsed")[0] for line in stream.getvalue().splitlines()] == [
         "cold start: start, 50 to do",
-        "cold start 1/50",
-        "cold start 3/50",
+        "cold start  1/50",
+        "cold start  3/50",
         "train: start",
     ]
 
@@ -128,7 +132,7 @@ def test_rich_shows_stage_count_fields_and_message_without_reading_markup() -> N
     for part in ("train", "1/4", "reward 0.5", "elapsed 0:06", "left 0:18", "[bold]kept[/bold]  [2J"):
         assert part in shown
     # stays after the display is gone
-    assert "train 1/4  reward 0.5  elapsed 0:06  left 0:18" in stream.getvalue()
+    assert "train 1/4  reward 0.500  elapsed 0:06   left 0:18" in stream.getvalue()
 
 
 def test_make_progress_is_plain_without_a_terminal_and_refuses_unknown_modes(
@@ -145,6 +149,63 @@ def test_make_progress_is_plain_without_a_terminal_and_refuses_unknown_modes(
 
 def test_one_line_leaves_only_printable_characters() -> None:
     assert one_line("a\tb\x1b]0;title\x07\u202e c\u2028") == "a b ]0;title   c "
+
+
+def test_each_step_has_one_line_of_stable_columns_within_80() -> None:
+    clock = Clock()
+    progress, stream = plain(clock)
+    left = Span(3500.0, 7000.0)
+    progress.stage("train", 1000, left_by=lambda: left)
+    for step, reward in enumerate((-0.25, 0.5, 123.4), start=1):
+        for rollouts in range(8):  # they come within a second
+            progress.advance(step - 1, generated=rollouts * 1000, rollouts=f"{rollouts}/64")
+        clock.now += 0.5
+        progress.advance(step, **{"reward": reward, "no signal": 0.5, "s/step": 9.87, "tokens/s": 12345.0})
+    lines = [line for line in stream.getvalue().splitlines() if "reward" in line]
+    assert [line.split()[1] for line in lines] == ["1/1000", "2/1000", "3/1000"]
+    for name in ("no signal", "s/step", "left 58:20-1h57"):
+        assert len({line.index(name) for line in lines}) == 1
+    assert all(len(line) <= 80 for line in stream.getvalue().splitlines())
+
+
+@given(
+    st.text(max_size=60), st.integers(0, 10**7), st.floats(0, 1e7),
+    st.dictionaries(st.text(max_size=12), st.floats() | st.integers() | st.text(max_size=20), max_size=8),
+)  # fmt: skip
+def test_no_report_is_wider_than_80_columns(
+    name: str, total: int, seconds: float, fields: dict[str, Field]
+) -> None:
+    clock = Clock()
+    stage = StageClock(name=name, total=total, clock=clock)
+    clock.now += seconds
+    stage.advance(total // 2, fields)
+    assert len(stage.summary()) <= 80
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_the_display_has_a_line_for_each_of_its_parts_at_any_width(width: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    progress = RichProgress(console=console, clock=Clock())
+    progress.stage("evaluation before a cold start", 12345, left_by=lambda: Span(3500.0, 7000.0))
+    progress.advance(1, **{f"a long field {number}": 1.0 for number in range(9)})
+    other = Console(file=io.StringIO(), width=width, color_system=None)
+    with other.capture() as capture:
+        other.print(progress._render())
+    progress.close()
+    lines = capture.get().splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) <= width and "12345" in lines[0]
+
+
+@given(st.floats(-1e11, 1e11) | st.integers(-(10**11), 10**11))
+def test_a_value_has_five_characters(value: float) -> None:
+    assert len(compact(value)) <= 5
+
+
+def test_values_keep_what_fits() -> None:
+    values = (0.4125, -0.25, 123.45, 12345.6, 123456, 7, "3/64", -98765.0)
+    assert [compact(one) for one in values] == [
+        "0.412", "-0.25", "123.5", "12346", "123k", "7", "3/64", "-99k",
+    ]  # fmt: skip
 
 
 class HungUp(io.StringIO):

@@ -102,6 +102,12 @@ def test_evaluations_have_intervals_and_a_column_each(page: Page) -> None:
     assert "panels differ" not in page.text
 
 
+def test_the_page_says_how_it_is_read(page: Page) -> None:
+    guide = page.text.split("How to read this page")[1].split("Split test")[0]
+    headings = [part.split("\n")[0] for part in ("Evaluation", "Curves", "Counted events", "Sample rollouts")]
+    assert all(f"\n{heading} " in guide for heading in headings) and "95 % intervals" in guide
+
+
 def test_different_panels_get_a_warning(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=4)
     path = run / "evaluations.jsonl"
@@ -131,7 +137,7 @@ def test_counts_are_summed_over_the_run(run_dir: Path, page: Page) -> None:
 
 
 def test_samples_mark_origins_and_shade_policy_tokens_by_entropy(page: Page) -> None:
-    assert sum(tag == "details" for tag, _ in page.elements) == 1 + 10  # the configuration and ten rollouts
+    assert sum(tag == "details" for tag, _ in page.elements) == 2 + 10  # ten rollouts
     classes = [a.get("class") or "" for tag, a in page.elements if tag == "div"]
     for origin in ("prompt", "policy", "environment", "buffer"):
         assert f"node {origin}" in classes

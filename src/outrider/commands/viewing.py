@@ -1,4 +1,5 @@
-"""``outrider view`` and ``report``: runs in the browser, and as a page that travels by mail."""
+"""``outrider view``, ``watch`` and ``report``: runs in the browser, in a terminal, and as a page that travels
+by mail."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from outrider.printing import say
 
 
 def add(commands: Commands) -> None:
-    """The commands ``view`` and ``report``."""
+    """The commands ``view``, ``watch`` and ``report``."""
     view = commands.add_parser("view", help="look at runs in the browser (extra: view)")
     view.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders that hold them"
@@ -24,6 +25,10 @@ def add(commands: Commands) -> None:
         "--bundle", type=Path, metavar="FOLDER", help="write the page into a new folder for a file server"
     )
     view.set_defaults(command=_view)
+    watch = commands.add_parser("watch", help="follow a run from another terminal (Ctrl-C ends only that)")
+    watch.add_argument("run", type=Path)
+    watch.add_argument("--once", action="store_true", help="print where it is now, and exit")
+    watch.set_defaults(command=_watch)
     report = commands.add_parser("report", help="write report.html of a run: one page, no script, no server")
     report.add_argument("run", type=Path)
     report.set_defaults(command=_report)
@@ -47,6 +52,13 @@ def _view(parsed: argparse.Namespace) -> int:
         ) from error
     serve(catalogue, compare=_compared, host=parsed.host, port=parsed.port, opens=parsed.open, say=say)
     return 0
+
+
+def _watch(parsed: argparse.Namespace) -> int:
+    from outrider.commands.following import follow
+    from outrider.runs import Run
+
+    return follow(Run.of(parsed.run).path, once=parsed.once)
 
 
 def _compared(runs: Sequence[Path]) -> str:

@@ -8,8 +8,6 @@ from typing import Literal
 
 from outrider.errors import ConfigError
 from outrider.plugins.record import write_origins
-from outrider.printing import score
-from outrider.rollout.paired import gain_over_start
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.train.building import build
 from outrider.train.cluster_restarts import Allowance, restarted
@@ -22,6 +20,7 @@ from outrider.train.trainer import Trainer
 from outrider.watch.progress import SET_UP, Progress, make_progress
 from outrider.watch.recorded_progress import RecordedProgress
 from outrider.watch.report import write_report
+from outrider.watch.run_summary import summary_lines
 from outrider.watch.token_meter import TokenMeter
 from outrider.watch.trackers import make_trackers
 from outrider.watch.watchdog import WatchedProgress
@@ -129,18 +128,12 @@ def _settle(run: RunDirectory, settings: RunSettings) -> None:
 
 
 def _tell_results(run: RunDirectory, display: Progress) -> None:
-    """The scores on file, and the report. What cannot be read or written is said: a run's own error must stay
-    the one that is told.
+    """What was learned, its cost, and the report. What cannot be read or written is said: a run's own error
+    must stay the one that is told.
     """
     try:
-        for one in run.finished_evaluations():
-            found = one["metric"]["score"]
-            display.note(
-                f"{one['label']:>20}: {score(found['value'], found['ci_low'], found['ci_high'])}"
-                f"  {one['num_tasks']} held-out tasks, temperature {one['temperature']:g}, no retrieval"
-            )
-        if (gain := gain_over_start(run.finished_evaluations())) is not None:
-            display.note(str(gain))
+        for line in summary_lines(run.path):
+            display.note(line)
         display.note(f"report: {write_report(run.path)}")
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

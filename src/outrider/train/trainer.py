@@ -35,13 +35,7 @@ from outrider.train.update.update import UpdateReport
 from outrider.watch.progress import Progress
 from outrider.watch.run_pace import RunPace
 from outrider.watch.trackers import TrackerSet
-
-_SHOWN = {
-    "reward": "reward/mean",
-    "no signal": "group/fraction_without_signal",
-    "tokens/s": "speed/rollout_tokens",
-    "s/step": "time/step",
-}
+from outrider.watch.watching import STEP_FIELDS
 
 
 class _StopRequested(Exception):
@@ -311,7 +305,7 @@ class Trainer:
             self.source.recorded()
             # Only now: what the next rollouts bring is no part of this step's record.
             state.queued = None if ahead is None else ahead.take()
-        return {name: values[key] for name, key in _SHOWN.items() if key in values}
+        return {name: values[key] for name, key in STEP_FIELDS.items() if key in values}
 
     def _grown(self, report: SampledStep) -> dict[str, float]:
         """What the buffer takes in of the step, and how the weights went to engines elsewhere."""

@@ -16,8 +16,12 @@ from outrider.errors import ConfigError
 from outrider.printing import one_line
 from outrider.stopping import STOPPING, cleared_before_the_end
 from outrider.terminal import Terminal
-from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, TimeLeft, duration, shown
+from outrider.watch.span import duration
+from outrider.watch.stage_clock import Clock, Field, StageClock, StageClocks, TimeLeft, shown
 
+_BAR_LEAST: Final = 5
+_BAR_MOST: Final = 30  # columns
+_GAPS: Final = 8  # between four cells, and one behind the last
 _log = logging.getLogger(__name__)
 
 SET_UP: Final = "set-up"
@@ -40,7 +44,8 @@ class Progress(Protocol):
         None where unknown.
 
         ``done`` of them are done already; ``num_parallel`` are under way at a time. ``left_by`` gives the
-        seconds left where more comes than these units; it is asked again for every display.
+        seconds left where more comes than these units; it is asked again for every display. Such a stage is
+        the run's own, and each of its units has a line.
         """
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -128,10 +133,12 @@ class PlainProgress:
             self.stage("run", None)
         stage = self._stage
         assert stage is not None
+        is_step = done != stage.done and stage.left_by is not None
         stage.advance(done, dict(fields))
         self._has_unprinted = True
         if (
             stage.num_reports == 1
+            or is_step
             or done == stage.total
             or self._clock() - self._last_print >= self._interval
         ):
@@ -178,6 +185,7 @@ class RichProgress:
         self._message = ""
         self._is_broken = False
         self._is_stopping = False
+        self._is_left = False  # the last report of the stage has its line
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
         )
@@ -202,8 +210,12 @@ class RichProgress:
         """Update the numbers; the display redraws on its own clock."""
         if self._stage is None:
             self.stage("run", None)
-        assert self._stage is not None
-        self._stage.advance(done, dict(fields))
+        stage = self._stage
+        assert stage is not None
+        self._is_left = done != stage.done and stage.left_by is not None
+        stage.advance(done, dict(fields))
+        if self._is_left:
+            self._print(one_line(stage.summary()))
 
     def note(self, text: str) -> None:
         """Keep the message above the display and show it as the last one."""
@@ -223,8 +235,9 @@ class RichProgress:
         self._forget()
 
     def _leave_summary(self) -> None:
-        if self._stage is not None:
+        if self._stage is not None and not self._is_left:
             self._print(one_line(self._stage.summary()))
+        self._is_left = False
 
     def _print(self, line: str) -> None:
         self._guarded(lambda: self._console.print(Text(line)))
@@ -246,14 +259,21 @@ class RichProgress:
             return Group(Text("starting"), *told)
         grid = Table.grid(padding=(0, 2))
         count = f"{stage.done}/{stage.total}" if stage.total is not None else str(stage.done)
-        bar = ProgressBar(total=stage.total, completed=stage.done, width=30, pulse=stage.total is None)
         left = stage.shown_left
-        times = Text(f"elapsed {duration(stage.elapsed)}" + (f"  left {left}" if left is not None else ""))
-        grid.add_row(Text(stage.name, style="bold"), bar, Text(count), times)
+        times = f"elapsed {duration(stage.elapsed)}" + (f"  left {left}" if left is not None else "")
+        name = Text(stage.name, style="bold", overflow="ellipsis", no_wrap=True)
+        room = self._console.width - len(stage.name) - len(count) - len(times) - _GAPS
+        if room >= _BAR_LEAST:
+            width = min(_BAR_MOST, room)
+            bar = ProgressBar(total=stage.total, completed=stage.done, width=width, pulse=stage.total is None)
+            grid.add_row(name, bar, Text(count, no_wrap=True), Text(times, no_wrap=True))
+        else:
+            grid.add_row(name, Text(count, no_wrap=True), Text(times, no_wrap=True))
         entries = list(stage.fields.items())  # at once: the run's thread adds to them while this one draws
         fields = "  ".join(f"{name} {shown(value)}" for name, value in entries)
         message = Text(self._message, style="dim", overflow="ellipsis", no_wrap=True)
-        return Group(grid, Text(one_line(fields)), message, *told)
+        shown_fields = Text(one_line(fields), overflow="ellipsis", no_wrap=True)
+        return Group(grid, shown_fields, message, *told)
 
 
 def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Progress:

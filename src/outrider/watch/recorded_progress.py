@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.watch.progress import SET_UP, Progress
-from outrider.watch.stage_clock import Clock, Field, TimeLeft
+from outrider.watch.stage_clock import Clock, Field, StageClocks, TimeLeft
 
 LIVE: Final = "live.json"
 NOTES: Final = "notes.jsonl"
@@ -34,6 +34,8 @@ class RecordedProgress:
         self._clock = clock
         self._written = -float("inf")
         self._is_broken = False
+        self._clocks = StageClocks(clock)
+        self._stage = self._clocks.begin("", None, done=0, num_parallel=1)
         self._has_begun = False
         self._told: list[str] = []  # lines of the set-up
         self._now: dict[str, Any] = {
@@ -43,6 +45,7 @@ class RecordedProgress:
             "total": None,
             "done": 0,
             "fields": {},
+            "has_ended": False,
         }
 
     def stage(
@@ -56,6 +59,7 @@ class RecordedProgress:
     ) -> None:
         """See :class:`~outrider.watch.progress.Progress`."""
         self._inner.stage(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
+        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel, left_by=left_by)
         self._now |= {"stage": name, "total": total, "done": done, "fields": {}}
         if name != SET_UP and not self._has_begun:
             self._has_begun = True
@@ -66,6 +70,7 @@ class RecordedProgress:
     def advance(self, done: int, **fields: Field) -> None:
         """See :class:`~outrider.watch.progress.Progress`."""
         self._inner.advance(done, **fields)
+        self._stage.advance(done, dict(fields))
         self._now["done"] = done
         self._now["fields"] |= fields
         if self._clock() - self._written >= _EVERY_S:
@@ -89,7 +94,8 @@ class RecordedProgress:
         return self._inner.stopping()
 
     def close(self) -> None:
-        """The last state, and the end of the display."""
+        """The last state, which says that the process did end its work, and the end of the display."""
+        self._now["has_ended"] = True
         self._write()
         self._inner.close()
 
@@ -105,7 +111,9 @@ class RecordedProgress:
     def _replace(self) -> None:
         # Neither forced to disk nor locked: it says what is now, and a second later something else.
         whole = self._run / f"{LIVE}.new"
-        whole.write_text(json.dumps(self._now | {"time": time.time()}), encoding="utf-8")
+        whole.write_text(
+            json.dumps(self._now | {"line": self._stage.summary(), "time": time.time()}), encoding="utf-8"
+        )
         whole.replace(self._run / LIVE)
 
     def _guarded(self, write: Any) -> None:

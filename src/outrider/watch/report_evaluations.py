@@ -9,7 +9,7 @@ from outrider.watch.curves import Chart, Point, Series
 from outrider.watch.run_directory import Evaluation, RunData
 
 _MAX_SERIES: Final = 4  # as many as the page has line styles for
-_SHARES: Final = frozenset({"score", "success"})  # shares of solved tasks; anything else is a number
+SHARES: Final = frozenset({"score", "success"})  # shares of solved tasks; anything else is a number
 _MAX_NAME: Final = 18  # characters that have room under the axis
 _WITHOUT: Final = "Played on held-out tasks without retrieval, tips or any other help of training."
 _WITH_MEMORY: Final = (
@@ -49,7 +49,7 @@ def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
         series = tuple(line for line in lines if len(line.values) > 1)[:_MAX_SERIES]
         if not series:
             continue
-        is_share = name in _SHARES
+        is_share = name in SHARES
         axis = {place: _short(label) for label, place in places.items()}
         x_label = "trial" if is_trial else "step"
         unit = "solved, %" if is_share else f"{name} (no share)"
@@ -118,7 +118,7 @@ def evaluation_tables(run: RunData) -> list[EvaluationTable]:
 
 
 def _row_name(name: str) -> str:
-    return f"{name} (share of tasks solved)" if name in _SHARES else f"{name} (a number, no share)"
+    return f"{name} (share of tasks solved)" if name in SHARES else f"{name} (a number, no share)"
 
 
 def _head(one: Evaluation) -> str:
@@ -134,4 +134,4 @@ def _cell(evaluation: Evaluation, name: str) -> str:
     found = evaluation.metrics.get(name)
     if found is None:
         return "not measured"
-    return score(found.value, found.ci_low, found.ci_high, is_share=name in _SHARES)
+    return score(found.value, found.ci_low, found.ci_high, is_share=name in SHARES)

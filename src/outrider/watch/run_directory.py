@@ -66,6 +66,17 @@ class RunData:
             if record["kind"] == kind and name in record
         ]
 
+    @property
+    def num_steps(self) -> int:
+        """Training steps on file."""
+        return max((step for step, _ in self.curve("train", "reward/mean")), default=0)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps that the recipe asks for are on file."""
+        wanted = self.config.get("train.num_steps", "")
+        return wanted.isdigit() and self.num_steps >= int(wanted)
+
     def total(self, kind: str, name: str) -> float:
         """Sum of a metric over the records of a kind."""
         return math.fsum(value for _, value in self.curve(kind, name) if value is not None)

@@ -1,7 +1,8 @@
-"""How long the rest of a training run takes: what is still to do, of every kind, at the pace that was
-measured for this kind.
+"""How long the rest of a training run takes: what is still to do, of every kind, between the bounds that the
+measurements of this kind give.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from outrider.json_lines import readable
+from outrider.watch.span import Span, ahead_of
 from outrider.watch.stage_clock import Clock
 
 Work: TypeAlias = Literal["step", "evaluation", "checkpoint"]
-_LATELY: Final = 10  # of a kind; their mean is the pace
+_LATELY: Final = 10  # of a kind; they say what the next ones take
+_STEPS: Final = 3  # fewer say nothing of how steps grow
+_ONCE: Final = 1.5  # an evaluation or checkpoint that was measured once varies by this factor: the same work
 _RECORDED: Final[Mapping[str, Work]] = {"time/evaluation": "evaluation", "time/checkpoint": "checkpoint"}
 
 
@@ -86,31 +90,43 @@ class RunPace:
         return sum(taken) / len(taken) if taken else None
 
     @property
-    def left(self) -> float | None:
+    def left(self) -> Span | None:
         """Seconds to the end of the run; 0 where nothing is to do, None while a step or an evaluation that is
         to come was never measured. A checkpoint that was not is left out: it is small beside these.
 
-        It runs down while a unit is under way. Once that takes longer than its kind did, it counts as pace,
-        so the estimate grows and is never down to nothing.
+        It runs down while a unit is under way. Once that takes longer than its kind did, it counts as
+        measured, so that the bounds grow.
         """
         ahead, under_way = self.ahead, self._under_way
-        total = 0.0
-        for kind in self._taken:
-            num, pace = ahead.of(kind), self.seconds(kind)
-            if num and pace is not None:
-                total += num * pace
-            elif num and kind != "checkpoint":
+        total = Span(0.0, 0.0)
+        for kind, durations in self._taken.items():
+            num, taken = ahead.of(kind), tuple(durations)
+            if not num:
+                continue
+            if not taken:
+                if kind == "checkpoint":
+                    continue
                 return None
-        if under_way is None or not ahead.of(under_way[0]):
-            return total
-        return self._behind(total, *under_way)
+            if under_way is not None and under_way[0] == kind:
+                total += _begun(kind, taken, num, self._clock() - under_way[1])
+            else:
+                total += _ahead(kind, taken, num)
+        return total
 
-    def _behind(self, total: float, kind: Work, began: float) -> float | None:
-        """``total`` without what the unit under way has done of its share."""
-        num, pace, spent = self.ahead.of(kind), self.seconds(kind), self._clock() - began
-        if pace is None or spent <= pace:
-            return total if pace is None else total - spent
-        taken = tuple(self._taken[kind])
-        slower = (sum(taken) + spent) / (len(taken) + 1)
-        rest = total - num * pace + (num - 1) * slower
-        return rest if rest > 0 else None
+
+def _ahead(kind: Work, taken: tuple[float, ...], num: int) -> Span:
+    if not num:
+        return Span(0.0, 0.0)
+    if kind != "step" and len(taken) == 1:
+        return Span(num * taken[0] / _ONCE, num * taken[0] * _ONCE)
+    return Span(0.0, math.inf) if kind == "step" and len(taken) < _STEPS else ahead_of(taken, num)
+
+
+def _begun(kind: Work, taken: tuple[float, ...], num: int, spent: float) -> Span:
+    """``num`` units, the first of which began ``spent`` seconds ago."""
+    if spent <= sum(taken) / len(taken):
+        whole = _ahead(kind, taken, num)
+        return Span(max(0.0, whole.low - spent), whole.high - spent)
+    taken = (*taken, spent)[-_LATELY:]
+    rest, this = _ahead(kind, taken, num - 1), _ahead(kind, taken, 1)
+    return Span(rest.low, rest.high + max(spent, this.high - spent))  # at worst it is half done

@@ -1,16 +1,25 @@
 """Arithmetic of a run's stages: elapsed time, and how much is left by the pace that was measured, or
 nothing."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from outrider.watch.span import Span, duration
+
 Field: TypeAlias = float | int | str
 Clock: TypeAlias = Callable[[], float]
-TimeLeft: TypeAlias = Callable[[], float | None]
+TimeLeft: TypeAlias = Callable[[], Span | None]
 
 _WINDOW: Final = 20  # rewards that the moving mean looks back on
+_COLUMNS: Final = 80
+_LEFT: Final = len("left 12:40-25:10")
+_ELAPSED: Final = len("elapsed 59:59")
+_VALUE: Final = 5  # characters
+_UNITS: Final = ((1, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"))
+_NAME: Final = 31  # of a stage; longer ones end in an ellipsis
 
 
 class StageClock:
@@ -36,6 +45,7 @@ class StageClock:
         self.done = done
         self.num_reports = 0
         self.fields: dict[str, Field] = {}
+        self._since: dict[str, Field] = {}  # reported since a unit last ended, or with its end
         self.left_by = left_by
         self._num_before = done
         self._num_parallel = num_parallel
@@ -48,6 +58,7 @@ class StageClock:
         """Take a report; a mean over the last rewards replaces the field ``reward``."""
         if done != self._marks[-1][1]:  # reports within a unit say nothing about the pace of units
             self._mark(self._clock(), done)
+            self._since = {}
         self.done = done
         self.num_reports += 1
         self.fields.update(fields)
@@ -55,6 +66,7 @@ class StageClock:
         if isinstance(reward, int | float):
             self._rewards.append(float(reward))
             self.fields["reward"] = sum(self._rewards) / len(self._rewards)
+        self._since |= {name: self.fields[name] for name in fields}
 
     def _mark(self, now: float, done: int) -> None:
         """Keep what covers the later half of the time: long enough for a burst and the wait before it, and it
@@ -72,14 +84,12 @@ class StageClock:
 
     @property
     def left(self) -> float | None:
-        """Estimated seconds to the end: the units that are to do, at the measured pace. None where there is
-        no basis.
+        """Estimated seconds to the end of the stage: the units that are to do, at the measured pace. None
+        where there is no basis.
 
         It runs down between reports. Once the next unit is later than the pace had it, the silence counts as
         pace, and the estimate grows: it is never down to nothing while something is to do.
         """
-        if self.left_by is not None:
-            return self.left_by()
         (start, first), (end, last) = self._marks[0], self._marks[-1]
         if self.total is None or last <= first:
             return None
@@ -96,19 +106,32 @@ class StageClock:
 
     @property
     def shown_left(self) -> str | None:
-        """The estimate for a person, at least a second; None where nothing is to do or nothing is known."""
+        """The estimate for a person; None where nothing is to do or too little is known."""
+        if self.left_by is not None:
+            span = self.left_by()
+            return None if span is None or span.high <= 0 else span.shown
         left = self.left
-        is_over = self.done == self.total and (left is None or left <= 0)
-        return None if left is None or is_over else duration(max(1.0, left))
+        return None if left is None or (self.done == self.total and left <= 0) else duration(max(1.0, left))
 
     def summary(self) -> str:
-        """``train 3/40  reward 0.41  …  elapsed 0:12  left 2:28``; the caller makes one line of it."""
-        count = f"{self.done}/{self.total}" if self.total is not None else str(self.done)
-        parts = [f"{self.name} {count}", *(f"{name} {shown(value)}" for name, value in self.fields.items())]
-        parts.append(f"elapsed {duration(self.elapsed)}")
-        if (left := self.shown_left) is not None:
-            parts.append(f"left {left}")
-        return "  ".join(parts)
+        """``train  3/40  reward  0.41  elapsed 0:12  left 2:28``, at most 80 columns.
+
+        Columns stand where they stood for the same fields: values have a width, and the ends theirs. What has
+        no room is left out: fields from the last one on, then the time that has passed.
+        """
+        count = (
+            f"{self.done:>{len(str(self.total))}}/{self.total}" if self.total is not None else str(self.done)
+        )
+        name = self.name if len(self.name) <= _NAME else self.name[: _NAME - 1] + "…"
+        line, room = f"{name} {count}", _COLUMNS - _LEFT - 2
+        for field, value in self._since.items():
+            part = f"  {field} {compact(value):>{_VALUE}}"
+            if len(line) + len(part) <= room:
+                line += part
+        if len(line) + _ELAPSED + 2 <= room:
+            line += f"  {f'elapsed {duration(self.elapsed)}':<{_ELAPSED}}"
+        left = self.shown_left
+        return (line if left is None else f"{line}  left {left}").rstrip()
 
 
 class StageClocks:
@@ -142,8 +165,14 @@ def shown(value: Field) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def duration(seconds: float) -> str:
-    """``2:28`` or ``1:02:28``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def compact(value: Field) -> str:
+    """A field's value, where it is a number below 10^13 in at most five characters: ``0.412``, ``12345``,
+    ``123k``."""
+    if isinstance(value, str) or not math.isfinite(value):
+        return str(value)
+    for scale, unit in _UNITS:
+        for digits in (0,) if isinstance(value, int) and not unit else (3, 2, 1, 0):
+            text = f"{value / scale:.{digits}f}{unit}"
+            if len(text) <= _VALUE:
+                return text
+    return f"{value:.0e}"

@@ -10,7 +10,7 @@ from typing import Any, Final
 from outrider.errors import DataError
 from outrider.file_lock import is_locked
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.watch.run_directory import RunData, read_run
+from outrider.watch.run_directory import read_run
 from outrider.watch.viewer.alarms import alarms_of
 from outrider.watch.viewer.live import fingerprint, live_state
 from outrider.watch.viewer.rollout_index import RolloutIndex
@@ -32,8 +32,7 @@ class ViewedRun:
         """``running``, ``finished`` or ``stopped``."""
         if is_locked(self.path / "lock"):
             return "running"
-        run = read_run(self.path)
-        return "finished" if _is_done(run) else "stopped"
+        return "finished" if read_run(self.path).is_done else "stopped"
 
 
 class Catalogue:
@@ -84,7 +83,6 @@ def run_id(path: Path) -> str:
 def overview(run: ViewedRun) -> dict[str, Any]:
     """Status, method, task, score with interval, tokens, and the last alarm of a run."""
     data = read_run(run.path)
-    steps = [step for step, _ in data.curve("train", "reward/mean")]
     status = run.status
     last = data.evaluations[-1] if data.evaluations else None
     score = last.metrics.get("score") if last is not None else None
@@ -97,7 +95,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "task": data.config.get("environment.type", ""),
         "model": data.config.get("model.name", ""),
         "seed": data.config.get("seed", ""),
-        "steps": max(steps, default=0),
+        "steps": data.num_steps,
         "num_steps": data.config.get("train.num_steps", ""),
         "score": None if score is None else [score.value, score.ci_low, score.ci_high],
         "scored": "" if last is None else f"{last.label}, {last.num_tasks} tasks",
@@ -107,12 +105,6 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "live": live_state(run.path) if status == "running" else None,
         "notes": list(data.notes)[:5],
     }
-
-
-def _is_done(run: RunData) -> bool:
-    wanted = run.config.get("train.num_steps", "")
-    done = max((step for step, _ in run.curve("train", "reward/mean")), default=0)
-    return wanted.isdigit() and done >= int(wanted)
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
