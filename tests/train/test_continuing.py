@@ -190,7 +190,7 @@ def test_another_processor_is_told_and_the_same_one_is_not(
     monkeypatch.setattr("outrider.train.state.versions.read_processor", lambda: other)
     monkeypatch.setenv("NPY_DISABLE_CPU_FEATURES", "AVX2")
     run_training(RunDirectory.open(elsewhere), progress="plain", on_start=lambda stop: None)
-    (told,) = [line for line in capsys.readouterr().out.splitlines() if "OTHER" in line]
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("OTHER")]
     assert "OTHER PROCESSOR: the checkpoint was written with processor " in told and "(now another)" in told
     assert "(now avx1024)" in told and "NPY_DISABLE_CPU_FEATURES=AVX2)" in told
 

@@ -107,7 +107,7 @@ def test_a_state_without_a_checksum_is_continued_from_and_told(
     state["own_checksun"] = state.pop("own_checksum")
     newest(killed).write_text(json.dumps(state))
     resume(killed, progress="plain")
-    said = [line for line in capsys.readouterr().out.splitlines() if "NO CHECKSUM" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NO CHECKSUM")]
     assert len(said) == 1 and "state.json of step-000001" in said[0]
     assert_same(empo2, killed)
 
