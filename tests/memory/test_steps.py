@@ -257,7 +257,9 @@ def test_odd_texts_survive_and_repairs_are_counted(tmp_path: Path) -> None:
         trajectory_id="a", task_key="t", agent="e", prompt=prompt, steps=steps, reward=1.0
     )
     with open_writer(tmp_path) as buffer:
-        assert buffer.add_trajectories([trajectory]).num_repaired_texts == 2  # the message has repaired its own
+        assert (
+            buffer.add_trajectories([trajectory]).num_repaired_texts == 2
+        )  # the message has repaired its own
     with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as buffer:
         records = buffer.trajectory("a")
         assert [r.text for r in records] == [step.text.replace("\udce9", "\ufffd") for step in steps]
