@@ -35,8 +35,8 @@ from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import Settings, validate
 from outrider.environments.webshop.family import WebShopConfig
 from outrider.errors import ConfigError, DataError
-from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
+from outrider.rollout.limits import Limits
 from outrider.train.building import make_algorithm
 from outrider.train.data.sft import ColdStartSettings, cold_start, successful_paths
 from outrider.train.settings import AlgorithmSettings, RunSettings, TrainSettings

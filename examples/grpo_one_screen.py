@@ -11,7 +11,8 @@ from outrider.algorithms.common.losses import clipped_surrogate_per_token
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import load_model
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.train.learning_settings import OptimizerSettings

@@ -31,7 +31,8 @@ from outrider.engines.local.sampling import request_stream, sample
 from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer, Tokenizer

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from outrider.engines.base import Generation, Request
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.seeding import stream
 from outrider.tokens import Tokenizer

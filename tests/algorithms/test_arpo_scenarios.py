@@ -13,7 +13,8 @@ from outrider.engines.base import Request
 from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, EpisodeConfig
 from outrider.errors import ToolFault
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput

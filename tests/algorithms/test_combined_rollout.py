@@ -19,7 +19,7 @@ from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.trace import Node, Trace, played_turns, without_memory
 from outrider.train.update.pack import pack
 from outrider.train.update.policy import OptimizerSettings, Policy

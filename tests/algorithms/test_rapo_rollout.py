@@ -22,8 +22,8 @@ from outrider.environments.base import StepResult
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.metrics.declared import declared_metric
-from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import EpisodeState
+from outrider.rollout.limits import Limits
 from outrider.trace import Leaf, Node, Trace
 from outrider.train.metrics.step_metrics import retrieval_metrics
 from outrider.types import Message, Origin, Outcome, Step, Task, Trajectory

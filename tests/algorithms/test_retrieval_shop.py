@@ -15,8 +15,9 @@ from outrider.environments.webshop import text as webshop_text
 from outrider.environments.webshop.family import WebShopConfig, WebShopFamily
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
 from outrider.rollout.expert import trajectory_of
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace

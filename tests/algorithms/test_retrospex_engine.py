@@ -22,7 +22,7 @@ from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError, EnvironmentFault
 from outrider.evals.recorded import trajectories_of
 from outrider.memory.embedder import HashEmbedder, load_embedder
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.tokens import ChatRenderer, text_of
 from outrider.trace import Trace
 from outrider.train.metrics.trace_records import rows_of

@@ -13,7 +13,7 @@ from outrider.environments.house.family import HouseConfig, HouseFamily
 from outrider.environments.house.plan import make_house
 from outrider.environments.scienceworld.text import render_action
 from outrider.memory.embedder import HashEmbedder
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Task

@@ -15,7 +15,7 @@ from outrider.algorithms.common.advantages import group_normalized_advantages_pe
 from outrider.algorithms.tree_grpo import TreeGrpo, TreeGrpoSettings
 from outrider.config import load_settings, validate
 from outrider.errors import ConfigError
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.trace import Trace
 from outrider.train.settings import RunSettings
 from outrider.train.update.pack import RolloutPath

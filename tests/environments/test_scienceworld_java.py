@@ -15,8 +15,8 @@ from outrider.environments.scienceworld.family import ScienceWorldFactory, Scien
 from outrider.environments.scienceworld.gateway import JavaSimulator
 from outrider.environments.scienceworld.settings import ScienceWorldConfig
 from outrider.errors import EnvironmentFault
-from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.limits import Limits
 from outrider.trace import Trace
 from outrider.types import Message, Outcome
 from tests.rollout.fakes import scheduler, scripted

@@ -15,7 +15,7 @@ from outrider.environments.scienceworld.family import ScienceWorldFactory, Scien
 from outrider.environments.scienceworld.gateway import Opening, Reply
 from outrider.environments.scienceworld.settings import ScienceWorldConfig
 from outrider.errors import EnvironmentFault
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import RolloutReport
 from outrider.types import Outcome
 from tests.rollout.fakes import scheduler, scripted

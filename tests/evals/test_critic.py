@@ -21,7 +21,7 @@ from outrider.engines.base import Engine, Request
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.evals.recorded import recorded_trajectories, trajectories_of
 from outrider.memory.embedder import HashEmbedder
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.trace import Trace
 from outrider.train.metrics.trace_records import rows_of
 from outrider.types import Message

@@ -12,7 +12,7 @@ from outrider.evals.benchmark.scores import SampleResult
 from outrider.evals.benchmark.store import PanelStore
 from outrider.evals.benchmark.task_sets import TASK_SETS, Panel
 from outrider.evals.benchmark.tasks import PlayedPanel
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.types import Outcome, Task
 from outrider.watch.progress import NullProgress
 from tests.rollout.fakes import Factory, Fake

@@ -24,7 +24,7 @@ from outrider.evals.benchmark.settings import PanelSettings
 from outrider.evals.benchmark.store import PanelStore
 from outrider.evals.benchmark.task_sets import TASK_SETS, Panel
 from outrider.evals.benchmark.tasks import PlayedPanel
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.train.settings import ModelSettings, RunSettings
 from outrider.train.state.checkpoint import save_checkpoint
 from outrider.train.update.policy import OptimizerSettings, Policy

@@ -18,7 +18,7 @@ from outrider.errors import DataError
 from outrider.evals.recorded import recorded_trajectories, trajectories_of
 from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.trace import Trace
 from outrider.train.metrics.trace_records import rows_of
 from outrider.types import Origin, Step, Task, Trajectory

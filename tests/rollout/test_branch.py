@@ -20,8 +20,8 @@ from outrider.engines.base import Request
 from outrider.environments.base import CopyableEnvironment, StepResult
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.branch import Brancher
-from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.limits import Limits
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome

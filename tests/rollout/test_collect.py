@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outrider.engines.chat.engine import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.errors import EngineFault, ModelError
 from outrider.rollout.collect import Collected, Collector
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.types import Message, Outcome, Task
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.toy import ToyFamily

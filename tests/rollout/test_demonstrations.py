@@ -11,8 +11,8 @@ from outrider.algorithms.luffy import Luffy, LuffySettings
 from outrider.config import validate
 from outrider.errors import EnvironmentFault
 from outrider.rollout.demonstrations import join_demonstration
-from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
+from outrider.rollout.limits import Limits
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.limits import Limits
 from outrider.rollout.truncation import CUT_MARK
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.environments.base import StepResult
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.rollout.tree_growth import Expansion
 from outrider.seeding import stream
 from outrider.trace import Node, Trace

@@ -6,9 +6,9 @@ import pytest
 
 from outrider.environments.base import StepResult
 from outrider.environments.webshop.family import WebShopConfig, WebShopFamily
-from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts, trajectory_of
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.limits import Limits
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
 from outrider.types import Message, Origin, Outcome, Step, Task

@@ -11,7 +11,8 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
 from outrider.environments.tool_qa.family import ToolsConfig
 from outrider.environments.tool_qa.tool_episode import EpisodeConfig
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.scripted_play import play_texts
 from outrider.tokens import ChatRenderer

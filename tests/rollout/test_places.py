@@ -21,7 +21,7 @@ from outrider.config import validate
 from outrider.engines.base import Generation, Request
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import RolloutReport
 from outrider.rollout.tree_growth import Expansion
 from outrider.train.metrics.step_metrics import rollout_metrics

@@ -18,7 +18,8 @@ from outrider.environments.base import StepResult
 from outrider.errors import ConfigError, ModelError
 from outrider.evals.benchmark.settings import PanelSettings
 from outrider.rollout.demonstrations import join_demonstration
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
+from outrider.rollout.limits import Limits
 from outrider.rollout.rerendering import require_kept
 from outrider.rollout.scheduler import Scheduler
 from outrider.scale.placement import Shape

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 from outrider.algorithms.empo2.hook import rendered_tips
 from outrider.environments.base import StepResult
 from outrider.memory.tips import Tip
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Node, Trace, without_memory

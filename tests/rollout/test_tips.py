@@ -17,8 +17,9 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault
 from outrider.memory.embedder import HashEmbedder
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Reflector, Splice
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace, played_turns, without_memory

@@ -11,7 +11,7 @@ from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.tool_qa.episode import ToolEnvironment
 from outrider.errors import EnvironmentFault
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.runs import Run
 from outrider.trace import Trace
 from outrider.train.settings import RunSettings

@@ -8,8 +8,8 @@ import pytest
 from outrider.config import validate
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
-from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
+from outrider.rollout.limits import Limits
 from outrider.seeding import reset_seed
 from outrider.trace import Trace
 from outrider.train.data.buffer_growth import evolve_buffer

@@ -9,8 +9,8 @@ import pytest
 
 from outrider.config import validate
 from outrider.errors import ConfigError, EnvironmentFault
-from outrider.rollout.episode import Limits
 from outrider.rollout.expert import play_experts
+from outrider.rollout.limits import Limits
 from outrider.train.data.experts import ask_experts, play_expert
 from outrider.train.settings import RunSettings
 from outrider.types import Step, Task

@@ -13,8 +13,9 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import DataError
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Attempt, EpisodeState, Splice
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from outrider.config import Settings
+from outrider.environments.conversing import OwnConversations
 from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
 from outrider.types import Message, Step, Task, ToolSchema
 
@@ -104,6 +105,11 @@ class EnvironmentSettings(Settings):
         """The form of native tool calls; None where turns are text to the environment."""
         return None
 
+    @property
+    def keeps_conversations(self) -> bool:
+        """Whether its episodes are :class:`~outrider.environments.conversing.OwnConversations`."""
+        return False
+
 
 class Environment(Protocol):
     """One episode at a time. May block: the rollout loop calls ``step`` in a thread.
@@ -158,11 +164,15 @@ class NativeTools(Environment, Protocol):
 
 def tools_of(environment: Environment) -> Sequence[ToolSchema]:
     """The tools that a prompt tells of."""
+    if isinstance(environment, OwnConversations):
+        return environment.asked.tools
     return environment.tool_schemas if isinstance(environment, NativeTools) else ()
 
 
 def turn_message(environment: Environment, text: str) -> Message:
     """A turn of the policy as an environment is given it, from its text."""
+    if isinstance(environment, OwnConversations):
+        return environment.read(text)
     if not isinstance(environment, NativeTools):
         return Message(role="assistant", content=text)
     turn = read_turn(text, CALL_FORMATS[environment.call_format], environment.tool_schemas)

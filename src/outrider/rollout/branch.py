@@ -19,6 +19,7 @@ from outrider.environments.base import (
 )
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import guarded
+from outrider.rollout.conversing import Exchange
 from outrider.rollout.hooks import EpisodeState
 from outrider.trace import Node, Trace
 from outrider.types import Message, Step
@@ -44,6 +45,7 @@ class Fork:
     branch_streak: int
     environment: CopyableEnvironment | None
     conversation: tuple[Message, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
 
     async def restore(self, environment: Environment, *, reset_seed: int, timeout_s: float) -> None:
         """Bring a fresh environment to this point by replaying; a copy is there already.
@@ -74,6 +76,7 @@ class Fork:
         state.steps, state.actions, state.results = list(self.steps), list(self.actions), list(self.results)
         state.branch_streak, state.is_forked = self.branch_streak, True
         state.conversation = self.conversation
+        state.exchanges = list(self.exchanges)
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
@@ -112,6 +115,7 @@ async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
         branch_streak=state.branch_streak,
         environment=copy,
         conversation=state.conversation,
+        exchanges=tuple(state.exchanges),
     )
 
 

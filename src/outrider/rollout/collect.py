@@ -15,7 +15,7 @@ from outrider.engines.chat.wire import Refusal
 from outrider.environments.base import Environment, EnvironmentFactory, StepResult, tools_of, turn_message
 from outrider.errors import EngineFault, EnvironmentFault, ModelError, ToolFault
 from outrider.rollout.blocking import timed
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream_seed

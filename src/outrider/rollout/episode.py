@@ -5,21 +5,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pydantic import Field
-
-from outrider.config import Settings
 from outrider.engines.base import FinishReason, Request
-from outrider.environments.base import Environment, EpisodeResult, StepResult, tools_of, turn_message
+from outrider.environments.base import Environment, EpisodeResult, StepResult, turn_message
+from outrider.environments.conversing import Conversation, OwnConversations
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
+from outrider.rollout.context import Context
+from outrider.rollout.conversing import Exchange, asked_of, opening_ids, tell_sampled
 from outrider.rollout.faults import given_up
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
-from outrider.rollout.rerendering import rendered_again, require_kept
+from outrider.rollout.limits import Limits
+from outrider.rollout.rerendering import require_kept
 from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.tip_splice import ask_for_reflection, show_tip
-from outrider.rollout.truncation import bridged
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
@@ -27,23 +27,6 @@ from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step, Task
 
 ResultT = TypeVar("ResultT")
-
-
-class Limits(Settings):
-    """Budgets of one rollout; none is ever exceeded. Observations and retrieved steps count as response
-    tokens too.
-
-    A longer observation or retrieved step loses its middle. What still leaves the policy no room for a token
-    is not appended: the rollout ends there as truncated after an observation. A splice must leave room for a
-    whole turn, or the rollout goes on without it.
-    """
-
-    max_turns: int = Field(8, ge=1)
-    max_turn_tokens: int = Field(256, ge=1)
-    max_response_tokens: int = Field(2048, ge=1)
-    max_observation_tokens: int = Field(1024, ge=1)
-    max_splice_tokens: int = Field(512, ge=1)
-    step_timeout_s: float = Field(60.0, gt=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +118,7 @@ class EpisodeRunner:
         seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
             messages = await self._guarded(environment.reset, seed)
-            ids = self.renderer.prompt(messages, tools_of(environment))
+            ids = opening_ids(environment, messages, self.renderer)
             return _root(trace, ids, messages), tuple(messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
         return fork.last_node, fork.conversation
@@ -163,7 +146,7 @@ class EpisodeRunner:
         """One policy turn with what hooks put before it; None while the episode goes on."""
         if state.turn >= self.limits.max_turns:
             return Outcome.TRUNCATED_TURNS
-        if self._left(state) <= 0:
+        if self._context.left(state) <= 0:
             return Outcome.TRUNCATED_TOKENS
         # hooks have acted, and this point was decided about, in the rollout that it left
         here = state.is_forked
@@ -171,7 +154,9 @@ class EpisodeRunner:
         if not here and (outcome := await self._before_turn(state)) is not None:
             return outcome
         before = state.last_node
-        finish, text = await self._generate(state, min(self.limits.max_turn_tokens, self._left(state)))
+        question = asked_of(state.environment)
+        finish, text = await self._generate(state, question)
+        said = turn_message(state.environment, text)
         # Before the environment acts: a copy has to be of the state that this turn was written in.
         await self._pass(state, before, is_known=here)
         result = await self._act(state, text)
@@ -184,6 +169,11 @@ class EpisodeRunner:
         }
         observation = result.text
         state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
+        if question is not None:
+            whole = finish is not FinishReason.STOP
+            state.exchanges.append(
+                Exchange(asked=question, said=said, context=before, turn=state.last_node, is_whole=whole)
+            )
         outcome = self._observe(state, result, finish)
         state.turn += 1
         for hook in self.hooks:
@@ -218,18 +208,13 @@ class EpisodeRunner:
         state.results.append(result)
         return result
 
-    def _left(self, state: EpisodeState) -> int:
-        """Tokens that the rollout may still add."""
-        # The prompt and tips count here: the context holds them, whatever the budget of the response says.
-        used = len(state.trace.token_ids(state.last_node.node_id))
-        return min(
-            self.limits.max_response_tokens - state.num_response_tokens,
-            self.batcher.engine.context_length - used,
-        )
-
-    async def _generate(self, state: EpisodeState, room: int) -> tuple[FinishReason, str]:
+    async def _generate(self, state: EpisodeState, question: Conversation | None) -> tuple[FinishReason, str]:
         self._at(state, "the wait for a batch")
         context = state.trace.token_ids(state.last_node.node_id)
+        room = min(self.limits.max_turn_tokens, self._context.left(state))
+        stop = self.sampling.stop
+        if question is not None:
+            room, stop = min(room, question.max_tokens or room), (*stop, *question.stop)
         generation = await self.batcher.generate(
             Request(
                 # Padded: batches are ordered by this text.
@@ -240,7 +225,7 @@ class EpisodeRunner:
                     self.run_seed, "sample", self.training_step, state.task.key, state.rollout, state.turn
                 ),
                 temperature=self.sampling.temperature,
-                stop=self.sampling.stop,
+                stop=stop,
                 cache_key=f"{state.task.key}/{state.rollout}",
             )
         )
@@ -263,6 +248,7 @@ class EpisodeRunner:
         )
         state.num_splices_dropped = 0
         state.num_response_tokens += len(generation.token_ids)
+        tell_sampled(state.environment, generation, len(context), self.renderer.tokenizer)
         return generation.finish_reason, text
 
     def _observe(self, state: EpisodeState, result: StepResult, finish: FinishReason) -> Outcome | None:
@@ -271,6 +257,9 @@ class EpisodeRunner:
             # unreadable because it was cut, not because it is wrong
             cut = finish is FinishReason.LENGTH and result.invalid
             return Outcome.TRUNCATED_TOKENS if cut else _ended(result)
+        if isinstance(state.environment, OwnConversations):
+            appended = self._context.append_asked(state, state.environment, result)
+            return None if appended else Outcome.TRUNCATED_TOKENS
         observations = result.observations
         if not observations:
             raise EnvironmentFault("the environment neither answered nor ended the episode")
@@ -278,9 +267,9 @@ class EpisodeRunner:
             return Outcome.INVALID  # the policy closed the one assistant message that the protocol has
         limit = self.limits.max_observation_tokens
         if self.renderer.history_thinking == "strip":
-            appended = self._append_again(state, observations, limit)
+            appended = self._context.append_again(state, observations, limit)
         else:
-            appended = self._append(state, Origin.ENVIRONMENT, observations, limit, {})
+            appended = self._context.append(state, Origin.ENVIRONMENT, observations, limit, {})
         return None if appended else Outcome.TRUNCATED_TOKENS
 
     async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
@@ -312,60 +301,18 @@ class EpisodeRunner:
             state.num_splices_dropped += not shown
             return
         limit = self.limits.max_splice_tokens
-        if not self._append(
+        if not self._context.append(
             state, splice.origin, [message_of(splice)], limit, dict(splice.metadata), room=room
         ):
             state.num_splices_dropped += 1
         elif splice.step is not None:
             state.steps.append(splice.step)
 
-    def _append(
-        self,
-        state: EpisodeState,
-        origin: Origin,
-        messages: Sequence[Message],
-        limit: int,
-        metadata: dict[str, object],
-        *,
-        room: int = 1,
-    ) -> bool:
-        """Append tokens that the policy did not write; False when they would leave it less than ``room``
-        tokens.
-
-        A cut at the limit is marked in the text and on the node; it is never silent.
-        """
-        context = state.trace.token_ids(state.last_node.node_id)
-        kept, num_cut = bridged(context, messages, limit, renderer=self.renderer)
-        if len(kept) > self._left(state) - room:
-            return False
-        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
-        state.last_node = state.trace.append(
-            parent=state.last_node.node_id, origin=origin, token_ids=kept, message=_as_one(messages),
-            metadata=metadata,
-        )  # fmt: skip
-        state.num_response_tokens += len(kept)
-        return True
-
-    def _append_again(self, state: EpisodeState, observations: Sequence[Message], limit: int) -> bool:
-        """As :meth:`_append`, with the conversation rendered again: its context may begin anew."""
-        context = state.trace.token_ids(state.last_node.node_id)
-        seen = rendered_again(
-            context, state.conversation, state.last_node.message.content, observations,
-            tools=tools_of(state.environment), limit=limit, renderer=self.renderer,
-        )  # fmt: skip
-        used = len(seen.token_ids) + (0 if seen.restarts else len(context))
-        left = self.limits.max_response_tokens - state.num_response_tokens - seen.num_observed
-        if min(left, self.batcher.engine.context_length - used) < 1:
-            return False
-        metadata = {"num_tokens_cut": seen.num_cut, "rollout": state.rollout}
-        state.last_node = state.trace.append(
-            parent=state.last_node.node_id, origin=Origin.ENVIRONMENT, token_ids=seen.token_ids,
-            message=_as_one(observations), restarts=seen.restarts,
-            metadata=metadata | ({"restarts": True} if seen.restarts else {}),
-        )  # fmt: skip
-        state.conversation = seen.conversation
-        state.num_response_tokens += seen.num_observed
-        return True
+    @property
+    def _context(self) -> Context:
+        return Context(
+            renderer=self.renderer, limits=self.limits, context_length=self.batcher.engine.context_length
+        )
 
     def _at(self, state: EpisodeState, place: str) -> None:
         self.whereabouts.at(f"{state.task.key}/{state.rollout}", place)
@@ -378,12 +325,6 @@ def _ended(result: StepResult) -> Outcome:
     if result.truncated:
         return Outcome.TRUNCATED_TURNS
     return Outcome.INVALID if result.invalid else Outcome.FINISHED
-
-
-def _as_one(messages: Sequence[Message]) -> Message:
-    """Several messages as their node holds them."""
-    text = "\n".join(message.content for message in messages)
-    return Message(role=messages[0].role, content=text)
 
 
 def _root(trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message]) -> Node:

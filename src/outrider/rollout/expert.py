@@ -10,8 +10,9 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EnvironmentFactory, StepResult
 from outrider.memory.steps.history import TokenCounter
-from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, joined, retrieved
+from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream

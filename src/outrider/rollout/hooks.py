@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.rollout.conversing import Exchange
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task
@@ -46,7 +47,8 @@ class EpisodeState:
 
     ``actions`` and ``results`` are what the environment was given and answered. ``is_forked``: the next turn
     begins where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a
-    row at which rollouts left. ``conversation`` are the messages so far, where they are rendered again.
+    row at which rollouts left. ``conversation`` are the messages so far, where they are rendered again;
+    ``exchanges`` what a program has asked and was told, where it keeps the conversation.
     """
 
     task: Task
@@ -67,6 +69,7 @@ class EpisodeState:
     branch_streak: int = 0
     last_result: StepResult | None = None
     conversation: tuple[Message, ...] = ()
+    exchanges: list[Exchange] = field(default_factory=list)
 
     def stream(self, purpose: str) -> np.random.Generator:
         """The random stream of this purpose, step, task, rollout and turn."""

@@ -16,11 +16,12 @@ from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Brancher, Copies, Fork, Owe, fork_environment
-from outrider.rollout.episode import EpisodeRunner, Limits, Sampling
+from outrider.rollout.episode import EpisodeRunner, Sampling
 from outrider.rollout.event_loop import run_to_end
 from outrider.rollout.faults import FaultLog, given_up, lost
 from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
+from outrider.rollout.limits import Limits
 from outrider.rollout.loop_lag import LoopLag
 from outrider.rollout.rejoin import rejoin
 from outrider.rollout.stream_batcher import StreamBatcher, StreamingEngine

@@ -9,8 +9,8 @@ from outrider.config import Settings
 from outrider.engines.base import EngineSettings, LocalSettings
 from outrider.environments.families import EnvironmentConfig, is_inline
 from outrider.plugins.fields import EmbedderName, Name, Section
-from outrider.rollout.episode import Limits
 from outrider.rollout.evaluate import EvaluationSettings
+from outrider.rollout.limits import Limits
 from outrider.train.cluster_settings import ClusterSettings
 from outrider.train.learning_settings import (
     ColdStartSettings,
@@ -181,6 +181,7 @@ class RunSettings(Settings):
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
         self._possible_history()
         self._possible_contexts()
+        self._possible_conversations()
         self._possible_buffer()
         self._possible_adapters()
         if self.train.num_steps and (reason := self.engine.no_training()):
@@ -217,10 +218,23 @@ class RunSettings(Settings):
                 "(evaluation.num_trials): use keep"
             )
 
+    def _possible_conversations(self) -> None:
+        """What a program keeps has no place for steps that it did not ask for."""
+        if not self.environment.keeps_conversations:
+            return
+        shown = self.cold_start.num_examples and self.cold_start.retrieve_share
+        if self.algorithm.retrieves or shown:
+            what = "cold_start.retrieve_share" if shown else f"algorithm.type = {self.algorithm.type}"
+            raise ValueError(
+                f"{what} puts steps into the conversation, which environment.type = {self.environment.type} "
+                "leaves to a program: it cannot answer them"
+            )
+
     def _possible_contexts(self) -> None:
         if not self.engine.reads_contexts:
             return
         given = {
+            f"environment.type = {self.environment.type}": self.environment.keeps_conversations,
             "model.history_thinking = strip": self.model.history_thinking == "strip",
             "model.template_kwargs": bool(self.model.template_kwargs),
             "native tool calls (environment.protocol)": self.environment.call_format is not None,

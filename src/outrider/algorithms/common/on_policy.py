@@ -9,8 +9,8 @@ from outrider.algorithms.algorithm import Algorithm, GroupFilter, TaskChoice
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings
 from outrider.algorithms.common.group_settings import GroupSettings, groups_worth_training, shape_returns
 from outrider.algorithms.context import AlgorithmContext
-from outrider.rollout.episode import Limits
 from outrider.rollout.hooks import Hook
+from outrider.rollout.limits import Limits
 from outrider.trace import Trace
 from outrider.types import Task
 

@@ -16,7 +16,7 @@ from outrider.evals.benchmark.store import SETTINGS
 from outrider.evals.benchmark.task_sets import TASK_SETS
 from outrider.plugins.names import is_import_path, is_known, known_names
 from outrider.plugins.record import write_origins
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.train.settings import ModelSettings
 
 _QUESTIONS: Final = "tools"  # the environment of questions that come from elsewhere

@@ -19,7 +19,7 @@ from outrider.evals.benchmark.extraction import Kind, Scorer, find_variant
 from outrider.evals.benchmark.settings import PanelSettings, environment_names, is_environment
 from outrider.evals.benchmark.task_sets import Panel, TaskSet, load_task_set, prompt_messages
 from outrider.plugins.record import plugin_digests
-from outrider.rollout.episode import Limits
+from outrider.rollout.limits import Limits
 from outrider.types import Json, Message, Task
 
 

@@ -1,0 +1,89 @@
+"""Answers of ``/v1/chat/completions``: whole, or as a stream of events."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from outrider.environments.agent.wire import MODEL, Answer, Ask, written_calls
+
+
+def completion(ask: Ask, answers: Sequence[Answer], name: str) -> dict[str, Any]:
+    """The whole answer; ``name`` is its id."""
+    return {
+        **_head(name, "chat.completion"),
+        "choices": [
+            {
+                "index": number,
+                "message": _message(answer),
+                "finish_reason": answer.finish,
+                "logprobs": _logprobs(answer) if ask.wants_logprobs else None,
+            }
+            for number, answer in enumerate(answers)
+        ],
+        "usage": usage(answers),
+    }
+
+
+def events(ask: Ask, answers: Sequence[Answer], name: str) -> Iterator[str]:
+    """The same as server-sent events. A turn is known as a whole only, so its words come at once."""
+    head = _head(name, "chat.completion.chunk")
+    for number, answer in enumerate(answers):
+        message = _message(answer)
+        calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", ()))]
+        yield _event(head, number, {key: value for key, value in message.items() if value is not None}, None,
+                     _logprobs(answer) if ask.wants_logprobs else None)  # fmt: skip
+        for call in calls:
+            yield _event(head, number, {"tool_calls": [call]}, None, None)
+        yield _event(head, number, {}, answer.finish, None)
+    if ask.wants_usage:
+        yield _line({**head, "choices": [], "usage": usage(answers)})
+    yield "data: [DONE]\n\n"
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Tokens of the context, which all answers share, and of the answers."""
+    turns = [answer.turn for answer in answers if answer.turn is not None]
+    asked = max((turn.num_context_tokens for turn in turns), default=0)
+    said = sum(len(turn.tokens) for turn in turns)
+    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+
+
+def _head(name: str, kind: str) -> dict[str, Any]:
+    # no clock: a program that looks at it would do something else the next time
+    return {"id": name, "object": kind, "created": 0, "model": MODEL}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    said = answer.message
+    message: dict[str, Any] = {"role": "assistant", "content": said.content or None}
+    if not said.tool_calls:
+        message["content"] = said.content
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        message["tool_calls"] = written_calls(said.tool_calls)
+    return message
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    if answer.turn is None:
+        return {"content": []}
+    pairs = zip(answer.turn.tokens, answer.turn.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in pairs
+        ],
+        "refusal": None,
+    }
+
+
+def _event(
+    head: dict[str, Any], number: int, delta: dict[str, Any], finish: str | None, logprobs: Any
+) -> str:
+    choice = {"index": number, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+    return _line({**head, "choices": [choice]})
+
+
+def _line(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -1,0 +1,192 @@
+"""One episode: a program that asks, and a policy that answers."""
+
+import json
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from outrider.environments.agent.gateway import Gateway
+from outrider.environments.agent.programs import Programs, Report
+from outrider.environments.agent.session import Closed, Ended, Event, Question, Reward, Session, read_reward
+from outrider.environments.agent.settings import AgentConfig
+from outrider.environments.agent.wire import Answer
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.conversing import Conversation, SampledTurn
+from outrider.errors import EnvironmentFault
+from outrider.tokens.calls import CALL_FORMATS, read_turn
+from outrider.tokens.parsed import split_thinking
+from outrider.types import Message, Task
+
+
+class AgentEnvironment:
+    """The program's requests are the observations, the policy's turns are the answers. Its requests wait in
+    the order of their arrival and are answered one by one.
+    """
+
+    def __init__(self, *, gateway: Gateway, programs: Programs, config: AgentConfig, task: Task) -> None:
+        """Nothing is started before :meth:`reset`."""
+        self._gateway = gateway
+        self._programs = programs
+        self._config = config
+        self._task = task
+        self._session: Session | None = None
+        self._program: int | None = None
+        self._question: Question | None = None
+        self._turn: SampledTurn | None = None
+        self._reward: Reward | None = None
+        self._has_failed = False
+        self._num_turns = 0
+        self._left_s = config.time_limit_s
+
+    def reset(self, seed: int) -> Sequence[Message]:
+        """Start the program and wait for its first request. ``seed`` is its variable ``OUTRIDER_SEED``."""
+        self.close()
+        self._reward, self._has_failed, self._turn = None, False, None
+        self._num_turns, self._left_s = 0, self._config.time_limit_s
+        session = self._gateway.open(takes_tools=self._config.tool_calls is not None)
+        self._session = session
+        variables = {
+            "OPENAI_BASE_URL": self._gateway.url,
+            "OPENAI_API_KEY": session.key,
+            "OUTRIDER_SEED": str(seed),
+        }
+        self._program = self._programs.start(self._task, variables, lambda report: _over(session, report))
+        event = self._next()
+        if not isinstance(event, Question):
+            raise EnvironmentFault("the program ended without asking the policy anything")
+        self._question = event
+        return self.asked.messages
+
+    @property
+    def asked(self) -> Conversation:
+        """See :class:`~outrider.environments.conversing.OwnConversations`."""
+        if self._question is None:
+            raise EnvironmentFault("the program asks nothing")
+        return self._question.ask.conversation
+
+    def read(self, text: str) -> Message:
+        """See :class:`~outrider.environments.conversing.OwnConversations`. A turn with a call that cannot be
+        read is words to the program, as servers give it.
+        """
+        asked = self.asked
+        ends = [end for stop in asked.stop if (end := text.find(stop)) >= 0]
+        text = text[: min(ends)] if ends else text
+        form = self._config.tool_calls
+        turn = read_turn(text, None if form is None else CALL_FORMATS[form], asked.tools)
+        if turn.problems:
+            reasoning, words, _ = split_thinking(text)
+            return Message(role="assistant", content=words, reasoning=reasoning, problems=turn.problems)
+        # unique in the episode: agents find the results by them
+        calls = tuple(
+            replace(call, call_id=f"c{self._num_turns:04d}{number:04d}")
+            for number, call in enumerate(turn.tool_calls)
+        )
+        return Message(role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=calls)
+
+    def sampled(self, turn: SampledTurn) -> None:
+        """See :class:`~outrider.environments.conversing.OwnConversations`."""
+        self._turn = turn
+
+    def step(self, message: Message) -> StepResult:
+        """Answer the program, and wait for what it asks next or for its end."""
+        question, turn, self._turn = self._question, self._turn, None
+        if question is None:
+            raise EnvironmentFault("the program asks nothing")
+        if question.ask.wants_logprobs and turn is None:
+            raise EnvironmentFault("a program that asks for log-probs cannot be replayed")
+        self._num_turns += 1
+        invalid = bool(message.problems)
+        if not question.give(Answer(message=message, turn=turn)):
+            return StepResult(messages=question.ask.conversation.messages[-1:], invalid=invalid)
+        known = len(question.ask.conversation.messages) + 1
+        self._question = None
+        event = self._next()
+        if not isinstance(event, Question):
+            return StepResult(reward=self._ended(event).value, done=True, invalid=False)
+        self._question = event
+        said = event.ask.conversation.messages
+        new = said[known:] if said[: known - 1] == question.ask.conversation.messages else said
+        results = [one for one in new if one.role == "tool"]
+        return StepResult(
+            messages=new or said[-1:],
+            invalid=invalid,
+            num_tool_calls=len(results),
+            tools=tuple(one.tool_name for one in results if one.tool_name),
+        )
+
+    def result(self) -> EpisodeResult:
+        """What the program handed in; ``cut_return`` where it did not get that far."""
+        reward = self._reward or Reward(value=self._config.cut_return)
+        success = reward.value >= self._config.success_at if reward.success is None else reward.success
+        session = self._session
+        counted = {
+            "num_requests": float(session.num_requests if session else 0),
+            "num_refused_requests": float(session.num_refused if session else 0),
+            "num_failed": float(self._has_failed),
+        }
+        return EpisodeResult(
+            episode_return=reward.value,
+            success=success and self._reward is not None,
+            metrics={**counted, **reward.metrics},
+        )
+
+    def close(self) -> None:
+        """Kill the program and close its session; may be called twice."""
+        session, self._session, self._question = self._session, None, None
+        program, self._program = self._program, None
+        if session is not None:
+            self._gateway.forget(session)
+        if program is not None:
+            self._programs.kill(program)
+
+    def _next(self) -> Event:
+        """The program's next request, or its end; it has so much time in all. Raises EnvironmentFault."""
+        session = self._session
+        if session is None:
+            raise EnvironmentFault("the episode was never reset, or is closed")
+        began = time.monotonic()
+        try:
+            event = session.next(max(0.0, self._left_s))
+        except queue.Empty:
+            event = Ended(reward=None, problem=f"it took longer than {self._config.time_limit_s:g} s")
+        self._left_s -= time.monotonic() - began
+        if isinstance(event, Closed):
+            raise EnvironmentFault("the episode was closed")
+        if isinstance(event, Ended) and event.reward is None and self._config.failed_return is None:
+            raise EnvironmentFault(f"the agent program: {event.problem}")
+        return event
+
+    def _ended(self, event: Event) -> Reward:
+        """Keep what an episode was worth."""
+        reward = event if isinstance(event, Reward) else event.reward if isinstance(event, Ended) else None
+        if reward is None:
+            assert self._config.failed_return is not None  # _next has raised otherwise
+            reward = Reward(value=self._config.failed_return, success=False)
+            self._has_failed = True
+        self._reward = reward
+        return reward
+
+
+def _over(session: Session, report: Report) -> None:
+    """Put a program's end behind what it has asked."""
+    session.end(ended(report))
+
+
+def ended(report: Report) -> Ended:
+    """What a report says of an episode."""
+    tail = report.tail.strip().rpartition("\n")[2][-300:]
+    if report.status < 0:
+        return Ended(reward=None, problem=f"it was ended by signal {-report.status} ({tail or 'no output'})")
+    try:
+        found = json.loads(report.result)
+    except ValueError:
+        return Ended(reward=None, problem=f"it ended with status {report.status} ({tail or 'no output'})")
+    if "error" in found:
+        return Ended(reward=None, problem=str(found["error"])[:300])
+    if found.get("value") is None:
+        return Ended(reward=None, problem="it ended without a reward")
+    try:
+        return Ended(reward=read_reward(found["value"]))
+    except ValueError as error:
+        return Ended(reward=None, problem=str(error))

@@ -1,0 +1,175 @@
+"""The server that agent programs take for OpenAI's: on loopback, a key for every episode."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from outrider.environments.agent.completions import completion, events
+from outrider.environments.agent.responses import read_response, response, response_events
+from outrider.environments.agent.session import Refused, Session, read_reward
+from outrider.environments.agent.wire import MODEL, Answer, Ask, BadRequest, read_chat
+from outrider.errors import EnvironmentFault
+
+MAX_BYTES: Final = 16 << 20
+"""Of one request."""
+_START_S: Final = 30.0
+
+Read = Callable[..., Ask]
+Write = Callable[[Ask, list[Answer], str], Response]
+
+
+class Gateway:
+    """Serves in a thread of its own until it is closed. ``url`` is what clients call their base URL."""
+
+    def __init__(self) -> None:
+        """Binds a free port of 127.0.0.1. Raises EnvironmentFault where the server does not start."""
+        self._sessions: dict[str, Session] = {}
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        config = uvicorn.Config(
+            self._app(), log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="outrider agent gateway")
+        self._thread.start()
+        if not self._started.wait(_START_S) or not self._thread.is_alive():
+            raise EnvironmentFault("the server for agent programs did not start")
+
+    def open(self, *, takes_tools: bool) -> Session:
+        """A session with a key that nobody else has."""
+        session = Session(takes_tools=takes_tools)
+        self._sessions[session.key] = session
+        return session
+
+    def forget(self, session: Session) -> None:
+        """Close a session; its key opens nothing any more. May be called twice."""
+        session.close()
+        self._sessions.pop(session.key, None)
+
+    def close(self) -> None:
+        """Stop serving. May be called twice."""
+        for session in list(self._sessions.values()):
+            self.forget(session)
+        self._server.should_exit = True
+        self._thread.join(_START_S)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        async def serve() -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+                while not self._server.started and not serving.done():
+                    await asyncio.sleep(0.005)
+                self._started.set()
+                await serving
+
+        asyncio.run(serve())
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/responses", self._responses, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/reward", self._reward, methods=["POST"]),
+            ]
+        )
+
+    async def _chat(self, request: Request) -> Response:
+        def write(ask: Ask, answers: list[Answer], name: str) -> Response:
+            if ask.streams:
+                return _stream(events(ask, answers, name))
+            return JSONResponse(completion(ask, answers, name))
+
+        return await self._answer(request, read_chat, write)
+
+    async def _responses(self, request: Request) -> Response:
+        def write(ask: Ask, answers: list[Answer], name: str) -> Response:
+            if ask.streams:
+                return _stream(response_events(ask, answers[0], name))
+            return JSONResponse(response(ask, answers[0], name))
+
+        return await self._answer(request, read_response, write)
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "outrider"}
+        try:
+            self._session(request)
+        except Refused as refused:
+            return _error(refused)
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _reward(self, request: Request) -> Response:
+        try:
+            session = self._session(request)
+            try:
+                session.hand_in(read_reward(await _body(request)))
+            except (ValueError, BadRequest) as error:
+                session.num_refused += 1
+                raise Refused(400, "invalid_request_error", str(error)) from error
+        except Refused as refused:
+            return _error(refused)
+        return JSONResponse({"status": "ok"})
+
+    async def _answer(self, request: Request, read: Read, write: Write) -> Response:
+        try:
+            session = self._session(request)
+            try:
+                ask = read(await _body(request), takes_tools=session.takes_tools)
+                question = session.ask(ask)
+                number = session.num_requests
+            except BadRequest as error:
+                session.num_refused += 1
+                raise Refused(400, "invalid_request_error", str(error)) from error
+            hung_up = asyncio.ensure_future(request.receive())
+            answered = asyncio.ensure_future(question.answers())
+            await asyncio.wait({hung_up, answered}, return_when=asyncio.FIRST_COMPLETED)
+            hung_up.cancel()
+            if not answered.done():
+                question.is_gone = True
+                answered.cancel()
+                return Response(status_code=499)
+            return write(ask, answered.result(), f"turn-{number}")
+        except Refused as refused:
+            return _error(refused)
+
+    def _session(self, request: Request) -> Session:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = self._sessions.get(key.strip())
+        if scheme.lower() != "bearer" or session is None:
+            raise Refused(401, "invalid_api_key", "no episode has this key")
+        return session
+
+
+async def _body(request: Request) -> Any:
+    """The JSON of a request. Raises BadRequest, Refused where it is too long."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BYTES:
+            raise Refused(413, "request_too_large", f"a request has at most {MAX_BYTES} bytes")
+    try:
+        return json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+
+
+def _error(refused: Refused) -> Response:
+    body = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}
+    return JSONResponse({"error": body}, status_code=refused.status)
+
+
+def _stream(lines: Iterator[str]) -> Response:
+    return StreamingResponse(lines, media_type="text/event-stream")

@@ -1,0 +1,249 @@
+"""The process that runs agent programs: it imports the agent once and forks a child for every episode.
+
+Requests and reports are JSON lines on the socket at file descriptor 0. When the socket ends, because the
+trainer closed it or was killed, every program and what it started is killed.
+"""
+
+import asyncio
+import contextlib
+import gc
+import inspect
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn
+
+from outrider.errors import OutriderError
+from outrider.plugins.imports import import_target
+from outrider.types import Task
+
+_TAIL_BYTES: Final = 8 << 10  # of what a program prints
+_MAX_RESULT: Final = 4 << 20
+_EVERY_S: Final = 0.2  # how often a child is looked for whose pipe somebody else holds open
+
+
+@dataclass(slots=True)
+class _Child:
+    """A program that runs, and what came of it so far."""
+
+    name: int
+    pid: int
+    result: int  # read ends of its pipes
+    output: int
+    value: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
+
+
+def main(given: str) -> None:
+    """Import what the recipe names, say so, and serve. ``given`` is JSON: ``function`` or ``command``, and
+    ``reward``.
+    """
+    sock = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    settings = json.loads(given)
+    try:
+        run = _runner(settings)
+        reward = import_target(settings["reward"]) if settings["reward"] else None
+    except (OutriderError, Exception, SystemExit) as error:
+        _say(sock, {"failed": f"{type(error).__name__}: {error}"})
+        return
+    gc.collect()
+    gc.freeze()
+    _say(sock, {"ready": True})
+    with contextlib.suppress(ConnectionError):
+        _Launcher(sock, run, reward).serve()
+
+
+def _runner(settings: Mapping[str, Any]) -> Callable[[Task], Any]:
+    command: Sequence[str] = settings["command"]
+    if not command:
+        return import_target(settings["function"])  # type: ignore[no-any-return]
+
+    def run(task: Task) -> str:
+        """The program's standard output is its answer; the task is its standard input, as JSON."""
+        words = [word.replace("{question}", task.question) for word in command]
+        given = {
+            "key": task.key,
+            "question": task.question,
+            "answers": task.answers,
+            "metadata": task.metadata,
+        }
+        done = subprocess.run(words, input=json.dumps(given), stdout=subprocess.PIPE, encoding="utf-8",
+                              errors="replace")  # fmt: skip
+        if done.returncode != 0:
+            raise ChildProcessError(f"{words[0]} ended with status {done.returncode}")
+        return done.stdout.strip()
+
+    return run
+
+
+class _Launcher:
+    """One thread, which waits for requests, for what programs print, and for their ends."""
+
+    def __init__(
+        self, sock: socket.socket, run: Callable[[Task], Any], reward: Callable[..., Any] | None
+    ) -> None:
+        self._sock = sock
+        self._run = run
+        self._reward = reward
+        self._children: dict[int, _Child] = {}
+        self._waiting = selectors.DefaultSelector()
+        self._waiting.register(sock, selectors.EVENT_READ)
+        self._lines = bytearray()
+
+    def serve(self) -> None:
+        """Until the socket ends."""
+        try:
+            while self._turn():
+                pass
+        finally:
+            for child in self._children.values():
+                _kill(child.pid)
+
+    def _turn(self) -> bool:
+        for key, _ in self._waiting.select(_EVERY_S if self._children else None):
+            if key.fileobj is self._sock:
+                if not self._read_requests():
+                    return False
+            else:
+                self._read_pipe(key.data, int(key.fd))
+        for child in list(self._children.values()):
+            self._look(child)
+        return True
+
+    def _read_requests(self) -> bool:
+        data = self._sock.recv(1 << 16)
+        self._lines += data
+        while (end := self._lines.find(b"\n")) >= 0:
+            request = json.loads(self._lines[:end])
+            del self._lines[: end + 1]
+            if "kill" not in request:
+                self._start(request)
+            elif request["kill"] in self._children:
+                _kill(self._children[request["kill"]].pid)
+        return bool(data)
+
+    def _start(self, request: Mapping[str, Any]) -> None:
+        result, result_end = os.pipe()
+        output, output_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._sock.close()
+            self._waiting.close()
+            for child in self._children.values():
+                os.close(child.result)
+                os.close(child.output)
+            os.close(result)
+            _become(request, result_end, output_end, self._run, self._reward)
+        os.close(result_end)
+        os.close(output_end)
+        child = _Child(request["name"], pid, result, output)
+        self._children[child.name] = child
+        for one in (result, output):
+            os.set_blocking(one, False)
+            self._waiting.register(one, selectors.EVENT_READ, child)
+
+    def _read_pipe(self, child: _Child, pipe: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(pipe, 1 << 16)
+            if not data:
+                self._waiting.unregister(pipe)
+            elif pipe == child.result:
+                child.value += data
+                if len(child.value) > _MAX_RESULT:
+                    _kill(child.pid)
+            else:
+                child.tail = (child.tail + data)[-_TAIL_BYTES:]
+
+    def _look(self, child: _Child) -> None:
+        """Report a child that has ended, and end what it left behind."""
+        pid, status = os.waitpid(child.pid, os.WNOHANG)
+        if pid == 0:
+            return
+        _kill_rest(child.pid)
+        for pipe in (child.result, child.output):
+            for _ in range(64):  # what is still in the pipe
+                if pipe not in self._waiting.get_map():
+                    break
+                self._read_pipe(child, pipe)
+            if pipe in self._waiting.get_map():
+                self._waiting.unregister(pipe)
+            os.close(pipe)
+        del self._children[child.name]
+        _say(self._sock, {
+            "name": child.name,
+            "status": os.waitstatus_to_exitcode(status),
+            "result": child.value.decode("utf-8", "replace") if len(child.value) <= _MAX_RESULT else "",
+            "tail": child.tail.decode("utf-8", "replace"),
+        })  # fmt: skip
+
+
+def _become(
+    request: Mapping[str, Any],
+    result: int,
+    output: int,
+    run: Callable[[Task], Any],
+    reward: Callable[..., Any] | None,
+) -> NoReturn:
+    """In the child: run the program, write what came of it, end."""
+    status = 1
+    try:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.update(request["environment"])
+        fields = request["task"]
+        task = Task(**{**fields, "answers": tuple(fields["answers"])})
+        found = {"value": _called(run, task)}
+        if reward is not None:
+            found = {"value": _called(reward, task, found["value"])}
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1 if error.code else 0
+        found = {"error": f"it exited with status {status}"} if status else {"value": None}
+    except BaseException as error:
+        traceback.print_exc()
+        reason = " ".join(str(error).split())
+        found = {"error": f"{type(error).__name__}: {reason}"}
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    try:
+        text = json.dumps(found)
+    except (TypeError, ValueError):
+        text = json.dumps({"error": f"what came back is no JSON: {type(found.get('value')).__name__}"})
+    with contextlib.suppress(OSError), open(result, "wb") as pipe:
+        pipe.write(text.encode())
+    os._exit(status)
+
+
+def _called(function: Callable[..., Any], *given: Any) -> Any:
+    found = function(*given)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
+
+
+def _kill(pid: int) -> None:
+    """A program with all that it started and left in its group."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+            os.kill(pid, signal.SIGKILL)
+
+
+def _kill_rest(pid: int) -> None:
+    """What a program that has ended left in its group; nobody can have taken its number meanwhile."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _say(sock: socket.socket, value: Mapping[str, Any]) -> None:
+    sock.sendall(json.dumps(value).encode() + b"\n")

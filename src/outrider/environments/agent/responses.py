@@ -1,0 +1,188 @@
+"""``/v1/responses``, the other form of the same questions: items in place of messages.
+
+Nothing is kept between requests: each has its whole input, as clients send it that store nothing.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from outrider.environments.agent.completions import usage
+from outrider.environments.agent.wire import (
+    MODEL,
+    Answer,
+    Ask,
+    BadRequest,
+    checked,
+    count,
+    mapping,
+    named_results,
+    read_call,
+    read_tools,
+    text_of_content,
+)
+from outrider.environments.conversing import Conversation
+from outrider.types import Message, Role
+
+_ROLES: Final[dict[str, Role]] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
+
+def read_response(body: Any, *, takes_tools: bool) -> Ask:
+    """A body of ``/v1/responses``. Raises BadRequest."""
+    fields = mapping(body, "the body")
+    if fields.get("previous_response_id") or fields.get("conversation"):
+        raise BadRequest("previous_response_id: nothing is kept here, send the whole input each time")
+    text = mapping(fields.get("text") or {}, "text")
+    kind = mapping(text.get("format") or {"type": "text"}, "text.format").get("type")
+    if kind != "text":
+        raise BadRequest(f"text.format {kind!r}: a policy in training writes freely")
+    messages: list[Message] = []
+    if fields.get("instructions"):
+        messages.append(Message(role="system", content=text_of_content(fields["instructions"])))
+    items = fields.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise BadRequest("input is a text, or a list with at least one item")
+    for item in items:
+        _add(messages, mapping(item, "an item of the input"))
+    if not messages:
+        raise BadRequest("the input holds no message")
+    conversation = Conversation(
+        messages=checked(named_results(messages)),
+        tools=read_tools(fields, takes_tools=takes_tools),
+        max_tokens=count(fields, "max_output_tokens"),
+    )
+    return Ask(conversation=conversation, streams=bool(fields.get("stream")))
+
+
+def _add(messages: list[Message], item: dict[str, Any]) -> None:
+    kind = item.get("type", "message")
+    if kind == "reasoning":
+        return  # the policy's thinking of earlier turns is in its context already, or left out on purpose
+    if kind == "function_call":
+        call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+        _say(messages, Message(role="assistant", content="", tool_calls=(call,)))
+    elif kind == "function_call_output":
+        output = item.get("output")
+        messages.append(
+            Message(role="tool", content=text_of_content(output), tool_call_id=str(item.get("call_id") or ""))
+        )
+    elif kind == "message":
+        role = _ROLES.get(str(item.get("role")))
+        if role is None:
+            raise BadRequest(f"a message of the role {item.get('role')!r}: known are {', '.join(_ROLES)}")
+        message = Message(role=role, content=text_of_content(item.get("content")))
+        if role == "assistant":
+            _say(messages, message)
+        else:
+            messages.append(message)
+    else:
+        raise BadRequest(f"an item of the type {kind!r}: known are message, function_call and its output")
+
+
+def _say(messages: list[Message], said: Message) -> None:
+    """The words and the calls of one turn come as items of their own."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or (said.content and last.tool_calls):
+        messages.append(said)
+        return
+    messages[-1] = Message(
+        role="assistant", content=last.content + said.content, tool_calls=(*last.tool_calls, *said.tool_calls)
+    )
+
+
+def response(ask: Ask, answer: Answer, name: str) -> dict[str, Any]:
+    """The whole answer; ``name`` is its id."""
+    is_cut = answer.finish == "length"
+    tokens = usage([answer])
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": 0,
+        "model": MODEL,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "output": _items(answer, name),
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", "strict": False, **tool} for tool in ask.conversation.tools],
+        "usage": {
+            "input_tokens": tokens["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": tokens["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": tokens["total_tokens"],
+        },
+    }
+
+
+def response_events(ask: Ask, answer: Answer, name: str) -> Iterator[str]:
+    """The same as server-sent events."""
+    whole = response(ask, answer, name)
+    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    told: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
+    for number, item in enumerate(whole["output"]):
+        told += _item_events(item, number)
+    last = "response.incomplete" if whole["incomplete_details"] else "response.completed"
+    told.append({"type": last, "response": whole})
+    for number, event in enumerate(told):
+        text = json.dumps({**event, "sequence_number": number}, ensure_ascii=False)
+        yield f"event: {event['type']}\ndata: {text}\n\n"
+
+
+def _items(answer: Answer, name: str) -> list[dict[str, Any]]:
+    said = answer.message
+    items: list[dict[str, Any]] = []
+    if said.content or not said.tool_calls:
+        part = {"type": "output_text", "text": said.content, "annotations": [], "logprobs": []}
+        items.append(
+            {
+                "id": f"msg-{name}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [part],
+            }
+        )
+    for call in said.tool_calls:
+        items.append({
+            "id": f"fc-{name}-{call.call_id}", "type": "function_call", "call_id": call.call_id,
+            "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            "status": "completed",
+        })  # fmt: skip
+    return items
+
+
+def _item_events(item: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    where = {"item_id": item["id"], "output_index": number}
+    added = {"type": "response.output_item.added", "output_index": number}
+    done = {"type": "response.output_item.done", "output_index": number, "item": item}
+    if item["type"] == "function_call":
+        kind = "response.function_call_arguments"
+        return [
+            {**added, "item": {**item, "arguments": "", "status": "in_progress"}},
+            {"type": f"{kind}.delta", **where, "delta": item["arguments"]},
+            {"type": f"{kind}.done", **where, "arguments": item["arguments"], "name": item["name"]},
+            done,
+        ]
+    (part,) = item["content"]
+    inside = {**where, "content_index": 0}
+    return [
+        {**added, "item": {**item, "content": [], "status": "in_progress"}},
+        {"type": "response.content_part.added", **inside, "part": {**part, "text": ""}},
+        {"type": "response.output_text.delta", **inside, "delta": part["text"], "logprobs": []},
+        {"type": "response.output_text.done", **inside, "text": part["text"], "logprobs": []},
+        {"type": "response.content_part.done", **inside, "part": part},
+        done,
+    ]

@@ -1,0 +1,173 @@
+"""One episode's end of the server: what its program asks, hands in, and how it ends, in the order of arrival."""
+
+import asyncio
+import math
+import queue
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Final
+
+from outrider.environments.agent.wire import Answer, Ask
+
+MAX_WAITING: Final = 64
+"""Requests of one program that wait for an answer at a time."""
+OVER: Final = "the episode has ended"
+
+
+class Refused(Exception):
+    """A request that is not answered: ``status`` and ``code`` are what HTTP and the client are told."""
+
+    def __init__(self, status: int, code: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """What an episode was worth. ``success`` None: the recipe's rule decides."""
+
+    value: float
+    success: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The program is over. ``reward`` is what it came back with; ``problem`` why it has none."""
+
+    reward: Reward | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Nobody wants the episode any more."""
+
+
+class Question:
+    """A request that waits. Answers come one by one, from another thread than the server's."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
+        self.is_gone = False  # the program has hung up
+        self._answers: list[Answer] = []
+        self._loop = asyncio.get_running_loop()
+        self._answered: asyncio.Future[list[Answer]] = self._loop.create_future()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has not been answered, and somebody wants it to be."""
+        return not self._answered.done()
+
+    async def answers(self) -> list[Answer]:
+        """All answers. Raises Refused."""
+        return await self._answered
+
+    def give(self, answer: Answer) -> bool:
+        """Give the next answer; whether it was the last one."""
+        self._answers.append(answer)
+        if len(self._answers) < self.ask.num_answers:
+            return False
+        self._tell(lambda: self._answered.set_result(self._answers))
+        return True
+
+    def refuse(self, refused: Refused) -> None:
+        """There will be no answer."""
+        self._tell(lambda: self._answered.set_exception(refused))
+
+    def _tell(self, say: Any) -> None:
+        def tell() -> None:
+            if not self._answered.done():
+                say()
+
+        try:
+            self._loop.call_soon_threadsafe(tell)
+        except RuntimeError:  # the server has stopped, and the program's request with it
+            return
+
+
+Event = Question | Reward | Ended | Closed
+
+
+class Session:
+    """A key and what comes under it. Requests are put in by the server, events taken out by the episode."""
+
+    def __init__(self, *, takes_tools: bool) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self.takes_tools = takes_tools
+        self.num_requests = 0
+        self.num_refused = 0
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._waiting: deque[Question] = deque()
+        self._is_open = True
+        self._lock = Lock()
+
+    def ask(self, ask: Ask) -> Question:
+        """A request has come. Raises Refused."""
+        with self._lock:
+            if not self._is_open:
+                raise Refused(410, "episode_ended", OVER)
+            self._waiting = deque(one for one in self._waiting if one.is_waiting)
+            if len(self._waiting) >= MAX_WAITING:
+                raise Refused(400, "too_many_requests", f"{MAX_WAITING} requests are waiting already")
+            self.num_requests += 1
+            question = Question(ask)
+            self._waiting.append(question)
+        self._events.put(question)
+        return question
+
+    def hand_in(self, reward: Reward) -> None:
+        """The program says what its episode was worth. Raises Refused once that is over."""
+        if not self._is_open:
+            raise Refused(410, "episode_ended", OVER)
+        self._events.put(reward)
+
+    def end(self, ended: Ended) -> None:
+        """The program is over."""
+        self._events.put(ended)
+
+    def next(self, timeout_s: float) -> Event:
+        """What comes next. Raises queue.Empty when nothing comes in time."""
+        while True:
+            event = self._events.get(timeout=timeout_s)
+            if not (isinstance(event, Question) and event.is_gone):
+                return event
+
+    def close(self) -> None:
+        """Refuse what waits and what comes. May be called twice."""
+        with self._lock:
+            self._is_open = False
+            waiting, self._waiting = self._waiting, deque()
+        for question in waiting:
+            question.refuse(Refused(410, "episode_ended", OVER))
+        self._events.put(Closed())
+
+
+def read_reward(value: Any) -> Reward:
+    """A number, or an object with ``reward``, ``success`` and ``metrics``. Raises ValueError with words."""
+    if isinstance(value, Mapping):
+        if "reward" not in value:
+            raise ValueError("a reward is a number, or an object with the key reward")
+        success = value.get("success")
+        if success is not None and not isinstance(success, bool):
+            raise ValueError("success is true or false")
+        metrics = value.get("metrics") or {}
+        if not isinstance(metrics, Mapping):
+            raise ValueError("metrics is an object of numbers")
+        named = {str(name): _number(one, f"the metric {name}") for name, one in metrics.items()}
+        return Reward(value=_number(value["reward"], "the reward"), success=success, metrics=named)
+    return Reward(value=_number(value, "the reward"))
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        found = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError(f"{what} is {str(value)[:40]!r}, no finite number")
+    return found

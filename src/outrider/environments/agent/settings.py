@@ -1,0 +1,95 @@
+"""Which program is the agent, what it works on, and how an episode of it is paid."""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from outrider.environments.base import EnvironmentSettings
+from outrider.environments.tool_qa.datasets import DatasetConfig
+from outrider.plugins.names import is_import_path
+from outrider.tokens.calls import CallFormatName
+
+
+class AgentConfig(EnvironmentSettings):
+    """A program of yours that speaks to an OpenAI endpoint. It owns its loop, its prompts and its tools; the
+    endpoint that it is given (``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``) is the policy.
+    """
+
+    details: ClassVar[frozenset[str]] = frozenset({"max_programs", "failed_return", "cut_return"})
+
+    type: Literal["agent"] = "agent"
+    function: str | None = None
+    """A Python function, as ``my_agent:run``: called with the task, in a process of its own per episode. What
+    it returns is the reward (a number, or an object with ``reward``, ``success`` and ``metrics``), or what
+    ``reward`` is given.
+    """
+    command: tuple[str, ...] = ()
+    """Or a program with its arguments, in which ``{question}`` stands for the question. The task is its
+    standard input, as JSON; its standard output is what ``reward`` is given.
+    """
+    reward: str | None = None
+    """A function ``my_agent:score``, called with the task and what the program came back with; returns as
+    ``function`` does. None: the function returns the reward, or the program posts it to ``/reward`` under
+    the base URL.
+    """
+    train: DatasetConfig | None = None
+    valid: DatasetConfig | None = None
+    test: DatasetConfig | None = None
+    tool_calls: CallFormatName | None = None
+    """The form of the policy's native tool calls. None: requests with tools are refused."""
+    success_at: float = 1.0
+    """An episode with at least this return is a success, where the reward does not say so itself."""
+    time_limit_s: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds that a program may take, without those in which it waits for the policy."""
+    failed_return: float | None = None
+    """Return of a program that ends with an error or runs out of time. None: that is a fault, and the rollout
+    is played again.
+    """
+    cut_return: float = 0.0
+    """Return of an episode that ``rollout.max_turns`` or a full context ended."""
+    is_repeatable: bool = False
+    """Whether a program that gets the same answers always asks the same: methods that fork by replay (ARPO,
+    Tree-GRPO) need it.
+    """
+    max_programs: Annotated[int, Field(ge=1)] | None = None
+    """Programs at a time."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "AgentConfig":
+        if (self.function is None) == (not self.command):
+            raise ValueError("set exactly one of function and command")
+        for name in ("function", "reward"):
+            value = getattr(self, name)
+            if value is not None and not is_import_path(value):
+                raise ValueError(f"{name} is an import path such as my_agent:run, not {value!r}")
+        return self
+
+    @property
+    def has_experts(self) -> bool:
+        """Nobody knows what a program would have to be told."""
+        return False
+
+    @property
+    def call_format(self) -> CallFormatName | None:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return self.tool_calls
+
+    @property
+    def keeps_conversations(self) -> bool:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return True
+
+    @property
+    def max_concurrent(self) -> int | None:
+        """See :class:`outrider.environments.base.EnvironmentSettings`."""
+        return self.max_programs
+
+    def replayed_differently(self) -> list[str]:
+        """All of them, unless the recipe says otherwise."""
+        return [] if self.is_repeatable else ["agent"]
+
+    def imported(self) -> Mapping[str, str]:
+        """The functions that the recipe names."""
+        named = {"function": self.function, "reward": self.reward}
+        return {key: path for key, path in named.items() if path is not None}

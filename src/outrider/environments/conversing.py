@@ -1,0 +1,53 @@
+"""Environments whose conversation somebody else keeps: a program that asks the policy as it would ask a
+server, with a whole conversation each time.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from outrider.types import Message, ToolSchema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What the policy is asked. ``tools`` are those that this one question tells of. The turn ends after
+    ``max_tokens`` (None: the rollout's own limit) or at one of the strings in ``stop``.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSchema, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTurn:
+    """How a turn was drawn: the text and the log-prob of every token (natural log, at the sampling
+    temperature), why it ended, and the tokens of its context.
+    """
+
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    finish: Literal["stop", "eos", "length"]
+    num_context_tokens: int
+
+
+@runtime_checkable
+class OwnConversations(Protocol):
+    """An environment of this kind; beside the contract of
+    :class:`~outrider.environments.base.Environment`. The rollout finds out what of each conversation the
+    policy has seen before, and takes the ids of that.
+    """
+
+    @property
+    def asked(self) -> Conversation:
+        """What the policy is asked now; valid after ``reset``, and after a step until the episode is done."""
+        ...
+
+    def read(self, text: str) -> Message:
+        """A turn as the program will be given it, and will keep it in its history."""
+        ...
+
+    def sampled(self, turn: SampledTurn) -> None:
+        """Called in front of ``step`` where the policy has drawn the turn; never in a replay."""
+        ...

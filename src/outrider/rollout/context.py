@@ -1,0 +1,115 @@
+"""What the policy did not write is appended to its context here, within the rollout's budgets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.environments.base import StepResult, tools_of
+from outrider.environments.conversing import OwnConversations
+from outrider.rollout.conversing import next_context
+from outrider.rollout.hooks import EpisodeState
+from outrider.rollout.limits import Limits
+from outrider.rollout.rerendering import rendered_again
+from outrider.rollout.truncation import bridged
+from outrider.tokens import ChatRenderer
+from outrider.types import Message, Origin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Appends to a rollout. Every method is False where it would leave the policy no room: nothing was
+    appended then.
+    """
+
+    renderer: ChatRenderer
+    limits: Limits
+    context_length: int
+
+    def left(self, state: EpisodeState) -> int:
+        """Tokens that the rollout may still add."""
+        # The prompt and tips count here: the context holds them, whatever the budget of the response says.
+        used = len(state.trace.token_ids(state.last_node.node_id))
+        return min(
+            self.limits.max_response_tokens - state.num_response_tokens,
+            self.context_length - used,
+        )
+
+    def append(
+        self,
+        state: EpisodeState,
+        origin: Origin,
+        messages: Sequence[Message],
+        limit: int,
+        metadata: dict[str, object],
+        *,
+        room: int = 1,
+    ) -> bool:
+        """Append tokens that the policy did not write; False when they would leave it less than ``room``
+        tokens.
+
+        A cut at the limit is marked in the text and on the node; it is never silent.
+        """
+        context = state.trace.token_ids(state.last_node.node_id)
+        kept, num_cut = bridged(context, messages, limit, renderer=self.renderer)
+        if len(kept) > self.left(state) - room:
+            return False
+        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
+        state.last_node = state.trace.append(
+            parent=state.last_node.node_id, origin=origin, token_ids=kept, message=as_one(messages),
+            metadata=metadata,
+        )  # fmt: skip
+        state.num_response_tokens += len(kept)
+        return True
+
+    def append_again(self, state: EpisodeState, observations: Sequence[Message], limit: int) -> bool:
+        """As :meth:`append`, with the conversation rendered again: its context may begin anew."""
+        context = state.trace.token_ids(state.last_node.node_id)
+        seen = rendered_again(
+            context, state.conversation, state.last_node.message.content, observations,
+            tools=tools_of(state.environment), limit=limit, renderer=self.renderer,
+        )  # fmt: skip
+        if not self._see(
+            state,
+            seen.token_ids,
+            observations,
+            seen.restarts,
+            num_new=seen.num_observed,
+            num_cut=seen.num_cut,
+        ):
+            return False
+        state.conversation = seen.conversation
+        return True
+
+    def append_asked(self, state: EpisodeState, environment: OwnConversations, result: StepResult) -> bool:
+        """What a program asks next. Nothing of it is cut: the policy sees what a server would show it."""
+        seen = next_context(environment.asked, state.exchanges, state.trace, self.renderer)
+        return self._see(state, seen.token_ids, result.observations, seen.restarts, seen.num_new, num_cut=0)
+
+    def _see(
+        self,
+        state: EpisodeState,
+        token_ids: tuple[int, ...],
+        observations: Sequence[Message],
+        restarts: bool,
+        num_new: int,
+        *,
+        num_cut: int,
+    ) -> bool:
+        """Append what the environment says, behind the context or as a new one."""
+        context = 0 if restarts else len(state.trace.token_ids(state.last_node.node_id))
+        left = self.limits.max_response_tokens - state.num_response_tokens - num_new
+        if min(left, self.context_length - context - len(token_ids)) < 1:
+            return False
+        metadata = {"num_tokens_cut": num_cut, "rollout": state.rollout}
+        state.last_node = state.trace.append(
+            parent=state.last_node.node_id, origin=Origin.ENVIRONMENT, token_ids=token_ids,
+            message=as_one(observations), restarts=restarts,
+            metadata=metadata | ({"restarts": True} if restarts else {}),
+        )  # fmt: skip
+        state.num_response_tokens += num_new
+        return True
+
+
+def as_one(messages: Sequence[Message]) -> Message:
+    """Several messages as their node holds them."""
+    text = "\n".join(message.content for message in messages)
+    return Message(role=messages[0].role, content=text)

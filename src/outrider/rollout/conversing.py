@@ -1,0 +1,150 @@
+"""Contexts of a conversation that somebody else keeps (:mod:`outrider.environments.conversing`).
+
+Each question comes as a whole conversation. What of it the policy was asked or has said before keeps the ids
+of that time, tips left out; the rest is rendered behind it. A question that goes on where the last turn ended
+is appended. Every other one (a history that was rewritten, another agent's conversation, a second answer to
+one question) begins a context anew, and the rollout becomes one sample more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import eq
+
+from outrider.engines.base import Generation
+from outrider.environments.base import Environment, tools_of
+from outrider.environments.conversing import Conversation, OwnConversations, SampledTurn
+from outrider.errors import EnvironmentFault, ModelError
+from outrider.tokens import ChatRenderer, Tokenizer, text_of
+from outrider.trace import Node, Trace, samples_of, without_memory
+from outrider.types import Message
+
+_FOLLOWING = ("user", "tool")  # roles that a template writes behind a turn whatever stands before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A question and its answer: ``context`` is the node in front of the turn, ``turn`` the turn's own.
+    ``said`` is what the program was told; it ``is_whole`` unless a stop string of the program cut it.
+    """
+
+    asked: Conversation
+    said: Message
+    context: Node
+    turn: Node
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the policy sees next. ``token_ids`` are added, or are all there is where ``restarts``. ``num_new``
+    of them stood in no context of the rollout before.
+    """
+
+    token_ids: tuple[int, ...]
+    restarts: bool
+    num_new: int
+
+
+def next_context(
+    asked: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
+) -> Seen:
+    """The context of a question. Raises EnvironmentFault for one that the template cannot write."""
+    try:
+        ids = _ids(asked, exchanges, trace, renderer)
+    except ModelError as error:
+        raise EnvironmentFault(f"what the program asked cannot be rendered: {error}") from error
+    before = trace.token_ids(exchanges[-1].turn.node_id)
+    known = [before, *(_seen_ids(trace, one.turn) for one in exchanges)]
+    num_new = len(ids) - max(sum(1 for _ in takewhile(bool, map(eq, ids, one))) for one in known)
+    # a context that grew by nothing is the same question again
+    goes_on = len(ids) > len(before) and ids[: len(before)] == before
+    return Seen(token_ids=ids[len(before) :] if goes_on else ids, restarts=not goes_on, num_new=num_new)
+
+
+def _ids(
+    asked: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
+) -> tuple[int, ...]:
+    if renderer.history_thinking == "strip":
+        return renderer.prompt(asked.messages, asked.tools)
+    newest_first = exchanges[::-1]
+    again = next((one for one in newest_first if _is_same(asked, one)), None)
+    if again is not None:
+        return _seen_ids(trace, again.context)
+    longest = max(
+        (one for one in newest_first if _follows(asked, one, renderer)),
+        key=lambda one: len(one.asked.messages),
+        default=None,
+    )
+    if longest is None:
+        return renderer.prompt(asked.messages, asked.tools)
+    # with the tips of the newest context, which go on; of an older one without
+    is_newest = longest is exchanges[-1]
+    ids = trace.token_ids(longest.turn.node_id) if is_newest else _seen_ids(trace, longest.turn)
+    return (*ids, *renderer.bridge(ids, asked.messages[len(longest.asked.messages) + 1 :]))
+
+
+def _seen_ids(trace: Trace, node: Node) -> tuple[int, ...]:
+    """The context up to a node, as a rollout without tips has it."""
+    sample = samples_of(trace.path(node.node_id))[-1]
+    return tuple(token for one in without_memory(sample) for token in one.token_ids)
+
+
+def _is_same(asked: Conversation, one: Exchange) -> bool:
+    return asked.messages == one.asked.messages and asked.tools == one.asked.tools
+
+
+def _follows(asked: Conversation, one: Exchange, renderer: ChatRenderer) -> bool:
+    """Whether the conversation goes on behind the answer, as the program was told it or in words that a
+    server would write the same.
+    """
+    known = (*one.asked.messages, one.said)
+    begun, rest = asked.messages[: len(known)], asked.messages[len(known) :]
+    if not one.is_whole or asked.tools != one.asked.tools or not rest:
+        return False
+    if any(message.role not in _FOLLOWING for message in rest):
+        return False
+    kept = tuple(replace(message, reasoning="") for message in known)
+    sent = tuple(replace(message, reasoning="") for message in begun)
+    if kept == sent:
+        return True
+    if [message.role for message in kept] != [message.role for message in sent]:
+        return False
+    written = [renderer.whole_text(each, asked.tools, opened=False) for each in (kept, sent)]
+    return written[0] == written[1]
+
+
+def asked_of(environment: Environment) -> Conversation | None:
+    """What a program asks now; None where the rollout keeps the conversation itself."""
+    return environment.asked if isinstance(environment, OwnConversations) else None
+
+
+def opening_ids(
+    environment: Environment, messages: Sequence[Message], renderer: ChatRenderer
+) -> tuple[int, ...]:
+    """The ids of a rollout's first context. Raises EnvironmentFault for what a program asks and the template
+    cannot write.
+    """
+    try:
+        return renderer.prompt(messages, tools_of(environment))
+    except ModelError as error:
+        if not isinstance(environment, OwnConversations):
+            raise
+        raise EnvironmentFault(f"what the program asked cannot be rendered: {error}") from error
+
+
+def tell_sampled(
+    environment: Environment, generation: Generation, num_context_tokens: int, tokenizer: Tokenizer
+) -> None:
+    """Tell a program's environment how the turn was drawn, which its answer may have to say."""
+    if isinstance(environment, OwnConversations):
+        environment.sampled(
+            SampledTurn(
+                tokens=tuple(
+                    text_of(tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids
+                ),
+                logprobs=generation.logprobs,
+                finish=generation.finish_reason.value,
+                num_context_tokens=num_context_tokens,
+            )
+        )

@@ -1,0 +1,149 @@
+"""Agents that the tests run in processes of their own. None of them knows Outrider."""
+
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+
+def post(path: str, body: Any) -> Any:
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + path,
+        body if isinstance(body, bytes) else json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def chat(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    body = {"model": "any", "messages": messages, **fields}
+    return post("/chat/completions", body)["choices"][0]["message"]
+
+
+def guess(task: Any) -> float:
+    """Halves the numbers from 1 to 50; the secret is the task's answer."""
+    secret = int(task.answers[0])
+    messages = [{"role": "system", "content": "Guess 1-50."}, {"role": "user", "content": "first guess?"}]
+    for _ in range(7):
+        said = chat(messages)
+        number = int(said["content"])
+        if number == secret:
+            return 1.0
+        hint = "high" if number > secret else "low"
+        messages += [said, {"role": "user", "content": f"{number} is too {hint}"}]
+    return 0.0
+
+
+def rewriting(task: Any) -> float:
+    """Forgets what was said."""
+    chat([{"role": "user", "content": "a"}])
+    chat([{"role": "user", "content": "summary of a"}])
+    return 0.5
+
+
+def nested(task: Any) -> float:
+    """Asks another agent in the middle, and goes on where it was."""
+    messages = [{"role": "user", "content": "plan"}]
+    messages.append(chat(messages))
+    helper = chat([{"role": "system", "content": "You help."}, {"role": "user", "content": "sub"}])
+    messages.append({"role": "user", "content": f"it said {helper['content']}"})
+    chat(messages)
+    return 1.0
+
+
+def several(task: Any) -> float:
+    """Three answers to one question."""
+    body = {"model": "any", "messages": [{"role": "user", "content": "q"}], "n": 3}
+    found = [one["message"]["content"] for one in post("/chat/completions", body)["choices"]]
+    return float(len(found))
+
+
+def silent(task: Any) -> float:
+    return 1.0
+
+
+def dying(task: Any) -> float:
+    chat([{"role": "user", "content": "a"}])
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def raising(task: Any) -> float:
+    chat([{"role": "user", "content": "a"}])
+    raise RuntimeError("no idea")
+
+
+def hanging(task: Any) -> float:
+    chat([{"role": "user", "content": "a"}])
+    time.sleep(3600)
+    return 1.0
+
+
+def printing(task: Any) -> float:
+    """Floods its output while it works."""
+    said = chat([{"role": "user", "content": "a"}])
+    for _ in range(2000):
+        sys.stdout.write("x" * 5000)
+    sys.stdout.flush()
+    return float(len(said["content"]) > 0)
+
+
+def endless(task: Any) -> float:
+    """Asks for ever."""
+    messages = [{"role": "user", "content": "a"}]
+    while True:
+        messages += [chat(messages), {"role": "user", "content": "more"}]
+
+
+def garbage(task: Any) -> float:
+    """Sends what cannot be served, and then a proper request."""
+    wrong = [
+        b"{", b"[]", b"\xff\xfe", b'{"messages": 3}', b'{"messages": []}', b'{"messages": [1]}',
+        b'{"messages": [{"role": "king", "content": "x"}]}', b"[" * 100_000,
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "n": 1000}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}',
+        b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+    ]  # fmt: skip
+    refused = 0
+    for body in wrong:
+        try:
+            post("/chat/completions", body)
+        except urllib.error.HTTPError as error:
+            refused += error.code == 400
+    assert refused == len(wrong), refused
+    for body in (b"{}", b'"x"', b'{"reward": "much"}', b"1e999", b'{"reward": 1, "metrics": 3}'):
+        try:
+            post("/reward", body)
+        except urllib.error.HTTPError as error:
+            refused += error.code == 400
+    chat([{"role": "user", "content": "a"}])
+    return float(refused)
+
+
+def handing_in(task: Any) -> None:
+    """Says what it was worth over the wire."""
+    chat([{"role": "user", "content": task.question}])
+    post("/reward", {"reward": 0.25, "success": True, "metrics": {"num_words": 3}})
+    time.sleep(3600)
+
+
+def odd(task: Any) -> Any:
+    """Comes back with something that is no reward."""
+    chat([{"role": "user", "content": "a"}])
+    return "a text"
+
+
+def words(task: Any) -> str:
+    return str(chat([{"role": "user", "content": task.question}])["content"])
+
+
+def score(task: Any, answer: str) -> float:
+    return float(answer.strip() == task.answers[0])

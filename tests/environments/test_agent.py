@@ -1,0 +1,231 @@
+"""Agent programs behind the recording proxy: every token that is trained on stands behind the context that it
+was sampled in, and every episode has one outcome, whatever its program does.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra agent")
+
+from outrider.engines.base import Request  # noqa: E402
+from outrider.engines.scripted import ScriptedEngine  # noqa: E402
+from outrider.environments.agent.family import AgentFactory  # noqa: E402
+from outrider.environments.agent.settings import AgentConfig  # noqa: E402
+from outrider.errors import ToolUnavailable  # noqa: E402
+from outrider.rollout.episode import Sampling  # noqa: E402
+from outrider.rollout.limits import Limits  # noqa: E402
+from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
+from outrider.tokens import ChatRenderer  # noqa: E402
+from outrider.trace import samples_of  # noqa: E402
+from outrider.types import Outcome, Task  # noqa: E402
+from tests.tiny import tiny_tokenizer  # noqa: E402
+
+TOKENIZER = tiny_tokenizer()
+PROGRAMS = "tests.environments.agents.programs"
+ONE = (Task(key="t", question="say b", answers=("b",)),)
+
+
+def halve(request: Request, text: str) -> str:
+    low, high = 1, 50
+    for number, hint in re.findall(r"(\d+) is too (high|low)", text):
+        high, low = (int(number) - 1, low) if hint == "high" else (high, int(number) + 1)
+    return str((low + high) // 2)
+
+
+def counted(request: Request, text: str) -> str:
+    return f"turn {request.request_id.rsplit('/', 1)[1]}"
+
+
+@contextmanager
+def scheduled(
+    program: str = "", *, script: Callable[[Request, str], str] = counted, seen: list[tuple[str, str]] | None = None,
+    limits: Limits | None = None, max_retries: int = 0, renderer: ChatRenderer | None = None, **settings: Any,
+) -> Iterator[Scheduler]:  # fmt: skip
+    if program:
+        settings["function"] = f"{PROGRAMS}:{program}"
+    renderer = renderer or ChatRenderer(TOKENIZER)
+
+    def answer(request: Request, text: str) -> str:
+        if seen is not None:
+            seen.append((request.request_id, text))
+        return script(request, text)
+
+    factory = AgentFactory(AgentConfig(**settings))
+    try:
+        yield Scheduler(
+            engine=ScriptedEngine(tokenizer=renderer.tokenizer, script=answer, context_length=8192),
+            renderer=renderer,
+            factory=factory,
+            limits=limits or Limits(max_turns=10, max_turn_tokens=64, max_response_tokens=4000),
+            sampling=Sampling(),
+            run_seed=0,
+            max_retries=max_retries,
+        )
+    finally:
+        factory.close()
+
+
+def play(program: str, *, tasks: Sequence[Task] = ONE, group: int = 1, **settings: Any) -> RolloutReport:
+    with scheduled(program, **settings) as scheduler:
+        return scheduler.run(tasks, modes=("m",) * group, training_step=0)
+
+
+def test_a_program_that_owns_its_loop() -> None:
+    tasks = [Task(key=str(n), question="", answers=(str(n),)) for n in (3, 25, 49)]
+    seen: list[tuple[str, str]] = []
+    report = play("guess", tasks=tasks, group=4, script=halve, seen=seen)
+    for trace in report.traces:
+        for leaf, path in trace.rollouts():
+            assert (leaf.outcome, leaf.episode_return, leaf.success) == (Outcome.FINISHED, 1.0, True)
+            assert len(samples_of(path)) == 1  # a history that only grows is one context
+            assert leaf.metrics["num_requests"] == sum(node.trainable for node in path)
+    assert not report.faults
+
+
+def contexts(report: RolloutReport, seen: list[tuple[str, str]]) -> None:
+    """Every sampled turn stands behind exactly the ids that the engine was given for it."""
+    asked = dict(seen)
+    for trace in report.traces:
+        for leaf, path in trace.rollouts():
+            turn = 0
+            for sample in samples_of(path):
+                before: list[int] = []
+                for node in sample:
+                    if node.trainable:
+                        text = asked[f"{trace.task.key}/{leaf.rollout:04d}/{turn:03d}"]
+                        assert TOKENIZER.decode(before, skip_special_tokens=False) == text
+                        turn += 1
+                    before += node.token_ids
+
+
+@pytest.mark.parametrize(
+    ("program", "num_samples", "value"), [("rewriting", 2, 0.5), ("nested", 3, 1.0), ("several", 3, 3.0)]
+)
+def test_what_is_not_appended_is_a_sample_more(program: str, num_samples: int, value: float) -> None:
+    seen: list[tuple[str, str]] = []
+    report = play(program, group=2, seen=seen)
+    contexts(report, seen)
+    for _, path in report.traces[0].rollouts():
+        assert len(samples_of(path)) == num_samples
+    assert [leaf.episode_return for leaf in report.traces[0].leaves.values()] == [value] * 2
+
+
+def test_a_conversation_that_goes_on_keeps_its_ids() -> None:
+    """The main agent's context is found again behind the helper's."""
+    report = play("nested")
+    [(_, path)] = report.traces[0].rollouts()
+    first, helper, again = samples_of(path)
+    before = [token for node in first for token in node.token_ids]
+    assert list(again[0].token_ids[: len(before)]) == before
+    assert "it said turn 001" in TOKENIZER.decode(again[0].token_ids, skip_special_tokens=False)
+    assert "You help." in TOKENIZER.decode(helper[0].token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("silent", "without asking the policy"),
+        ("dying", "signal 9"),
+        ("raising", "RuntimeError: no idea"),
+        ("hanging", "longer than 1 s"),
+        ("odd", "no finite number"),
+        ("words", "no finite number"),
+    ],
+)
+def test_a_program_that_breaks_is_one_fault(program: str, reason: str) -> None:
+    report = play(program, group=2, max_retries=1, time_limit_s=1.0 if program == "hanging" else 60.0)
+    leaves = report.traces[0].leaves.values()
+    assert [leaf.outcome for leaf in leaves] == [Outcome.ENVIRONMENT_FAULT] * 2
+    assert report.faults["environment_fault"] == 4 and report.faults["retries"] == 2
+    assert all(reason in told for told in report.fault_reasons)
+
+
+@pytest.mark.parametrize("program", ["dying", "raising", "hanging"])
+def test_or_an_episode_that_failed(program: str) -> None:
+    report = play(program, failed_return=-0.5, time_limit_s=1.0)
+    [leaf] = report.traces[0].leaves.values()
+    assert (leaf.outcome, leaf.episode_return, leaf.success) == (Outcome.FINISHED, -0.5, False)
+    assert leaf.metrics["num_failed"] == 1 and not report.faults
+
+
+def test_garbage_is_answered_in_words() -> None:
+    [leaf] = play("garbage").traces[0].leaves.values()
+    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 19.0)
+    assert leaf.metrics["num_refused_requests"] == 19 and leaf.metrics["num_requests"] == 1
+
+
+def test_output_without_end_is_read_and_forgotten() -> None:
+    [leaf] = play("printing").traces[0].leaves.values()
+    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0)
+
+
+def test_budgets_end_a_program_that_asks_for_ever() -> None:
+    [leaf] = play("endless", limits=Limits(max_turns=3), cut_return=-1.0).traces[0].leaves.values()
+    assert (leaf.outcome, leaf.episode_return) == (Outcome.TRUNCATED_TURNS, -1.0)
+    [leaf] = play("endless", limits=Limits(max_response_tokens=100)).traces[0].leaves.values()
+    assert (leaf.outcome, leaf.episode_return) == (Outcome.TRUNCATED_TOKENS, 0.0)
+
+
+def test_a_reward_over_the_wire() -> None:
+    [leaf] = play("handing_in").traces[0].leaves.values()
+    assert (leaf.episode_return, leaf.success, leaf.metrics["num_words"]) == (0.25, True, 3.0)
+
+
+def test_a_function_that_scores() -> None:
+    report = play("words", reward=f"{PROGRAMS}:score", script=lambda request, text: "b")
+    [leaf] = report.traces[0].leaves.values()
+    assert (leaf.episode_return, leaf.success) == (1.0, True)
+
+
+def test_a_command() -> None:
+    code = (
+        "import json, os, sys, urllib.request as u\n"
+        "task = json.load(sys.stdin)\n"
+        "body = json.dumps({'messages': [{'role': 'user', 'content': task['question'] + sys.argv[1]}]}).encode()\n"
+        "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "ask = u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, head)\n"
+        "print(json.load(u.urlopen(ask))['choices'][0]['message']['content'])\n"
+    )
+    seen: list[tuple[str, str]] = []
+    with scheduled(
+        command=("python", "-c", code, "{question}!"), reward=f"{PROGRAMS}:score", seen=seen,
+        script=lambda request, text: "b",
+    ) as scheduler:  # fmt: skip
+        [leaf] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].leaves.values()
+    assert leaf.episode_return == 1.0 and "say bsay b!" in seen[0][1]
+
+
+def test_a_hundred_at_once() -> None:
+    tasks = [Task(key=f"{n:03d}", question="", answers=(str(n % 50 + 1),)) for n in range(100)]
+    with scheduled("guess", script=halve) as scheduler:
+        scheduler.max_concurrent = 100
+        report = scheduler.run(tasks, modes=("m",), training_step=0)
+    outcomes = [leaf.outcome for trace in report.traces for leaf in trace.leaves.values()]
+    assert outcomes == [Outcome.FINISHED] * 100 and not report.faults
+
+
+def test_nothing_is_left_behind() -> None:
+    with scheduled("hanging", time_limit_s=1.0) as scheduler:
+        scheduler.run(ONE, modes=("m",) * 3, training_step=0)
+        launcher = scheduler.factory._programs._process.pid  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 30
+        while children(launcher) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not children(launcher)
+    assert not os.path.exists(f"/proc/{launcher}")
+
+
+def children(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+def test_an_agent_that_cannot_be_loaded() -> None:
+    with pytest.raises(ToolUnavailable, match="nosuch"):
+        AgentFactory(AgentConfig(function="tests.environments.agents.nosuch:run"))
