@@ -1,0 +1,130 @@
+"""Unmodified clients as agents: OpenAI's SDK, its Agents SDK, smolagents. They know a base URL and a key."""
+
+import os
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAI
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def sdk_tools(task: Any) -> float:
+    """A loop of one's own with tools, the first turn streamed."""
+    client = OpenAI(max_retries=0)
+    assert [model.id for model in client.models.list()] == ["policy"]
+    messages: list[Any] = [{"role": "user", "content": task.question}]
+    stream = client.chat.completions.create(
+        model="policy", messages=messages, tools=[WEATHER], stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    calls: dict[int, dict[str, Any]] = {}
+    words, finish, tokens = "", None, 0
+    for chunk in stream:
+        tokens += chunk.usage.completion_tokens if chunk.usage else 0
+        for choice in chunk.choices:
+            words += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+            for call in choice.delta.tool_calls or ():
+                calls[call.index] = {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+    assert finish == "tool_calls" and tokens > 0 and len(calls) == 1, (finish, tokens, calls)
+    messages.append({"role": "assistant", "content": words or None, "tool_calls": list(calls.values())})
+    messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "sunny"})
+    done = client.chat.completions.create(model="policy", messages=messages, tools=[WEATHER], logprobs=True)
+    said = done.choices[0]
+    assert said.finish_reason == "stop" and not said.message.tool_calls
+    assert said.logprobs is not None and len(said.logprobs.content or ()) == done.usage.completion_tokens
+    return float(said.message.content == "It is sunny.")
+
+
+async def sdk_parallel(task: Any) -> float:
+    """Two questions at a time."""
+    import asyncio
+
+    client = AsyncOpenAI(max_retries=0)
+    asked = [
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+        for text in ("left", "right")
+    ]
+    found = await asyncio.gather(*asked)
+    return float(len({one.id for one in found}))
+
+
+def sdk_responses(task: Any) -> float:
+    """The other form of the endpoint, whole and streamed."""
+    client = OpenAI(max_retries=0)
+    tool = {"type": "function", "strict": False, **WEATHER["function"]}
+    items: list[Any] = [{"role": "user", "content": task.question}]
+    first = client.responses.create(model="policy", instructions="Be brief.", input=items, tools=[tool])
+    [call] = first.output
+    assert call.type == "function_call" and call.name == "weather", first
+    items += [one.model_dump() for one in first.output]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    with client.responses.stream(
+        model="policy", instructions="Be brief.", input=items, tools=[tool]
+    ) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == text
+    return float(text == "It is sunny.")
+
+
+def agents_sdk(task: Any) -> float:
+    """OpenAI's Agents SDK as it comes: its default form of the endpoint."""
+    from agents import Agent, Runner, function_tool, set_tracing_disabled
+
+    set_tracing_disabled(True)
+
+    @function_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        return "sunny"
+
+    agent = Agent(name="Forecaster", instructions="Be brief.", tools=[weather], model="policy")
+    return float(Runner.run_sync(agent, task.question, max_turns=4).final_output == "It is sunny.")
+
+
+def _model() -> Any:
+    from smolagents import OpenAIServerModel
+
+    return OpenAIServerModel(
+        model_id="policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+    )
+
+
+def smol_tools(task: Any) -> float:
+    """smolagents' agent that calls tools natively."""
+    from smolagents import ToolCallingAgent, tool
+
+    @tool
+    def weather(city: str) -> str:
+        """The weather of a city.
+
+        Args:
+            city: its name
+        """
+        return "sunny"
+
+    agent = ToolCallingAgent(tools=[weather], model=_model(), max_steps=4, verbosity_level=0)
+    return float(agent.run(task.question) == "It is sunny.")
+
+
+def smol_code(task: Any) -> float:
+    """smolagents' agent that writes Python."""
+    from smolagents import CodeAgent
+
+    agent = CodeAgent(tools=[], model=_model(), max_steps=4, verbosity_level=0)
+    return float(agent.run(task.question) == 6)
