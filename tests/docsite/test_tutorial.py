@@ -54,7 +54,7 @@ def follow(
             run_shell(body, model, more)
         else:
             exec(compile(body, str(page), "exec"), {"__name__": "tutorial"})
-    for name in ("guess", "lift", "my_tools"):
+    for name in ("guess", "lift", "my_tools", "my_agent"):
         sys.modules.pop(name, None)
 
 
@@ -63,6 +63,15 @@ def test_the_gymnasium_page_does_what_it_says(
 ) -> None:
     pytest.importorskip("gymnasium", reason="needs the extra gym")
     follow(START / "own_gym.md", ["python", "python", "toml", "sh"], tmp_path, monkeypatch)
+    assert (tmp_path / "runs" / "arpo" / "report.html").exists(), capsys.readouterr().out[-2000:]
+
+
+def test_the_page_of_an_agent_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("openai", reason="needs the package openai")
+    kinds = ["python", "json", "python", "toml", "sh"]
+    follow(START / "own_agent.md", kinds, tmp_path, monkeypatch)
     assert (tmp_path / "runs" / "arpo" / "report.html").exists(), capsys.readouterr().out[-2000:]
 
 

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
-from outrider.environments.agent.family import AgentFactory  # noqa: E402
+from outrider.environments.agent.family import AgentFactory, AgentFamily  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
+from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
 from outrider.rollout.episode import Sampling  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
+from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import samples_of  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
@@ -44,9 +47,15 @@ def counted(request: Request, text: str) -> str:
 
 @contextmanager
 def scheduled(
-    program: str = "", *, script: Callable[[Request, str], str] = counted, seen: list[tuple[str, str]] | None = None,
-    limits: Limits | None = None, max_retries: int = 0, renderer: ChatRenderer | None = None, **settings: Any,
-) -> Iterator[Scheduler]:  # fmt: skip
+    program: str = "",
+    *,
+    script: Callable[[Request, str], str] = counted,
+    seen: list[tuple[str, str]] | None = None,
+    limits: Limits | None = None,
+    max_retries: int = 0,
+    renderer: ChatRenderer | None = None,
+    **settings: Any,
+) -> Iterator[Scheduler]:
     if program:
         settings["function"] = f"{PROGRAMS}:{program}"
     renderer = renderer or ChatRenderer(TOKENIZER)
@@ -187,7 +196,8 @@ def test_a_command() -> None:
     code = (
         "import json, os, sys, urllib.request as u\n"
         "task = json.load(sys.stdin)\n"
-        "body = json.dumps({'messages': [{'role': 'user', 'content': task['question'] + sys.argv[1]}]}).encode()\n"
+        "said = {'role': 'user', 'content': task['question'] + sys.argv[1]}\n"
+        "body = json.dumps({'messages': [said]}).encode()\n"
         "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
         "ask = u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, head)\n"
         "print(json.load(u.urlopen(ask))['choices'][0]['message']['content'])\n"
@@ -224,6 +234,14 @@ def test_nothing_is_left_behind() -> None:
 def children(pid: int) -> list[str]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return file.read().split()
+
+
+def test_the_contract(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"question": "q", "answer": "7"}\n')
+    config = AgentConfig(
+        function=f"{PROGRAMS}:guess", train=DatasetConfig(path=tmp_path / "tasks.jsonl"), failed_return=0.0
+    )
+    check_environment(AgentFamily(config), texts=("25", "7"))
 
 
 def test_an_agent_that_cannot_be_loaded() -> None:

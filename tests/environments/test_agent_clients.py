@@ -1,4 +1,4 @@
-"""Unmodified agents of other people's against the proxy: nothing of them is changed but where the model is."""
+"""Unmodified agents of other people against the proxy: only where the model is was told to them."""
 
 import pytest
 

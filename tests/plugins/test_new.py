@@ -30,13 +30,14 @@ for kind, name, *own in json.loads(sys.argv[1]):
     status = pytest.main(["-q", "-p", "no:cacheprovider", f"{name}/tests"])
     assert status == 0, status
     assert main(["train", f"{name}/recipe.toml", "--dry-run"]) == 0
-    assert main(["list", "environments" if kind == "gym" else f"{kind}s"]) == 0
+    assert main(["list", "environments" if kind in ("gym", "agent") else f"{kind}s"]) == 0
     command = ["train", f"{name}/recipe.toml", "--run", f"run-{kind}", "--model", "model"]
     assert main([*command, "--progress", "none", *small, *own]) == 0
 """
 NEW = (
     ("environment", "word-count", "cold_start.num_examples=2"),
     ("gym", "word-lift", "cold_start.num_examples=0"),
+    ("agent", "word-agent", "cold_start.num_examples=0"),
     ("tool", "word-length", "environment.prompt=short"),
     ("algorithm", "word-credit", "cold_start.num_examples=0"),
 )
@@ -48,7 +49,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
     root = tmp_path_factory.mktemp("new")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        assert [main(["new", kind, name]) for kind, name, _ in NEW] == [0, 0, 0, 0]
+        assert [main(["new", kind, name]) for kind, name, _ in NEW] == [0] * len(NEW)
     target = install(*(root / name for _, name, _ in NEW), target=root / "target")
     save_tiny_model(root / "model")
     path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -67,6 +68,8 @@ def test_a_new_package_works_at_once(kind: str, name: str, played: tuple[Path, d
     assert (root / f"run-{kind}" / "checkpoints" / "step-000001").is_dir()
     if kind == "gym":
         assert 'id = "word_lift:make"' in told[kind]
+    elif kind == "agent":
+        assert 'function = "word_agent:run"' in told[kind]
     else:
         assert f'type = "{name}"' in told[kind] and f"{name} 0.1.0" in told[kind]
 

@@ -87,6 +87,7 @@ def _kill_after(process: "subprocess.Popen[str] | ForkedOutrider", run: Path, de
         ("rollout_replay", (0.4, -1.0, 0.3)),
         ("combined", (-1.0, 0.4, 0.3)),
         ("combined_house", (-1.0, 0.4)),
+        ("agent", (0.4, -1.0)),
         # No state of their own beside what the cases above have.
         pytest.param("dapo", (0.4, -1.0, 0.3), marks=pytest.mark.slow),
         pytest.param("luffy", (0.4, -1.0), marks=pytest.mark.slow),
@@ -143,6 +144,13 @@ def test_the_run_of_three_methods_has_all_three(root: Path, whole: Callable[[str
     train = [record for record in metrics(whole(case)) if record["kind"] == "train"]
     for name in ("retrieval/num_inserted", "branch/num_forks", "tips/num_shown"):
         assert sum(record[name] for record in train) >= 2, name
+
+
+def test_the_run_of_a_program_has_forks_and_several_samples(whole: Callable[[str], Path]) -> None:
+    train = [record for record in metrics(whole("agent")) if record["kind"] == "train"]
+    assert sum(record["branch/num_forks"] for record in train) >= 2
+    assert all(record["rollout/num_restarts"] >= 8 for record in train)
+    assert sum(record["group/fraction_without_signal"] < 1 for record in train) >= 5
 
 
 def test_the_run_with_tips_shows_some_and_has_all_modes(root: Path, whole: Callable[[str], Path]) -> None:

@@ -78,6 +78,16 @@ CASES: Mapping[str, tuple[str, ...]] = {
         *_COMBINED,
         "algorithm.retrieval.mode=execute",
     ),
+    "agent": (  # a program that keeps its conversations, forked by replay
+        "algorithm.type=arpo",
+        "algorithm.first_wave=2",
+        'environment={{type = "agent", function = "tests.environments.agents.programs:chatty", '
+        'is_repeatable = true, train = {{path = "{root}/tasks.jsonl"}}, '
+        'test = {{path = "{root}/tasks.jsonl", limit = 3}}}}',
+        'buffer={{embedder = "hash"}}',
+        "rollout.max_turns=6",
+        "rollout.max_response_tokens=400",
+    ),
     "reference": ("algorithm.type=grpo", "algorithm.kl_weight=0.5"),
 }
 CLOCK = ("time/", "speed/", "memory/")

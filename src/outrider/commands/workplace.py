@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
     listed.add_argument("kind", nargs="?", choices=KINDS, help="only this kind")
     listed.set_defaults(command=_list)
     new = commands.add_parser("new", help="a small package with a plug-in of your own, its test and a recipe")
-    new.add_argument("kind", choices=("environment", "gym", "tool", "functions", "algorithm"))
+    new.add_argument("kind", choices=("environment", "gym", "agent", "tool", "functions", "algorithm"))
     new.add_argument("name", help="of the plug-in and, with _ for -, of its package")
     new.add_argument("--folder", type=Path, help="where (default: NAME in the current folder)")
     new.set_defaults(command=_new)

@@ -15,6 +15,7 @@ from outrider.engines.chat.wire import Refusal
 from outrider.environments.base import Environment, EnvironmentFactory, StepResult, tools_of, turn_message
 from outrider.errors import EngineFault, EnvironmentFault, ModelError, ToolFault
 from outrider.rollout.blocking import timed
+from outrider.rollout.conversing import asked_of
 from outrider.rollout.limits import Limits
 from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
 from outrider.rollout.whereabouts import Whereabouts
@@ -172,6 +173,15 @@ class Collector:
             close_quietly(environment, timeout_s=self.limits.step_timeout_s)
             self.whereabouts.ended(name)
 
+    def _question(
+        self, environment: Environment, conversation: list[Message], room: int
+    ) -> tuple[list[Message], int, tuple[str, ...]]:
+        """What to send: where a program keeps the conversation, its own, with the end that it wants."""
+        asked = asked_of(environment)
+        if asked is None:
+            return conversation, room, self.stop
+        return list(asked.messages), min(room, asked.max_tokens or room), (*self.stop, *asked.stop)
+
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
         # By task alone: all rollouts of a task begin in the same state.
         prompt = tuple(self._timed(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
@@ -181,13 +191,14 @@ class Collector:
         outcome = None
         while outcome is None:
             room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - num_tokens)
+            conversation, room, stop = self._question(environment, conversation, room)
             if len(steps) >= self.limits.max_turns or room <= 0:
                 outcome = Outcome.TRUNCATED_TURNS if room > 0 else Outcome.TRUNCATED_TOKENS
                 break
             self.whereabouts.at(f"{task.key}/{rollout}", "the endpoint's answer")
             try:
                 reply = self.endpoint.complete(
-                    conversation, max_tokens=room, temperature=self.temperature, stop=self.stop,
+                    conversation, max_tokens=room, temperature=self.temperature, stop=stop,
                     seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, len(steps)),
                 )  # fmt: skip
             # an episode that outgrows the context is cut and scored, as in the rollout loop

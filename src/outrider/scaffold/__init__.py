@@ -19,10 +19,14 @@ from outrider.printing import say
 _KINDS: Final[Mapping[str, Kind]] = {
     "environment": "environments",
     "gym": "environments",
+    "agent": "environments",
     "tool": "tools",
     "functions": "tools",
     "algorithm": "algorithms",
 }
+_NAMED: Final = ("gym", "agent")  # no plug-ins: environments that built-in ones are told to play
+_NEEDS: Final[Mapping[str, str]] = {"agent": ', "openai"'}
+_QUESTIONS: Final = {"tool": "questions.j2", "functions": "questions.j2", "agent": "questions_agent.j2"}
 _FUNCTION: Final = "count_words"  # of the functions the one that the package's short name stands for
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
@@ -65,10 +69,10 @@ def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str
         if kind == "functions"
         else "".join(word.capitalize() for word in words) + kind.capitalize(),
         "tag": package,
-        # An environment of Gymnasium's form is no plug-in: it is named by the plug-in `gym`.
-        "group": "" if kind == "gym" else _KINDS[kind],
+        "group": "" if kind in _NAMED else _KINDS[kind],
         "kind": "environment" if kind == "gym" else kind,
-        "extra": "[gym]" if kind == "gym" else "",
+        "extra": f"[{kind}]" if kind in _NAMED else "",
+        "needs": _NEEDS.get(kind, ""),
         "version": __version__,
         "folder": folder.as_posix(),
     }
@@ -85,6 +89,6 @@ def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str
         f"tests/test_{package}.py": f"test_{kind}.j2",
         "recipe.toml": f"recipe_{kind}.j2",
     }
-    if kind in ("tool", "functions"):
-        chosen["questions.jsonl"] = "questions.j2"
+    if kind in _QUESTIONS:
+        chosen["questions.jsonl"] = _QUESTIONS[kind]
     return {path: templates.get_template(template).render(values) for path, template in chosen.items()}

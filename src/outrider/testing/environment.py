@@ -131,7 +131,7 @@ def _step(environment: Environment, text: str) -> StepResult:
         raise AssertionError(f"step raises for {text[:40]!r}: {type(error).__name__}: {error}") from error
     require(isinstance(found, StepResult), f"step gives {found!r}, no StepResult")
     require(
-        found.message is not None or found.done,
+        found.observations or found.done,
         f"no message after {text[:40]!r}, and the episode goes on",
     )
     require(found.done or not found.truncated, "truncated without done")

@@ -147,3 +147,14 @@ def words(task: Any) -> str:
 
 def score(task: Any, answer: str) -> float:
     return float(answer.strip() == task.answers[0])
+
+
+def chatty(task: Any) -> float:
+    """Two turns, a helper of its own, and a turn behind both; paid by what was said."""
+    messages = [{"role": "user", "content": task.question}]
+    for word in ("and?", "so?"):
+        messages += [chat(messages), {"role": "user", "content": word}]
+    helper = chat([{"role": "user", "content": f"help with {task.answers[0]}"}], max_tokens=6)
+    messages[-1] = {"role": "user", "content": helper["content"] or "nothing"}
+    messages.append(chat(messages))
+    return sum(len(one["content"]) for one in messages if one["role"] == "assistant") % 5 / 4

@@ -5,8 +5,8 @@ import queue
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from outrider.environments.agent.gateway import Gateway
 from outrider.environments.agent.programs import Programs, Report
 from outrider.environments.agent.session import Closed, Ended, Event, Question, Reward, Session, read_reward
 from outrider.environments.agent.settings import AgentConfig
@@ -18,13 +18,16 @@ from outrider.tokens.calls import CALL_FORMATS, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message, Task
 
+if TYPE_CHECKING:
+    from outrider.environments.agent.gateway import Gateway
+
 
 class AgentEnvironment:
     """The program's requests are the observations, the policy's turns are the answers. Its requests wait in
     the order of their arrival and are answered one by one.
     """
 
-    def __init__(self, *, gateway: Gateway, programs: Programs, config: AgentConfig, task: Task) -> None:
+    def __init__(self, *, gateway: "Gateway", programs: Programs, config: AgentConfig, task: Task) -> None:
         """Nothing is started before :meth:`reset`."""
         self._gateway = gateway
         self._programs = programs

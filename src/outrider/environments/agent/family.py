@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from outrider.environments.agent.environment import AgentEnvironment
-from outrider.environments.agent.gateway import Gateway
 from outrider.environments.agent.programs import Programs
 from outrider.environments.agent.settings import AgentConfig
 from outrider.environments.tool_qa.datasets import load_tasks
-from outrider.errors import DataError
+from outrider.errors import DataError, ToolUnavailable
 from outrider.types import Step, Task
 
 
@@ -16,7 +15,11 @@ class AgentFactory:
     """Owns the server that programs speak to and the process that runs them."""
 
     def __init__(self, config: AgentConfig) -> None:
-        """Raises ToolUnavailable where the agent cannot be loaded."""
+        """Raises ToolUnavailable where the agent cannot be loaded, or the server's packages are not there."""
+        try:
+            from outrider.environments.agent.gateway import Gateway
+        except ImportError as error:
+            raise ToolUnavailable("agent programs need a server: pip install 'outrider[agent]'") from error
         self._config = config
         self._programs = Programs(function=config.function, command=config.command, reward=config.reward)
         try:

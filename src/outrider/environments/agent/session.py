@@ -1,4 +1,4 @@
-"""One episode's end of the server: what its program asks, hands in, and how it ends, in the order of arrival."""
+"""One episode's end of the server: what its program asks and hands in, and how it ends, as it arrives."""
 
 import asyncio
 import math

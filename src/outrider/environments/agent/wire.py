@@ -93,7 +93,7 @@ def checked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def named_results(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages, those of tools with the names of the calls that they answer: some templates write them."""
+    """The messages, those of tools with the names of their calls, which some templates write."""
     names: dict[str, str] = {}
     found: list[Message] = []
     for message in messages:
@@ -104,7 +104,7 @@ def named_results(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def read_tools(fields: Mapping[str, Any], *, takes_tools: bool) -> tuple[ToolSchema, ...]:
-    """The tools of a request, in the nested form or in the flat one of ``/v1/responses``. Raises BadRequest."""
+    """The tools of a request, in the nested form or the flat one of ``/v1/responses``. Raises BadRequest."""
     tools = fields.get("tools") or []
     if not isinstance(tools, list):
         raise BadRequest("tools must be a list")
