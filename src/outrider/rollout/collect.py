@@ -12,7 +12,14 @@ from typing import TypeVar
 
 from outrider.engines.chat.engine import ChatEndpoint
 from outrider.engines.chat.wire import Refusal
-from outrider.environments.base import Environment, EnvironmentFactory, StepResult, tools_of, turn_message
+from outrider.environments.base import (
+    Environment,
+    EnvironmentFactory,
+    EpisodeResult,
+    StepResult,
+    tools_of,
+    turn_message,
+)
 from outrider.errors import EngineFault, EnvironmentFault, ModelError, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.conversing import asked_of
@@ -173,6 +180,12 @@ class Collector:
             close_quietly(environment, timeout_s=self.limits.step_timeout_s)
             self.whereabouts.ended(name)
 
+    def _record(self, environment: Environment) -> EpisodeResult:
+        record = self._timed(environment.result)
+        if not math.isfinite(record.episode_return):
+            raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")
+        return record
+
     def _question(
         self, environment: Environment, conversation: list[Message], room: int
     ) -> tuple[list[Message], int, tuple[str, ...]]:
@@ -221,9 +234,7 @@ class Collector:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
                 conversation += [Message(role="assistant", content=reply.text), *result.observations]
-        record = self._timed(environment.result)
-        if not math.isfinite(record.episode_return):
-            raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")
+        record = self._record(environment)
         name = self.trajectory_id(task, rollout)
         trajectory = Trajectory(
             trajectory_id=name, task_key=task.key, agent=self.endpoint.settings.model, prompt=prompt,
