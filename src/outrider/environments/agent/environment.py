@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.environments.agent.programs import Programs, Report
+from outrider.environments.agent.launched import ProgramRunner, Report
 from outrider.environments.agent.session import Closed, Ended, Event, Question, Reward, Session, read_reward
-from outrider.environments.agent.settings import AgentConfig
+from outrider.environments.agent.settings import ProgramConfig
 from outrider.environments.agent.wire import Answer
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn
@@ -27,7 +27,9 @@ class AgentEnvironment:
     the order of their arrival and are answered one by one.
     """
 
-    def __init__(self, *, gateway: "Gateway", programs: Programs, config: AgentConfig, task: Task) -> None:
+    def __init__(
+        self, *, gateway: "Gateway", programs: ProgramRunner, config: ProgramConfig, task: Task
+    ) -> None:
         """Nothing is started before :meth:`reset`."""
         self._gateway = gateway
         self._programs = programs
@@ -156,8 +158,11 @@ class AgentEnvironment:
         self._left_s -= time.monotonic() - began
         if isinstance(event, Closed):
             raise EnvironmentFault("the episode was closed")
-        if isinstance(event, Ended) and event.reward is None and self._config.failed_return is None:
-            raise EnvironmentFault(f"the agent program: {event.problem}")
+        if isinstance(event, Ended) and event.reward is None:
+            if event.is_fault:
+                raise EnvironmentFault(event.problem)
+            if self._config.failed_return is None:
+                raise EnvironmentFault(f"the agent program: {event.problem}")
         return event
 
     def _ended(self, event: Event) -> Reward:
@@ -179,11 +184,15 @@ def _over(session: Session, report: Report) -> None:
 def ended(report: Report) -> Ended:
     """What a report says of an episode."""
     tail = report.tail.strip().rpartition("\n")[2][-300:]
-    if report.status < 0:
-        return Ended(reward=None, problem=f"it was ended by signal {-report.status} ({tail or 'no output'})")
     try:
         found = json.loads(report.result)
     except ValueError:
+        found = None
+    if found is not None and "fault" in found:
+        return Ended(reward=None, problem=str(found["fault"])[:300], is_fault=True)
+    if report.status < 0:
+        return Ended(reward=None, problem=f"it was ended by signal {-report.status} ({tail or 'no output'})")
+    if found is None:
         return Ended(reward=None, problem=f"it ended with status {report.status} ({tail or 'no output'})")
     if "error" in found:
         return Ended(reward=None, problem=str(found["error"])[:300])

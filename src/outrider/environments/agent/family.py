@@ -3,41 +3,23 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from outrider.environments.agent.environment import AgentEnvironment
+from outrider.environments.agent.factory import ProgramFactory
 from outrider.environments.agent.programs import Programs
 from outrider.environments.agent.settings import AgentConfig
 from outrider.environments.tool_qa.datasets import load_tasks
-from outrider.errors import DataError, ToolUnavailable
+from outrider.errors import DataError
 from outrider.types import Step, Task
 
 
-class AgentFactory:
-    """Owns the server that programs speak to and the process that runs them."""
+class AgentFactory(ProgramFactory):
+    """Episodes of the program that a recipe names."""
 
     def __init__(self, config: AgentConfig) -> None:
         """Raises ToolUnavailable where the agent cannot be loaded, or the server's packages are not there."""
-        try:
-            from outrider.environments.agent.gateway import Gateway
-        except ImportError as error:
-            raise ToolUnavailable("agent programs need a server: pip install 'outrider[agent]'") from error
-        self._config = config
-        self._programs = Programs(function=config.function, command=config.command, reward=config.reward)
-        try:
-            self._gateway = Gateway()
-        except BaseException:
-            self._programs.close()
-            raise
-
-    def __call__(self, task: Task) -> AgentEnvironment:
-        """A fresh episode of the task."""
-        return AgentEnvironment(
-            gateway=self._gateway, programs=self._programs, config=self._config, task=task
+        super().__init__(
+            config,
+            lambda: Programs(function=config.function, command=config.command, reward=config.reward),
         )
-
-    def close(self) -> None:
-        """End every program and the server; may be called twice."""
-        self._programs.close()
-        self._gateway.close()
 
 
 class AgentFamily:

@@ -1,18 +1,14 @@
 """The trainer's end of the launcher: starts programs, hears how they ended, kills them."""
 
-import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from outrider.errors import EnvironmentFault, ToolUnavailable
+from outrider.environments.agent.launched import Launched, OnEnd
 from outrider.plugins.imports import searched
 from outrider.types import Task
 
@@ -24,100 +20,31 @@ from outrider.environments.agent.launcher import main
 main(sys.argv[1])
 """
 # One thread: programs must not disturb the trainer's OpenMP team.
-_FIXED: Final = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ONE_THREAD: Final = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _HIDDEN: Final = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """How a program ended: its exit status (negative: a signal), what it came back with as JSON text, and the
-    end of what it printed.
-    """
-
-    status: int
-    result: str
-    tail: str
-
-
-class Programs:
+class Programs(Launched):
     """One launcher process and its children. Called from several threads."""
 
     def __init__(self, *, function: str | None, command: Sequence[str], reward: str | None) -> None:
         """Start the launcher, which imports the agent. Raises ToolUnavailable where that fails."""
-        self._given = json.dumps({"function": function, "command": list(command), "reward": reward})
-        self._lock = threading.Lock()
-        self._number = 0
-        self._waiting: dict[int, Callable[[Report], None]] = {}
-        self._sock, theirs = socket.socketpair()
+        given = json.dumps({"function": function, "command": list(command), "reward": reward})
         path = [one or os.getcwd() for one in sys.path]
-        path += [str(folder) for folder in (*searched(), Path.cwd()) if str(folder) not in path]
+        path += [folder for folder in recipe_folders() if folder not in path]
         environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, self._given, json.dumps(path)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=environment | _FIXED,
-                start_new_session=True,  # Ctrl-C is for the trainer, which then stops the programs
-            )
-        self._lines = self._sock.makefile("rb")
-        self._sock.settimeout(_START_S)
-        try:
-            said = json.loads(self._lines.readline() or b'{"failed": "the launcher ended"}')
-        except (OSError, ValueError) as error:
-            said = {"failed": str(error)}
-        if "failed" in said:
-            self.close()
-            raise ToolUnavailable(f"the agent program cannot be loaded: {said['failed']}")
-        self._sock.settimeout(None)
-        threading.Thread(target=self._hear, daemon=True, name="outrider agent programs").start()
+        super().__init__(
+            [sys.executable, "-c", _BOOT, given, json.dumps(path)],
+            environment | ONE_THREAD,
+            what="the agent program",
+            start_s=_START_S,
+        )
 
-    def start(self, task: Task, environment: Mapping[str, str], on_end: Callable[[Report], None]) -> int:
-        """Start a program; its number. ``on_end`` is called once. Raises EnvironmentFault where the launcher
-        is gone.
-        """
-        with self._lock:
-            self._number += 1
-            number = self._number
-            self._waiting[number] = on_end
-        self._say({"name": number, "task": asdict(task), "environment": dict(environment)})
-        return number
+    def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
+        """See :class:`~outrider.environments.agent.launched.ProgramRunner`."""
+        return self.begin({"task": asdict(task), "environment": dict(environment)}, on_end)
 
-    def kill(self, number: int) -> None:
-        """End a program and what it started; one that has ended is none."""
-        with self._lock:
-            if number not in self._waiting:
-                return
-        with contextlib.suppress(EnvironmentFault):  # gone with the launcher
-            self._say({"kill": number})
 
-    def close(self) -> None:
-        """End all of it. May be called twice."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # the launcher then kills every program
-        self._sock.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _say(self, value: Mapping[str, Any]) -> None:
-        try:
-            with self._lock:
-                self._sock.sendall(json.dumps(value).encode() + b"\n")
-        except OSError as error:
-            raise EnvironmentFault(f"the process that runs agent programs is gone: {error}") from error
-
-    def _hear(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for line in self._lines:
-                said = json.loads(line)
-                with self._lock:
-                    on_end = self._waiting.pop(said.pop("name"), None)
-                if on_end is not None:
-                    on_end(Report(**said))
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for on_end in waiting.values():
-            on_end(Report(status=-9, result="", tail="the process that runs agent programs is gone"))
+def recipe_folders() -> list[str]:
+    """Where a recipe's own modules may lie: beside it, and in the current folder."""
+    return [str(folder) for folder in (*searched(), Path.cwd())]

@@ -37,10 +37,13 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The program is over. ``reward`` is what it came back with; ``problem`` why it has none."""
+    """The program is over. ``reward`` is what it came back with; ``problem`` why it has none, which
+    ``is_fault`` where that is nothing of the program's own.
+    """
 
     reward: Reward | None
     problem: str = ""
+    is_fault: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,31 +11,11 @@ from outrider.plugins.names import is_import_path
 from outrider.tokens.calls import CallFormatName
 
 
-class AgentConfig(EnvironmentSettings):
-    """A program of yours that speaks to an OpenAI endpoint. It owns its loop, its prompts and its tools; the
-    endpoint that it is given (``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``) is the policy.
-    """
+class ProgramConfig(EnvironmentSettings):
+    """How an episode is paid whose policy is asked by a program, and what such a program may take."""
 
     details: ClassVar[frozenset[str]] = frozenset({"max_programs", "failed_return", "cut_return"})
 
-    type: Literal["agent"] = "agent"
-    function: str | None = None
-    """A Python function, as ``my_agent:run``: called with the task, in a process of its own per episode. What
-    it returns is the reward (a number, or an object with ``reward``, ``success`` and ``metrics``), or what
-    ``reward`` is given.
-    """
-    command: tuple[str, ...] = ()
-    """Or a program with its arguments, in which ``{question}`` stands for the question. The task is its
-    standard input, as JSON; its standard output is what ``reward`` is given.
-    """
-    reward: str | None = None
-    """A function ``my_agent:score``, called with the task and what the program came back with; returns as
-    ``function`` does. None: the function returns the reward, or the program posts it to ``/reward`` under
-    the base URL.
-    """
-    train: DatasetConfig | None = None
-    valid: DatasetConfig | None = None
-    test: DatasetConfig | None = None
     tool_calls: CallFormatName | None = None
     """The form of the policy's native tool calls. None: requests with tools are refused."""
     success_at: float = 1.0
@@ -54,16 +34,6 @@ class AgentConfig(EnvironmentSettings):
     """
     max_programs: Annotated[int, Field(ge=1)] | None = None
     """Programs at a time."""
-
-    @model_validator(mode="after")
-    def _possible(self) -> "AgentConfig":
-        if (self.function is None) == (not self.command):
-            raise ValueError("set exactly one of function and command")
-        for name in ("function", "reward"):
-            value = getattr(self, name)
-            if value is not None and not is_import_path(value):
-                raise ValueError(f"{name} is an import path such as my_agent:run, not {value!r}")
-        return self
 
     @property
     def has_experts(self) -> bool:
@@ -87,7 +57,42 @@ class AgentConfig(EnvironmentSettings):
 
     def replayed_differently(self) -> list[str]:
         """All of them, unless the recipe says otherwise."""
-        return [] if self.is_repeatable else ["agent"]
+        return [] if self.is_repeatable else [self.type]
+
+
+class AgentConfig(ProgramConfig):
+    """A program of yours that speaks to an OpenAI endpoint. It owns its loop, its prompts and its tools; the
+    endpoint that it is given (``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``) is the policy.
+    """
+
+    type: Literal["agent"] = "agent"
+    function: str | None = None
+    """A Python function, as ``my_agent:run``: called with the task, in a process of its own per episode. What
+    it returns is the reward (a number, or an object with ``reward``, ``success`` and ``metrics``), or what
+    ``reward`` is given.
+    """
+    command: tuple[str, ...] = ()
+    """Or a program with its arguments, in which ``{question}`` stands for the question. The task is its
+    standard input, as JSON; its standard output is what ``reward`` is given.
+    """
+    reward: str | None = None
+    """A function ``my_agent:score``, called with the task and what the program came back with; returns as
+    ``function`` does. None: the function returns the reward, or the program posts it to ``/reward`` under
+    the base URL.
+    """
+    train: DatasetConfig | None = None
+    valid: DatasetConfig | None = None
+    test: DatasetConfig | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> "AgentConfig":
+        if (self.function is None) == (not self.command):
+            raise ValueError("set exactly one of function and command")
+        for name in ("function", "reward"):
+            value = getattr(self, name)
+            if value is not None and not is_import_path(value):
+                raise ValueError(f"{name} is an import path such as my_agent:run, not {value!r}")
+        return self
 
     def imported(self) -> Mapping[str, str]:
         """The functions that the recipe names."""

@@ -1,0 +1,87 @@
+"""The trainer's end of the process that plays episodes of verifiers, which is started again when it dies."""
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from outrider.environments.agent.launched import Launched, OnEnd
+from outrider.environments.agent.programs import ONE_THREAD, recipe_folders
+from outrider.environments.verifiers.settings import VerifiersConfig
+from outrider.errors import EnvironmentFault, ToolUnavailable
+from outrider.types import Task
+
+_PLAYER: Final = Path(__file__).with_name("player.py")
+
+
+def launch(config: VerifiersConfig, *, lists: bool) -> Launched:
+    """Start the process; with ``lists`` its first line holds the rows. Raises ToolUnavailable."""
+    # -P: the folder of the script holds modules of ours, which would hide others' of the same names
+    command = [os.path.expanduser(config.python or sys.executable), "-P", str(_PLAYER)]
+    given = {
+        "id": config.id,
+        "options": config.options,
+        "num_rows": config.num_rows,
+        "shuffle_seed": config.shuffle_seed,
+        "path": recipe_folders(),
+        "lists": lists,
+    }
+    try:
+        return Launched(
+            command,
+            os.environ | ONE_THREAD,
+            what=f"the verifiers environment {config.id}",
+            start_s=config.start_limit_s,
+            first=given,
+        )
+    except ToolUnavailable as error:
+        if "No module named 'verifiers'" not in str(error):
+            raise
+        raise ToolUnavailable(
+            f"{command[0]} has no verifiers: install it in an environment of its own (its pins exclude "
+            "those of others) and name the interpreter of that one in environment.python"
+        ) from error
+
+
+class Episodes:
+    """Plays them in one process. Called from several threads."""
+
+    def __init__(self, config: VerifiersConfig) -> None:
+        """Start the process. Raises ToolUnavailable where the environment cannot be loaded."""
+        self._config = config
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._process = launch(config, lists=False)
+
+    def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
+        """See :class:`~outrider.environments.agent.launched.ProgramRunner`."""
+        request = {
+            "key": task.key,
+            "versions": task.metadata["versions"],
+            "base_url": environment["OPENAI_BASE_URL"],
+            "api_key": environment["OPENAI_API_KEY"],
+        }
+        return self._living().begin(request, on_end)
+
+    def kill(self, number: int) -> None:
+        """Cancel an episode; one that has ended is none."""
+        self._process.kill(number)
+
+    def close(self) -> None:
+        """Cancel all of them and end the process. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+            self._process.close()
+
+    def _living(self) -> Launched:
+        """The process, or a new one where it has died. Raises EnvironmentFault where none starts."""
+        with self._lock:
+            if self._process.is_over and not self._is_closed:
+                self._process.close()
+                try:
+                    self._process = launch(self._config, lists=False)
+                except ToolUnavailable as error:
+                    raise EnvironmentFault(str(error)) from error
+            return self._process
