@@ -1,18 +1,17 @@
-"""The taskset of recipes/verifiers-desk.toml: an environment of the package verifiers, which knows nothing of
-Outrider. Letters to a shop are sorted in one answer; the rows are those of recipes/agent-desk.
+"""The environment of recipes/verifiers-desk.toml, written for the package verifiers: it knows nothing of
+Outrider. A clerk sorts the letters of a shop and is asked two questions about each; the rows are those of
+recipes/agent-desk.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
 
 DESKS = ("billing", "shipping", "returns")
 HASTE = ("urgent", "normal")
-PROMPT = (
-    "{letter}\nWhich desk: billing, shipping, returns? And is it urgent or normal? Answer with two words."
-)
 
 
 class DeskData(vf.TaskData):
@@ -23,21 +22,11 @@ class DeskData(vf.TaskData):
 
 
 class DeskTask(vf.Task[DeskData, vf.State, vf.TaskConfig]):
-    """Half a reward for the right desk, half for the right haste."""
-
-    @vf.reward(weight=0.5)
-    async def right_desk(self, trace: vf.Trace) -> float:
-        """The first desk that is named."""
-        return float(first_of(DESKS, trace.last_reply) == self.data.desk)
-
-    @vf.reward(weight=0.5)
-    async def right_haste(self, trace: vf.Trace) -> float:
-        """The first haste that is named."""
-        return float(first_of(HASTE, trace.last_reply) == self.data.haste)
+    """The prompt asks for the desk."""
 
     @vf.metric
     async def num_words(self, trace: vf.Trace) -> float:
-        """Words of the answer."""
+        """Words of the last answer."""
         return float(len(trace.last_reply.split()))
 
 
@@ -51,9 +40,33 @@ class DeskTaskset(vf.Taskset[DeskTask, vf.TasksetConfig]):
             for line in file.read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
                 desk, haste = row["answer"].split()
-                prompt = PROMPT.format(letter=row["question"])
-                data = DeskData(prompt=prompt, system_prompt="You sort letters.", desk=desk, haste=haste)
+                data = DeskData(
+                    system_prompt="You sort letters. Answer with one word.",
+                    prompt=f"{row['question']}\nWhich desk: {', '.join(DESKS)}?",
+                    desk=desk,
+                    haste=haste,
+                )
                 yield DeskTask(data, self.config.task)
+
+
+class DeskEnvConfig(vf.EnvConfig):
+    """One agent."""
+
+    clerk: vf.AgentConfig = vf.AgentConfig()
+
+
+class DeskEnv(vf.Env[DeskEnvConfig]):
+    """The shop asks; half a reward is for the right desk, half for the right haste."""
+
+    async def run(self, task: Any, agents: Any) -> None:
+        """An episode."""
+        async with agents.clerk.interaction(task) as talk:
+            desk = await talk.turn()
+            haste = await talk.turn(f"Is it {' or '.join(HASTE)}?")
+        is_desk = first_of(DESKS, desk.last_reply) == task.data.desk
+        is_haste = first_of(HASTE, haste.last_reply) == task.data.haste
+        talk.trace.record_reward("right_desk", float(is_desk), 0.5)
+        talk.trace.record_reward("right_haste", float(is_haste), 0.5)
 
 
 def first_of(words: tuple[str, ...], text: str) -> str | None:
@@ -62,4 +75,4 @@ def first_of(words: tuple[str, ...], text: str) -> str | None:
     return min(((at, word) for at, word in places.items() if at >= 0), default=(0, None))[1]
 
 
-__all__ = ["DeskTaskset"]
+__all__ = ["DeskEnv", "DeskTaskset"]

@@ -14,6 +14,7 @@ from outrider.errors import EnvironmentFault, ToolUnavailable
 from outrider.types import Task
 
 _NUMBERS: Final = itertools.count(1)  # unique in the trainer: a process may take the place of another one
+_DRAIN_S: Final = 1.0  # for the last words of a process that has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +60,14 @@ class Launched:
         what: str,
         start_s: float,
         first: Mapping[str, Any] | None = None,
+        is_quiet: bool = False,
     ) -> None:
         """Start it, send it ``first``, and wait ``start_s`` seconds at most until it is ready. ``what`` names
-        it in messages. Raises ToolUnavailable.
+        it in messages. Of what a quiet one writes to its standard error only the last line is told, and only
+        when it dies. Raises ToolUnavailable.
         """
         self._what = what
+        self._last_words = b""
         self._lock = threading.Lock()
         self._waiting: dict[int, OnEnd] = {}
         self._sock, theirs = socket.socketpair()
@@ -73,6 +77,7 @@ class Launched:
                     command,
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE if is_quiet else None,
                     env=dict(environment),
                     start_new_session=True,  # Ctrl-C is for the trainer, which then stops the programs
                 )
@@ -80,13 +85,16 @@ class Launched:
                 self._sock.close()
                 raise ToolUnavailable(f"{what} cannot be started: {error}") from error
         self._lines = self._sock.makefile("rb")
+        self._drain = threading.Thread(target=self._keep_last_words, daemon=True, name=f"outrider {what}")
+        self._drain.start()
         self._sock.settimeout(start_s)
         try:
             if first is not None:
                 self._say(first)
-            self.said: Mapping[str, Any] = json.loads(
-                self._lines.readline() or b'{"failed": "its process ended"}'
-            )
+            self.said: Mapping[str, Any] = json.loads(self._lines.readline() or b"{}")
+            if not self.said:
+                self._drain.join(_DRAIN_S)
+                self.said = {"failed": f"its process ended{self._in_its_words()}"}
         except TimeoutError:
             self.said = {"failed": f"it was not ready after {start_s:g} s"}
         except (OSError, ValueError, EnvironmentFault) as error:
@@ -137,7 +145,17 @@ class Launched:
             self._process.wait()
 
     def _gone(self) -> str:
-        return f"the process of {self._what} is gone"
+        return f"the process of {self._what} is gone{self._in_its_words()}"
+
+    def _in_its_words(self) -> str:
+        words = " ".join(self._last_words.decode("utf-8", "replace").split())[-200:]
+        return f" ({words})" if words else ""
+
+    def _keep_last_words(self) -> None:
+        errors = self._process.stderr
+        with contextlib.suppress(OSError, ValueError):
+            for line in iter(lambda: errors.readline(1 << 12), b"") if errors is not None else ():
+                self._last_words = line if line.strip() else self._last_words
 
     def _say(self, value: Mapping[str, Any]) -> None:
         try:
@@ -154,6 +172,7 @@ class Launched:
                     on_end = self._waiting.pop(said.pop("name"), None)
                 if on_end is not None:
                     on_end(Report(**said))
+        self._drain.join(_DRAIN_S)
         with self._lock:
             self.is_over = True
             waiting, self._waiting = self._waiting, {}

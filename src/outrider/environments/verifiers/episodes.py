@@ -35,6 +35,7 @@ def launch(config: VerifiersConfig, *, lists: bool) -> Launched:
             what=f"the verifiers environment {config.id}",
             start_s=config.start_limit_s,
             first=given,
+            is_quiet=True,
         )
     except ToolUnavailable as error:
         if "No module named 'verifiers'" not in str(error):
