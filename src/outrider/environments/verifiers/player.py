@@ -146,7 +146,8 @@ def module_of(name: str, source: str) -> Any:
 
 def share_connections(program: Any) -> None:
     """Let all conversations ask through one HTTP client, which the program makes anew each time."""
-    make, made = program.DefaultAsyncHttpxClient, []
+    make = program.DefaultAsyncHttpxClient
+    made: list[Any] = []
 
     def shared(**options: Any) -> Any:
         if not made:
@@ -240,7 +241,7 @@ class Player:
         self._sock = sock
         self._loaded = loaded
         self._rows = {row.key: row for row in loaded.rows}
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self._serving: Serving | None = None
         self._holders: set[asyncio.Task[None]] = set()
 
@@ -259,9 +260,10 @@ class Player:
 
         threading.Thread(target=read, daemon=True).start()
         await over.wait()
-        for task in self._running.values():
+        running = list(self._running.values())
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         for holder in self._holders:
             holder.cancel()
         await asyncio.gather(*self._holders, return_exceptions=True)
@@ -274,17 +276,19 @@ class Player:
                 task.cancel()
             return
         number = request["name"]
-        self._running[number] = asyncio.create_task(self._episode(number, request))
+        task = asyncio.create_task(self._played(number, request))
+        self._running[number] = task
+        # not within the task: one that is cancelled before its first step runs none of its lines
+        task.add_done_callback(lambda done: self._ended(number, done))
 
-    async def _episode(self, number: int, request: dict[str, Any]) -> None:
-        try:
-            found = await self._played(number, request)
-        except asyncio.CancelledError:
-            found = {"fault": "the episode was cancelled"}
-        except Exception as error:
+    def _ended(self, number: int, done: asyncio.Task[dict[str, Any]]) -> None:
+        del self._running[number]
+        if done.cancelled():
+            found: dict[str, Any] = {"fault": "the episode was cancelled"}
+        elif (error := done.exception()) is not None:
             found = {"fault": problem_of(type(error).__name__, str(error))}
-        finally:
-            self._running.pop(number, None)
+        else:
+            found = done.result()
         with contextlib.suppress(OSError):
             say(self._sock, {"name": number, "status": 0, "result": json.dumps(found), "tail": ""})
 

@@ -1,0 +1,206 @@
+"""Environments of the package verifiers: their rows, their rewards, and whose fault it is when something
+breaks. A fake package stands for it, in a process as the real one's; the last test plays the real one.
+"""
+
+import json
+import logging
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra agent")
+
+from outrider.engines.base import Request  # noqa: E402
+from outrider.engines.scripted import ScriptedEngine  # noqa: E402
+from outrider.environments.agent.launched import Report  # noqa: E402
+from outrider.environments.verifiers.episodes import Episodes  # noqa: E402
+from outrider.environments.verifiers.family import VerifiersFamily  # noqa: E402
+from outrider.environments.verifiers.settings import VerifiersConfig  # noqa: E402
+from outrider.errors import DataError, EnvironmentFault, ToolUnavailable  # noqa: E402
+from outrider.plugins.imports import search_in  # noqa: E402
+from outrider.rollout.episode import Sampling  # noqa: E402
+from outrider.rollout.limits import Limits  # noqa: E402
+from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
+from outrider.tokens import ChatRenderer  # noqa: E402
+from outrider.types import Outcome  # noqa: E402
+from tests.environments.verifiers_fake.make import write_fake  # noqa: E402
+from tests.tiny import tiny_tokenizer  # noqa: E402
+
+ROWS = (
+    "good", "two", "raise", "nan", "unscored", "judge", "HarnessError", "TaskError", "EnvError",
+)  # fmt: skip
+REAL = os.environ.get("OUTRIDER_VERIFIERS_PYTHON")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_fake(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config_of(*rows: str, **settings: Any) -> VerifiersConfig:
+    given = {"num_train": len(rows), "num_valid": 0, "num_test": 0, "options": {"taskset": {"rows": rows}}}
+    return VerifiersConfig(**{"id": "fake_taskset", **given, **settings})
+
+
+@contextmanager
+def scheduled(
+    config: VerifiersConfig, script: Callable[[Request, str], str], *, max_retries: int = 0
+) -> Iterator[Scheduler]:
+    renderer = ChatRenderer(tiny_tokenizer())
+    factory = VerifiersFamily(config).make()
+    try:
+        yield Scheduler(
+            engine=ScriptedEngine(tokenizer=renderer.tokenizer, script=script, context_length=8192),
+            renderer=renderer,
+            factory=factory,
+            limits=Limits(max_turns=4, max_turn_tokens=64, max_response_tokens=4000),
+            sampling=Sampling(),
+            run_seed=0,
+            max_retries=max_retries,
+        )
+    finally:
+        factory.close()
+
+
+def play(config: VerifiersConfig, *, max_retries: int = 0, group: int = 1) -> RolloutReport:
+    with scheduled(config, lambda request, text: "an answer", max_retries=max_retries) as scheduler:
+        tasks = VerifiersFamily(config).tasks("train")
+        return scheduler.run(tasks, modes=("m",) * group, training_step=0)
+
+
+def test_rows_are_tasks_of_their_versions(folder: Path) -> None:
+    config = config_of("a", "b", "c", "d", num_train=2, num_valid=1, num_test=0, first_row=1)
+    family = VerifiersFamily(config)
+    assert [task.question for task in family.tasks("train")] == ["b", "c"]
+    assert [task.key for task in family.tasks("valid")] == ["row d"] and not family.tasks("test")
+    [first, _] = family.tasks("train")
+    versions = first.metadata["versions"]
+    assert isinstance(versions, dict) and versions["verifiers"] == "0.0.fake"
+    (folder / "fake_taskset.py").write_text((folder / "fake_taskset.py").read_text() + "\n# changed\n")
+    assert VerifiersFamily(config).tasks("train")[0].metadata != first.metadata
+    shuffled = config.model_copy(update={"shuffle_seed": 0})
+    assert [task.question for task in VerifiersFamily(shuffled).tasks("train")] == ["c", "b"]
+
+
+def test_what_cannot_be_played(folder: Path) -> None:
+    with pytest.raises(ToolUnavailable, match="has 2 rows, and the splits need 3"):
+        VerifiersFamily(config_of("a", "b", num_train=3)).tasks("train")
+    with pytest.raises(ToolUnavailable, match="nosuch"):
+        VerifiersFamily(config_of("a", id="nosuch")).make()
+    with pytest.raises(ToolUnavailable, match="cannot be started"):
+        VerifiersFamily(config_of("a", python=folder / "python")).make()
+    with pytest.raises(DataError, match="two rows have the key 'row a'"):
+        VerifiersFamily(config_of("a", "a")).tasks("train")
+    (folder / "verifiers").rename(folder / "gone")
+    with pytest.raises(ToolUnavailable, match=r"has no verifiers.*environment\.python"):
+        VerifiersFamily(config_of("a")).tasks("train")
+    with pytest.raises(ValueError, match="without an id"):
+        config_of("a", options={"taskset": {"id": "b"}})
+
+
+def test_rewards_and_faults(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever else breaks beside them: a reward is one, and everything else is a fault with its name."""
+    caplog.set_level(logging.DEBUG)
+    report = play(config_of(*ROWS))
+    told = {trace.task.question: next(iter(trace.leaves.values())) for trace in report.traces}
+    good = told["good"]
+    assert (good.outcome, good.episode_return, good.success) == (Outcome.FINISHED, 0.75, False)
+    assert {"num_words": 2.0, "reward_right": 0.25, "reward_more": 0.5}.items() <= good.metrics.items()
+    assert told["two"].episode_return == 0.5
+    broken = set(ROWS[2:])
+    assert {name for name, leaf in told.items() if leaf.outcome is Outcome.ENVIRONMENT_FAULT} == broken
+    assert report.faults["environment_fault"] == len(broken)
+    reasons = "\n".join(report.fault_reasons)
+    for words in ("RuntimeError: of the machinery", "nan", "gave no reward", "not to be trained",
+                  "HarnessError: it broke here", "TaskError: it broke here", "run() broke"):  # fmt: skip
+        assert words in reasons
+    assert "OUTRIDER_API_KEY" not in caplog.text and "Bearer" not in caplog.text
+
+
+def test_only_the_agents_own_failure_has_a_return(folder: Path) -> None:
+    report = play(config_of("HarnessError", "TaskError", failed_return=-0.5))
+    [failed, broken] = [next(iter(trace.leaves.values())) for trace in report.traces]
+    assert (failed.outcome, failed.episode_return) == (Outcome.FINISHED, -0.5)
+    assert failed.metrics["num_failed"] == 1 and broken.outcome is Outcome.ENVIRONMENT_FAULT
+
+
+def test_a_process_that_dies_is_a_fault_and_starts_again(folder: Path) -> None:
+    config = config_of("die", "good", failed_return=-1.0)
+    with scheduled(config, lambda request, text: "an answer") as scheduler:
+        dying, good = VerifiersFamily(config).tasks("train")
+        report = scheduler.run([dying], modes=("m",), training_step=0)
+        assert report.faults["environment_fault"] == 1
+        assert "is gone (no memory)" in report.fault_reasons[0]
+        [leaf] = scheduler.run([good], modes=("m",), training_step=1).traces[0].leaves.values()
+        assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 0.75)
+
+
+def test_an_episode_is_cancelled_and_others_go_on(folder: Path) -> None:
+    report = play(config_of("hang", "good", time_limit_s=3.0), group=2)
+    [hanging, good] = [list(trace.leaves.values()) for trace in report.traces]
+    assert [leaf.outcome for leaf in hanging] == [Outcome.ENVIRONMENT_FAULT] * 2
+    assert [leaf.outcome for leaf in good] == [Outcome.FINISHED] * 2
+
+
+def test_cancelling_reports_an_end(folder: Path) -> None:
+    config = config_of("hang")
+    [task] = VerifiersFamily(config).tasks("train")
+    episodes = Episodes(config)
+    try:
+        ended: queue.Queue[Report] = queue.Queue()
+        # nobody answers at this address, and the request hangs until it is cancelled
+        place = {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "a key"}
+        number = episodes.start(task, place, ended.put)
+        episodes.kill(number)
+        assert "fault" in json.loads(ended.get(timeout=60).result)
+        episodes.kill(number)
+    finally:
+        episodes.close()
+        episodes.close()
+    with pytest.raises(EnvironmentFault):
+        episodes.start(task, place, ended.put)
+
+
+def test_nothing_is_left_when_the_trainer_goes(folder: Path) -> None:
+    episodes = Episodes(config_of("good"))
+    process = episodes._process._process
+    episodes._process._sock.shutdown(2)  # as the kernel does when the trainer is killed
+    assert process.wait(60) == 0
+    episodes.close()
+    again = Episodes(config_of("good"))
+    os.kill(again._process._process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not again._process.is_over and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert again._process.is_over
+    again.close()
+
+
+@pytest.mark.skipif(REAL is None, reason="OUTRIDER_VERIFIERS_PYTHON names no Python with verifiers")
+def test_the_real_package() -> None:
+    """The recipe's environment: two turns of one conversation, both rewards, and many episodes at once."""
+    search_in(Path("recipes").absolute())
+    config = VerifiersConfig(id="verifiers_desk", python=REAL, num_train=64, num_valid=0, num_test=0)
+    tasks = VerifiersFamily(config).tasks("train")
+
+    def answer(request: Request, text: str) -> str:
+        return "urgent" if "urgent or normal" in text else "It is shipping"
+
+    with scheduled(config, answer) as scheduler:
+        report = scheduler.run(tasks, modes=("m",) * 3, training_step=0)
+    assert not report.faults
+    rows = Path("recipes/agent-desk/train.jsonl").read_text().splitlines()
+    for trace, row in zip(report.traces, rows, strict=True):
+        desk, haste = json.loads(row)["answer"].split()
+        for leaf in trace.leaves.values():
+            assert leaf.episode_return == 0.5 * (desk == "shipping") + 0.5 * (haste == "urgent")
+            assert leaf.metrics["num_requests"] == 2 and leaf.metrics["num_words"] == 1
