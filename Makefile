@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm test-viewer lint mutation figures figures-check docs docs-serve benchmarks gpu clean
+.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm test-verifiers test-viewer lint mutation figures figures-check docs docs-serve benchmarks gpu clean
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
 # Images for containers often forbid to keep what was compiled: then each process of the tests compiles torch and
@@ -112,6 +112,17 @@ $(VLLM)/.complete: pyproject.toml constraints.txt
 
 test-vllm: $(VLLM)/.complete
 	$(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm.py tests/scale/test_vllm.py
+
+# verifiers pins packages that exclude ours, so its environments are played under a Python of their own (570 MB).
+VERIFIERS := .venv-verifiers
+
+$(VERIFIERS)/.complete:
+	$(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	@touch $@
+
+test-verifiers: setup $(VERIFIERS)/.complete
+	OUTRIDER_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/environments/test_verifiers.py
 
 # The page of `outrider view` in Debian's chromium, and its accessibility by axe-core. What cannot be installed here (no root, no
 # npm) is skipped with a reason.

@@ -72,33 +72,11 @@ class Launched:
         self._waiting: dict[int, OnEnd] = {}
         self._sock, theirs = socket.socketpair()
         with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE if is_quiet else None,
-                    env=dict(environment),
-                    start_new_session=True,  # Ctrl-C is for the trainer, which then stops the programs
-                )
-            except OSError as error:
-                self._sock.close()
-                raise ToolUnavailable(f"{what} cannot be started: {error}") from error
+            self._process = self._started(command, environment, theirs, is_quiet=is_quiet)
         self._lines = self._sock.makefile("rb")
         self._drain = threading.Thread(target=self._keep_last_words, daemon=True, name=f"outrider {what}")
         self._drain.start()
-        self._sock.settimeout(start_s)
-        try:
-            if first is not None:
-                self._say(first)
-            self.said: Mapping[str, Any] = json.loads(self._lines.readline() or b"{}")
-            if not self.said:
-                self._drain.join(_DRAIN_S)
-                self.said = {"failed": f"its process ended{self._in_its_words()}"}
-        except TimeoutError:
-            self.said = {"failed": f"it was not ready after {start_s:g} s"}
-        except (OSError, ValueError, EnvironmentFault) as error:
-            self.said = {"failed": str(error)}
+        self.said = self._greeted(start_s, first)
         if "failed" in self.said:
             self.close()
             raise ToolUnavailable(f"{what} cannot be loaded: {self.said['failed']}")
@@ -106,6 +84,38 @@ class Launched:
         self.is_over = False
         """Whether it is gone; nothing can be started in it."""
         threading.Thread(target=self._hear, daemon=True, name=f"outrider {what}").start()
+
+    def _started(
+        self, command: Sequence[str], environment: Mapping[str, str], end: socket.socket, *, is_quiet: bool
+    ) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=end.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if is_quiet else None,
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C is for the trainer, which then stops the programs
+            )
+        except OSError as error:
+            self._sock.close()
+            raise ToolUnavailable(f"{self._what} cannot be started: {error}") from error
+
+    def _greeted(self, start_s: float, first: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """What the process says first; ``failed`` where it is not ready."""
+        self._sock.settimeout(start_s)
+        try:
+            if first is not None:
+                self._say(first)
+            said: Mapping[str, Any] = json.loads(self._lines.readline() or b"{}")
+        except TimeoutError:
+            return {"failed": f"it was not ready after {start_s:g} s"}
+        except (OSError, ValueError, EnvironmentFault) as error:
+            return {"failed": str(error)}
+        if not said:
+            self._drain.join(_DRAIN_S)
+            return {"failed": f"its process ended{self._in_its_words()}"}
+        return said
 
     def begin(self, request: Mapping[str, Any], on_end: OnEnd) -> int:
         """Start an episode; its number. ``on_end`` is called once. Raises EnvironmentFault where the process
@@ -143,6 +153,9 @@ class Launched:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.stderr is not None:
+            self._drain.join(_DRAIN_S)
+            self._process.stderr.close()
 
     def _gone(self) -> str:
         return f"the process of {self._what} is gone{self._in_its_words()}"
