@@ -244,6 +244,21 @@ def test_the_contract(tmp_path: Path) -> None:
     check_environment(AgentFamily(config), texts=("25", "7"))
 
 
+def test_an_expert_answers_the_program(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"question": "q", "answer": "7"}\n')
+    data = DatasetConfig(path=tmp_path / "tasks.jsonl")
+    family = AgentFamily(AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:halved", train=data))
+    [task] = family.tasks("train")
+    steps = family.expert(task, 0)
+    assert steps is not None and [step.text for step in steps] == ["25", "12", "6", "9", "7"]
+    assert steps[-1].is_terminal and not steps[0].is_terminal
+    wrong = AgentFamily(AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:one", train=data))
+    assert wrong.expert(task, 0) is None  # no success
+    for one in (family, wrong):
+        one.close()
+        one.close()
+
+
 def test_an_agent_that_cannot_be_loaded() -> None:
     with pytest.raises(ToolUnavailable, match="nosuch"):
         AgentFactory(AgentConfig(function="tests.environments.agents.nosuch:run"))
