@@ -40,9 +40,18 @@ def _data(folder: Path) -> dict[str, Any]:
     }
 
 
+def _program(folder: Path) -> dict[str, Any]:
+    programs = "tests.environments.agents.programs"
+    return {
+        "function": f"{programs}:words",
+        "reward": f"{programs}:score",
+        "train": _data(folder)["train"],
+    }
+
+
 @pytest.mark.parametrize("name", BUILT_IN["environments"])
 def test_environments(name: str, tmp_path: Path) -> None:
-    given = _data(tmp_path) if name == "tools" else {}
+    given = {"tools": _data, "agent": _program}.get(name, lambda folder: {})(tmp_path)
     family = build("environments", read_settings("environments", {"type": name, **given}), None)
     try:
         check_environment(family)
