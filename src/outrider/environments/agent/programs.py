@@ -17,6 +17,7 @@ from outrider.plugins.imports import searched
 from outrider.types import Task
 
 _START_S: Final = 120.0  # a cold disk and a large framework
+_MAX_LAUNCHERS: Final = 8  # of a run; an agent that kills its own launcher would do so for ever
 _BOOT: Final = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -39,14 +40,12 @@ class Report:
     tail: str
 
 
-class Programs:
-    """One launcher process and its children. Called from several threads."""
+class Launcher:
+    """One launcher process and the programs that it runs."""
 
-    def __init__(self, *, function: str | None, command: Sequence[str], reward: str | None) -> None:
-        """Start the launcher, which imports the agent. Raises ToolUnavailable where that fails."""
-        self._given = json.dumps({"function": function, "command": list(command), "reward": reward})
+    def __init__(self, given: str) -> None:
+        """Start it; it imports the agent. Raises ToolUnavailable where that fails."""
         self._lock = threading.Lock()
-        self._number = 0
         self._waiting: dict[int, Callable[[Report], None]] = {}
         self._sock, theirs = socket.socketpair()
         path = [one or os.getcwd() for one in sys.path]
@@ -54,7 +53,7 @@ class Programs:
         environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, self._given, json.dumps(path)],
+                [sys.executable, "-c", _BOOT, given, json.dumps(path)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=environment | _FIXED,
@@ -72,24 +71,27 @@ class Programs:
         self._sock.settimeout(None)
         threading.Thread(target=self._hear, daemon=True, name="outrider agent programs").start()
 
-    def start(self, task: Task, environment: Mapping[str, str], on_end: Callable[[Report], None]) -> int:
-        """Start a program; its number. ``on_end`` is called once. Raises EnvironmentFault where the launcher
-        is gone.
-        """
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can start programs."""
+        return self._process.poll() is None
+
+    def start(self, number: int, request: Mapping[str, Any], on_end: Callable[[Report], None]) -> None:
+        """Start a program. Raises OSError where the process is gone."""
         with self._lock:
-            self._number += 1
-            number = self._number
+            self._sock.sendall(json.dumps({"name": number, **request}).encode() + b"\n")
             self._waiting[number] = on_end
-        self._say({"name": number, "task": asdict(task), "environment": dict(environment)})
-        return number
 
     def kill(self, number: int) -> None:
         """End a program and what it started; one that has ended is none."""
-        with self._lock:
-            if number not in self._waiting:
-                return
-        with contextlib.suppress(EnvironmentFault):  # gone with the launcher
-            self._say({"kill": number})
+        with self._lock, contextlib.suppress(OSError):  # else it is gone with the launcher
+            if number in self._waiting:
+                self._sock.sendall(json.dumps({"kill": number}).encode() + b"\n")
 
     def close(self) -> None:
         """End all of it. May be called twice."""
@@ -101,13 +103,6 @@ class Programs:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def _say(self, value: Mapping[str, Any]) -> None:
-        try:
-            with self._lock:
-                self._sock.sendall(json.dumps(value).encode() + b"\n")
-        except OSError as error:
-            raise EnvironmentFault(f"the process that runs agent programs is gone: {error}") from error
 
     def _hear(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -121,3 +116,46 @@ class Programs:
             waiting, self._waiting = self._waiting, {}
         for on_end in waiting.values():
             on_end(Report(status=-9, result="", tail="the process that runs agent programs is gone"))
+
+
+class Programs:
+    """Starts programs by a launcher, and another launcher where one is gone. Called from several threads."""
+
+    def __init__(self, *, function: str | None, command: Sequence[str], reward: str | None) -> None:
+        """Raises ToolUnavailable where the agent cannot be imported."""
+        self._given = json.dumps({"function": function, "command": list(command), "reward": reward})
+        self._lock = threading.Lock()
+        self._number = 0
+        self._num_launchers = 1
+        self._launcher = Launcher(self._given)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs them."""
+        return self._launcher.pid
+
+    def start(self, task: Task, environment: Mapping[str, str], on_end: Callable[[Report], None]) -> int:
+        """Start a program; its number. ``on_end`` is called once. Raises EnvironmentFault where that cannot
+        be.
+        """
+        with self._lock:
+            self._number += 1
+            number = self._number
+            if not self._launcher.is_alive and self._num_launchers < _MAX_LAUNCHERS:
+                self._launcher.close()
+                self._num_launchers += 1
+                self._launcher = Launcher(self._given)
+            launcher = self._launcher
+        try:
+            launcher.start(number, {"task": asdict(task), "environment": dict(environment)}, on_end)
+        except OSError as error:
+            raise EnvironmentFault(f"the process that runs agent programs is gone: {error}") from error
+        return number
+
+    def kill(self, number: int) -> None:
+        """End a program and what it started; one that has ended is none."""
+        self._launcher.kill(number)
+
+    def close(self) -> None:
+        """End all of it. May be called twice."""
+        self._launcher.close()
