@@ -6,10 +6,10 @@ from typing import Any, Literal
 from outrider.environments.base import played_steps
 from outrider.environments.gym.copying import copies_hold
 from outrider.environments.gym.environment import CopyableGymEnvironment, GymEnvironment
-from outrider.environments.gym.making import Recipe, package_of, recipe_of, short_id
-from outrider.environments.gym.settings import SPLITS, GymConfig
+from outrider.environments.gym.making import Recipe, package_of, recipe_of
+from outrider.environments.gym.settings import GymConfig
 from outrider.environments.scienceworld.text import STOP
-from outrider.errors import ConfigError
+from outrider.environments.seeds import seed_of
 from outrider.plugins.imports import import_target
 from outrider.types import Step, Task
 
@@ -24,9 +24,7 @@ class GymFactory:
 
     def __call__(self, task: Task) -> GymEnvironment:
         """A fresh episode of the task. Raises :class:`ConfigError` for a task of another environment."""
-        name, seed = task.metadata.get("environment"), task.metadata.get("seed")
-        if name != self._config.id or not isinstance(seed, int):
-            raise ConfigError(f"{task.key} is no task of {self._config.id}")
+        seed = seed_of(task, self._config.id)
         return self._cls(recipe=self._recipe, config=self._config, seed=seed)
 
     def close(self) -> None:
@@ -52,17 +50,8 @@ class GymFamily:
         """One task per seed of ``train``, ``valid`` or ``test``. They name the package's version, which may
         play other games: a resumed run refuses another one.
         """
-        if split not in SPLITS:
-            raise ConfigError(f"unknown split {split!r}; an environment's seeds have {', '.join(SPLITS)}")
         package = package_of(self.config)
-        return tuple(
-            Task(
-                key=f"gym/{short_id(self.config.id)}/{split}/{seed}",
-                question=f"{self.config.id}, seed {seed}",
-                metadata={"environment": self.config.id, "seed": seed, "package": package},
-            )
-            for seed in self.config.seeds(split)
-        )
+        return self.config.seed_tasks(split, self.config.id, {"package": package})
 
     def make(self) -> GymFactory:
         """Make one environment, and try whether its copies hold. Raises :class:`ToolUnavailable` or
