@@ -35,6 +35,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "house": "outrider.environments.house.family:HouseFamily",
         "alfworld": "outrider.environments.alfworld.family:AlfworldFamily",
         "gym": "outrider.environments.gym.family:GymFamily",
+        "openenv": "outrider.environments.openenv.family:OpenEnvFamily",
         "reasoning_gym": "outrider.environments.reasoning_gym.family:ReasoningGymFamily",
     },
     "tools": {
