@@ -2,13 +2,13 @@
 
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from outrider.environments.expert_turns import ExpertTurns
 from outrider.environments.openenv.settings import OpenEnvConfig
 from outrider.environments.scienceworld.text import STOP
 from outrider.environments.seeds import seed_of
 from outrider.errors import ToolUnavailable
-from outrider.plugins.imports import import_target
 from outrider.types import Step, Task
 
 if TYPE_CHECKING:
@@ -46,10 +46,11 @@ class OpenEnvFamily:
     def __init__(self, config: OpenEnvConfig) -> None:
         """Start and ask nothing."""
         self.config = config
-        self._solve: Any = None
         self._described: Described | None = None
         self._asked: Server | None = None  # started to ask it; the next factory takes it over
-        self._of_experts: OpenEnvFactory | None = None
+        self._expert: ExpertTurns[OpenEnvEnvironment] = ExpertTurns(
+            config.expert, self.make, lambda environment, solve, seed: environment.solved(solve)
+        )
 
     def tasks(self, split: str) -> Sequence[Task]:
         """One task per seed of ``train``, ``valid`` or ``test``. They name the server and its version, which
@@ -75,27 +76,14 @@ class OpenEnvFamily:
             raise
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """The turns of ``expert``, played; None without one, or where they are no success. Raises
-        :class:`EnvironmentFault` where the function raises.
+        """The turns of ``expert``, played on a server of their own where one is started. See
+        :class:`outrider.environments.expert_turns.ExpertTurns`.
         """
-        if self.config.expert is None:
-            return None
-        if self._solve is None:
-            self._solve = import_target(self.config.expert)
-        if self._of_experts is None:
-            self._of_experts = self.make()
-        environment = self._of_experts(task)
-        try:
-            steps = environment.solved(self._solve)
-        finally:
-            environment.close()
-        return steps if environment.result().success else None
+        return self._expert.steps(task, seed)
 
     def close(self) -> None:
         """Kill the servers that were started to ask them and for experts; may be called twice."""
-        factory, self._of_experts = self._of_experts, None
-        if factory is not None:
-            factory.close()
+        self._expert.close()
         server, self._asked = self._asked, None
         if server is not None:
             server.close()
