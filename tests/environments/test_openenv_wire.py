@@ -183,14 +183,18 @@ def test_how_actions_are_written_is_the_schema_s() -> None:
         action_of({"properties": {"row": FIELDS["row"], "metadata": {}}}, None),
         {"properties": FIELDS},
     )
-    assert one.probe == {"row": 2} and "<action>2</action>" in one.instructions
+    assert one.probe == "<action>2</action>" and one.probe in one.instructions
     assert one.read("I go <action> 3\n4 </action>").action == {"row": "3\n4"}
     both = action_of(several, None)
-    assert both.probe == {"row": 2, "word": "a"} and '{"row": 2, "word": "a"}' in both.instructions
-    assert action_of({**several, "required": ["word"]}, None).probe == {"word": "a"}
+    assert both.probe == '<action>{"row": 2, "word": "a"}</action>' and both.probe in both.instructions
+    assert '{"word": "a"}' in action_of({**several, "required": ["word"]}, None).probe
     assert action_of({**several, "required": ["word"]}, "word").read("<action>b</action>").action == {
         "word": "b"
     }
+    named = {"way": {"$ref": "#/$defs/Way"}, "far": {"anyOf": [{"const": 3}, {"type": "null"}]}}
+    schema = {"properties": named, "$defs": {"Way": {"enum": ["north", "south"], "type": "string"}}}
+    assert '{"way": "north", "far": 3}' in action_of(schema, None).probe
+    assert "is no number" in both.read('<action>{"row": 1e999}</action>').problem
     assert "No command found" in both.read("nothing").problem
     assert problem_of([{"loc": ["a", 1], "msg": "too long"}, {"msg": "bad"}, "?"]) == (
         "The action was not accepted (a.1: too long; bad)."

@@ -1,6 +1,7 @@
 """From a turn's text to an action of the server's schema."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -27,8 +28,9 @@ class FieldAction:
 
     def __init__(self, name: str, schema: Mapping[str, Any]) -> None:
         self._name = name
-        self._example = _example(schema)
-        self.instructions = f"Write one action a turn, for example <action>{self._example}</action>."
+        self.probe = f"<action>{_example(schema)}</action>"
+        """A turn with which the server is tried."""
+        self.instructions = f"Write one action a turn, for example {self.probe}."
 
     def read(self, text: str) -> Read:
         """The server decides whether the text can be that field."""
@@ -37,20 +39,16 @@ class FieldAction:
             return Read(problem=parsed.problem)
         return Read(action={self._name: _clean(parsed.action)})
 
-    @property
-    def probe(self) -> Mapping[str, Any]:
-        """An action with which the server is tried."""
-        return {self._name: self._example}
-
 
 class JsonAction:
     """A JSON object between the tags: the fields of the action."""
 
     def __init__(self, properties: Mapping[str, Any], required: Sequence[str]) -> None:
         told = required or list(properties)
-        self._example = {name: _example(properties.get(name, {})) for name in told}
-        self._form = f"<action>{json.dumps(self._example)}</action>"
-        self.instructions = f"Write one action a turn, a JSON object, for example {self._form}."
+        example = {name: _example(properties.get(name, {})) for name in told}
+        self.probe = f"<action>{json.dumps(example)}</action>"
+        """A turn with which the server is tried."""
+        self.instructions = f"Write one action a turn, a JSON object, for example {self.probe}."
 
     def read(self, text: str) -> Read:
         """JSON as the standard has it: no NaN, no infinity."""
@@ -58,24 +56,19 @@ class JsonAction:
         if parsed.problem:
             return Read(problem=parsed.problem)
         try:
-            action = json.loads(_clean(parsed.action), parse_constant=_refuse)
+            action = json.loads(_clean(parsed.action), parse_constant=_finite, parse_float=_finite)
         except (ValueError, RecursionError) as error:
-            return Read(problem=f"The action is no JSON ({error}). Write for example {self._form}.")
+            return Read(problem=f"The action is no JSON ({error}). Write for example {self.probe}.")
         if not isinstance(action, dict):
-            return Read(problem=f"The action is no JSON object. Write for example {self._form}.")
+            return Read(problem=f"The action is no JSON object. Write for example {self.probe}.")
         return Read(action=action)
-
-    @property
-    def probe(self) -> Mapping[str, Any]:
-        """An action with which the server is tried."""
-        return self._example
 
 
 def action_of(schema: Mapping[str, Any], chosen: str | None) -> FieldAction | JsonAction:
     """How actions of a schema are written. Raises :class:`ConfigError` for a field that it lacks."""
     given = schema.get("properties")
     properties = {
-        name: value if isinstance(value, Mapping) else {}
+        name: _resolved(value, schema)
         for name, value in (given if isinstance(given, Mapping) else {}).items()
         if name != "metadata"
     }
@@ -106,10 +99,23 @@ def problem_of(errors: Any) -> str:
     return f"The action was not accepted ({words})."
 
 
+def _resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a field: that which it refers to (an enumeration, say), or the first of several."""
+    if not isinstance(value, Mapping):
+        return {}
+    if isinstance(several := value.get("anyOf"), list) and several:
+        return _resolved(several[0], schema)
+    definitions, name = schema.get("$defs"), str(value.get("$ref", "")).rpartition("/")[2]
+    found = definitions.get(name) if isinstance(definitions, Mapping) else None
+    return found if isinstance(found, Mapping) else value
+
+
 def _example(schema: Mapping[str, Any]) -> Any:
     for key in ("examples", "enum"):
         if isinstance(values := schema.get(key), list) and values:
             return values[0]
+    if "const" in schema:
+        return schema["const"]
     value = _EXAMPLES.get(str(schema.get("type")), "text")
     lowest = schema.get("minimum")
     return lowest if isinstance(lowest, int) and schema.get("type") in ("integer", "number") else value
@@ -120,5 +126,8 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no number that can be sent")
+    return number

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 
 from outrider.environments.openenv.actions import action_of
 from outrider.environments.openenv.asking import Described, described
-from outrider.environments.openenv.environment import Contact
-from outrider.environments.openenv.observations import require_fields, written
+from outrider.environments.openenv.environment import Contact, OpenEnvEnvironment
+from outrider.environments.openenv.observations import require_fields
 from outrider.environments.openenv.server import Server
-from outrider.environments.openenv.session import CAPACITY, Answer, Session
+from outrider.environments.openenv.session import CAPACITY, Session
 from outrider.environments.openenv.settings import OpenEnvConfig
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
+from outrider.types import Message
 
 _NUM_STEPS = 2
 _NUM_SEEDS = 2
@@ -73,24 +74,20 @@ def _require_seeds(contact: Contact) -> None:
 
 
 def _played(contact: Contact, seed: int) -> list[object]:
-    """What the policy would read, and the rewards, of a few steps."""
-    config = contact.config
-    session = Session(contact.server.address()[0], limit_s=config.step_limit_s)
+    """What the policy would read, and the rewards, of a few steps. A step may fail, which tells as much of a
+    game as another answer; a reset may not.
+    """
+    environment = OpenEnvEnvironment(contact=contact, seed=seed)
     try:
-        answers = [session.ask("reset", {**config.reset_options, "seed": seed}, limit_s=config.load_limit_s)]
-        while len(answers) <= _NUM_STEPS and not answers[-1].code and not answers[-1].data.get("done"):
-            answers.append(session.ask("step", contact.action.probe, limit_s=config.step_limit_s))
+        seen: list[object] = [environment.reset(0)]
+        for _ in range(_NUM_STEPS):
+            try:
+                result = environment.step(Message(role="assistant", content=contact.action.probe))
+            except EnvironmentFault as fault:
+                return [*seen, str(fault)]
+            seen.append(result)
+            if result.done:
+                break
+        return seen
     finally:
-        session.close()
-    return [_told(one, config, is_first=one is answers[0]) for one in answers]
-
-
-def _told(answer: Answer, config: OpenEnvConfig, *, is_first: bool) -> object:
-    """A step may be refused or fail, which tells as much of a game as another answer; a reset may not."""
-    if answer.code and not is_first:
-        return answer.told
-    match answer.data:
-        case {"observation": dict(observation), "reward": reward, "done": done} if not answer.code:
-            return written(observation, config.observation), reward, done
-    why = answer.told if answer.code else "it holds no observation, reward and done"
-    raise EnvironmentFault(f"a reset or a step is answered by what is no observation: {why}")
+        environment.close()
