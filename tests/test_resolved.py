@@ -33,7 +33,8 @@ def needs(environment: str, algorithm: str) -> list[str]:
     """What the pair cannot do without."""
     data = [f'environment.{split}={{path = "{split}.jsonl"}}' for split in ("train", "test")]
     given = [*data, "environment.corpus=pages.jsonl"] if environment == "tools" else []
-    if algorithm == "luffy" and environment in ("tools", "gym"):  # which come without experts
+    given += ["environment.server_url=http://127.0.0.1:8000"] if environment == "openenv" else []
+    if algorithm == "luffy" and environment in ("tools", "gym", "openenv"):  # which come without experts
         given.append("algorithm.demonstrations=shown.jsonl")
     return given
 

@@ -25,6 +25,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "empo2": {"memory": {"embedder": "hash"}},
     "rapo": {"num_hybrid": 0},
 }
+OF_ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    "openenv": {"command": ("{python}", "-m", "tests.environments.openenv_worlds", "{port}")},
+}
 
 
 def _data(folder: Path) -> dict[str, Any]:
@@ -51,7 +54,8 @@ def _program(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BUILT_IN["environments"])
 def test_environments(name: str, tmp_path: Path) -> None:
-    given = {"tools": _data, "agent": _program}.get(name, lambda folder: {})(tmp_path)
+    of_files = {"tools": _data, "agent": _program}
+    given = of_files[name](tmp_path) if name in of_files else OF_ENVIRONMENTS.get(name, {})
     family = build("environments", read_settings("environments", {"type": name, **given}), None)
     try:
         check_environment(family)

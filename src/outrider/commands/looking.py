@@ -1,25 +1,20 @@
-"""``outrider replay``, ``compare`` and ``export``: what is done with runs that are on disk."""
+"""``outrider replay`` and ``compare``: what is done with runs that are on disk."""
 
 import argparse
 from pathlib import Path
 
 from outrider.commands.parts import Commands, positive
 from outrider.errors import ConfigError
-from outrider.printing import say
 
 
 def add(commands: Commands) -> None:
-    """The commands ``replay``, ``compare`` and ``export``."""
+    """The commands ``replay`` and ``compare``."""
     replay = commands.add_parser(
         "replay", help="play a recorded training step's rollouts again, without a model"
     )
     replay.add_argument("run", type=Path)
     replay.add_argument("--step", type=int, required=True)
     replay.set_defaults(command=_replay)
-    export = commands.add_parser("export", help="a run's newest weights as a Hugging Face folder")
-    export.add_argument("run", type=Path)
-    export.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
-    export.set_defaults(command=_export)
     compare = commands.add_parser(
         "compare", help="compare runs over seeds: scores with intervals, tests, curves at equal cost"
     )
@@ -53,14 +48,6 @@ def _replay(parsed: argparse.Namespace) -> int:
     from outrider.train.replay import replay_step
 
     return replay_step(parsed.run, parsed.step)
-
-
-def _export(parsed: argparse.Namespace) -> int:
-    from outrider.train.export import export_run
-
-    checkpoint = export_run(parsed.run, parsed.out)
-    say(f"{parsed.out}: the weights of {checkpoint}")
-    return 0
 
 
 def _compare(parsed: argparse.Namespace) -> int:

@@ -36,6 +36,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "alfworld": "outrider.environments.alfworld.family:AlfworldFamily",
         "gym": "outrider.environments.gym.family:GymFamily",
         "agent": "outrider.environments.agent.family:AgentFamily",
+        "openenv": "outrider.environments.openenv.family:OpenEnvFamily",
         "reasoning_gym": "outrider.environments.reasoning_gym.family:ReasoningGymFamily",
     },
     "tools": {
