@@ -47,6 +47,7 @@ class Program:
     had: list[tuple[Message, ...]] = field(default_factory=list)
     questions: list[Conversation] = field(default_factory=list)
     num_sampled: int = 0
+    call_format: None = None
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.questions.append(self.asked)
