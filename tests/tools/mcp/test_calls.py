@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.errors import ToolFault, ToolUnavailable  # noqa: E402
-from outrider.testing.tool import check_tool  # noqa: E402
 from outrider.tools.base import SchemaTool, Tool, ToolOutput  # noqa: E402
 from outrider.tools.mcp.tool import McpServer  # noqa: E402
 from outrider.tools.toolset import Toolset  # noqa: E402
@@ -77,11 +76,6 @@ def test_the_callers_mistakes_are_told(tools: dict[str, Tool], name: str, text: 
 def test_what_is_no_text_is_said_in_words(tools: dict[str, Tool]) -> None:
     assert tools["picture"].run_text("{}").text == "here:\n[image/png, 3 bytes]"
     assert tools["table"].run_text("{}").text == '{"rows": [1, 2]}'
-
-
-def test_the_contract_of_a_tool() -> None:
-    (tool,) = McpServer.build(numbers(only=["add"]), None).tools
-    check_tool(tool, texts=['{"a": 1, "b": 2}'])
 
 
 def test_calls_are_at_the_server_at_the_same_time(tools: dict[str, Tool], tmp_path: Path) -> None:

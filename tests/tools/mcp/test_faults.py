@@ -151,6 +151,23 @@ def test_a_program_that_is_no_server_is_told_with_its_last_words() -> None:
         McpServer.lines(numbers(command=None, script="no_server.py"))
 
 
+def test_a_server_over_http_that_hangs_is_given_up_and_closing_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.tools.mcp.link.LOOK_S", 0.3)
+    monkeypatch.setattr("outrider.tools.mcp.link._CLOSE_S", 0.3)
+    with over_http(tmp_path) as (url, _):
+        settings = numbers(
+            command=None, args=(), url=url, timeout_s=0.3, start_timeout_s=30.0, max_restarts=0
+        )
+        McpServer.lines(settings)
+        with built(settings) as tools:
+            with pytest.raises(ToolFault, match=f"no answer to stop_all within 0.3 s{AGAIN}$"):
+                tools["stop_all"].run_text("{}")
+            with pytest.raises(ToolFault, match="given up"):
+                tools["add"].run_text('{"a": 2}')
+
+
 def test_no_server_at_a_url(tmp_path: Path) -> None:
     with over_http(tmp_path) as (url, _):
         pass

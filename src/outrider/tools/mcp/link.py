@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from outrider.tools.mcp.settings import McpConfig
 
 _MAX_PAGES: Final = 100  # of a list of tools
+_CLOSE_S: Final = 8.0  # more than a process is given to end by itself
+_MAX_CANCELS: Final = 3
 for _name in ("mcp", "client"):  # the client's loggers: what goes wrong is told as a fault
     logging.getLogger(_name).addHandler(logging.NullHandler())
 
@@ -97,7 +99,11 @@ class Link:
         self._over.set()
         if not gently:
             self._task.cancel()
-        await asyncio.wait([self._task])
+        for _ in range(_MAX_CANCELS):  # a server over HTTP is told of the end, and may not answer to that
+            done, _ = await asyncio.wait([self._task], timeout=_CLOSE_S)
+            if done:
+                return
+            self._task.cancel()
 
     async def _live(self) -> None:
         """Everything is opened and closed by this one task, as the client's scopes ask for."""

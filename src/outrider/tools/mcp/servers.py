@@ -46,7 +46,7 @@ class _Server:
         self._changing = asyncio.Lock()
         self._link: Link | None = None
         self._num_lost = 0  # in a row
-        self._is_closed = False
+        self._closed = asyncio.Event()
         self.num_calls = 0
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolOutput:
@@ -66,7 +66,7 @@ class _Server:
 
     async def close(self) -> None:
         """End it; may be called twice."""
-        self._is_closed = True
+        self._closed.set()
         async with self._changing:
             link, self._link = self._link, None
         if link is not None:
@@ -78,13 +78,15 @@ class _Server:
             if self._link is not None:
                 return self._link
             name, limit = self._settings.name, self._settings.max_restarts
-            if self._is_closed:
-                raise ToolFault(f"MCP server {name} is closed")
             if self._num_lost > limit:
                 raise ToolFault(
-                    f"MCP server {name} was started {self._num_lost} times and answered no call: given up"
+                    f"MCP server {name} was lost {self._num_lost} times, no call between answered: given up"
                 )
-            await asyncio.sleep(self._wait_s())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._wait_s()):
+                    await self._closed.wait()
+            if self._closed.is_set():
+                raise ToolFault(f"MCP server {name} is closed")
             try:
                 link, listing = await Link.open(self._settings)
                 if listing != self._listing:
