@@ -11,6 +11,7 @@ HOW, COUNTER = sys.argv[1], Path(sys.argv[2])
 NUM_STARTS = len(COUNTER.read_text()) + 1 if COUNTER.exists() else 1
 COUNTER.write_text("x" * NUM_STARTS)
 TOOL = {"name": "say", "description": "Say it.", "inputSchema": {"type": "object", "properties": {}}}
+ANYTHING = {"type": "object", "properties": {"what": True}, "required": ["what"]}
 
 
 def write(text: str) -> None:
@@ -73,6 +74,8 @@ def main() -> None:
                 answer(request, {"tools": [], "nextCursor": "more"})
             case "tools/list" if HOW == "two-alike":
                 answer(request, {"tools": [TOOL, {**TOOL, "name": "Say"}]})
+            case "tools/list" if HOW == "any-argument":
+                answer(request, {"tools": [{**TOOL, "inputSchema": ANYTHING}]})
             case "tools/list":
                 answer(request, {"tools": [TOOL]})
             case "tools/call":

@@ -85,6 +85,12 @@ def test_a_banner_on_stdout_is_passed_over_and_an_error_of_arguments_is_told(tmp
         assert tools["say"].run_text("{}") == ToolOutput(text="it does not work", failed=True)
 
 
+def test_an_argument_of_any_kind_is_taken(tmp_path: Path) -> None:
+    with built(hostile("any-argument", tmp_path)) as tools:
+        assert tools["say"].run_text('{"what": [1]}') == ToolOutput(text="start 2")
+        assert tools["say"].run_text("{}").failed
+
+
 def test_a_long_result_is_cut(tmp_path: Path) -> None:
     with built(hostile("long-answer", tmp_path, max_chars=10)) as tools:
         assert tools["say"].run_text("{}").text == "xxxxxxxxxx\n[199990 more characters]"

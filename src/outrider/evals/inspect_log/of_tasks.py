@@ -24,7 +24,7 @@ def evaluation_of_tasks(folder: Path) -> LoggedEvaluation:
     tasks, notes = _tasks(settings, str(identity.get("panel_hash")))
     scored = [one.score for one in results if one.score is not None]
     return LoggedEvaluation(
-        task=settings.tasks,
+        task=str(identity.get("tasks") or settings.tasks),
         model=str(identity.get("endpoint_model") or (settings.model and settings.model.name)),
         created=written_at(folder / RESULTS),
         panel_hash=str(identity.get("panel_hash")),

@@ -77,7 +77,9 @@ def tag_of(settings: "McpConfig", name: str) -> str:
 def _schema(tag: str, tool: Any) -> ToolSchema:
     parameters = dict(tool.input_schema)
     parameters.setdefault("type", "object")
-    parameters.setdefault("properties", {})
+    properties = parameters.get("properties") or {}
+    # a schema may also be true or false: anything, nothing
+    parameters["properties"] = {key: one if isinstance(one, dict) else {} for key, one in properties.items()}
     parameters.pop("$schema", None)  # of no use to a policy
     description = tool.description or tool.title or f"The tool {tool.name}."
     return {"name": tag, "description": " ".join(description.split()), "parameters": parameters}

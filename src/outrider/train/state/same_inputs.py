@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from outrider.train.learner import Learner
 
 BUFFER: Final = "step-trace buffer"
-# another version of transformers may write them in another way
 _HEX: Final = re.compile(r"[0-9a-f]*")
+# another version of transformers may write them in another way
 _OF_A_VERSION: Final = {"tokenizer", "model configuration"}
 
 
