@@ -85,6 +85,7 @@ def test_calls_are_at_the_server_at_the_same_time(tools: dict[str, Tool], tmp_pa
     assert [one.text for one in met] == ["met"] * 5
 
 
+@pytest.mark.slow
 def test_several_servers_share_the_calls(tmp_path: Path) -> None:
     with built(numbers(num_servers=2, max_concurrent=1)) as tools, ThreadPoolExecutor(2) as pool:
         asked = {"folder": str(tmp_path), "others": 2}  # one alone would wait for ever: it takes one call
@@ -135,6 +136,7 @@ def test_nothing_runs_after_the_run_was_killed() -> None:
     assert not is_running(pid)
 
 
+@pytest.mark.slow
 def test_a_run_that_closes_nothing_ends_all_the_same() -> None:
     program = f"""
         import sys
