@@ -121,7 +121,8 @@ async def over_http(port_file: Path) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        config = uvicorn.Config(server.streamable_http_app(), log_level="error")
+        app = server.streamable_http_app(json_response="--json" in sys.argv)
+        config = uvicorn.Config(app, log_level="error")
         port_file.with_suffix(".new").write_text(str(listening.getsockname()[1]))
         port_file.with_suffix(".new").rename(port_file)
         await uvicorn.Server(config).serve(sockets=[listening])

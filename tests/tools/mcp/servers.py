@@ -42,10 +42,11 @@ def built(settings: McpConfig) -> Iterator[dict[str, Tool]]:
 
 
 @contextmanager
-def over_http(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+def over_http(folder: Path, *flags: str) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """The url of the real server on loopback, and its process."""
     port_file = folder / "port"
-    process = subprocess.Popen([sys.executable, str(HERE / "server.py"), "--port-file", str(port_file)])
+    program = [sys.executable, str(HERE / "server.py"), *flags, "--port-file", str(port_file)]
+    process = subprocess.Popen(program)
     try:
         while not port_file.exists():
             assert process.poll() is None

@@ -157,6 +157,17 @@ def test_a_program_that_is_no_server_is_told_with_its_last_words() -> None:
         McpServer.lines(numbers(command=None, script="no_server.py"))
 
 
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["events", "json"])
+def test_an_answer_over_http_is_bounded(flags: tuple[str, ...], tmp_path: Path) -> None:
+    with over_http(tmp_path, *flags) as (url, _):
+        settings = numbers(command=None, args=(), url=url, max_bytes=20_000, only=["shout"], timeout_s=10.0)
+        with built(settings) as tools:
+            assert tools["shout"].run_text("x" * 100).text == "X" * 100
+            with pytest.raises(ToolFault, match="shout was not answered"):
+                tools["shout"].run_text("x" * 30_000)
+            assert tools["shout"].run_text("hey").text == "HEY"
+
+
 def test_a_server_over_http_that_hangs_is_given_up_and_closing_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
