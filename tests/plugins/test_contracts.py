@@ -17,8 +17,9 @@ from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.plugins.names import BUILT_IN
 from outrider.plugins.registry import build, build_named, read_settings
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
-from outrider.tools.base import ToolContext
+from outrider.tools.base import ToolContext, ToolGroup
 from tests.tiny import tiny_model
+from tests.tools.mcp.servers import numbers
 
 # What the defaults leave out; every other plug-in is made of its defaults.
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -66,10 +67,13 @@ def test_environments(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BUILT_IN["tools"])
 def test_tools(name: str, tmp_path: Path) -> None:
     environment = read_settings("environments", {"type": "tools", **_data(tmp_path)})
-    check_tool(
-        build_named("tools", name, None, ToolContext(environment=environment)),
-        texts=("here", "print(6 * 7)"),
-    )
+    settings = None
+    if name == "mcp":
+        pytest.importorskip("mcp", reason="needs the extra mcp")
+        settings = numbers(only=["add"])
+    built = build_named("tools", name, settings, ToolContext(environment=environment))
+    for tool in built.tools if isinstance(built, ToolGroup) else (built,):
+        check_tool(tool, texts=("here", "print(6 * 7)", '{"a": 1, "b": 2}'))
 
 
 def context() -> AlgorithmContext:

@@ -1,4 +1,4 @@
-"""``outrider replay`` and ``compare``: what is done with runs that are on disk."""
+"""``outrider replay``, ``compare`` and ``inspect-log``: what is done with runs that are on disk."""
 
 import argparse
 from pathlib import Path
@@ -8,13 +8,23 @@ from outrider.errors import ConfigError
 
 
 def add(commands: Commands) -> None:
-    """The commands ``replay`` and ``compare``."""
+    """The commands ``replay``, ``compare`` and ``inspect-log``."""
     replay = commands.add_parser(
         "replay", help="play a recorded training step's rollouts again, without a model"
     )
     replay.add_argument("run", type=Path)
     replay.add_argument("--step", type=int, required=True)
     replay.set_defaults(command=_replay)
+    log = commands.add_parser("inspect-log", help="an evaluation as a log file of inspect-ai")
+    log.add_argument("run", type=Path, help="run directory, or one of eval --tasks")
+    log.add_argument("--out", type=Path, required=True, metavar="FILE.eval", help="new file")
+    log.add_argument(
+        "--evaluation",
+        type=int,
+        metavar="N",
+        help="line of evaluations.jsonl, from 0 (default: the last one)",
+    )
+    log.set_defaults(command=_inspect_log)
     compare = commands.add_parser(
         "compare", help="compare runs over seeds: scores with intervals, tests, curves at equal cost"
     )
@@ -48,6 +58,27 @@ def _replay(parsed: argparse.Namespace) -> int:
     from outrider.train.replay import replay_step
 
     return replay_step(parsed.run, parsed.step)
+
+
+def _inspect_log(parsed: argparse.Namespace) -> int:
+    from outrider.evals.benchmark.store import RESULTS
+    from outrider.evals.inspect_log.of_run import evaluation_of_run
+    from outrider.evals.inspect_log.of_tasks import evaluation_of_tasks
+    from outrider.evals.inspect_log.writing import write_log
+
+    if not (parsed.run / RESULTS).is_file():
+        evaluation = evaluation_of_run(parsed.run, parsed.evaluation)
+    elif parsed.evaluation is None:
+        evaluation = evaluation_of_tasks(parsed.run)
+    else:
+        raise ConfigError("--evaluation is for run directories: an evaluation of tasks is one")
+    write_log(evaluation, parsed.out)
+    num = len(evaluation.rollouts)
+    say(
+        *evaluation.notes,
+        f"{parsed.out}: {num} rollouts; open it with inspect view --log-dir {parsed.out.parent}",
+    )
+    return 0
 
 
 def _compare(parsed: argparse.Namespace) -> int:

@@ -43,6 +43,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "search": "outrider.tools.search:SearchTool",
         "python": "outrider.tools.python_text:PythonAdapter",
         "browser": "outrider.tools.browser.tool:Browser",
+        "mcp": "outrider.tools.mcp.tool:McpServer",
     },
     "engines": {
         "local": "outrider.engines.plugins:Local",

@@ -21,7 +21,7 @@ from outrider.rollout.limits import Limits
 from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream_seed
-from outrider.types import Outcome, Step, Task, Trajectory
+from outrider.types import Message, Outcome, Step, Task, Trajectory
 
 _FAULT_OUTCOMES = {
     ToolFault: Outcome.TOOL_FAULT,
