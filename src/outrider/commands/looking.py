@@ -5,6 +5,7 @@ from pathlib import Path
 
 from outrider.commands.parts import Commands, positive
 from outrider.errors import ConfigError
+from outrider.printing import say
 
 
 def add(commands: Commands) -> None:

@@ -14,7 +14,8 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from websockets.exceptions import ConnectionClosed, WebSocketException
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
 
 from outrider.environments.openenv.asking import is_local
 from outrider.errors import EnvironmentFault
@@ -65,7 +66,7 @@ class Session:
                 max_size=_MAX_BYTES,
                 proxy=None if is_local(url) else True,
             )
-            self._socket: ClientConnection = self._ending.enter_context(socket)
+            self._socket: Connection = self._ending.enter_context(socket)
         except TimeoutError as error:
             raise ServerSilent(f"{url} takes no connection within {limit_s:g} s") from error
         except (OSError, EOFError, WebSocketException) as error:
