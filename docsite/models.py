@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 import transformers
+from benchmarks.figure_records import render_all
+from benchmarks.figures import rewritten
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from outrider.engines.local.model import Forward, LanguageModel, load_model
@@ -184,10 +186,11 @@ def rows() -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the page: its words from ``docsite/models.md``, with the table in their place."""
+    """Print the page: its words from ``docsite/models.md``, with the table and the figures in their place."""
     words = Path(__file__).with_name("models.md").read_text(encoding="utf-8")
     page = words.replace("{version}", transformers.__version__).replace("{rows}", "\n".join(rows()))
-    sys.stdout.write(page)
+    figures = render_all(Path(__file__).parents[1] / "records")
+    sys.stdout.write(rewritten(page, figures, document="docs/models.md"))
 
 
 if __name__ == "__main__":

@@ -32,3 +32,9 @@ def ask(client: OpenAI, messages: list[Any], words: tuple[str, ...]) -> str | No
     messages.append({"role": "assistant", "content": text})
     places = {text.lower().find(word): word for word in words}
     return min(((at, word) for at, word in places.items() if at >= 0), default=(0, None))[1]
+
+
+def answer(task: Any, messages: list[dict[str, str]]) -> str:
+    """What one who knows would say, for a cold start: a small model has to meet the form of the answers."""
+    desk, haste = task.answers[0].split()
+    return desk if "Which desk" in messages[-1]["content"] else haste

@@ -14,7 +14,7 @@ from outrider.engines.local.model import resolve_model
 from outrider.errors import ModelError
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
-from outrider.tokens.load_check import LoadCheck, check_template, difference
+from outrider.tokens.load_check import LoadCheck, check_template, difference, forms_of, written_call
 from outrider.tokens.written import append
 from outrider.types import Message, Role
 from tests.conversations import TOOLS, Generator
@@ -27,6 +27,8 @@ REFUSED = {
     ("phi4", "tool"): "tool message .* drops its text",
     ("gpt-oss", "user"): "user message behind an answer",
 }
+OWN_FORMS = ("mistral", "deepseek-r1", "gpt-oss")
+"""Families whose calls no form that is built in reads."""
 EXACT = ("qwen2.5", "qwen3-coder", "lfm2", "smollm2", "phi4-mini")
 """Families that render every conversation of these tests as it is appended."""
 
@@ -145,6 +147,24 @@ def test_the_check_tells_what_servers_would_see_differently() -> None:
     assert "[TOOL_CALLS]" in told("mistral", "tool").unread
     assert told("smollm2", "tool").hides_tools and not told("qwen2.5", "tool").hides_tools
     assert not told("llama3", "tool").writes_date
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_form_that_a_template_writes_is_found(name: str) -> None:
+    renderer = renderer_of(name, ("tool",))
+    read = forms_of(renderer)
+    if not written_call(renderer) or name in OWN_FORMS:
+        assert read == []
+    else:
+        assert read == [FAMILIES[name].call_format]
+
+
+def test_a_run_with_another_form_is_told_which_one_reads_the_calls() -> None:
+    renderer = ChatRenderer(
+        byte_tokenizer(FAMILIES["qwen3-coder"]), call_format="pythonic", observations=("tool",)
+    )
+    [line] = check_template(renderer, ("tool",)).notes()
+    assert "<function=lookup>" in line and line.endswith("environment.protocol = qwen3_coder does")
 
 
 def test_a_template_that_reads_the_clock_is_told() -> None:

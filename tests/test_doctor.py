@@ -103,7 +103,8 @@ def test_the_path_of_a_model_is_told_and_why(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     assert examine_model(str(save_tiny_model(tmp_path))) == 0
-    assert "runs packed; contexts of up to 512 tokens" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "runs packed; contexts of up to 512 tokens" in told and "no place for calls" in told
     [lfm2] = [one for one in ARCHITECTURES if one.title == "LFM2"]
     lfm2.save(tmp_path / "other")
     assert examine_model(str(tmp_path / "other")) == 0

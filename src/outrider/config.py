@@ -5,13 +5,16 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from outrider.config_problems import problem_line
 from outrider.errors import ConfigError
 from outrider.plugins.imports import search_in
+
+if TYPE_CHECKING:
+    from outrider.plugins.origin import Origin
 
 NONE: Final = "none"
 
@@ -35,6 +38,12 @@ class Settings(BaseModel):
     def imported(self) -> Mapping[str, str]:
         """Fields that name a function of the user's by its import path, with the path: its code decides a run
         as a plug-in's does, and is recorded with theirs.
+        """
+        return {}
+
+    def origins(self) -> "Mapping[str, Origin]":
+        """What else decides a run and comes from others, by name, with where it comes from: servers, which
+        this may ask. It is recorded with plug-ins.
         """
         return {}
 

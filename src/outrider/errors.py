@@ -67,5 +67,9 @@ class NoRepair(ClusterFault):
     """A process is gone, and to begin anew is not allowed, or would not help: there is no place for it."""
 
 
+class HubError(OutriderError):
+    """The Hugging Face hub, or the way to it, failed; the same call goes on."""
+
+
 class PackError(OutriderError):
     """A pack that is malformed, or whose files or tables are not what its manifest and its results say."""

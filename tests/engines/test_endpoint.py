@@ -62,7 +62,10 @@ def test_a_request_tells_how_the_conversation_is_rendered() -> None:
         ask(endpoint(server, history_thinking="strip", template_kwargs=kwargs), tuple(said))
         ask(endpoint(server), tuple(said))
     stripped, kept = (asked.body or {} for asked in server.asked)
-    assert stripped["chat_template_kwargs"] == kwargs and "chat_template_kwargs" not in kept
+    assert (
+        stripped["chat_template_kwargs"] == {**kwargs, "history_thinking": "strip"}
+        and "chat_template_kwargs" not in kept
+    )
     texts = [[message["content"] for message in body["messages"]] for body in (stripped, kept)]
     assert texts[0] == ["why?", "look", "seen", "b</think>take", " it"]
     assert texts[1][1] == said[1].content

@@ -4,6 +4,7 @@ was sampled in, and every episode has one outcome, whatever its program does.
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -223,12 +224,30 @@ def test_a_hundred_at_once() -> None:
 def test_nothing_is_left_behind() -> None:
     with scheduled("hanging", time_limit_s=1.0) as scheduler:
         scheduler.run(ONE, modes=("m",) * 3, training_step=0)
-        launcher = scheduler.factory._programs._process.pid  # type: ignore[attr-defined]
+        launcher = scheduler.factory._programs.pid  # type: ignore[attr-defined]
         deadline = time.monotonic() + 30
         while children(launcher) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not children(launcher)
     assert not os.path.exists(f"/proc/{launcher}")
+
+
+def test_a_launcher_that_is_killed_is_a_fault_and_another_one_starts() -> None:
+    with scheduled("guess", script=halve, max_retries=1) as scheduler:
+        launcher = scheduler.factory._programs.pid  # type: ignore[attr-defined]
+        killed: list[int] = []
+
+        def script(request: Request, text: str) -> str:
+            if not killed:
+                killed.append(launcher)
+                os.kill(launcher, signal.SIGKILL)
+            return halve(request, text)
+
+        scheduler.engine = ScriptedEngine(tokenizer=TOKENIZER, script=script, context_length=8192)
+        task = Task(key="t", question="", answers=("7",))
+        report = scheduler.run([task], modes=("m",) * 2, training_step=0)
+    assert [leaf.outcome for leaf in report.traces[0].leaves.values()] == [Outcome.FINISHED] * 2
+    assert report.faults["environment_fault"] == report.faults["retries"] == 2
 
 
 def children(pid: int) -> list[str]:
@@ -242,6 +261,21 @@ def test_the_contract(tmp_path: Path) -> None:
         function=f"{PROGRAMS}:guess", train=DatasetConfig(path=tmp_path / "tasks.jsonl"), failed_return=0.0
     )
     check_environment(AgentFamily(config), texts=("25", "7"))
+
+
+def test_an_expert_answers_the_program(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"question": "q", "answer": "7"}\n')
+    data = DatasetConfig(path=tmp_path / "tasks.jsonl")
+    family = AgentFamily(AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:halved", train=data))
+    [task] = family.tasks("train")
+    steps = family.expert(task, 0)
+    assert steps is not None and [step.text for step in steps] == ["25", "12", "6", "9", "7"]
+    assert steps[-1].is_terminal and not steps[0].is_terminal
+    wrong = AgentFamily(AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:one", train=data))
+    assert wrong.expert(task, 0) is None  # no success
+    for one in (family, wrong):
+        one.close()
+        one.close()
 
 
 def test_an_agent_that_cannot_be_loaded() -> None:

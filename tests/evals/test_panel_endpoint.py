@@ -432,3 +432,21 @@ def test_a_judge_that_refuses_costs_no_answer_either(tmp_path: Path) -> None:
     with chat_server(judged(say)) as server:
         assert play(server, tasks, tmp_path / "run", *judge_options(server), "batch_size=2") == 0
         assert kept >= 1 and (num_asked(server), num_asked(server, "judge")) == (6 - kept, 6)
+
+
+def test_tools_are_called_natively(questions: Path, tmp_path: Path) -> None:
+    def script(asked: Asked) -> Answer:
+        body = asked.body or {}
+        if body["messages"][-1]["role"] == "tool":
+            return boxed(asked)
+        function = {"name": body["tools"][0]["function"]["name"], "arguments": '{"code": "print(1)"}'}
+        said = {"content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+        return Answer({"choices": [{"message": said, "finish_reason": "tool_calls"}]})
+
+    native = ("--tools", "on", 'environment.tools=["python"]', "environment.protocol=hermes")
+    with chat_server(with_models(script)) as server:
+        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "--limit", "2", *native) == 0
+        asked = [body for one in server.asked if (body := one.body) and len(body["messages"]) > 2]
+    assert {body["messages"][-1]["tool_call_id"] for body in asked} == {"c"}
+    found = summary(tmp_path / "run")
+    assert (found["num_scored"], found["num_tool_calls"], found["outcomes"]) == (2, 1.0, {"finished": 2})

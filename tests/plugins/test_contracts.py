@@ -17,13 +17,18 @@ from outrider.memory.embedder import HashEmbedder, load_embedder
 from outrider.plugins.names import BUILT_IN
 from outrider.plugins.registry import build, build_named, read_settings
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
-from outrider.tools.base import ToolContext
+from outrider.tools.base import ToolContext, ToolGroup
+from tests.environments.verifiers_fake.make import write_fake
 from tests.tiny import tiny_model
+from tests.tools.mcp.servers import numbers
 
 # What the defaults leave out; every other plug-in is made of its defaults.
 SECTIONS: dict[str, dict[str, Any]] = {
     "empo2": {"memory": {"embedder": "hash"}},
     "rapo": {"num_hybrid": 0},
+}
+OF_ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    "openenv": {"command": ("{python}", "-m", "tests.environments.openenv_worlds", "{port}")},
 }
 
 
@@ -40,9 +45,27 @@ def _data(folder: Path) -> dict[str, Any]:
     }
 
 
+def _program(folder: Path) -> dict[str, Any]:
+    programs = "tests.environments.agents.programs"
+    return {
+        "function": f"{programs}:words",
+        "reward": f"{programs}:score",
+        "train": _data(folder)["train"],
+    }
+
+
+def _taskset(folder: Path) -> dict[str, Any]:
+    write_fake(folder)
+    rows = {"num_train": 2, "num_valid": 1, "num_test": 1}
+    return {"id": "fake_taskset", "options": {"taskset": {"rows": ["a", "b", "c", "d"]}}, **rows}
+
+
 @pytest.mark.parametrize("name", BUILT_IN["environments"])
-def test_environments(name: str, tmp_path: Path) -> None:
-    given = _data(tmp_path) if name == "tools" else {}
+def test_environments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "verifiers":
+        monkeypatch.chdir(tmp_path)  # where the fake package is found
+    of_files = {"tools": _data, "agent": _program, "verifiers": _taskset}
+    given = of_files[name](tmp_path) if name in of_files else OF_ENVIRONMENTS.get(name, {})
     family = build("environments", read_settings("environments", {"type": name, **given}), None)
     try:
         check_environment(family)
@@ -53,10 +76,13 @@ def test_environments(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BUILT_IN["tools"])
 def test_tools(name: str, tmp_path: Path) -> None:
     environment = read_settings("environments", {"type": "tools", **_data(tmp_path)})
-    check_tool(
-        build_named("tools", name, None, ToolContext(environment=environment)),
-        texts=("here", "print(6 * 7)"),
-    )
+    settings = None
+    if name == "mcp":
+        pytest.importorskip("mcp", reason="needs the extra mcp")
+        settings = numbers(only=["add"])
+    built = build_named("tools", name, settings, ToolContext(environment=environment))
+    for tool in built.tools if isinstance(built, ToolGroup) else (built,):
+        check_tool(tool, texts=("here", "print(6 * 7)", '{"a": 1, "b": 2}'))
 
 
 def context() -> AlgorithmContext:

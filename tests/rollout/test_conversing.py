@@ -14,12 +14,13 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn
 from outrider.rollout.episode import Sampling
+from outrider.rollout.hooks import EpisodeState, Forgetful, Hook, Splice
 from outrider.rollout.limits import Limits
 from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.tokens.chat import HistoryThinking
-from outrider.trace import Trace, samples_of
-from outrider.types import Message, Outcome, Task
+from outrider.trace import Node, Trace, samples_of, without_memory
+from outrider.types import Message, Origin, Outcome, Task
 from tests.rollout.fakes import Factory
 from tests.templates_of_families import FAMILIES, byte_tokenizer
 
@@ -46,6 +47,7 @@ class Program:
     had: list[tuple[Message, ...]] = field(default_factory=list)
     questions: list[Conversation] = field(default_factory=list)
     num_sampled: int = 0
+    call_format: None = None
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.questions.append(self.asked)
@@ -108,6 +110,7 @@ def play(
     renderer: ChatRenderer,
     said: Sequence[str],
     made: type[Program] = Program,
+    hooks: Sequence[Hook] = (),
     **limits: int,
 ) -> tuple[Trace, Program, list[str]]:
     program = made(operations)
@@ -124,6 +127,7 @@ def play(
         limits=Limits(**{"max_turns": 100, "max_turn_tokens": 100, "max_response_tokens": 50_000} | limits),
         sampling=Sampling(),
         run_seed=0,
+        hooks=hooks,
         max_retries=0,
     )
     [trace] = scheduler.run([Task(key="t", question="")], modes=("m",), training_step=0).traces
@@ -172,6 +176,40 @@ def test_a_growing_history_is_one_context_with_its_thinking() -> None:
     trace, _, seen = play(["append", "append"], renderer, ["<think>\nhm\n</think>\n\nyes"])
     [(_, path)] = trace.rollouts()
     assert len(samples_of(path)) == 1 and seen[-1].count("hm") == 2
+
+
+class Tips(Forgetful):
+    """A tip in front of every turn."""
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
+        return (Splice(origin=Origin.MEMORY, text=f" (tip {state.turn})"),)
+
+    def after_turn(self, state: EpisodeState) -> None: ...
+
+    def after_group(self, trace: Trace) -> None: ...
+
+
+@settings(max_examples=25, deadline=None)
+@given(operations=st.lists(st.sampled_from(OPERATIONS), max_size=6))
+def test_without_its_tips_a_rollout_is_what_it_is_without_a_memory(operations: list[str]) -> None:
+    renderer = renderer_of("qwen2.5")
+    with_tips, _, seen = play(operations, renderer, WORDS, hooks=(Tips(),))
+    plain, _, _ = play(operations, renderer, WORDS)
+    [(leaf, path)], [(_, bare)] = with_tips.rollouts(), plain.rollouts()
+    assert leaf.outcome is Outcome.FINISHED and all("(tip " in text for text in seen)
+
+    def contexts(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
+        found = []
+        for sample in samples_of(nodes):
+            ids: tuple[int, ...] = ()
+            for node in sample:
+                ids += node.token_ids
+                found += [ids] if node.trainable else []
+        return found
+
+    kept = without_memory(path)
+    # a context that tips have made longer may begin anew where the plain one goes on; its ids are the same
+    assert contexts(kept) == contexts(bare)
 
 
 @pytest.mark.parametrize("limit", [40, 80, 160, 320])

@@ -1,6 +1,7 @@
 """Where a run is, and what was told, are on disk; a disk that is full ends neither run nor display."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,14 @@ def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCapt
     shown.note("still told")
     shown.close()
     assert inner.notes == ["still told"] and len(caplog.records) == 1
+
+
+def test_the_page_of_formats_names_every_field(tmp_path: Path) -> None:
+    shown = RecordedProgress(NullProgress(), tmp_path)
+    shown.stage("train", 9)
+    shown.close()
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+    table = page.partition("`live.json` says")[2].partition("\n\n`notes.jsonl`")[0]
+    first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    named = {name for cell in first for name in re.findall(r"`(\w+)`", cell)}
+    assert named == set(json.loads((tmp_path / LIVE).read_text()))

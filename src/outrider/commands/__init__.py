@@ -12,6 +12,7 @@ from outrider.commands import (
     looking,
     packs,
     planning,
+    pushing,
     training,
     viewing,
     workplace,
@@ -26,6 +27,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(interrupted="")  # how to go on after Ctrl-C, where that is possible
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (training, planning, evaluation, buffers, critics, looking, viewing, packs, workplace):
+    for module in (
+        training,
+        planning,
+        evaluation,
+        buffers,
+        critics,
+        looking,
+        pushing,
+        viewing,
+        packs,
+        workplace,
+    ):
         module.add(commands)
     return parser

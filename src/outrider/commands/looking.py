@@ -1,4 +1,4 @@
-"""``outrider replay``, ``compare`` and ``export``: what is done with runs that are on disk."""
+"""``outrider replay``, ``compare`` and ``inspect-log``: what is done with runs that are on disk."""
 
 import argparse
 from pathlib import Path
@@ -9,17 +9,23 @@ from outrider.printing import say
 
 
 def add(commands: Commands) -> None:
-    """The commands ``replay``, ``compare`` and ``export``."""
+    """The commands ``replay``, ``compare`` and ``inspect-log``."""
     replay = commands.add_parser(
         "replay", help="play a recorded training step's rollouts again, without a model"
     )
     replay.add_argument("run", type=Path)
     replay.add_argument("--step", type=int, required=True)
     replay.set_defaults(command=_replay)
-    export = commands.add_parser("export", help="a run's newest weights as a Hugging Face folder")
-    export.add_argument("run", type=Path)
-    export.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
-    export.set_defaults(command=_export)
+    log = commands.add_parser("inspect-log", help="an evaluation as a log file of inspect-ai")
+    log.add_argument("run", type=Path, help="run directory, or one of eval --tasks")
+    log.add_argument("--out", type=Path, required=True, metavar="FILE.eval", help="new file")
+    log.add_argument(
+        "--evaluation",
+        type=int,
+        metavar="N",
+        help="line of evaluations.jsonl, from 0 (default: the last one)",
+    )
+    log.set_defaults(command=_inspect_log)
     compare = commands.add_parser(
         "compare", help="compare runs over seeds: scores with intervals, tests, curves at equal cost"
     )
@@ -55,11 +61,24 @@ def _replay(parsed: argparse.Namespace) -> int:
     return replay_step(parsed.run, parsed.step)
 
 
-def _export(parsed: argparse.Namespace) -> int:
-    from outrider.train.export import export_run
+def _inspect_log(parsed: argparse.Namespace) -> int:
+    from outrider.evals.benchmark.store import RESULTS
+    from outrider.evals.inspect_log.of_run import evaluation_of_run
+    from outrider.evals.inspect_log.of_tasks import evaluation_of_tasks
+    from outrider.evals.inspect_log.writing import write_log
 
-    checkpoint = export_run(parsed.run, parsed.out)
-    say(f"{parsed.out}: the weights of {checkpoint}")
+    if not (parsed.run / RESULTS).is_file():
+        evaluation = evaluation_of_run(parsed.run, parsed.evaluation)
+    elif parsed.evaluation is None:
+        evaluation = evaluation_of_tasks(parsed.run)
+    else:
+        raise ConfigError("--evaluation is for run directories: an evaluation of tasks is one")
+    write_log(evaluation, parsed.out)
+    num = len(evaluation.rollouts)
+    say(
+        *evaluation.notes,
+        f"{parsed.out}: {num} rollouts; open it with inspect view --log-dir {parsed.out.parent}",
+    )
     return 0
 
 

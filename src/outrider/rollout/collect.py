@@ -12,17 +12,11 @@ from typing import TypeVar
 
 from outrider.engines.chat.engine import ChatEndpoint
 from outrider.engines.chat.wire import Refusal
-from outrider.environments.base import (
-    Environment,
-    EnvironmentFactory,
-    EpisodeResult,
-    StepResult,
-    tools_of,
-    turn_message,
-)
-from outrider.errors import EngineFault, EnvironmentFault, ModelError, ToolFault
+from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult, tools_of
+from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.conversing import asked_of
+from outrider.rollout.endpoint_turns import endpoint_turn
 from outrider.rollout.limits import Limits
 from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
 from outrider.rollout.whereabouts import Whereabouts
@@ -170,21 +164,11 @@ class Collector:
         self.whereabouts.at(name, "a new environment")
         environment = self._timed(self.factory, task)
         try:
-            if tools_of(environment):
-                raise ModelError(
-                    "an agent behind an endpoint calls tools by tag so far: environment.protocol = tags"
-                )
             return self._episode(environment, task, rollout, num_retries)
         finally:
             self.whereabouts.at(name, "closing its environment")
             close_quietly(environment, timeout_s=self.limits.step_timeout_s)
             self.whereabouts.ended(name)
-
-    def _record(self, environment: Environment) -> EpisodeResult:
-        record = self._timed(environment.result)
-        if not math.isfinite(record.episode_return):
-            raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")
-        return record
 
     def _question(
         self, environment: Environment, conversation: list[Message], room: int
@@ -213,6 +197,7 @@ class Collector:
                 reply = self.endpoint.complete(
                     conversation, max_tokens=room, temperature=self.temperature, stop=stop,
                     seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, len(steps)),
+                    tools=tools_of(environment),
                 )  # fmt: skip
             # an episode that outgrows the context is cut and scored, as in the rollout loop
             except EngineFault as fault:
@@ -221,10 +206,10 @@ class Collector:
                 outcome = Outcome.TRUNCATED_TOKENS
                 break
             num_tokens += reply.num_tokens
-            said = turn_message(environment, reply.text)
+            turn = endpoint_turn(reply, environment)
             self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
-            result: StepResult = self._timed(environment.step, said)
-            steps.append(step_of(reply.text, result))
+            result: StepResult = self._timed(environment.step, turn.said)
+            steps.append(step_of(turn.text, result))
             num_tool_calls += result.num_tool_calls
             if result.done:  # unreadable because it was cut is not the same as wrong, as in the rollout loop
                 outcome = (
@@ -233,7 +218,7 @@ class Collector:
             elif not result.observations:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
-                conversation += [Message(role="assistant", content=reply.text), *result.observations]
+                conversation += [turn.sent, *result.observations]
         record = self._record(environment)
         name = self.trajectory_id(task, rollout)
         trajectory = Trajectory(
@@ -244,6 +229,12 @@ class Collector:
             trajectory_id=name, outcome=outcome, trajectory=trajectory, success=record.success,
             metrics=dict(record.metrics), num_tool_calls=num_tool_calls, num_retries=num_retries,
         )  # fmt: skip
+
+    def _record(self, environment: Environment) -> EpisodeResult:
+        record: EpisodeResult = self._timed(environment.result)
+        if not math.isfinite(record.episode_return):
+            raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")
+        return record
 
 
 class _FaultStreak:

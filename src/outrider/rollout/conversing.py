@@ -17,7 +17,7 @@ from outrider.environments.conversing import Conversation, OwnConversations, Sam
 from outrider.errors import EnvironmentFault, ModelError
 from outrider.tokens import ChatRenderer, Tokenizer, text_of
 from outrider.trace import Node, Trace, samples_of, without_memory
-from outrider.types import Message
+from outrider.types import Message, ToolSchema
 
 _FOLLOWING = ("user", "tool")  # roles that a template writes behind a turn whatever stands before it
 
@@ -104,13 +104,22 @@ def _follows(asked: Conversation, one: Exchange, renderer: ChatRenderer) -> bool
         return False
     if any(message.role not in _FOLLOWING for message in rest):
         return False
-    kept = tuple(replace(message, reasoning="") for message in known)
-    sent = tuple(replace(message, reasoning="") for message in begun)
-    if kept == sent:
-        return True
-    if [message.role for message in kept] != [message.role for message in sent]:
+    kept = [replace(message, reasoning="", problems=()) for message in known]
+    sent = [replace(message, reasoning="", problems=()) for message in begun]
+    return kept == sent or _is_written_the_same(kept, sent, asked.tools, renderer)
+
+
+def _is_written_the_same(
+    kept: Sequence[Message], sent: Sequence[Message], tools: Sequence[ToolSchema], renderer: ChatRenderer
+) -> bool:
+    """Whether a server would write both the same: templates trim what was said."""
+    trimmed = [[replace(one, content=one.content.strip()) for one in each] for each in (kept, sent)]
+    if trimmed[0] != trimmed[1]:
+        return False  # rendering is slow, and nothing else can come out of it
+    try:
+        written = [renderer.whole_text(each, tools, opened=False) for each in (kept, sent)]
+    except ModelError:
         return False
-    written = [renderer.whole_text(each, asked.tools, opened=False) for each in (kept, sent)]
     return written[0] == written[1]
 
 

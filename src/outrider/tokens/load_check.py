@@ -11,6 +11,7 @@ from typing import Final
 
 from outrider.errors import ModelError
 from outrider.tokens.abilities import STAND_IN_TOOL
+from outrider.tokens.calls import CALL_FORMATS, CallFormatName
 from outrider.tokens.chat import ChatRenderer
 from outrider.tokens.tokenizer import text_of
 from outrider.tokens.written import Appended, append
@@ -35,6 +36,7 @@ def _result(number: int = 0) -> Message:
 _ASKED: Final = Message(role="user", content="Question")
 _OBSERVED: Final = Message(role="user", content="Observation")
 _ANSWER: Final = _said("Answer")
+_CALLED: Final = _said(num_calls=1)
 
 ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
     {
@@ -68,12 +70,13 @@ ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
 class LoadCheck:
     """What a template cannot do. ``differs``: order -> where a conversation rendered at once has other ids
     than the appended ones. ``unread``: an example of a call as the template writes it where the form of calls
-    does not read it.
+    does not read it, and ``readers`` the forms that do.
     """
 
     name: str
     differs: Mapping[str, str]
     unread: str = ""
+    readers: tuple[CallFormatName, ...] = ()
     writes_date: bool = False
     hides_tools: bool = False
 
@@ -85,9 +88,10 @@ class LoadCheck:
             for order, where in self.differs.items()
         ]
         if self.unread:
+            advice = f": environment.protocol = {self.readers[0]} does" if self.readers else ""
             lines.append(
                 f"the chat template of {self.name} writes calls as {self.unread!r}, which the form of calls "
-                "that was named does not read"
+                f"that was named does not read{advice}"
             )
         if self.writes_date:
             lines.append(
@@ -117,10 +121,12 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
             _require_whole(renderer, order, appended.messages, tools)
         if where := difference(renderer, appended.token_ids, appended.messages, tools):
             differs[order] = where
+    unread = _unread(renderer) if uses_tools else ""
     return LoadCheck(
         name=renderer.template.name,
         differs=differs,
-        unread=_unread(renderer, tools) if uses_tools else "",
+        unread=unread,
+        readers=tuple(forms_of(renderer)) if unread else (),
         writes_date=_writes_date(renderer),
         hides_tools=uses_tools and not renderer.abilities.shows_tools,
     )
@@ -166,19 +172,41 @@ def _writes_date(renderer: ChatRenderer) -> bool:
     return "strftime_now" in source and "date_string" not in renderer.template.variables
 
 
-def _unread(renderer: ChatRenderer, tools: Sequence[ToolSchema]) -> str:
-    """A call as the template itself writes it, where the form of calls does not read it."""
+def written_call(renderer: ChatRenderer) -> str:
+    """A call as the template itself writes it; empty where it has no place for calls."""
     shape = renderer.abilities.call_shape
-    if shape is None or renderer.call_format is None:
+    if shape is None:
         return ""
-    said = _said(num_calls=1)
-    written = renderer.template.render(
-        [{"role": "user", "content": "q"}, shape.message(said.tool_calls, "")], opened=False
+    asked = {"role": "user", "content": "q"}
+    written = renderer.template.render([asked, shape.message(_CALLED.tool_calls, "")], opened=False)
+    before = renderer.template.render([asked], opened=True)
+    return written[len(before) :] if written.startswith(before) else written
+
+
+def forms_of(renderer: ChatRenderer) -> list[CallFormatName]:
+    """The forms of calls that read the template's own; none where it has no place for calls, or writes them
+    in a form of its own.
+    """
+    written = written_call(renderer)
+    return [form for form in CALL_FORMATS if written and _reads(_with(renderer, form), written)]
+
+
+def _with(renderer: ChatRenderer, form: CallFormatName) -> ChatRenderer:
+    variables = renderer.template.variables
+    return ChatRenderer(
+        renderer.tokenizer, template_kwargs=variables, call_format=form, observations=("tool",)
     )
-    before = renderer.template.render([{"role": "user", "content": "q"}], opened=True)
-    text = written[len(before) :] if written.startswith(before) else written
-    read = renderer.parse(renderer.template.encode(text), tools=tools)
-    return "" if [one.name for one in read.tool_calls] == ["lookup"] else text.strip()
+
+
+def _reads(renderer: ChatRenderer, written: str) -> bool:
+    read = renderer.parse(renderer.template.encode(written), tools=TOOLS)
+    return read.tool_calls == _CALLED.tool_calls
+
+
+def _unread(renderer: ChatRenderer) -> str:
+    """A call as the template itself writes it, where the form of calls does not read it."""
+    written = "" if renderer.call_format is None else written_call(renderer)
+    return "" if not written or _reads(renderer, written) else written.strip()
 
 
 def _conversation(messages: Sequence[Message]) -> list[Message]:

@@ -1,10 +1,20 @@
 """The contract of a tool: a name, text in, text out."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from outrider.config import Settings
 from outrider.types import Json, ToolSchema
+
+
+class ToolSettings(Settings):
+    """Base of the settings of tools that have more to say than their keys."""
+
+    def waiting_s(self, num_concurrent: int) -> float:
+        """Seconds that a call may wait for those of so many other episodes."""
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +71,25 @@ class SchemaTool(Tool, Protocol):
         :meth:`run_text`.
         """
         ...
+
+
+class ToolGroup(ABC):
+    """A plug-in that brings several tools, known only from its settings: those of an MCP server, say."""
+
+    @classmethod
+    @abstractmethod
+    def lines(cls, settings: Any) -> Mapping[str, str]:
+        """The line of the system prompt of every tool by its tag name, in order. May ask a server.
+
+        Raises ToolUnavailable where that cannot be told.
+        """
+
+    @classmethod
+    def names(cls, settings: Any) -> tuple[str, ...]:
+        """The tag names alone, for which a recipe may be enough."""
+        return tuple(cls.lines(settings))
+
+    @property
+    @abstractmethod
+    def tools(self) -> Sequence[Tool]:
+        """The tools, in that order. Each is closed by whoever has it."""

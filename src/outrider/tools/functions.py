@@ -5,6 +5,7 @@ In a recipe ``tools = ["my_tools:add"]`` names a function ``add`` of the module 
 
 import inspect
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -13,23 +14,16 @@ from outrider.tools.base import ToolOutput
 from outrider.types import Json, ToolSchema
 
 
-class FunctionTool:
-    """A tool around a function, called in this process and from several threads at once.
+class CalledByText(ABC):
+    """A tool with a schema, which a call by tag reaches too."""
 
-    What it returns is shown (text as it is, all else as JSON); what it raises is told to the policy in one
-    line, except ToolFault, which is nobody's turn.
-    """
-
-    function: ClassVar[Callable[..., Any]]
-    name: ClassVar[str]
-    usage: ClassVar[str]
-    schema: ClassVar[ToolSchema]
+    name: str
+    usage: str
+    schema: ToolSchema
 
     def run_text(self, text: str) -> ToolOutput:
         """A call by tag: the one text argument, or a JSON object of arguments."""
-        properties = self.schema["parameters"]["properties"]
-        only = next(iter(properties)) if len(properties) == 1 else None
-        if only is not None and properties[only].get("type") == "string":
+        if (only := _text_argument(self.schema)) is not None:
             return self.run_call({only: text})
         try:
             arguments = json.loads(text)
@@ -38,6 +32,20 @@ class FunctionTool:
         if not isinstance(arguments, dict):
             return ToolOutput(text=f"Write the arguments as a JSON object: {self.usage}", failed=True)
         return self.run_call(arguments)
+
+    @abstractmethod
+    def run_call(self, arguments: Mapping[str, Json]) -> ToolOutput:
+        """One call with named arguments. Raises ToolFault."""
+
+
+class FunctionTool(CalledByText):
+    """A tool around a function, called in this process and from several threads at once.
+
+    What it returns is shown (text as it is, all else as JSON); what it raises is told to the policy in one
+    line, except ToolFault, which is nobody's turn.
+    """
+
+    function: ClassVar[Callable[..., Any]]
 
     def run_call(self, arguments: Mapping[str, Json]) -> ToolOutput:
         """One call with named arguments. Raises ToolFault where the function does."""
@@ -78,20 +86,28 @@ def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
     name = function.__name__
     parameters: dict[str, Any] = dict(schema.get("parameters") or {})
     parameters.setdefault("properties", {})
+    described = {"name": name, "description": schema["description"], "parameters": parameters}
     fields = {
         "function": staticmethod(function),
         "name": name,
-        "usage": _usage(name, str(schema["description"]), parameters),
-        "schema": {"name": name, "description": schema["description"], "parameters": parameters},
+        "usage": usage_line(described),
+        "schema": described,
         "__module__": function.__module__,
         "__doc__": function.__doc__,
     }
     return type(name, (FunctionTool,), fields)
 
 
-def _usage(name: str, description: str, parameters: Mapping[str, Any]) -> str:
-    properties = parameters["properties"]
-    is_text = len(properties) == 1 and next(iter(properties.values())).get("type") == "string"
-    example = next(iter(properties)) if is_text else json.dumps(dict.fromkeys(properties, "..."))
-    first = " ".join(description.split()).rstrip(".")
+def usage_line(schema: ToolSchema) -> str:
+    """What the system prompt says of a tool that is called by tag."""
+    name, properties = schema["name"], schema["parameters"]["properties"]
+    example = _text_argument(schema) or json.dumps(dict.fromkeys(properties, "..."))
+    first = " ".join(str(schema["description"]).split()).rstrip(".")
     return f"Write <{name}>{example}</{name}> for this: {first}."
+
+
+def _text_argument(schema: ToolSchema) -> str | None:
+    """The name of the one argument of a tool that has no other, where it is a text."""
+    properties = schema["parameters"]["properties"]
+    only = next(iter(properties)) if len(properties) == 1 else None
+    return only if only is not None and properties[only].get("type") == "string" else None

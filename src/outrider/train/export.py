@@ -1,4 +1,4 @@
-"""``outrider export``: the weights of a run's newest checkpoint as a Hugging Face folder, on the CPU."""
+"""``outrider export``: the weights of a run's checkpoint as a Hugging Face folder, on the CPU."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from outrider.atomic_io import replacing_folder
 from outrider.errors import CheckpointError, ConfigError
 from outrider.train.models import make_policy
 from outrider.train.settings import RunSettings
-from outrider.train.state.checkpoint import checkpoints_newest_first
+from outrider.train.state.checkpoint import checkpoints_newest_first, step_of
 from outrider.train.state.recorded import RECORD, recorded_settings
 
 RENDERING: Final = "outrider.json"
@@ -25,24 +25,36 @@ def write_rendering(folder: Path, settings: RunSettings) -> None:
     (folder / RENDERING).write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def export_run(run: Path, out: Path) -> Path:
-    """Write model, tokenizer and configuration into the new folder ``out``; the checkpoint that they are of.
+def checkpoint_of(run: Path, step: int | None) -> Path:
+    """The newest checkpoint of a run, or that of a step. Raises CheckpointError where there is none."""
+    if not (run / RECORD).is_file():
+        raise CheckpointError(f"{run} is no run directory: it has no {RECORD}")
+    found = {step_of(one): one for one in checkpoints_newest_first(run / "checkpoints")}
+    if not found:
+        raise CheckpointError(f"{run} has no checkpoint")
+    if step is None:
+        return next(iter(found.values()))
+    if step not in found:
+        known = ", ".join(map(str, sorted(found)))
+        raise CheckpointError(f"{run} has no checkpoint of step {step} (of steps: {known})")
+    return found[step]
+
+
+def export_run(run: Path, out: Path, *, checkpoint: Path | None = None) -> Path:
+    """Write model, tokenizer and configuration into the new folder ``out``; the checkpoint that they are of,
+    which is the newest where none is given.
 
     Adapters are merged. Any number of processes may have written it. Raises CheckpointError where there is
     none, and ConfigError for a folder that is not empty.
     """
-    if not (run / RECORD).is_file():
-        raise CheckpointError(f"{run} is no run directory: it has no {RECORD}")
+    checkpoint = checkpoint or checkpoint_of(run, None)
     settings = recorded_settings(run / RECORD)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty: name a new folder")
-    checkpoints = checkpoints_newest_first(run / "checkpoints")
-    if not checkpoints:
-        raise CheckpointError(f"{run} has no checkpoint")
-    given = {"initial_checkpoint": str(checkpoints[0]), "device": "cpu"}
+    given = {"initial_checkpoint": str(checkpoint), "device": "cpu"}
     model = settings.model.model_copy(update=given)
     policy = make_policy(settings.model_copy(update={"model": model}))
     with replacing_folder(out) as temporary:
         policy.export(temporary)
         write_rendering(temporary, settings)
-    return checkpoints[0]
+    return checkpoint

@@ -23,6 +23,13 @@ from pydantic import Field, field_validator
 
 from outrider.config import Settings
 from outrider.engines.chat.http_client import HttpAnswer, HttpClient
+from outrider.engines.chat.native_calls import (
+    NO_CALLS,
+    ServedCalls,
+    served_calls,
+    served_reasoning,
+    wire_tools,
+)
 from outrider.engines.chat.wire import (
     Refusal,
     Transient,
@@ -34,7 +41,7 @@ from outrider.engines.chat.wire import (
 )
 from outrider.errors import ConfigError, EngineFault, ModelError
 from outrider.seeding import stream
-from outrider.types import Message
+from outrider.types import Message, ToolSchema
 
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 _HOPELESS_STATUS = frozenset({401, 403, 404})
@@ -65,11 +72,12 @@ class EndpointSettings(Settings):
     """Of the stream that spreads retries."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the server's chat template, sent as ``chat_template_kwargs`` (vLLM, SGLang), such as
-    ``{enable_thinking = false}``.
+    ``{enable_thinking = false}``, with ``history_thinking`` beside them.
     """
     history_thinking: Literal["keep", "strip"] = "keep"
     """Whether earlier turns are sent with the thinking that stands in their text; as the model was trained
-    (``model.history_thinking`` of its run).
+    (``model.history_thinking`` of its run). Thinking that the server gave apart goes back apart: its template
+    decides.
     """
 
     @field_validator("base_url")
@@ -87,12 +95,15 @@ class EndpointSettings(Settings):
 class ChatReply:
     """One answer. ``text`` keeps the stop string that ended it; ``truncated``: the token limit ended it.
 
-    ``num_tokens`` is the server's own count; 0 where it gives none.
+    ``num_tokens`` is the server's own count; 0 where it gives none. ``reasoning`` and ``served`` are what a
+    server took out of the text, where it did; only a request with tools asks for them.
     """
 
     text: str
     truncated: bool = False
     num_tokens: int = 0
+    reasoning: str = ""
+    served: ServedCalls = NO_CALLS
 
 
 class ChatEndpoint:
@@ -134,10 +145,12 @@ class ChatEndpoint:
         temperature: float,
         stop: Sequence[str] = (),
         seed: int = 0,
+        tools: Sequence[ToolSchema] = (),
     ) -> ChatReply:
         """The assistant's next turn, or the next piece of its open message after an ``inline`` result.
 
-        A server that leaves out the stop string it met gets it appended (see ``wire.reply_text``).
+        A server that leaves out the stop string it met gets it appended (see ``wire.reply_text``). ``tools``
+        may be called natively: a server that reads calls gives them apart.
         """
         if self.settings.history_thinking == "strip":
             messages = without_thinking(messages)
@@ -153,9 +166,20 @@ class ChatEndpoint:
             body["stop"] = list(stop)
         if is_continued:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
-        if self.settings.template_kwargs:
-            body["chat_template_kwargs"] = self.settings.template_kwargs
-        return self._patiently("chat/completions", body, lambda answer: _reply(answer, stop), seed)
+        if tools:
+            body["tools"] = wire_tools(tools)
+        if variables := self._variables():
+            body["chat_template_kwargs"] = variables
+        return self._patiently("chat/completions", body, lambda answer: _reply(answer, stop, tools), seed)
+
+    def _variables(self) -> dict[str, Any]:
+        """Of the chat template. ``history_thinking`` is a variable as well, which a template may know; where
+        nothing is asked of it nothing is sent, since not every server takes the field.
+        """
+        chosen = self.settings.history_thinking
+        if not self.settings.template_kwargs and chosen == "keep":
+            return {}
+        return {"history_thinking": chosen} | self.settings.template_kwargs
 
     def discovered(self) -> EndpointSettings:
         """The settings with what the server's list of models tells: the name behind ``default``, and whether
@@ -244,7 +268,7 @@ class ChatEndpoint:
         return Transient(f"status {answer.status}", line, wait_s=wait_s)
 
 
-def _reply(answer: Any, stop: Sequence[str]) -> ChatReply:
+def _reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -> ChatReply:
     """The completion in an answer; raises Transient when there is none."""
     match answer:
         case {
@@ -260,6 +284,8 @@ def _reply(answer: Any, stop: Sequence[str]) -> ChatReply:
                 text=reply_text(content, stop, choice),
                 truncated=choice.get("finish_reason") == "length",
                 num_tokens=num_tokens if isinstance(num_tokens, int) and num_tokens > 0 else 0,
+                reasoning=served_reasoning(message) if tools else "",
+                served=served_calls(message, tools) if tools else NO_CALLS,
             )
     raise Transient("garbage", "the answer holds no completion")
 

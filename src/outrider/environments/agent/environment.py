@@ -14,7 +14,7 @@ from outrider.environments.agent.wire import Answer
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn
 from outrider.errors import EnvironmentFault
-from outrider.tokens.calls import CALL_FORMATS, read_turn
+from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message, Task
 
@@ -69,6 +69,11 @@ class AgentEnvironment:
         if self._question is None:
             raise EnvironmentFault("the program asks nothing")
         return self._question.ask.conversation
+
+    @property
+    def call_format(self) -> CallFormatName | None:
+        """See :class:`~outrider.environments.conversing.OwnConversations`."""
+        return self._config.tool_calls
 
     def read(self, text: str) -> Message:
         """See :class:`~outrider.environments.conversing.OwnConversations`. A turn with a call that cannot be

@@ -1,14 +1,17 @@
 """Agent programs that speak to an OpenAI endpoint: ``environment.type = "agent"``."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal
 
 from outrider.environments.agent.factory import ProgramFactory
 from outrider.environments.agent.programs import Programs
 from outrider.environments.agent.settings import AgentConfig
 from outrider.environments.tool_qa.datasets import load_tasks
-from outrider.errors import DataError
-from outrider.types import Step, Task
+from outrider.errors import DataError, EnvironmentFault
+from outrider.plugins.imports import import_target
+from outrider.types import Message, Step, Task
+
+_MAX_EXPERT_TURNS: Final = 1000
 
 
 class AgentFactory(ProgramFactory):
@@ -34,6 +37,8 @@ class AgentFamily:
         """Start nothing."""
         self.config = config
         self.stop: tuple[str, ...] = ()
+        self._factory: AgentFactory | None = None
+        self._answer: Callable[[Task, Sequence[Mapping[str, str]]], str] | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The rows of a split in file order. Raises DataError when none is configured or the data are bad."""
@@ -49,8 +54,38 @@ class AgentFamily:
         return AgentFactory(self.config)
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """None: nobody knows what a program would have to be told."""
-        return None
+        """The turns of ``expert``, played; None without one, or where they are no success. Raises
+        EnvironmentFault where the function raises, or a program breaks.
+        """
+        if self.config.expert is None:
+            return None
+        if self._factory is None:
+            self._factory = self.make()
+        environment = self._factory(task)
+        try:
+            environment.reset(seed)
+            steps: list[Step] = []
+            while not steps or not steps[-1].is_terminal:
+                text = self._said(task, environment.asked.messages)
+                result = environment.step(environment.read(text))
+                steps.append(Step(text=text, observation=result.text, is_terminal=result.done))
+                if len(steps) > _MAX_EXPERT_TURNS:
+                    return None
+            return steps if environment.result().success else None
+        finally:
+            environment.close()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """End the programs that experts were asked for; may be called twice."""
+        factory, self._factory = self._factory, None
+        if factory is not None:
+            factory.close()
+
+    def _said(self, task: Task, messages: Sequence[Message]) -> str:
+        if self._answer is None:
+            self._answer = import_target(str(self.config.expert))
+        asked = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return str(self._answer(task, asked))
+        except Exception as error:  # somebody else's code
+            raise EnvironmentFault(f"{self.config.expert} raised {type(error).__name__}: {error}") from error

@@ -14,6 +14,7 @@ from outrider.errors import EnvironmentFault, ToolUnavailable
 from outrider.types import Task
 
 _NUMBERS: Final = itertools.count(1)  # unique in the trainer: a process may take the place of another one
+_MAX_PROCESSES: Final = 8  # of a run; an agent that kills its own launcher would do so for ever
 _DRAIN_S: Final = 1.0  # for the last words of a process that has ended
 
 
@@ -84,6 +85,16 @@ class Launched:
         self.is_over = False
         """Whether it is gone; nothing can be started in it."""
         threading.Thread(target=self._hear, daemon=True, name=f"outrider {what}").start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can start programs."""
+        return not self.is_over and self._process.poll() is None
 
     def _started(
         self, command: Sequence[str], environment: Mapping[str, str], end: socket.socket, *, is_quiet: bool
@@ -191,3 +202,47 @@ class Launched:
             waiting, self._waiting = self._waiting, {}
         for on_end in waiting.values():
             on_end(Report(status=-9, result=json.dumps({"fault": self._gone()}), tail=""))
+
+
+class Relaunched:
+    """Such a process, and another one where it is gone. Called from several threads."""
+
+    def __init__(self, launch: Callable[[], Launched]) -> None:
+        """Start it. Raises ToolUnavailable."""
+        self._launch = launch
+        self._lock = threading.Lock()
+        self._num_processes = 1
+        self._is_closed = False
+        self._process = launch()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        return self._process.pid
+
+    def begin(self, request: Mapping[str, Any], on_end: OnEnd) -> int:
+        """Start an episode; its number. ``on_end`` is called once. Raises EnvironmentFault where that cannot
+        be.
+        """
+        return self._living().begin(request, on_end)
+
+    def kill(self, number: int) -> None:
+        """End an episode and what it started; one that has ended is none."""
+        self._process.kill(number)
+
+    def close(self) -> None:
+        """End all of it. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+            self._process.close()
+
+    def _living(self) -> Launched:
+        with self._lock:
+            if not (self._process.is_alive or self._is_closed or self._num_processes == _MAX_PROCESSES):
+                self._process.close()
+                self._num_processes += 1
+                try:
+                    self._process = self._launch()
+                except ToolUnavailable as error:
+                    raise EnvironmentFault(str(error)) from error
+            return self._process

@@ -22,6 +22,7 @@ from typing import Any, Final, NoReturn
 
 from outrider.errors import OutriderError
 from outrider.plugins.imports import import_target
+from outrider.tools import sandbox
 from outrider.types import Task
 
 _TAIL_BYTES: Final = 8 << 10  # of what a program prints
@@ -197,6 +198,7 @@ def _become(
     status = 1
     try:
         os.setsid()
+        sandbox.die_with_parent()
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ.update(request["environment"])

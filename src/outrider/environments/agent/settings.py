@@ -80,6 +80,11 @@ class AgentConfig(ProgramConfig):
     ``function`` does. None: the function returns the reward, or the program posts it to ``/reward`` under
     the base URL.
     """
+    expert: str | None = None
+    """A function ``my_agent:answer`` that knows what to say, for a cold start: called with the task and the
+    conversation (a list of objects with ``role`` and ``content``), it gives the text of the policy's turn.
+    Episodes that are no success are not used.
+    """
     train: DatasetConfig | None = None
     valid: DatasetConfig | None = None
     test: DatasetConfig | None = None
@@ -88,13 +93,18 @@ class AgentConfig(ProgramConfig):
     def _possible(self) -> "AgentConfig":
         if (self.function is None) == (not self.command):
             raise ValueError("set exactly one of function and command")
-        for name in ("function", "reward"):
+        for name in ("function", "reward", "expert"):
             value = getattr(self, name)
             if value is not None and not is_import_path(value):
                 raise ValueError(f"{name} is an import path such as my_agent:run, not {value!r}")
         return self
 
+    @property
+    def has_experts(self) -> bool:
+        """Where a function is named."""
+        return self.expert is not None
+
     def imported(self) -> Mapping[str, str]:
         """The functions that the recipe names."""
-        named = {"function": self.function, "reward": self.reward}
+        named = {"function": self.function, "reward": self.reward, "expert": self.expert}
         return {key: path for key, path in named.items() if path is not None}

@@ -1,35 +1,20 @@
 """One episode of one environment of Gymnasium's form."""
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.gym.generators import Drawn, OwnDraws
 from outrider.environments.gym.making import Recipe, close
 from outrider.environments.gym.observations import written
 from outrider.environments.gym.settings import GymConfig
+from outrider.environments.moves import MAX_EXPERT_TURNS, MoveRecord, opening_message
 from outrider.errors import EnvironmentFault, OutriderError
 from outrider.types import Message
-
-_MAX_EXPERT_TURNS: Final = 10_000
-"""An expert may give turns without an end, of which an episode takes those that it needs."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Record:
-    """Counts of one episode."""
-
-    episode_return: float = 0.0
-    num_moves: int = 0
-    num_turns: int = 0
-    num_invalid: int = 0
-    success: bool | None = None  # what info said last, where it says so
-    done: bool = False
 
 
 class GymEnvironment:
@@ -46,20 +31,19 @@ class GymEnvironment:
         self._seed = seed
         self._made: Any = None
         self._draws = OwnDraws(Drawn.of_seed(seed), config.lock_timeout_s) if config.has_own_draws else None
-        self._record = _Record()
+        self._record = self._new_record()
 
     def reset(self, seed: int) -> Sequence[Message]:
         """A fresh environment at the task's seed. ``seed`` changes nothing: a group plays one game."""
         self.close()
-        self._record = _Record()
+        self._record = self._new_record()
         if self._draws is not None:
             self._draws = OwnDraws(Drawn.of_seed(self._seed), self._config.lock_timeout_s)
         with self._outside_code("reset"):
             self._made = self._recipe.make()
             observation, info = self._made.reset(seed=self._seed)
             text = self._written(observation, info)
-        prompt = self._recipe.action.instructions if self._config.prompt is None else self._config.prompt
-        return (Message(role="user", content="\n\n".join(part for part in (prompt, text) if part)),)
+        return (opening_message(self._config, self._recipe.action.instructions, text),)
 
     def step(self, message: Message) -> StepResult:
         """Do the turn's action. Text that holds none changes nothing and is answered in words."""
@@ -70,31 +54,27 @@ class GymEnvironment:
         self._record.num_turns += 1
         read = self._recipe.action.read(message.content)
         if read.problem:
-            self._record.num_invalid += 1
-            return StepResult(message=Message(role="user", content=read.problem), invalid=True)
+            return self._record.unread(read.problem)
         with self._outside_code("step"):
             observation, reward, terminated, truncated, info = self._made.step(read.action)
             text, reward = self._written(observation, info), float(reward)
-        return self._recorded(text, reward, bool(terminated), bool(truncated), info)
+        key = self._config.success_key
+        return self._record.moved(
+            text,
+            reward,
+            terminated=bool(terminated),
+            truncated=bool(truncated),
+            success=None if key is None else bool(info.get(key, False)),
+        )
 
     def result(self) -> EpisodeResult:
         """The sum of rewards so far."""
-        record = self._record
-        success = (
-            record.episode_return >= self._config.success_at if record.success is None else record.success
-        )
-        return EpisodeResult(
-            episode_return=record.episode_return,
-            success=success and record.num_moves > 0,
-            metrics={
-                name: float(getattr(record, name)) for name in ("num_moves", "num_turns", "num_invalid")
-            },
-        )
+        return self._record.result()
 
     def asked(self, solve: Callable[[Any], Iterable[str]]) -> Sequence[str]:
         """What ``solve`` says of the environment itself. It is asked at once, before anything is done."""
         with self._outside_code("expert"):
-            return tuple(islice(solve(self._made), _MAX_EXPERT_TURNS))
+            return tuple(islice(solve(self._made), MAX_EXPERT_TURNS))
 
     def close(self) -> None:
         """Close the environment; may be called twice."""
@@ -103,24 +83,8 @@ class GymEnvironment:
             with self._outside_code("close"):
                 close(made)
 
-    def _recorded(self, text: str, reward: float, terminated: bool, truncated: bool, info: Any) -> StepResult:
-        record = self._record
-        if not math.isfinite(reward):
-            raise EnvironmentFault(f"{self._config.id} gave the reward {reward}")
-        record.num_moves += 1
-        record.episode_return += reward
-        if self._config.success_key is not None:
-            record.success = bool(info.get(self._config.success_key, False))
-        # GEM's games say both where the last turn won as well as where it was only the last one.
-        limit = self._config.max_moves
-        cut = not terminated and (truncated or (limit is not None and record.num_moves >= limit))
-        record.done = terminated or cut
-        return StepResult(
-            message=Message(role="user", content=text or "Nothing is seen."),
-            reward=reward,
-            done=record.done,
-            truncated=cut,
-        )
+    def _new_record(self) -> MoveRecord:
+        return MoveRecord(name=self._config.id, settings=self._config)
 
     def _written(self, observation: Any, info: Any) -> str:
         rendered = self._made.render() if self._recipe.observation == "render" else None

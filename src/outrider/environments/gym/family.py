@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from outrider.environments.base import played_steps
+from outrider.environments.expert_turns import ExpertTurns
 from outrider.environments.gym.copying import copies_hold
 from outrider.environments.gym.environment import CopyableGymEnvironment, GymEnvironment
-from outrider.environments.gym.making import Recipe, package_of, recipe_of, short_id
-from outrider.environments.gym.settings import SPLITS, GymConfig
+from outrider.environments.gym.making import Recipe, package_of, recipe_of
+from outrider.environments.gym.settings import GymConfig
 from outrider.environments.scienceworld.text import STOP
-from outrider.errors import ConfigError
-from outrider.plugins.imports import import_target
+from outrider.environments.seeds import seed_of
 from outrider.types import Step, Task
 
 
@@ -24,9 +24,7 @@ class GymFactory:
 
     def __call__(self, task: Task) -> GymEnvironment:
         """A fresh episode of the task. Raises :class:`ConfigError` for a task of another environment."""
-        name, seed = task.metadata.get("environment"), task.metadata.get("seed")
-        if name != self._config.id or not isinstance(seed, int):
-            raise ConfigError(f"{task.key} is no task of {self._config.id}")
+        seed = seed_of(task, self._config.id)
         return self._cls(recipe=self._recipe, config=self._config, seed=seed)
 
     def close(self) -> None:
@@ -45,24 +43,14 @@ class GymFamily:
         """Make nothing."""
         self.config = config
         self.stop: tuple[str, ...] = () if config.reads_raw else (STOP,)
-        self._solve: Any = None
-        self._factory: GymFactory | None = None
+        self._expert: ExpertTurns[GymEnvironment] = ExpertTurns(config.expert, self.make, _played)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """One task per seed of ``train``, ``valid`` or ``test``. They name the package's version, which may
         play other games: a resumed run refuses another one.
         """
-        if split not in SPLITS:
-            raise ConfigError(f"unknown split {split!r}; an environment's seeds have {', '.join(SPLITS)}")
         package = package_of(self.config)
-        return tuple(
-            Task(
-                key=f"gym/{short_id(self.config.id)}/{split}/{seed}",
-                question=f"{self.config.id}, seed {seed}",
-                metadata={"environment": self.config.id, "seed": seed, "package": package},
-            )
-            for seed in self.config.seeds(split)
-        )
+        return self.config.seed_tasks(split, self.config.id, {"package": package})
 
     def make(self) -> GymFactory:
         """Make one environment, and try whether its copies hold. Raises :class:`ToolUnavailable` or
@@ -73,24 +61,15 @@ class GymFamily:
         return GymFactory(recipe=recipe, config=self.config, is_copyable=holds)
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """The turns of ``expert``, played; None without one, or where they are no success. Raises
-        :class:`EnvironmentFault` where the function raises.
-        """
-        if self.config.expert is None:
-            return None
-        if self._solve is None:
-            self._solve = import_target(self.config.expert)
-        if self._factory is None:
-            self._factory = self.make()
-        environment = self._factory(task)
-        try:
-            environment.reset(seed)
-            texts = environment.asked(self._solve)
-            environment.reset(seed)  # it may have tried its way in the environment
-            steps = played_steps(environment, texts)
-        finally:
-            environment.close()
-        return steps if environment.result().success else None
+        """The turns of ``expert``, played. See :class:`outrider.environments.expert_turns.ExpertTurns`."""
+        return self._expert.steps(task, seed)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _played(environment: GymEnvironment, solve: Any, seed: int) -> Sequence[Step]:
+    environment.reset(seed)
+    texts = environment.asked(solve)
+    environment.reset(seed)  # it may have tried its way in the environment
+    return played_steps(environment, texts)

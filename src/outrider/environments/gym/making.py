@@ -4,7 +4,6 @@ import copy
 import importlib
 import importlib.metadata
 import importlib.util
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -128,8 +127,3 @@ def package_of(config: GymConfig) -> str:
         return f"{package} {importlib.metadata.version(package)}"
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def short_id(name: str) -> str:
-    """The id as part of a task's key."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-")

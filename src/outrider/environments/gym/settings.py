@@ -1,24 +1,20 @@
 """Which Gymnasium or GEM environment is played, and how its actions and observations are written."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings
+from outrider.environments.seeds import SeedSettings
 from outrider.plugins.names import is_import_path
 
-SPLITS: Final = ("train", "valid", "test")
-SEEDS_PER_SPLIT: Final = 1_000_000
-"""Seeds of a split begin a million apart, so that no split reaches into another one."""
 
-
-class GymConfig(EnvironmentSettings):
-    """An environment with ``reset(seed=...)`` and ``step(action)`` of Gymnasium's form. A task is a seed: all
-    rollouts of a group play the same game.
+class GymConfig(SeedSettings):
+    """An environment with ``reset(seed=...)`` and ``step(action)`` of Gymnasium's form. An ``expert`` is
+    called with an environment that was reset to the task's seed and gives the texts of the turns.
     """
 
-    details: ClassVar[frozenset[str]] = frozenset({"draws_globally", "lock_timeout_s", "success_key"})
+    details: ClassVar[frozenset[str]] = SeedSettings.details | {"draws_globally", "lock_timeout_s"}
 
     type: Literal["gym"] = "gym"
     source: Literal["gymnasium", "gem", "factory"] = "gymnasium"
@@ -28,11 +24,6 @@ class GymConfig(EnvironmentSettings):
     id: Annotated[str, Field(min_length=1)] = "FrozenLake-v1"
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """What the environment is made with."""
-    num_train: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 64
-    num_valid: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 16
-    num_test: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 32
-    first_seed: Annotated[int, Field(ge=0, lt=2**30)] = 0
-    """Seed of the first training task. More tasks leave the first ones as they are."""
     actions: tuple[str, ...] = ()
     """Names of a discrete space's actions, first to last; empty are the numbers themselves."""
     action_format: Literal["auto", "tag", "raw"] = "auto"
@@ -43,19 +34,6 @@ class GymConfig(EnvironmentSettings):
     """How an observation becomes text: as it is, by the environment's ``ansi`` rendering, or as JSON.
     ``auto``: the first of these that is possible.
     """
-    prompt: str | None = None
-    """Text in front of the first observation; None explains the action tag and names the actions."""
-    success_at: float = 1.0
-    """An episode with at least this return is a success."""
-    success_key: str | None = None
-    """Key of ``info`` that says so in its place (``is_success``)."""
-    max_moves: Annotated[int, Field(ge=1)] | None = None
-    """Steps of the environment after which an episode is cut, beside its own limit."""
-    expert: str | None = None
-    """A function of yours that knows the way, as ``my_module:solve``: it is called with an environment that
-    was reset to the task's seed and gives the texts of the turns, for a cold start and for buffers. A way
-    that is no success is not used.
-    """
     draws_globally: bool | None = None
     """Whether the environment draws from Python's or NumPy's global generator, of which each episode then has
     a state of its own and one at a time is in the environment. None: yes with GEM and factories.
@@ -65,14 +43,10 @@ class GymConfig(EnvironmentSettings):
 
     @model_validator(mode="after")
     def _possible(self) -> "GymConfig":
-        if self.num_train + self.num_valid + self.num_test == 0:
-            raise ValueError("num_train, num_valid and num_test are all 0: there is nothing to play")
         if self.source == "factory" and not is_import_path(self.id):
             raise ValueError(
                 f"with source = factory the id is an import path such as my_module:make, not {self.id!r}"
             )
-        if self.expert is not None and not is_import_path(self.expert):
-            raise ValueError(f"expert is an import path such as my_module:solve, not {self.expert!r}")
         # as a turn's action is read: case and the number of blanks do not matter
         names = [" ".join(one.lower().split()) for one in self.actions]
         if len(set(names)) != len(names) or not all(names):
@@ -93,11 +67,6 @@ class GymConfig(EnvironmentSettings):
         """Whether each episode keeps a state of the global generators."""
         return self.source != "gymnasium" if self.draws_globally is None else self.draws_globally
 
-    @property
-    def has_experts(self) -> bool:
-        """Where a function is named."""
-        return self.expert is not None
-
     def waiting_s(self, num_concurrent: int) -> float:
         """One episode at a time is in an environment that draws globally; a fault ends a longer wait."""
         return self.lock_timeout_s if self.has_own_draws else 0.0
@@ -105,10 +74,4 @@ class GymConfig(EnvironmentSettings):
     def imported(self) -> Mapping[str, str]:
         """The function that makes environments, and the expert's."""
         made = {"id": self.id} if self.source == "factory" else {}
-        return made if self.expert is None else {**made, "expert": self.expert}
-
-    def seeds(self, split: str) -> range:
-        """Seeds of a split's tasks, in their order. Raises KeyError for an unknown split."""
-        sizes = dict(zip(SPLITS, (self.num_train, self.num_valid, self.num_test), strict=True))
-        begin = self.first_seed + SPLITS.index(split) * SEEDS_PER_SPLIT if split in sizes else 0
-        return range(begin, begin + sizes[split])
+        return {**made, **super().imported()}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.tool_qa.named_tools import ToolName, tool_tags
+from outrider.environments.tool_qa.named_tools import ToolName, require_possible, tool_tags, waiting_s
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import ToolUnavailable
@@ -78,7 +78,8 @@ class ReasoningGymConfig(EpisodeConfig):
         for one in self.datasets:
             if one.name in _REFUSED:
                 raise ValueError(f"the data set {one.name} is not possible here: {_REFUSED[one.name]}")
-        if not tool_tags(self.tools) and self.protocol != "tags":
+        require_possible(self.tools)
+        if not self.tools and self.protocol != "tags":
             raise ValueError("a native protocol needs tools: without any, the answer stands between tags")
         if self.reward.answer == "judge":
             raise ValueError("these tasks have a verifier of their own, and no judge")
@@ -101,7 +102,8 @@ class ReasoningGymConfig(EpisodeConfig):
     def waiting_s(self, num_concurrent: int) -> float:
         """Answers are verified one at a time, and Python runs so many calls; the others wait."""
         rounds = math.ceil(num_concurrent / self.python.num_servers) if "python" in self.tools else 0
-        return VERIFIER_SECONDS * num_concurrent + self.python.wall_seconds * rounds
+        calls = max(waiting_s(self.tools, num_concurrent), self.python.wall_seconds * rounds)
+        return VERIFIER_SECONDS * num_concurrent + calls
 
     def first_seed(self, split: str) -> int:
         """Seed of a split's first item."""

@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import IO, Final, Protocol
+from typing import Final, Protocol
 
+from outrider.environments.process_output import drained
 from outrider.environments.simulator_folders import SimulatorFolder
 from outrider.errors import EnvironmentFault
 
@@ -120,7 +121,7 @@ class JavaSimulator:
         self._directory = SimulatorFolder()
         self._process = _spawn(launch, self._directory.name)
         self._last_words: deque[bytes] = deque(maxlen=20)
-        self._errors = _drain(self._process.stderr, self._last_words)
+        self._errors = drained(self._process.stderr, self._last_words)
         self._connection: socket.socket | None = None
         self._pending = b""
         try:
@@ -252,7 +253,7 @@ class JavaSimulator:
             port, token = int(output.readline()), output.readline().decode("ascii").strip()
         finally:
             watchdog.cancel()
-        _drain(output, deque(maxlen=0))
+        drained(output, deque(maxlen=0))
         return port, token
 
     def _fault(self, what: str) -> EnvironmentFault:
@@ -294,21 +295,6 @@ def _spawn(launch: Launch, directory: str) -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise EnvironmentFault(f"cannot start {launch.java}: {error}") from error
-
-
-def _drain(stream: IO[bytes] | None, keep: deque[bytes]) -> threading.Thread:
-    """Read a pipe to its end in the background, so that the process never blocks on it; ``keep`` bounds what
-    is held.
-    """
-
-    def read() -> None:
-        if stream is not None:
-            with stream:
-                keep.extend(stream)
-
-    thread = threading.Thread(target=read, name="scienceworld-output", daemon=True)
-    thread.start()
-    return thread
 
 
 def _encode(argument: str | int | bool) -> str:

@@ -49,11 +49,11 @@ class ParsedAction:
     problem: str = ""
 
 
-def parse_action(text: str, *, lower: bool = True) -> ParsedAction:
+def parse_action(text: str, *, lower: bool = True, verbatim: bool = False) -> ParsedAction:
     """Read the one ``<action>...</action>`` of a message; everything around it is free thought. Never raises.
 
     The command's white space is collapsed and, with ``lower``, it is lower-cased, as the simulator's parser
-    expects.
+    expects. ``verbatim`` keeps what stands between the tags, of any length: a program, or JSON.
     """
     found = _TAGGED.findall(text)
     if not found:
@@ -66,11 +66,11 @@ def parse_action(text: str, *, lower: bool = True) -> ParsedAction:
                 f"Found {len(found)} commands; nothing was done. Write exactly one <action>command</action>."
             )
         )
-    action = " ".join(found[0].split())
-    action = action.lower() if lower else action
+    action = found[0].strip() if verbatim else " ".join(found[0].split())
+    action = action.lower() if lower and not verbatim else action
     if not action:
         return ParsedAction(problem="The command is empty. Write one command as <action>command</action>.")
-    if len(action) > MAX_ACTION_CHARACTERS:
+    if len(action) > MAX_ACTION_CHARACTERS and not verbatim:
         return ParsedAction(
             problem=f"The command is longer than {MAX_ACTION_CHARACTERS} characters; nothing was done."
         )

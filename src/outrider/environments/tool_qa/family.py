@@ -11,7 +11,14 @@ from pydantic import Field, model_validator
 
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
-from outrider.environments.tool_qa.named_tools import ToolName, load_tools, tool_tags, usages
+from outrider.environments.tool_qa.named_tools import (
+    ToolName,
+    load_tools,
+    require_possible,
+    tool_tags,
+    usages,
+    waiting_s,
+)
 from outrider.environments.tool_qa.tag_protocol import stop_strings
 from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import DataError
@@ -51,8 +58,9 @@ class ToolsConfig(EpisodeConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> "ToolsConfig":
-        if not self.tool_names():
+        if not self.tools:
             raise ValueError("tools must name at least one tool, each once")
+        require_possible(self.tools)
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
         return self
@@ -72,10 +80,11 @@ class ToolsConfig(EpisodeConfig):
         return tool_tags(self.tools)
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """Python runs so many calls at a time; the others wait."""
+        """Python runs so many calls at a time, and other tools say themselves; the others wait."""
+        own = waiting_s(self.tools, num_concurrent)
         if "python" not in self.tools:
-            return 0.0
-        return self.python.wall_seconds * math.ceil(num_concurrent / self.python.num_servers)
+            return own
+        return max(own, self.python.wall_seconds * math.ceil(num_concurrent / self.python.num_servers))
 
 
 class ToolsFamily:

@@ -1,15 +1,16 @@
 """The tools that a recipe names: their tags, their lines of the system prompt, and the tools themselves."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeAlias, cast
 
 from outrider.config import Settings
 from outrider.environments.base import EnvironmentSettings
 from outrider.environments.tool_qa.tag_protocol import ANSWER
+from outrider.errors import ConfigError
 from outrider.plugins.fields import Entry
-from outrider.plugins.registry import build_named, resolve
-from outrider.tools.base import Tool, ToolContext
+from outrider.plugins.registry import build_named, resolve, settings_of
+from outrider.tools.base import Tool, ToolContext, ToolGroup, ToolSettings
 
 ToolName: TypeAlias = Annotated[str | Settings, Entry("tools")]
 """A tool by name, with its default settings, or a table with its ``type`` and settings."""
@@ -17,17 +18,38 @@ _TAG = re.compile(r"[a-z][a-z0-9_]*")
 _TAKEN = ("think", "result", "retrieve", ANSWER)
 
 
+def require_possible(tools: Sequence[ToolName]) -> None:
+    """Raises ValueError for a tag name that occurs twice or is no tag, as far as that is known without asking
+    a server.
+    """
+    plain = [one for one in tools if not issubclass(_class_of(one), ToolGroup)]
+    _require_tags(tuple(name for one in plain for name in _lines(one)))
+
+
 def tool_tags(tools: Sequence[ToolName]) -> tuple[str, ...]:
-    """Tag names, in the recipe's order. Raises ValueError for one that occurs twice or is no tag."""
-    names = tuple(str(getattr(resolve("tools", plugin_name(one)), "name", "")) for one in tools)
+    """Tag names, in the recipe's order; a server is asked for its own. Raises ConfigError for one that occurs
+    twice or is no tag, ToolUnavailable where a server cannot be asked.
+    """
+    names: list[str] = []
+    for one in tools:
+        cls = _class_of(one)
+        names += cls.names(_settings(one)) if issubclass(cls, ToolGroup) else _lines(one)
+    try:
+        _require_tags(names)
+    except ValueError as error:
+        raise ConfigError(f"environment.tools: {error}") from error
+    return tuple(names)
+
+
+def _require_tags(names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
-        raise ValueError("tools must name at least one tool, each once")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"tools must name at least one tool, each once: {twice!r} is there twice")
     if wrong := [name for name in names if not _TAG.fullmatch(name) or name in _TAKEN]:
         raise ValueError(
             f"a tool cannot have the tag name {wrong[0]!r}: lower-case letters, "
             f"and none of {', '.join(_TAKEN)}"
         )
-    return names
 
 
 def load_tools(tools: Sequence[ToolName], environment: EnvironmentSettings) -> list[Tool]:
@@ -39,7 +61,8 @@ def load_tools(tools: Sequence[ToolName], environment: EnvironmentSettings) -> l
         for one in tools:
             settings = None if isinstance(one, str) else one
             context = ToolContext(environment=environment)
-            loaded.append(cast(Tool, build_named("tools", plugin_name(one), settings, context)))
+            built = build_named("tools", plugin_name(one), settings, context)
+            loaded += built.tools if isinstance(built, ToolGroup) else [cast(Tool, built)]
     except BaseException:
         for tool in loaded:
             tool.close()
@@ -59,5 +82,27 @@ def usage(tool: type) -> str:
 
 
 def usages(tools: Sequence[ToolName]) -> list[str]:
-    """The lines of all tools, in the recipe's order."""
-    return [usage(resolve("tools", plugin_name(one))) for one in tools]
+    """The lines of all tools, in the recipe's order; a server is asked for its own."""
+    return [line for one in tools for line in _lines(one).values()]
+
+
+def waiting_s(tools: Sequence[ToolName], num_concurrent: int) -> float:
+    """Seconds that a call may wait for those of other episodes, whatever tool it is of."""
+    own = [one.waiting_s(num_concurrent) for one in tools if isinstance(one, ToolSettings)]
+    return max(own, default=0.0)
+
+
+def _lines(one: ToolName) -> Mapping[str, str]:
+    """The line of each tool of an entry, by tag name."""
+    cls = _class_of(one)
+    if issubclass(cls, ToolGroup):
+        return cls.lines(_settings(one))
+    return {str(getattr(cls, "name", "")): usage(cls)}
+
+
+def _class_of(one: ToolName) -> type:
+    return resolve("tools", plugin_name(one))
+
+
+def _settings(one: ToolName) -> Settings:
+    return settings_of("tools", one)() if isinstance(one, str) else one

@@ -2,15 +2,14 @@
 
 import os
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from outrider.environments.agent.launched import Launched, OnEnd
+from outrider.environments.agent.launched import Launched, OnEnd, Relaunched
 from outrider.environments.agent.programs import ONE_THREAD, recipe_folders
 from outrider.environments.verifiers.settings import VerifiersConfig
-from outrider.errors import EnvironmentFault, ToolUnavailable
+from outrider.errors import ToolUnavailable
 from outrider.types import Task
 
 _PLAYER: Final = Path(__file__).with_name("player.py")
@@ -46,15 +45,12 @@ def launch(config: VerifiersConfig, *, lists: bool) -> Launched:
         ) from error
 
 
-class Episodes:
+class Episodes(Relaunched):
     """Plays them in one process. Called from several threads."""
 
     def __init__(self, config: VerifiersConfig) -> None:
         """Start the process. Raises ToolUnavailable where the environment cannot be loaded."""
-        self._config = config
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._process = launch(config, lists=False)
+        super().__init__(lambda: launch(config, lists=False))
 
     def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
         """See :class:`~outrider.environments.agent.launched.ProgramRunner`."""
@@ -64,25 +60,4 @@ class Episodes:
             "base_url": environment["OPENAI_BASE_URL"],
             "api_key": environment["OPENAI_API_KEY"],
         }
-        return self._living().begin(request, on_end)
-
-    def kill(self, number: int) -> None:
-        """Cancel an episode; one that has ended is none."""
-        self._process.kill(number)
-
-    def close(self) -> None:
-        """Cancel all of them and end the process. May be called twice."""
-        with self._lock:
-            self._is_closed = True
-            self._process.close()
-
-    def _living(self) -> Launched:
-        """The process, or a new one where it has died. Raises EnvironmentFault where none starts."""
-        with self._lock:
-            if self._process.is_over and not self._is_closed:
-                self._process.close()
-                try:
-                    self._process = launch(self._config, lists=False)
-                except ToolUnavailable as error:
-                    raise EnvironmentFault(str(error)) from error
-            return self._process
+        return self.begin(request, on_end)

@@ -78,7 +78,19 @@ def read_recipe(pack: Path, name: str) -> dict[str, Any]:
             f"{place} names {named!r}: code is never imported from a pack by its path; "
             "install it as a package that registers a name (docs/plugins.md)"
         )
+    if server := next(_servers(recipe), None):
+        raise PackError(f"{place} names the MCP server {server!r}: nothing is started or asked for a pack")
     return in_todays_keys(recipe)
+
+
+def _servers(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """MCP servers that a recipe names, wherever it does."""
+    if recipe.get("type") == "mcp":
+        yield str(recipe.get("name", ""))
+    for value in recipe.values():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, Mapping):
+                yield from _servers(one)
 
 
 def _import_paths(value: Any, key: str = "") -> Iterator[str]:

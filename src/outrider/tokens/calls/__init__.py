@@ -2,6 +2,6 @@
 
 from outrider.tokens.calls.format import CallFormat, FoundCalls
 from outrider.tokens.calls.formats import CALL_FORMATS, CallFormatName
-from outrider.tokens.calls.reading import read_turn
+from outrider.tokens.calls.reading import fault_of, read_turn
 
-__all__ = ["CALL_FORMATS", "CallFormat", "CallFormatName", "FoundCalls", "read_turn"]
+__all__ = ["CALL_FORMATS", "CallFormat", "CallFormatName", "FoundCalls", "fault_of", "read_turn"]

@@ -1,7 +1,8 @@
 """The contract of one written form of tool calls, and what its readers share."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -47,6 +48,31 @@ class CallFormat(Protocol):
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """What a system prompt says of the tools where the chat template does not."""
         ...
+
+
+def read_between_words(
+    text: str, opening: re.Pattern[str], call_at: Callable[[re.Match[str], int], tuple[ToolCall | str, int]]
+) -> FoundCalls:
+    """Calls among words, for the forms whose calls have tags of their own.
+
+    ``call_at`` is given where one opens and how many calls are in front of it. It says which call that is, or
+    what is wrong with it, and where the reading goes on.
+    """
+    words: list[str] = []
+    calls: list[ToolCall] = []
+    problems: list[str] = []
+    position = 0
+    while (start := opening.search(text, position)) is not None:
+        words.append(text[position : start.start()])
+        found, position = call_at(start, len(calls))
+        if isinstance(found, str):
+            problems.append(found)
+        else:
+            calls.append(found)
+    if not position:
+        return FoundCalls(content=text)
+    words.append(text[position:])
+    return FoundCalls(content="".join(words).strip(), calls=tuple(calls), problems=tuple(problems))
 
 
 def call_id(number: int) -> str:

@@ -4,12 +4,14 @@ Source: the function-calling documentation of Nous Research's Hermes and of Qwen
 """
 
 import json
+import re
 from collections.abc import Sequence
 
-from outrider.tokens.calls.format import FoundCalls, call_of, decode_json, listed
+from outrider.tokens.calls.format import FoundCalls, call_of, decode_json, listed, read_between_words
 from outrider.types import ToolCall, ToolSchema
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_START = re.compile(_OPEN)
 
 
 class Hermes:
@@ -19,21 +21,7 @@ class Hermes:
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
-        words: list[str] = []
-        calls: list[ToolCall] = []
-        problems: list[str] = []
-        position = 0
-        while (start := text.find(_OPEN, position)) >= 0:
-            words.append(text[position:start])
-            found, position = _block(text, start + len(_OPEN), len(calls))
-            if isinstance(found, str):
-                problems.append(found)
-            else:
-                calls.append(found)
-        if not position:
-            return FoundCalls(content=text)
-        words.append(text[position:])
-        return FoundCalls(content="".join(words).strip(), calls=tuple(calls), problems=tuple(problems))
+        return read_between_words(text, _START, _block)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
@@ -49,8 +37,9 @@ class Hermes:
         )
 
 
-def _block(text: str, start: int, number: int) -> tuple[ToolCall | str, int]:
+def _block(opened: re.Match[str], number: int) -> tuple[ToolCall | str, int]:
     """The call behind an opening tag, or what is wrong with it, and where the reading goes on."""
+    text, start = opened.string, opened.end()
     end = text.find(_CLOSE, start)
     behind = len(text) if end < 0 else end + len(_CLOSE)
     decoded = decode_json(text, start)

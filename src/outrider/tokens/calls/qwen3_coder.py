@@ -7,9 +7,10 @@ import ast
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from outrider.tokens.calls.format import TYPES, FoundCalls, call_id, is_of, listed
+from outrider.tokens.calls.format import TYPES, FoundCalls, call_id, is_of, listed, read_between_words
 from outrider.types import Json, ToolCall, ToolSchema
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -25,24 +26,7 @@ class Qwen3Coder:
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
-        words: list[str] = []
-        calls: list[ToolCall] = []
-        problems: list[str] = []
-        position = 0
-        while (start := _START.search(text, position)) is not None:
-            words.append(text[position : start.start()])
-            end = _END.search(text, start.end())
-            inside = text[start.end() : len(text) if end is None else end.start()]
-            position = len(text) if end is None else end.end()
-            found = _call(start[1], inside, len(calls), tools) if end else "a call is not closed"
-            if isinstance(found, str):
-                problems.append(f"{_OPEN}: {found}.")
-            else:
-                calls.append(found)
-        if not position:
-            return FoundCalls(content=text)
-        words.append(text[position:])
-        return FoundCalls(content="".join(words).strip(), calls=tuple(calls), problems=tuple(problems))
+        return read_between_words(text, _START, partial(_block, tools=tools))
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
@@ -55,6 +39,16 @@ class Qwen3Coder:
             f"You may call these functions:\n<tools>\n{listed(tools)}\n</tools>\n"
             f"To call one, write:\n{example}"
         )
+
+
+def _block(opened: re.Match[str], number: int, *, tools: Sequence[ToolSchema]) -> tuple[ToolCall | str, int]:
+    """The call behind an opening tag, or what is wrong with it, and where the reading goes on."""
+    text = opened.string
+    end = _END.search(text, opened.end())
+    if end is None:
+        return f"{_OPEN}: a call is not closed.", len(text)
+    found = _call(opened[1], text[opened.end() : end.start()], number, tools)
+    return (f"{_OPEN}: {found}." if isinstance(found, str) else found), end.end()
 
 
 def _call(name: str | None, inside: str, number: int, tools: Sequence[ToolSchema]) -> ToolCall | str:

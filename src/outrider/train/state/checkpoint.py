@@ -149,6 +149,13 @@ def checkpoints_newest_first(folder: Path) -> list[Path]:
     return [path for _, path in reversed(_numbered(folder))]
 
 
+def step_of(checkpoint: Path) -> int:
+    """The training step of a checkpoint that :func:`checkpoints_newest_first` found."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
+
+
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint below ``folder``, which may be damaged; None without any."""
     found = _numbered(folder)

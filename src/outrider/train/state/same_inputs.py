@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from outrider.train.learner import Learner
 
 BUFFER: Final = "step-trace buffer"
+_HEX: Final = re.compile(r"[0-9a-f]*")
 # another version of transformers may write them in another way
 _OF_A_VERSION: Final = {"tokenizer", "model configuration"}
 
@@ -67,13 +69,22 @@ def other_inputs(
             else "put its code back, go on with --changed-plugins"
         )
         raise CheckpointError(
-            f"not what this run began with: {', '.join(refused)}; {way_out}, "
+            f"not what this run began with: {', '.join(_told(name, began_with, now) for name in refused)}; "
+            f"{way_out}, "
             "or begin a new run with model.initial_checkpoint"
         )
     lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in of_version]
     return lines + [
         f"OTHER CODE of the {name}; the run goes on, but not to the same bits for sure" for name in of_plugin
     ]
+
+
+def _told(name: str, began_with: Mapping[str, str], now: Mapping[str, str | None]) -> str:
+    """The name, and what was and is where that is in words (a server's version, its list of tools)."""
+    before, after = began_with.get(name, ""), now[name] or ""
+    if _HEX.fullmatch(before) or _HEX.fullmatch(after):
+        return name
+    return f"{name} (was: {before}; is: {after})"
 
 
 def _of_text(text: str) -> str:

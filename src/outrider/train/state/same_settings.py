@@ -25,7 +25,7 @@ FREE: Final = {
     "train.checkpoint_every", "train.keep_checkpoints", "train.watchdog_s", "train.expert_timeout_s",
     "train.max_retries", "rollout.step_timeout_s", "train.group_timeout_s", "environment.heap",
     "environment.start_limit_s", "environment.load_limit_s", "environment.step_limit_s",
-    "environment.borrow_limit_s",
+    "environment.borrow_limit_s", "environment.server_url",
     "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
     "environment.python.num_servers", "engine.memory", "trackers",
     "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
@@ -35,8 +35,8 @@ FREE: Final = {
 # The same numbers in exact arithmetic: what is added in which order, and on what.
 ROUNDING: Final = {
     "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent",
-    "environment.num_workers", "update.max_tokens", "update.checkpoint_activations",
-    "update.attention",
+    "environment.num_workers", "environment.num_sessions",
+    "update.max_tokens", "update.checkpoint_activations", "update.attention",
     "cluster.num_trainers", "cluster.num_engines", "cluster.tensor_parallel",
 }  # fmt: skip
 UNSEEN: Final = {

@@ -1,0 +1,47 @@
+"""``outrider export`` and ``push``: the weights of a run for others."""
+
+import argparse
+from pathlib import Path
+
+from outrider.commands.parts import Commands
+from outrider.printing import say
+
+
+def add(commands: Commands) -> None:
+    """The commands ``export`` and ``push``."""
+    export = commands.add_parser("export", help="a run's weights as a Hugging Face folder")
+    export.add_argument("run", type=Path)
+    export.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
+    export.set_defaults(command=_export)
+    push = commands.add_parser("push", help="a run's weights with a model card to the Hugging Face hub")
+    push.add_argument("run", type=Path)
+    push.add_argument("--repo", required=True, metavar="OWNER/NAME", help="made where it is not there")
+    push.add_argument("--private", action="store_true", help="a new repository is private")
+    push.add_argument("--dry-run", action="store_true", help="print the card and the files, send nothing")
+    push.set_defaults(command=_push)
+    for parser in (export, push):
+        parser.add_argument(
+            "--checkpoint", type=int, metavar="STEP", help="the weights of this step (default: the newest)"
+        )
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    from outrider.train.export import checkpoint_of, export_run
+
+    checkpoint = export_run(parsed.run, parsed.out, checkpoint=checkpoint_of(parsed.run, parsed.checkpoint))
+    say(f"{parsed.out}: the weights of {checkpoint}")
+    return 0
+
+
+def _push(parsed: argparse.Namespace) -> int:
+    from outrider.train.hub.push import push_run
+
+    pushed = push_run(
+        parsed.run, parsed.repo, step=parsed.checkpoint, private=parsed.private, dry_run=parsed.dry_run
+    )
+    if parsed.dry_run:
+        say(*pushed.card.rstrip().splitlines())
+    for name, size in pushed.files:
+        say(f"{name}: {size:,} bytes")
+    say(f"pushed to {pushed.url}" if pushed.url else f"nothing was sent to {parsed.repo}")
+    return 0

@@ -1,0 +1,77 @@
+"""Tools and native calls in a chat server's form."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from outrider.engines.chat.wire import REASONING, Transient
+from outrider.tokens.calls.format import call_id, call_of, decode_json
+from outrider.tokens.calls.reading import fault_of
+from outrider.types import ToolCall, ToolSchema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedCalls:
+    """The calls that a server has read out of a turn: those that the tools take, what was wrong with the
+    others, and those as they were written.
+    """
+
+    calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+NO_CALLS: Final = ServedCalls()
+
+
+def wire_tools(tools: Sequence[ToolSchema]) -> list[dict[str, Any]]:
+    """What a request tells of the tools."""
+    return [{"type": "function", "function": dict(tool)} for tool in tools]
+
+
+def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> ServedCalls:
+    """The calls of an answer's message, with the server's ids where it gives each its own.
+
+    What the model wrote is a problem in words; raises Transient for what only a server writes.
+    """
+    found = message.get("tool_calls") or []
+    calls: dict[str, ToolCall] = {}
+    problems: list[str] = []
+    unread: list[str] = []
+    for number, one in enumerate(found if isinstance(found, list) else [None]):
+        match one:
+            case {"function": {"name": str(name)} as function}:
+                written = function.get("arguments")
+            case _:
+                raise Transient("garbage", "the answer holds no tool call where one should be")
+        call = _call(name, written, number)
+        told = call if isinstance(call, str) else fault_of(call, tools)
+        if isinstance(call, str) or told:
+            problems.append(told)
+            unread.append(f"{name} {written if isinstance(written, str) else json.dumps(written)}")
+            continue
+        ids = (one.get("id"), *(call_id(free) for free in range(number, len(found) + number)))
+        own = next(name for name in ids if isinstance(name, str) and name and name not in calls)
+        calls[own] = replace(call, call_id=own)
+    return ServedCalls(calls=tuple(calls.values()), problems=tuple(problems), unread=tuple(unread))
+
+
+def served_reasoning(message: Mapping[str, Any]) -> str:
+    """Thinking that the server took out of a turn, under either of the names that servers give it."""
+    return next((said for key in REASONING if isinstance(said := message.get(key), str) and said), "")
+
+
+def _call(name: str, written: object, number: int) -> ToolCall | str:
+    """The call, or what is wrong with it in words for the policy."""
+    arguments = written
+    if written is None or (isinstance(written, str) and not written.strip()):
+        arguments = {}
+    elif isinstance(written, str):
+        decoded = decode_json(written, 0)
+        if isinstance(decoded, str) or written[decoded[1] :].strip():
+            told = decoded if isinstance(decoded, str) else "something stands behind them"
+            return f"The arguments of {name} are not JSON: {told}."
+        arguments = decoded[0]
+    call = call_of({"name": name, "arguments": arguments}, number, keys=("arguments",))
+    return f"The call: {call}." if isinstance(call, str) else call

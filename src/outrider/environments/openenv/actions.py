@@ -1,0 +1,133 @@
+"""From a turn's text to an action of the server's schema."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from outrider.environments.scienceworld.text import parse_action
+from outrider.errors import ConfigError
+
+_EXAMPLES: Final[Mapping[str, Any]] = {
+    "integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "string": "text"
+}  # fmt: skip
+_NUM_TOLD: Final = 5  # problems of one action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """An action, or ``problem``: what was wrong, in words for the policy."""
+
+    action: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+class FieldAction:
+    """The text between ``<action>`` and ``</action>``, as it is, becomes one field of the action."""
+
+    def __init__(self, name: str, schema: Mapping[str, Any]) -> None:
+        self._name = name
+        self.probe = f"<action>{_example(schema)}</action>"
+        """A turn with which the server is tried."""
+        self.instructions = f"Write one action a turn, for example {self.probe}."
+
+    def read(self, text: str) -> Read:
+        """The server decides whether the text can be that field."""
+        parsed = parse_action(text, verbatim=True)
+        if parsed.problem:
+            return Read(problem=parsed.problem)
+        return Read(action={self._name: _clean(parsed.action)})
+
+
+class JsonAction:
+    """A JSON object between the tags: the fields of the action."""
+
+    def __init__(self, properties: Mapping[str, Any], required: Sequence[str]) -> None:
+        told = required or list(properties)
+        example = {name: _example(properties.get(name, {})) for name in told}
+        self.probe = f"<action>{json.dumps(example)}</action>"
+        """A turn with which the server is tried."""
+        self.instructions = f"Write one action a turn, a JSON object, for example {self.probe}."
+
+    def read(self, text: str) -> Read:
+        """JSON as the standard has it: no NaN, no infinity."""
+        parsed = parse_action(text, verbatim=True)
+        if parsed.problem:
+            return Read(problem=parsed.problem)
+        try:
+            action = json.loads(_clean(parsed.action), parse_constant=_finite, parse_float=_finite)
+        except (ValueError, RecursionError) as error:
+            return Read(problem=f"The action is no JSON ({error}). Write for example {self.probe}.")
+        if not isinstance(action, dict):
+            return Read(problem=f"The action is no JSON object. Write for example {self.probe}.")
+        return Read(action=action)
+
+
+def action_of(schema: Mapping[str, Any], chosen: str | None) -> FieldAction | JsonAction:
+    """How actions of a schema are written. Raises :class:`ConfigError` for a field that it lacks."""
+    given = schema.get("properties")
+    properties = {
+        name: _resolved(value, schema)
+        for name, value in (given if isinstance(given, Mapping) else {}).items()
+        if name != "metadata"
+    }
+    required = [name for name in schema.get("required") or () if name in properties]
+    if chosen is not None:
+        if chosen not in properties:
+            known = ", ".join(properties) or "none"
+            raise ConfigError(f"the server's actions have no field {chosen!r} (their fields: {known})")
+        if others := [name for name in required if name != chosen]:
+            raise ConfigError(
+                f"the server's actions need {', '.join(others)} besides {chosen}: leave action_field out, "
+                "and actions are written as JSON"
+            )
+        return FieldAction(chosen, properties[chosen])
+    if len(properties) == 1:
+        return FieldAction(*next(iter(properties.items())))
+    return JsonAction(properties, required)
+
+
+def problem_of(errors: Any) -> str:
+    """What the server's own check of an action found, in words for the policy."""
+    told = []
+    for one in errors if isinstance(errors, list) else ():
+        if isinstance(one, Mapping):
+            place = ".".join(str(part) for part in one.get("loc") or ())
+            told.append(f"{place}: {one.get('msg', 'not valid')}" if place else str(one.get("msg")))
+    words = "; ".join(told[:_NUM_TOLD]) or "it does not fit"
+    return f"The action was not accepted ({words})."
+
+
+def _resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a field: that which it refers to (an enumeration, say), or the first of several."""
+    if not isinstance(value, Mapping):
+        return {}
+    if isinstance(several := value.get("anyOf"), list) and several:
+        return _resolved(several[0], schema)
+    definitions, name = schema.get("$defs"), str(value.get("$ref", "")).rpartition("/")[2]
+    found = definitions.get(name) if isinstance(definitions, Mapping) else None
+    return found if isinstance(found, Mapping) else value
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    for key in ("examples", "enum"):
+        if isinstance(values := schema.get(key), list) and values:
+            return values[0]
+    if "const" in schema:
+        return schema["const"]
+    value = _EXAMPLES.get(str(schema.get("type")), "text")
+    lowest = schema.get("minimum")
+    return lowest if isinstance(lowest, int) and schema.get("type") in ("integer", "number") else value
+
+
+def _clean(text: str) -> str:
+    """Without half characters, which no message can carry."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no number that can be sent")
+    return number

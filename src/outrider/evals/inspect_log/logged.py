@@ -1,0 +1,60 @@
+"""An evaluation as a log needs it, whatever kind it was."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from outrider.types import Json, Outcome
+
+SaidBy = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A message. ``tools`` names the tools that ran for a turn of the policy."""
+
+    role: SaidBy
+    text: str
+    tools: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRollout:
+    """One rollout. ``epoch`` counts those of its task, from 1. ``scores`` is empty after a fault, which
+    ``detail`` tells. ``num_tokens`` are the policy's own; None where nobody counted them.
+    """
+
+    task_key: str
+    epoch: int
+    prompt: tuple[Said, ...]
+    messages: tuple[Said, ...]
+    target: tuple[str, ...] = ()
+    outcome: Outcome
+    detail: str = ""
+    answer: str | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    num_tokens: int | None = None
+    metadata: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedEvaluation:
+    """All rollouts of one evaluation. ``created`` is when its record was last written, ``summary`` its own
+    score with the interval's bounds.
+    """
+
+    task: str
+    model: str
+    created: datetime
+    panel_hash: str
+    rollouts: tuple[LoggedRollout, ...]
+    summary: Mapping[str, float]
+    metadata: Mapping[str, Json]
+    notes: tuple[str, ...] = ()
+
+
+def written_at(path: Path) -> datetime:
+    """When a file was last written, in UTC to the second."""
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC).replace(microsecond=0)

@@ -1,0 +1,129 @@
+"""An evaluation of a run directory (of training, or of ``outrider eval RECIPE``), from its records."""
+
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.environments.families import make_family
+from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said, SaidBy, written_at
+from outrider.json_lines import parsed, whole_lines
+from outrider.train.state.recorded import recorded_settings
+from outrider.types import Origin, Outcome
+from outrider.watch.rollout_rows import read_rollouts
+from outrider.watch.step_files import evaluation_file
+from outrider.watch.traces import TraceReader, TraceRow, metadata_of
+
+EVALUATIONS: Final = "evaluations.jsonl"
+_AFTER_POLICY: Final = (Origin.POLICY, Origin.DEMONSTRATION)
+
+
+def evaluation_of_run(run: Path, number: int | None = None) -> LoggedEvaluation:
+    """The evaluation in line ``number`` (from 0) of ``evaluations.jsonl``; None is the last one.
+
+    Raises ConfigError where there is none, DataError for damaged records.
+    """
+    try:
+        evaluations = [parsed(line) for line in whole_lines(run / EVALUATIONS)]
+    except ValueError as error:
+        raise DataError(f"{run / EVALUATIONS} is damaged: {error}") from error
+    if not evaluations:
+        raise ConfigError(f"{run} has no evaluation")
+    at = len(evaluations) - 1 if number is None else number
+    if not 0 <= at < len(evaluations):
+        raise ConfigError(f"{run} has evaluations 0 to {len(evaluations) - 1}, not {at}")
+    record = evaluations[at]
+    recipe = (run / "config.toml").read_text(encoding="utf-8")
+    config = tomllib.loads(recipe)
+    targets, notes = _targets(run, record["split"])
+    score = record["metric"]["score"]
+    return LoggedEvaluation(
+        task=str(config["environment"]["type"]),
+        model=f"{config['model']['name']}, step {record['step']}",
+        created=written_at(run / EVALUATIONS),
+        panel_hash=record["panel_hash"],
+        rollouts=tuple(_rollouts(run, at, targets)),
+        summary={
+            "mean": score["value"],
+            "ci_low": score["ci_low"],
+            "ci_high": score["ci_high"],
+            "mean_return": record["mean_return"],
+        },
+        metadata={
+            "label": record["label"],
+            "step": record["step"],
+            "split": record["split"],
+            "temperature": record["temperature"],
+            "num_faults": record["num_faults"],
+            "recipe": recipe,
+        },
+        notes=tuple(notes),
+    )
+
+
+def _targets(run: Path, split: str) -> tuple[Mapping[str, tuple[str, ...]], list[str]]:
+    """Answers by task key, of the tasks as this machine has them."""
+    try:
+        family = make_family(recorded_settings(run / "config.toml").environment)
+        try:
+            return {task.key: task.answers for task in family.tasks(split)}, []
+        finally:
+            family.close()
+    except (OutriderError, OSError) as error:
+        return {}, [f"without targets: {error}"]
+
+
+def _rollouts(run: Path, number: int, targets: Mapping[str, tuple[str, ...]]) -> list[LoggedRollout]:
+    rows = {(row.trace_id, row.node_id): row for row in TraceReader(run / "traces").read_evaluation(number)}
+    seen: Counter[str] = Counter()
+    found = []
+    for one in read_rollouts(run, evaluation_file(number)).to_pylist():
+        seen[one["task_key"]] += 1
+        path = _path(rows, one["trace_id"], one["node_id"])
+        first = next((i for i, row in enumerate(path) if row.origin in _AFTER_POLICY), len(path))
+        said = [_said(row) for row in path]
+        found.append(
+            LoggedRollout(
+                task_key=one["task_key"],
+                epoch=seen[one["task_key"]],
+                prompt=tuple(said[:first]),
+                messages=tuple(said),
+                target=targets.get(one["task_key"], ()),
+                outcome=Outcome(one["outcome"]),
+                detail=one["fault"],
+                scores=_scores(one),
+                num_tokens=one["num_tokens"],
+                metadata={name: one[name] for name in ("mode", "kind", "num_turns", "num_calls")},
+            )
+        )
+    return found
+
+
+def _scores(row: Mapping[str, Any]) -> dict[str, float]:
+    values = {"return": row["episode_return"], "success": row["success"]}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _path(rows: Mapping[tuple[str, int], TraceRow], trace_id: str, node_id: int) -> Sequence[TraceRow]:
+    """From the prompt to the rollout's last node; empty where a fault left none."""
+    path: list[TraceRow] = []
+    at = rows.get((trace_id, node_id))
+    while at is not None:
+        path.append(at)
+        at = rows.get((trace_id, at.parent_id))
+    return path[::-1]
+
+
+def _said(row: TraceRow) -> Said:
+    tools = metadata_of(row).get("tools", ())
+    role: SaidBy
+    match row.role:
+        case "system" | "user" | "assistant" | "tool":
+            role = row.role
+        case "inline":  # a result, or what a memory brought
+            role = "tool" if row.origin is Origin.ENVIRONMENT else "user"
+        case _:  # an earlier version of the records
+            role = "assistant" if row.origin in _AFTER_POLICY else "user"
+    return Said(role=role, text=row.text, tools=tuple(str(name) for name in tools))

@@ -1,0 +1,68 @@
+"""An evaluation of ``outrider eval --tasks``, from its results: the turns without what tools said."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from outrider.config import load_settings
+from outrider.environments.families import make_family
+from outrider.errors import ConfigError, OutriderError
+from outrider.evals.benchmark.grades import RETURN
+from outrider.evals.benchmark.scores import SampleResult
+from outrider.evals.benchmark.settings import PanelSettings
+from outrider.evals.benchmark.store import RESULTS, SETTINGS, read_results
+from outrider.evals.benchmark.tasks import load_tasks
+from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said, written_at
+from outrider.types import Json, Task
+
+
+def evaluation_of_tasks(folder: Path) -> LoggedEvaluation:
+    """Every sample. Raises ConfigError where the folder is not whole, DataError for damaged results."""
+    if not (folder / SETTINGS).is_file():
+        raise ConfigError(f"{folder} cannot be exported: its {SETTINGS} is missing")
+    identity, results = read_results(folder / RESULTS)
+    settings = load_settings(PanelSettings, file=folder / SETTINGS)
+    tasks, notes = _tasks(settings, str(identity.get("panel_hash")))
+    scored = [one.score for one in results if one.score is not None]
+    return LoggedEvaluation(
+        task=str(identity.get("tasks") or settings.tasks),
+        model=str(identity.get("endpoint_model") or (settings.model and settings.model.name)),
+        created=written_at(folder / RESULTS),
+        panel_hash=str(identity.get("panel_hash")),
+        rollouts=tuple(_rollout(one, tasks.get(one.task_key)) for one in results),
+        summary={"mean": sum(scored) / len(scored)} if scored else {},
+        metadata={"identity": identity, "recipe": (folder / SETTINGS).read_text(encoding="utf-8")},
+        notes=tuple(notes),
+    )
+
+
+def _tasks(settings: PanelSettings, panel_hash: str) -> tuple[Mapping[str, Task], list[str]]:
+    try:
+        family = None if settings.environment is None else make_family(settings.environment)
+        panel = load_tasks(settings, family)
+    except (OutriderError, OSError) as error:
+        return {}, [f"without questions and targets: {error}"]
+    if panel.panel_hash != panel_hash:
+        return {}, ["without questions and targets: the tasks of this machine are others than were played"]
+    return {task.key: task for task in panel.tasks}, []
+
+
+def _rollout(result: SampleResult, task: Task | None) -> LoggedRollout:
+    prompt = () if task is None else (Said(role="user", text=task.question),)
+    turns = tuple(Said(role="assistant", text=turn) for turn in result.turns or ())
+    named = {("return" if name == RETURN else name): value for name, value in result.metrics.items()}
+    own = {"score": result.score, "success": result.success}
+    scores = {name: float(value) for name, value in own.items() if value is not None}
+    metadata: dict[str, Json] = {"num_calls": result.num_tool_calls}
+    return LoggedRollout(
+        task_key=result.task_key,
+        epoch=result.sample + 1,
+        prompt=prompt,
+        messages=(*prompt, *turns),
+        target=() if task is None else task.answers,
+        outcome=result.outcome,
+        detail=result.detail,
+        answer=result.prediction or None,
+        scores={**named, **scores} if scores else {},
+        num_tokens=result.num_tokens,
+        metadata=metadata,
+    )

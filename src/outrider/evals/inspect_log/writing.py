@@ -1,0 +1,163 @@
+"""Writes an evaluation as a log of inspect-ai, with its own classes and its own writer."""
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from outrider import __version__
+from outrider.errors import ConfigError, ToolUnavailable
+from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said
+
+if TYPE_CHECKING:
+    from inspect_ai.log import EvalLog, EvalSample
+
+_SUFFIX: Final = ".eval"
+
+
+def write_log(evaluation: LoggedEvaluation, path: Path) -> None:
+    """Write a new file. Raises ToolUnavailable without the package, ConfigError for a name that is taken or
+    is no ``.eval``.
+    """
+    if importlib.util.find_spec("inspect_ai") is None:
+        raise ToolUnavailable("inspect-ai is not installed: pip install 'outrider[inspect]'")
+    if path.suffix != _SUFFIX:
+        raise ConfigError(f"{path} must end with {_SUFFIX}: by that its readers know the format")
+    if path.exists():
+        raise ConfigError(f"{path} exists already; nothing was written")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}")
+    from inspect_ai.log import write_eval_log
+
+    write_eval_log(log_of(evaluation), str(path.absolute()), format="eval")
+
+
+def log_of(evaluation: LoggedEvaluation) -> "EvalLog":
+    """The log in memory."""
+    from inspect_ai.log import EvalConfig, EvalDataset, EvalLog, EvalResults, EvalSpec, EvalStats
+    from inspect_ai.model import ModelUsage
+
+    rollouts = evaluation.rollouts
+    keys = list(dict.fromkeys(one.task_key for one in rollouts))
+    created = evaluation.created.isoformat()
+    identity = _id(evaluation.panel_hash, evaluation.model, created)
+    num_tokens = sum(one.num_tokens or 0 for one in rollouts)
+    return EvalLog(
+        status="success",
+        eval=EvalSpec(
+            eval_id=identity,
+            run_id=identity,
+            created=created,
+            task=evaluation.task,
+            task_id=_id(evaluation.panel_hash),
+            dataset=EvalDataset(name=evaluation.task, samples=len(keys), sample_ids=keys),
+            model=evaluation.model,
+            config=EvalConfig(epochs=max((one.epoch for one in rollouts), default=1)),
+            packages={"outrider": __version__},
+            metadata={"panel_hash": evaluation.panel_hash, **evaluation.metadata},
+        ),
+        results=EvalResults(
+            total_samples=len(rollouts),
+            completed_samples=sum(not one.outcome.is_fault for one in rollouts),
+            scores=_results(evaluation),
+        ),
+        # when it began is not on file
+        stats=EvalStats(
+            completed_at=created,
+            model_usage={evaluation.model: ModelUsage(output_tokens=num_tokens, total_tokens=num_tokens)},
+        ),
+        samples=[_sample(one, evaluation.model) for one in rollouts],
+    )
+
+
+def _results(evaluation: LoggedEvaluation) -> list[Any]:
+    """The mean of every score over the rollouts that have it, and the evaluation's own summary."""
+    from inspect_ai.log import EvalMetric, EvalScore
+
+    found = []
+    rollouts = evaluation.rollouts
+    for name in dict.fromkeys(name for one in rollouts for name in one.scores):
+        values = [one.scores[name] for one in rollouts if name in one.scores]
+        mean = EvalMetric(name="mean", value=sum(values) / len(values))
+        found.append(_score(EvalScore, name, len(values), len(rollouts), {"mean": mean}))
+    summary = {name: EvalMetric(name=name, value=value) for name, value in evaluation.summary.items()}
+    num_scored = sum(not one.outcome.is_fault for one in rollouts)
+    return [*found, _score(EvalScore, "evaluation", num_scored, len(rollouts), summary)] if summary else found
+
+
+def _score(made: Any, name: str, num_scored: int, num: int, metrics: dict[str, Any]) -> Any:
+    return made(
+        name=name, scorer="outrider", scored_samples=num_scored, unscored_samples=num - num_scored,
+        metrics=metrics
+    )  # fmt: skip
+
+
+def _sample(one: LoggedRollout, model: str) -> "EvalSample":
+    from inspect_ai.log import EvalError, EvalSample
+    from inspect_ai.model import ModelOutput, ModelUsage
+    from inspect_ai.scorer import Score
+
+    tokens = one.num_tokens
+    usage = {} if tokens is None else {model: ModelUsage(output_tokens=tokens, total_tokens=tokens)}
+    error = None
+    if one.outcome.is_fault:
+        message = f"{one.outcome.value}: {one.detail}" if one.detail else one.outcome.value
+        error = EvalError(message=message, traceback=message, traceback_ansi=message)
+    last = next((said.text for said in reversed(one.messages) if said.role == "assistant"), "")
+    return EvalSample(
+        id=one.task_key,
+        epoch=one.epoch,
+        input=list(_messages(one.prompt, model)),
+        target=list(one.target) if len(one.target) != 1 else one.target[0],
+        messages=list(_messages(one.messages, model)),
+        output=ModelOutput.from_content(model=model, content=last),
+        scores={name: Score(value=value, answer=one.answer) for name, value in one.scores.items()} or None,
+        metadata={"outcome": one.outcome.value, "detail": one.detail, **one.metadata},
+        model_usage=usage,
+        uuid=_id(one.task_key, str(one.epoch), model),
+        error=error,
+    )
+
+
+def _messages(said: Sequence[Said], model: str) -> Iterator[Any]:
+    """Results of tools have the id and the name of the call that they answer, in order."""
+    from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageTool, ChatMessageUser
+
+    calls: list[Any] = []
+    for number, one in enumerate(said):
+        name = f"{number}"
+        match one.role:
+            case "assistant":
+                calls = _calls(one, number)
+                yield ChatMessageAssistant(id=name, content=one.text, tool_calls=calls or None, model=model)
+            case "tool":
+                call = calls.pop(0) if calls else None
+                yield ChatMessageTool(
+                    id=name,
+                    content=one.text,
+                    tool_call_id=None if call is None else call.id,
+                    function=None if call is None else call.function,
+                )
+            case "system":
+                yield ChatMessageSystem(id=name, content=one.text)
+            case "user":
+                yield ChatMessageUser(id=name, content=one.text)
+
+
+def _calls(said: Said, number: int) -> list[Any]:
+    """Calls that ran. What stands between a tool's tags is its ``input``; a native call is in the text."""
+    from inspect_ai.tool import ToolCall
+
+    found = []
+    for place, tool in enumerate(said.tools):
+        inside = re.findall(rf"<{re.escape(tool)}>(.*?)</{re.escape(tool)}>", said.text, re.DOTALL)
+        arguments = {"input": inside[-1]} if inside else {}
+        found.append(ToolCall(id=f"{number}-{place}", function=tool, arguments=arguments))
+    return found
+
+
+def _id(*parts: str) -> str:
+    """Of the same evaluation the same, as long as the readers' own."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:22]

@@ -1,0 +1,56 @@
+"""A turn of an agent behind an endpoint: for its environment, for the next request, and as text."""
+
+from dataclasses import dataclass, replace
+
+from outrider.engines.chat.engine import ChatReply
+from outrider.environments.base import Environment, NativeTools, tools_of, turn_message
+from outrider.environments.conversing import OwnConversations
+from outrider.tokens.calls import CALL_FORMATS, read_turn
+from outrider.tokens.parsed import split_thinking
+from outrider.types import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointTurn:
+    """``said`` is for the environment, ``sent`` stands in later requests, and ``text`` is the turn in the
+    environment's own form, as a trajectory keeps it.
+    """
+
+    said: Message
+    sent: Message
+    text: str
+
+
+def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
+    """The turn that a reply is.
+
+    A server that reads no calls leaves them in the text, and they are read there. A turn with a call that
+    cannot be read is sent back in words, whole, so that the complaint has something to be about.
+    """
+    name = environment.call_format if isinstance(environment, NativeTools | OwnConversations) else None
+    if name is None:
+        plain = Message(role="assistant", content=reply.text)
+        return EndpointTurn(said=turn_message(environment, reply.text), sent=plain, text=reply.text)
+    form, tools, served = CALL_FORMATS[name], tools_of(environment), reply.served
+    has_read = bool(served.calls or served.problems)
+    turn = read_turn(reply.text, None if has_read else form, tools)
+    calls = served.calls if has_read else turn.tool_calls
+    problems = (*turn.problems, *served.problems)
+    inside = reply.text.removesuffix(split_thinking(reply.text)[1])
+    written = reply.text.removeprefix(inside)
+    if has_read:
+        parts = (written, form.write(served.calls) if served.calls else "", *served.unread)
+        written = "\n".join(part for part in parts if part)
+    said = Message(
+        role="assistant", content=turn.content, reasoning=reply.reasoning or turn.reasoning,
+        tool_calls=calls, problems=problems,
+    )  # fmt: skip
+    sent = Message(
+        role="assistant", content=inside + (written if problems else turn.content),
+        reasoning=reply.reasoning, tool_calls=() if problems else calls,
+    )  # fmt: skip
+    if isinstance(environment, OwnConversations):  # a program is told what a server tells it
+        said = replace(said, content=written if problems else turn.content, tool_calls=sent.tool_calls)
+    apart = f"<think>\n{reply.reasoning}\n</think>\n\n" if reply.reasoning else ""
+    whole = Message(role="assistant", content=apart + inside + written)  # without half surrogate pairs
+    return EndpointTurn(said=said, sent=sent, text=whole.content)

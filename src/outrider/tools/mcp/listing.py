@@ -1,0 +1,107 @@
+"""What a server says of itself: its name, its version and its tools. Fixed over a run."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import ConfigError, ToolUnavailable
+from outrider.plugins.origin import Origin
+from outrider.tools.functions import usage_line
+from outrider.types import ToolSchema
+
+if TYPE_CHECKING:
+    from outrider.tools.mcp.settings import McpConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTool:
+    """A tool: ``listed_name`` is the server's own name, the schema has the tag's name."""
+
+    listed_name: str
+    schema: ToolSchema
+
+    @property
+    def name(self) -> str:
+        """The tag name."""
+        return str(self.schema["name"])
+
+    @property
+    def usage(self) -> str:
+        """The line of the system prompt."""
+        return usage_line(self.schema)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of all that a policy is told."""
+        return hashlib.sha256(json.dumps(self.schema, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The tools that a run takes of a server, by tag name and in order."""
+
+    server: str
+    version: str
+    tools: Mapping[str, ListedTool]
+
+
+def taken(settings: "McpConfig", *, server: str, version: str, tools: Mapping[str, Any]) -> Listing:
+    """What a run takes of all ``tools`` (the client's own objects, by name)."""
+    wanted = settings.only or tuple(tools)
+    if missing := [name for name in wanted if name not in tools]:
+        raise ToolUnavailable(
+            f"MCP server {settings.name} has no tool {missing[0]!r}: it has {', '.join(tools) or 'none'}"
+        )
+    if not wanted:
+        raise ToolUnavailable(f"MCP server {settings.name} has no tool")
+    listed = [
+        ListedTool(listed_name=name, schema=_schema(tag_of(settings, name), tools[name])) for name in wanted
+    ]
+    by_tag = {one.name: one for one in listed}
+    if len(by_tag) < len(listed):
+        twice = next(one for one in listed if by_tag[one.name] is not one)
+        raise ConfigError(
+            f"MCP server {settings.name}: {twice.listed_name!r} and {by_tag[twice.name].listed_name!r} are "
+            f"both the tag {twice.name!r}: choose one of them with only"
+        )
+    return Listing(server=server, version=version, tools=by_tag)
+
+
+def tag_of(settings: "McpConfig", name: str) -> str:
+    """The tag of a server's tool: lower case, and ``_`` for what a tag cannot have."""
+    return settings.prefix + re.sub(r"[^a-z0-9_]", "_", name.lower())
+
+
+def _schema(tag: str, tool: Any) -> ToolSchema:
+    parameters = dict(tool.input_schema)
+    parameters.setdefault("type", "object")
+    properties = parameters.get("properties") or {}
+    # a schema may also be true or false: anything, nothing
+    parameters["properties"] = {key: one if isinstance(one, dict) else {} for key, one in properties.items()}
+    parameters.pop("$schema", None)  # of no use to a policy
+    description = tool.description or tool.title or f"The tool {tool.name}."
+    return {"name": tag, "description": " ".join(description.split()), "parameters": parameters}
+
+
+def origins(settings: "McpConfig", listing: Listing) -> dict[str, Origin]:
+    """For a run's record: the server and its list in words, its script and each tool as digests."""
+    place = settings.url or settings.script or settings.command or ""
+    label = f"{listing.server} {listing.version}".strip()
+    found = {
+        settings.name: Origin(
+            target=place, package=f"MCP server {listing.server}", version=listing.version, digest=label
+        ),
+        f"{settings.name}.tools": Origin(target=place, digest=", ".join(listing.tools)),
+    }
+    if settings.script is not None:
+        path = settings.script_path().absolute()
+        found[f"{settings.name}.script"] = Origin(
+            target=settings.script,
+            file=str(path),
+            folder=str(path.parents[settings.script.replace("\\", "/").count("/")]),
+            digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+    tools = listing.tools.items()
+    return found | {f"{settings.name}.{tag}": Origin(target=place, digest=one.digest()) for tag, one in tools}

@@ -1,0 +1,158 @@
+"""The model card of a run: what it was trained from and how, its scores with intervals, how to load it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from outrider import __version__
+from outrider.metrics import WRITTEN_TOKENS
+from outrider.printing import score
+from outrider.train.hub.shown import base_model, shown_settings
+from outrider.train.settings import RunSettings
+from outrider.watch.run_directory import Evaluation, RunData
+
+BASES: Final[Mapping[str, tuple[str, str]]] = {
+    "smollm2-135m-instruct": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
+    "gemma3-270m": ("google/gemma-3-270m", "gemma"),
+}
+"""What the packaged models are on the hub, and under which licence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The model that training began with: its name on the hub and its licence, each empty where it is not
+    known.
+    """
+
+    name: str = ""
+    license: str = ""
+
+
+def base_of(name: str) -> Base:
+    """The base of ``model.name``. Of a folder the licence is what its own card says; the name of a folder
+    says nothing to others.
+    """
+    if name in BASES:
+        return Base(name=BASES[name][0], license=BASES[name][1])
+    card = Path(name) / "README.md"
+    if card.is_file():
+        return Base(license=_license(card))
+    return Base(name=base_model(name))
+
+
+def licensed(base: Base, told: Any) -> Base:
+    """With the licence that the hub tells of it."""
+    return Base(name=base.name, license=told) if isinstance(told, str) and told else base
+
+
+def model_card(repo: str, settings: RunSettings, run: RunData, *, step: int, base: Base) -> str:
+    """Markdown with the hub's fields in front. ``step`` is the checkpoint's: what came later is left out."""
+    method = settings.algorithm.type.rpartition(":")[2]
+    data = ModelCardData(
+        license=base.license or None,
+        base_model=base.name or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["outrider", "reinforcement-learning", method],
+    )
+    tokens = sum(
+        float(value)
+        for record in run.records
+        if record["kind"] == "train" and _at(record) <= step
+        for name in WRITTEN_TOKENS
+        if isinstance(value := record.get(name), int | float)
+    )
+    family = settings.environment.type.rpartition(":")[2]
+    began = base.name or "a model from a folder"
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {repo.rpartition('/')[2]}",
+        f"{began}, trained with `{method}` on tasks of `{family}` by Outrider {__version__}: {step} steps, "
+        f"{tokens:,.0f} policy tokens, seed {settings.seed}.",
+        "" if base.license else "The licence of the model that training began with applies.",
+        _scores(run.evaluations, step),
+        _loading(repo, settings),
+        "## Recipe\n\nWhat is not at its default; texts that may name a path, an address or a person are "
+        f"left out.\n\n```toml\n{shown_settings(settings).strip()}\n```",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _at(record: Mapping[str, Any]) -> int:
+    return int(record["step"])
+
+
+def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
+    rows = []
+    for one in evaluations:
+        found = one.metrics.get("score")
+        if one.step > step or found is None:
+            continue
+        cells = [
+            f"**{one.label}**" if one.step == step else one.label,
+            f"{one.step}",
+            score(found.value, found.ci_low, found.ci_high),
+            f"{one.num_tasks} of `{one.split}`",
+            f"{one.num_faults}",
+            f"{one.temperature:g}",
+            f"`{one.panel_hash}`",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    if not rows:
+        return "## Scores\n\nThe run has no evaluation of these weights or of earlier ones."
+    lines = [
+        "## Scores",
+        "",
+        "Means over tasks with 95 % intervals of the tasks (not of seeds), as `outrider train` printed them. "
+        f"Rows of step {step} are of these weights. Rollouts that ended in a fault are in no score. Equal "
+        "hashes are equal panels of tasks: keys, questions, answers and metadata in their order.",
+        "",
+        "| evaluation | step | score | tasks | faults | temperature | panel |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *rows,
+    ]
+    return "\n".join(lines)
+
+
+def _loading(repo: str, settings: RunSettings) -> str:
+    kwargs = "".join(f", {name}={value!r}" for name, value in settings.model.template_kwargs.items())
+    thinking = {
+        "keep": "thinking of earlier turns stays in the context: send it back as it was written",
+        "strip": "thinking of earlier turns is taken out of the context, as chat servers do",
+    }[settings.model.history_thinking]
+    form = settings.environment.call_format
+    calls = (
+        f"tool calls have the form `{form}`" if form else "turns are plain text, without native tool calls"
+    )
+    variables = json.dumps(settings.model.template_kwargs, default=str)
+    return f"""## Load
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{repo}")
+tokenizer = AutoTokenizer.from_pretrained("{repo}")
+messages = [{{"role": "user", "content": "..."}}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{kwargs}
+)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```
+
+Contexts are as in training where a server renders them so (`outrider.json` says the same):
+
+- `history_thinking = "{settings.model.history_thinking}"`: {thinking}
+- `template_kwargs = {variables}`: variables of the chat template (`chat_template_kwargs` of vLLM)
+- `call_format`: {calls}"""
+
+
+def _license(card: Path) -> str:
+    try:
+        told = ModelCard.load(card).data.get("license")
+    except Exception:  # whatever the parser raises: a card that is no card says nothing
+        return ""
+    return told if isinstance(told, str) else ""

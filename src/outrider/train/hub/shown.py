@@ -1,0 +1,86 @@
+"""Which settings of a run may be read by everybody: those whose form rules out paths and secrets."""
+
+import getpass
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.config import NONE, to_toml
+from outrider.resolved import leaves
+from outrider.train.settings import RunSettings
+from outrider.train.state.same_settings import UNSEEN
+
+OMITTED: Final = "(not shown)"
+_PLAIN: Final = re.compile(r"[\w.@:+=*-]*", re.ASCII)
+_MODEL: Final = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_SECRET: Final = re.compile(r"(^|_)(keys?|token|secret|password|auth|credentials?|variable)(_|$)")
+_LONGEST_MIXED: Final = 24  # of letters and digits without a break: longer ones may be keys
+
+
+def shown_settings(settings: RunSettings) -> str:
+    """TOML of what is not at its default. Texts with blanks or slashes, and whatever may be a secret or name
+    a person or a machine, are left out, which the value says.
+    """
+    tree: dict[str, Any] = {}
+    private = private_words()
+    for leaf in leaves(settings, given={}, unseen=UNSEEN):
+        if leaf.by == "default" and leaf.key not in (
+            "algorithm.type",
+            "environment.type",
+            "model.name",
+            "seed",
+        ):
+            continue
+        *above, name = leaf.key.split(".")
+        table = tree
+        for part in above:
+            table = table.setdefault(part, {})
+        table[name] = _shown(leaf.key, leaf.value, private)
+    return to_toml(tree)
+
+
+def private_words() -> frozenset[str]:
+    """Names of this user and this machine."""
+    names = {socket.gethostname(), Path.home().name}
+    with suppress(OSError, KeyError):  # a user without a name
+        names.add(getpass.getuser())
+    return frozenset(word.lower() for name in names for word in _words(name))
+
+
+def base_model(name: str) -> str:
+    """The name of a model that everybody can read; empty for a folder of this machine."""
+    is_plain = _MODEL.fullmatch(name) and not Path(name).exists()
+    return name if is_plain else ""
+
+
+def _shown(key: str, value: Any, private: frozenset[str]) -> Any:
+    if any(_SECRET.search(part) for part in key.split(".")):
+        return OMITTED
+    if isinstance(value, Mapping):
+        return {
+            one: _shown(f"{key}.{one}", inner, private)
+            for one, inner in value.items()
+            if _is_plain(one, private)
+        }
+    if isinstance(value, list | tuple):
+        return [_shown(key, one, private) for one in value]
+    if value is None:
+        return NONE
+    if isinstance(value, bool | int | float):
+        return value
+    if key == "model.name":
+        return base_model(str(value)) or OMITTED
+    return value if _is_plain(str(value), private) else OMITTED
+
+
+def _is_plain(text: str, private: frozenset[str]) -> bool:
+    words = _words(text)
+    looks_random = any(len(word) > _LONGEST_MIXED and re.search(r"\d", word) for word in words)
+    return bool(_PLAIN.fullmatch(text)) and not looks_random and not private & {one.lower() for one in words}
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text)

@@ -1,0 +1,236 @@
+"""What an OpenEnv server may answer besides answers: garbage, errors and nothing are faults that are counted,
+what a policy may write is none, and settings that cannot be are refused.
+"""
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+pytest.importorskip("websockets", reason="needs the extra openenv")
+
+from outrider.environments.openenv.actions import FieldAction, JsonAction, action_of, problem_of  # noqa: E402
+from outrider.environments.openenv.environment import OpenEnvEnvironment  # noqa: E402
+from outrider.environments.openenv.family import OpenEnvFamily  # noqa: E402
+from outrider.environments.openenv.observations import written  # noqa: E402
+from outrider.environments.openenv.settings import OpenEnvConfig  # noqa: E402
+from outrider.errors import EnvironmentFault, ToolUnavailable  # noqa: E402
+from outrider.rollout.episode import Limits  # noqa: E402
+from outrider.train.settings import RunSettings  # noqa: E402
+from outrider.types import Message, Outcome  # noqa: E402
+from tests.environments.openenv_fake import fake_server, observed  # noqa: E402
+from tests.rollout.fakes import scheduler, scripted  # noqa: E402
+
+URL = "http://127.0.0.1:8000"
+FIELDS = {"row": {"type": "integer", "minimum": 2}, "word": {"enum": ["a", "b"]}, "metadata": {}}
+
+
+def of(url: str, **settings: Any) -> OpenEnvConfig:
+    return OpenEnvConfig(server_url=url, num_train=4, num_valid=0, num_test=0, **settings)
+
+
+def started(url: str, **settings: Any) -> OpenEnvEnvironment:
+    family = OpenEnvFamily(of(url, **settings))
+    environment = family.make()(family.tasks("train")[0])
+    environment.reset(0)
+    return environment
+
+
+def act(environment: OpenEnvEnvironment, text: str = "x") -> Any:
+    return environment.step(Message(role="assistant", content=f"<action>{text}</action>"))
+
+
+GARBAGE: dict[str, tuple[str | bytes | None, str]] = {
+    "closed": (None, "lost in step"),
+    "no JSON": ("<html>", "what is no JSON"),
+    "bytes": (b"\xff\x00", "what is no JSON"),
+    "a list": ("[]", "what is no answer"),
+    "no data": ('{"type": "observation"}', "what is no answer"),
+    "deep": ("[" * 100_000, "what is no JSON"),
+    "a state": ('{"type": "state", "data": {"step_count": 1}}', "answered what is no observation"),
+    "no observation": (
+        json.dumps({"type": "observation", "data": {"reward": 1, "done": True}}),
+        "no observation",
+    ),
+    "a text as reward": (
+        json.dumps({"type": "observation", "data": {"observation": {}, "reward": "1", "done": True}}),
+        "no observation",
+    ),
+    "no number": (observed("x", float("nan")), "gave the reward nan"),
+    "no finite number": (observed("x", float("inf")), "gave the reward inf"),
+    "an error": ('{"type": "error", "data": {"code": "SESSION_ERROR", "message": "gone"}}', "failed: gone"),
+    "a bare error": ('{"type": "error", "data": {}}', r"no reason given \(UNKNOWN\)"),
+    "another field": (
+        json.dumps({"type": "observation", "data": {"observation": {"b": 1}, "reward": 1, "done": False}}),
+        "observation lacks text",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_is_a_fault_and_never_a_reward(what: str) -> None:
+    answer, told = GARBAGE[what]
+    steps: list[str] = []
+
+    def answers(kind: str, data: Any) -> str | bytes | None:
+        if kind == "reset":
+            return observed("go")
+        steps.append(kind)
+        return answer if len(steps) > 1 else observed("on", 0.5)
+
+    with fake_server(answers) as server:
+        environment = started(server.url, takes_seeds=False, observation=("text",))
+        assert act(environment).reward == 0.5
+        with pytest.raises(EnvironmentFault, match=told):
+            act(environment)
+        assert environment.result().episode_return == 0.5
+        environment.close()
+        environment.close()
+    assert server.num_open == 0
+
+
+@pytest.mark.parametrize("what", ["closed", "no JSON", "no observation", "an error"])
+def test_so_it_is_at_the_start(what: str) -> None:
+    """A server that gives no episode at all is told before the first rollout, where its seeds are tried."""
+    with fake_server(lambda kind, data: GARBAGE[what][0]) as server:
+        with pytest.raises(EnvironmentFault, match=GARBAGE[what][1].replace("step", "reset")):
+            started(server.url, takes_seeds=False)
+        with pytest.raises(ToolUnavailable, match="the OpenEnv server fake does not play"):
+            OpenEnvFamily(of(server.url)).make()
+
+
+def test_an_episode_that_is_over_before_its_first_turn_is_a_fault() -> None:
+    with (
+        fake_server(lambda kind, data: observed("over", done=True)) as server,
+        pytest.raises(EnvironmentFault, match="ended the episode before its first turn"),
+    ):
+        started(server.url, takes_seeds=False)
+
+
+@pytest.mark.parametrize(
+    ("pages", "told"),
+    [
+        ({"metadata": "no JSON"}, "what is no JSON"),
+        ({"metadata": "{}"}, "is no OpenEnv server"),
+        ({"schema": "[]"}, "is no OpenEnv server"),
+    ],
+)
+def test_what_is_no_openenv_server_is_told_before_the_first_rollout(pages: dict[str, str], told: str) -> None:
+    with fake_server(lambda kind, data: None, **pages) as server:
+        with pytest.raises(ToolUnavailable, match=told):
+            OpenEnvFamily(of(server.url)).tasks("train")
+        with pytest.raises(ToolUnavailable, match=r"/metadata: 404"):
+            OpenEnvFamily(of(f"{server.url}/below")).make()
+    with pytest.raises(ToolUnavailable, match="no connection"):
+        OpenEnvFamily(of(server.url)).make()  # it has ended
+
+
+def test_every_owed_rollout_has_one_outcome_whatever_the_server_does() -> None:
+    """Each bad answer is one counted fault, and nothing else is."""
+    draws, bad = random.Random(5), Counter[str]()
+
+    def answers(kind: str, data: Any) -> str | bytes | None:
+        what = draws.choice([*GARBAGE, *["well"] * 2 * len(GARBAGE)])
+        if what == "well":
+            return observed(
+                "go" if kind == "reset" else "on", 0.25, done=kind == "step" and data["text"] == "2"
+            )
+        if kind == "step" or "number" not in what:  # nobody asks what a reset pays
+            bad[what] += 1
+        return GARBAGE[what][0]
+
+    def policy(request: Any, text: str) -> str:
+        return f"<action>{int(request.request_id.rpartition('/')[2])}</action>"
+
+    with fake_server(answers) as server:
+        family = OpenEnvFamily(of(server.url, takes_seeds=False, num_sessions=3, observation=("text",)))
+        factory, tasks = family.make(), family.tasks("train")
+        runs = scheduler(
+            scripted(policy),
+            factory,  # type: ignore[arg-type]
+            limits=Limits(max_turns=5, max_turn_tokens=40, max_response_tokens=2000, step_timeout_s=120),
+            stop=family.stop,
+            max_concurrent=3,
+        )
+        report = runs.run(tasks, modes=("plain",) * 5, training_step=0)
+        factory.close()
+    assert server.num_open == 0
+    leaves = [leaf for trace in report.traces for leaf in trace.leaves.values()]
+    assert Counter(leaf.rollout for leaf in leaves) == dict.fromkeys(range(5), len(tasks))
+    assert report.faults[Outcome.ENVIRONMENT_FAULT.value] == sum(bad.values()) > 10
+    for leaf in leaves:
+        is_whole = leaf.outcome is Outcome.FINISHED
+        assert is_whole or (leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None)
+        assert not is_whole or leaf.episode_return == 0.75
+    assert {leaf.outcome for leaf in leaves} == {Outcome.FINISHED, Outcome.ENVIRONMENT_FAULT}
+
+
+@given(st.text(), st.sampled_from([FieldAction("row", FIELDS["row"]), JsonAction(FIELDS, ())]))
+def test_any_text_is_an_action_that_can_be_sent_or_is_told_what_is_wrong(text: str, action: Any) -> None:
+    for turn in (text, f"<action>{text}</action>", f'<action>{{"a": {text}}}</action>'):
+        read = action.read(turn)
+        assert bool(read.problem) != bool(read.action) or read.action == {}
+        assert json.loads(json.dumps(read.action, allow_nan=False).encode()) == read.action
+
+
+def test_how_actions_are_written_is_the_schema_s() -> None:
+    one, several = (
+        action_of({"properties": {"row": FIELDS["row"], "metadata": {}}}, None),
+        {"properties": FIELDS},
+    )
+    assert one.probe == "<action>2</action>" and one.probe in one.instructions
+    assert one.read("I go <action> 3\n4 </action>").action == {"row": "3\n4"}
+    both = action_of(several, None)
+    assert both.probe == '<action>{"row": 2, "word": "a"}</action>' and both.probe in both.instructions
+    assert '{"word": "a"}' in action_of({**several, "required": ["word"]}, None).probe
+    assert action_of({**several, "required": ["word"]}, "word").read("<action>b</action>").action == {
+        "word": "b"
+    }
+    named = {"way": {"$ref": "#/$defs/Way"}, "far": {"anyOf": [{"const": 3}, {"type": "null"}]}}
+    schema = {"properties": named, "$defs": {"Way": {"enum": ["north", "south"], "type": "string"}}}
+    assert '{"way": "north", "far": 3}' in action_of(schema, None).probe
+    assert "is no number" in both.read('<action>{"row": 1e999}</action>').problem
+    assert "No command found" in both.read("nothing").problem
+    assert problem_of([{"loc": ["a", 1], "msg": "too long"}, {"msg": "bad"}, "?"]) == (
+        "The action was not accepted (a.1: too long; bad)."
+    )
+    assert problem_of(None) == "The action was not accepted (it does not fit)."
+
+
+def test_observations_are_text_as_it_is_or_json() -> None:
+    assert written({"text": "a\nb"}, ()) == "a\nb"
+    assert written({"cells": [[1]]}, ()) == "[[1]]" and written({"text": None}, ()) == ""
+    assert written({"text": "a", "n": 1}, ()) == '{"text": "a", "n": 1}'
+    assert written({"text": "a", "n": 1}, ("n", "text")) == "n: 1\ntext: a"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "name a server"),
+        ({"server_url": URL, "command": ("x",)}, "name a server"),
+        ({"server_url": "localhost:8000"}, "is an address such as"),
+        ({"server_url": "http://a:b"}, "is an address such as"),
+        ({"server_url": "http://me:secret@a"}, "a user name or a password"),
+        ({"server_url": URL, "reset_options": {"seed": 1}}, "holds a seed"),
+        ({"server_url": URL, "num_train": 0, "num_valid": 0, "num_test": 0}, "nothing to play"),
+        ({"server_url": URL, "expert": "no path"}, "import path"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        OpenEnvConfig(**settings)
+
+
+def test_a_method_that_forks_by_replay_refuses_a_server_without_seeds() -> None:
+    environment = {"type": "openenv", "server_url": URL, "num_sessions": 3, "takes_seeds": False}
+    settings = RunSettings.model_validate({"environment": environment, "algorithm": {"type": "grpo"}})
+    assert settings.num_concurrent == 3
+    assert settings.limits.step_timeout_s == settings.rollout.step_timeout_s + 60  # it may wait for a session
+    with pytest.raises(ValidationError, match=r"forks by replay.*takes_seeds = false"):
+        RunSettings.model_validate({"environment": environment, "algorithm": {"type": "arpo"}})

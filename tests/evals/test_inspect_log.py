@@ -1,0 +1,192 @@
+"""Evaluations as logs of inspect-ai: what is on disk, and what the package's own reader finds in the file."""
+
+import importlib.util
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import outrider
+from outrider.cli import main
+from outrider.errors import ConfigError
+from outrider.evals.benchmark.store import read_results
+from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said
+from outrider.evals.inspect_log.of_run import evaluation_of_run
+from outrider.evals.inspect_log.of_tasks import evaluation_of_tasks
+from outrider.evals.inspect_log.writing import log_of, write_log
+from outrider.types import Outcome
+from tests.chat_server import Answer, Asked, chat_server, completion
+from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, question_in, write_rows
+from tests.train.short_runs import begin
+from tests.train.tool_run import write_tool_run
+
+needs_inspect = pytest.mark.skipif(
+    importlib.util.find_spec("inspect_ai") is None, reason="needs the extra inspect"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    return begin(write_tool_run(root), root / "run", "evaluation.num_tasks=3", "evaluation.num_samples=2")
+
+
+@pytest.fixture(scope="module")
+def panel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three questions, one of which the server gives up on."""
+    folder = tmp_path_factory.mktemp("panel")
+
+    def agent(asked: Asked) -> Answer:
+        if asked.path.endswith("/models"):
+            return MODELS
+        question = question_in(asked)
+        return (
+            Answer(status=500) if question.startswith("q2?") else completion(f"So \\boxed{{{question[1]}}}")
+        )
+
+    rows = [{"question": f"q{n}?", "answer": "0"} for n in range(3)]
+    with chat_server(agent) as server:
+        asked = ("--tasks", str(write_rows(folder / "q.jsonl", rows)), "--endpoint", server.url)
+        more = ("--endpoint-model", "agent", "--samples", "2", "--temperature", "1", "metric=em", *IMPATIENT)
+        assert evaluate(folder / "run", *asked, *more) == 0
+    return folder / "run"
+
+
+def test_a_run_s_evaluation_has_every_rollout_with_its_messages_and_scores(run: Path) -> None:
+    found = evaluation_of_run(run)
+    rows = outrider.load_run(run).evaluation_rollouts(1).to_pylist()
+    assert len(found.rollouts) == len(rows) > 0
+    for one, row in zip(found.rollouts, rows, strict=True):
+        assert (one.task_key, one.outcome.value) == (row["task_key"], row["outcome"])
+        assert one.scores == {"return": row["episode_return"], "success": float(row["success"])}
+        assert one.num_tokens == row["num_tokens"] and one.target
+        assert [said.role for said in one.prompt] == ["user"]
+        assert sum(said.role == "assistant" for said in one.messages) == row["num_turns"]
+        assert sum(len(said.tools) for said in one.messages) == row["num_calls"]
+    assert len({(one.task_key, one.epoch) for one in found.rollouts}) == len(rows)
+    line = outrider.load_run(run).evaluations().to_pylist()[1]
+    assert found.panel_hash == line["panel_hash"] and found.summary["mean"] == line["score.value"]
+    assert found.metadata["recipe"] == (run / "config.toml").read_text()
+    assert evaluation_of_run(run, 0).metadata["label"] == "before training"
+    with pytest.raises(ConfigError, match="has evaluations 0 to 1, not 2"):
+        evaluation_of_run(run, 2)
+
+
+def test_without_its_tasks_a_run_has_no_targets_and_says_so(run: Path) -> None:
+    tasks = run.parent / "tasks.jsonl"
+    moved = tasks.rename(tasks.with_suffix(".moved"))
+    try:
+        found = evaluation_of_run(run)
+    finally:
+        moved.rename(tasks)
+    assert {one.target for one in found.rollouts} == {()} and "without targets: " in found.notes[0]
+
+
+def test_an_evaluation_of_tasks_has_every_sample_with_named_metrics_and_faults(panel: Path) -> None:
+    found = evaluation_of_tasks(panel)
+    _, results = read_results(panel / "results.jsonl")
+    assert len(found.rollouts) == len(results) == 6
+    for one, result in zip(found.rollouts, results, strict=True):
+        assert (one.task_key, one.epoch, one.outcome) == (result.task_key, result.sample + 1, result.outcome)
+        if result.outcome.is_fault:
+            assert not one.scores and one.detail == result.detail
+            continue
+        assert one.scores == {
+            **result.metrics, "score": result.score, "success": float(bool(result.success))
+        }  # fmt: skip
+        assert [said.text for said in one.messages[1:]] == list(result.turns or ())
+        assert one.prompt[0].text.startswith("q") and one.target == ("0",)
+    assert sum(one.outcome.is_fault for one in found.rollouts) == 2
+
+
+@needs_inspect
+@pytest.mark.parametrize("kind", ["run", "panel"])
+def test_inspect_reads_the_same_numbers_back(
+    kind: str, run: Path, panel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from inspect_ai.log import read_eval_log
+
+    folder = run if kind == "run" else panel
+    wanted = evaluation_of_run(run) if kind == "run" else evaluation_of_tasks(panel)
+    assert main(["inspect-log", str(folder), "--out", str(tmp_path / "one.eval")]) == 0
+    assert f"one.eval: {len(wanted.rollouts)} rollouts" in capsys.readouterr().out
+    assert_same(read_eval_log(str(tmp_path / "one.eval")), wanted)
+    assert main(["inspect-log", str(folder), "--out", str(tmp_path / "one.eval")]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def assert_same(log: Any, wanted: LoggedEvaluation) -> None:
+    samples = {(one.id, one.epoch): one for one in log.samples or ()}
+    assert len(log.samples or ()) == len(samples) == len(wanted.rollouts) == log.results.total_samples
+    assert (log.eval.task, log.eval.model) == (wanted.task, wanted.model)
+    assert log.eval.metadata["panel_hash"] == wanted.panel_hash
+    for one in wanted.rollouts:
+        sample = samples[one.task_key, one.epoch]
+        assert {name: score.value for name, score in (sample.scores or {}).items()} == one.scores
+        assert [message.text for message in sample.messages] == [said.text for said in one.messages]
+        assert (sample.error is not None) is one.outcome.is_fault
+        assert sample.metadata["outcome"] == one.outcome.value
+        usage = sample.model_usage.get(wanted.model)
+        assert (None if usage is None else usage.output_tokens) == one.num_tokens
+    read = {score.name: score.metrics for score in log.results.scores}
+    for name, value in wanted.summary.items():
+        assert read["evaluation"][name].value == value
+
+
+ROLLOUTS = st.lists(
+    st.builds(
+        dict,
+        outcome=st.sampled_from(Outcome),
+        value=st.floats(-1e6, 1e6),
+        texts=st.lists(st.text(max_size=20), max_size=3),
+        num_tokens=st.none() | st.integers(0, 10_000),
+    ),
+    max_size=6,
+)
+
+
+@needs_inspect
+@settings(max_examples=20, deadline=None)
+@given(drawn=ROLLOUTS)
+def test_any_evaluation_comes_back_as_it_was(drawn: list[dict[str, Any]]) -> None:
+    rollouts = tuple(
+        LoggedRollout(
+            task_key=f"task {number // 2}",
+            epoch=number % 2 + 1,
+            prompt=(),
+            messages=tuple(Said(role="assistant", text=text, tools=("a",)) for text in one["texts"]),
+            outcome=one["outcome"],
+            scores={} if one["outcome"].is_fault else {"return": one["value"]},
+            num_tokens=one["num_tokens"],
+        )
+        for number, one in enumerate(drawn)
+    )
+    wanted = LoggedEvaluation(
+        task="t",
+        model="m",
+        created=datetime(2026, 1, 1, tzinfo=UTC),
+        panel_hash="h",
+        rollouts=rollouts,
+        summary={"mean": 0.25},
+        metadata={},
+    )
+    assert_same(log_of(wanted), wanted)
+
+
+@needs_inspect
+def test_a_name_that_no_reader_knows_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must end with \.eval"):
+        write_log(evaluation_of_run(run), tmp_path / "one.json")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        write_log(evaluation_of_run(run), tmp_path / "gone" / "one.eval")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("inspect_ai") is not None, reason="the package is installed")
+def test_without_the_package_one_line_says_what_to_install(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect-log", str(run), "--out", str(tmp_path / "one.eval")]) == 1
+    assert "pip install 'outrider[inspect]'" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""The family ``tools`` with an MCP server: its contract, both protocols, servers that die under rollouts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mcp", reason="needs the extra mcp")
+
+from outrider.environments.base import turn_message  # noqa: E402
+from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily  # noqa: E402
+from outrider.rollout.episode import Limits, Sampling  # noqa: E402
+from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
+from outrider.testing import check_environment  # noqa: E402
+from outrider.tokens import ChatRenderer  # noqa: E402
+from outrider.types import Outcome, Task  # noqa: E402
+from tests.rollout.fakes import scripted  # noqa: E402
+from tests.tools.mcp.servers import hostile, numbers  # noqa: E402
+
+REWARD = {"require_think": False, "require_boxed": False, "multi_tool_bonus": 0.0}
+
+
+def config(tool: Any, **given: Any) -> ToolsConfig:
+    return ToolsConfig.model_validate({"tools": [tool], "prompt": "none", "reward": REWARD} | given)
+
+
+def test_the_contract_of_an_environment(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"question": "2 and 3?", "answer": "5"}\n')
+    family = ToolsFamily(config(numbers(only=["add", "shout"]), train={"path": tmp_path / "tasks.jsonl"}))
+    check_environment(family, texts=['<add>{"a": 2, "b": 3}</add>', "<answer>5</answer>"])
+
+
+def test_native_calls() -> None:
+    factory = ToolsFamily(config(numbers(only=["add"]), protocol="hermes")).make()
+    environment = factory(Task(key="t", question="q", answers=("5",)))
+    environment.reset(0)
+    turn = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    step = environment.step(turn_message(environment, turn + turn))
+    assert [(one.role, one.content) for one in step.messages] == [("tool", "5"), ("tool", "5")]
+    wrong = '<tool_call>\n{"name": "add", "arguments": {"a": "two"}}\n</tool_call>'
+    step = environment.step(turn_message(environment, wrong))
+    assert step.invalid and step.text == "The argument 'a' of add must be of type integer."
+    factory.close()
+
+
+def play(settings: ToolsConfig, turns: list[str], *, num_rollouts: int, max_retries: int) -> RolloutReport:
+    """Every rollout writes these turns."""
+    family = ToolsFamily(settings)
+    factory = family.make()
+    engine = scripted(lambda request, text: turns[text.count("<result>")])
+    try:
+        return Scheduler(
+            engine=engine,
+            renderer=ChatRenderer(engine.tokenizer),
+            factory=factory,
+            limits=Limits(step_timeout_s=120),
+            sampling=Sampling(stop=family.stop),
+            run_seed=0,
+            max_retries=max_retries,
+        ).run(
+            [Task(key=f"task {i}", question="q", answers=("5",)) for i in range(2)],
+            modes=("plain",) * num_rollouts,
+            training_step=1,
+        )
+    finally:
+        factory.close()
+
+
+def test_every_rollout_of_a_server_that_dies_has_one_outcome_and_every_fault_is_counted() -> None:
+    tool = numbers(only=["die", "add"])
+    turns = ['<add>{"a": 2}</add>', '<die>{"status": 3}</die>', "<answer>5</answer>"]
+    report = play(config(tool), turns, num_rollouts=3, max_retries=1)
+    leaves = [leaf for trace in report.traces for leaf, _ in trace.rollouts()]
+    assert len(leaves) == 6 and {leaf.rollout for leaf in leaves} == {0, 1, 2}
+    assert all(leaf.outcome is Outcome.TOOL_FAULT and leaf.episode_return is None for leaf in leaves)
+    assert report.faults == {"tool_fault": 12, "retries": 6}
+    assert all("MCP server numbers: " in leaf.detail for leaf in leaves)
+
+
+def test_a_fault_is_made_good_by_another_try(tmp_path: Path) -> None:
+    turns = ["<say>{}</say>", "<answer>5</answer>"]
+    tool = hostile("dies-after-each", tmp_path, max_restarts=100)  # a try finds it dead or alive
+    report = play(config(tool), turns, num_rollouts=2, max_retries=50)
+    leaves = [leaf for trace in report.traces for leaf, _ in trace.rollouts()]
+    assert [leaf.outcome for leaf in leaves] == [Outcome.FINISHED] * 4
+    assert [leaf.episode_return for leaf in leaves] == [1.0] * 4
+    assert report.faults["retries"] == report.faults["tool_fault"] == report.num_retries

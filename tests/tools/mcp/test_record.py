@@ -1,0 +1,108 @@
+"""What a run records of an MCP server, and that another one is refused with a line that says what differs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mcp", reason="needs the extra mcp")
+
+from outrider.cli import main  # noqa: E402
+from outrider.errors import CheckpointError, PackError  # noqa: E402
+from outrider.evals.pack.panels import read_recipe  # noqa: E402
+from outrider.tools.mcp import asking  # noqa: E402
+from outrider.tools.once import Once  # noqa: E402
+from outrider.train.launch import run_training  # noqa: E402
+from outrider.train.state.run_directory import RunDirectory  # noqa: E402
+from tests.tools.mcp.servers import HERE  # noqa: E402
+from tests.train.short_runs import begin, interrupted, resume  # noqa: E402
+from tests.train.tool_run import write_tool_run  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+VARIABLES = {"NUMBERS_VERSION": "1.0", "NUMBERS_MORE": "", "NUMBERS_OTHER": ""}
+
+
+@pytest.fixture(autouse=True)
+def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another process would."""
+    monkeypatch.setattr(asking, "_asked", Once(64))
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mcp")
+    recipe = write_tool_run(root)
+    (root / "own_numbers.py").write_text((HERE / "server.py").read_text())
+    env = ", ".join(f'{name} = "${{{name}}}"' for name in VARIABLES)
+    tool = f'{{type = "mcp", name = "numbers", script = "own_numbers.py", prefix = "n_", env = {{{env}}}}}'
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        patch.setattr(asking, "_asked", Once(64))
+        return begin(recipe, root / "run", f'environment.tools=["search", {tool}]')
+
+
+def test_the_record_has_the_server_its_script_and_its_tools(run: Path) -> None:
+    found = json.loads((run / "plugins.json").read_text())
+    server = found["environment.tools.numbers"]
+    assert (server["package"], server["version"]) == ("MCP server numbers", "1.0")
+    assert found["environment.tools.numbers.tools"]["digest"].startswith("n_add, n_shout, ")
+    assert found["environment.tools.numbers.script"]["folder"] == str(run.parent)
+    inputs = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())["inputs"]
+    assert inputs["plug-in environment.tools.numbers"] == "numbers 1.0"
+    assert len(inputs["plug-in environment.tools.numbers.n_add"]) == 64
+
+
+def test_the_same_server_goes_on_and_others_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = interrupted(run)
+    for name, value, said in (
+        ("NUMBERS_VERSION", "1.1", r"environment\.tools\.numbers \(was: numbers 1\.0; is: numbers 1\.1\)"),
+        ("NUMBERS_MORE", "yes", r"environment\.tools\.numbers\.tools \(was: n_add, .*; is: .*n_double"),
+        (
+            "NUMBERS_OTHER",
+            "yes",
+            r"not what this run began with: plug-in environment\.tools\.numbers\.n_add;",
+        ),
+    ):
+        monkeypatch.setattr(asking, "_asked", Once(64))
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=said):
+            patch.setenv(name, value)
+            resume(half)
+    monkeypatch.setattr(asking, "_asked", Once(64))
+    with monkeypatch.context() as patch:
+        patch.setenv("NUMBERS_VERSION", "1.1")
+        directory = RunDirectory.open(half, takes_plugins=True)
+        run_training(directory, progress="none", on_start=lambda stop: None)
+    assert json.loads((half / "plugins.json").read_text())["environment.tools.numbers"]["version"] == "1.1"
+
+
+def test_a_pack_starts_no_server(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text((run / "config.toml").read_text())
+    with pytest.raises(PackError, match="names the MCP server 'numbers': nothing is started"):
+        read_recipe(tmp_path, "one")
+
+
+def test_the_shipped_recipe_runs_in_its_smoke_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["train", "recipes/mcp-shop.toml", "--smoke", "--run", str(tmp_path / "run")]) == 0
+    assert "MCP server" not in capsys.readouterr().err
+    record = json.loads((tmp_path / "run" / "plugins.json").read_text())
+    assert record["environment.tools.shop.tools"]["digest"] == "find, price, stock, weight"
+
+
+def test_the_shipped_questions_are_those_that_the_server_answers(tmp_path: Path) -> None:
+    import runpy
+
+    shop = runpy.run_path(str(ROOT / "recipes" / "mcp_shop.py"))
+    shop["write_questions"](tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        assert path.read_text() == (ROOT / "recipes" / "mcp-shop" / path.name).read_text(), path.name
+    splits = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("train", "valid", "test")]
+    asked = [{json.loads(line)["question"] for line in lines} for lines in splits]
+    assert not (asked[0] & asked[1] or asked[0] & asked[2] or asked[1] & asked[2])

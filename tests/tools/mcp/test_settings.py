@@ -1,0 +1,92 @@
+"""A section that names an MCP server: what is refused when it is read, and that reading it asks nobody."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+pytest.importorskip("mcp", reason="needs the extra mcp")
+
+from outrider.config import Settings, load_settings, to_toml  # noqa: E402
+from outrider.environments.families import EnvironmentConfig  # noqa: E402
+from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily, system_prompt  # noqa: E402
+from outrider.errors import ConfigError  # noqa: E402
+from outrider.tools.mcp.settings import McpConfig  # noqa: E402
+from tests.tools.mcp.servers import HERE, numbers  # noqa: E402
+
+URL = {"url": "http://127.0.0.1:9/mcp"}
+
+
+class Recipe(Settings):
+    environment: EnvironmentConfig
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "exactly one of command, script and url"),
+        ({"command": "a", **URL}, "exactly one of command, script and url"),
+        ({**URL, "args": ["a"]}, "args, env and cwd are for a server that is started"),
+        ({"command": "a", "headers": {"X": "$K"}}, "headers are for a server with a url"),
+        ({**URL, "headers": {"Authorization": "Bearer abc"}}, "the header Authorization names no variable"),
+        ({**URL, "headers": {"Authorization": "Bearer $$"}}, "the header Authorization names no variable"),
+        ({"url": "http://me:key@host/mcp"}, "url must hold no key"),
+        ({"url": "ftp://host"}, "url must begin with http"),
+        ({"command": "a", "only": ["x", "x"]}, "only names a tool twice"),
+        ({"command": "a", "prefix": "Up"}, "prefix"),
+        ({"command": "a", "name": "two words"}, "name"),
+        ({"command": "a", "timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        McpConfig.model_validate({"name": "one"} | given)
+
+
+def test_reading_a_recipe_starts_nothing_and_keeps_every_setting(tmp_path: Path) -> None:
+    tool = {
+        "type": "mcp",
+        "name": "gone",
+        "command": "no-such-program",
+        "env": {"KEY": "$KEY"},
+        "only": ["a"],
+    }
+    tree = {"environment": {"type": "tools", "tools": ["python", tool]}}
+    (tmp_path / "recipe.toml").write_text(to_toml(tree))
+    read = load_settings(Recipe, file=tmp_path / "recipe.toml")
+    config = read.environment
+    assert isinstance(config, ToolsConfig)
+    assert config.tool_names() == ("python", "a")  # the recipe tells: nobody is asked
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(read.model_dump(mode="json")))
+    assert load_settings(Recipe, file=again) == read
+    with pytest.raises(ConfigError, match=r"environment\.tools\.0\.name: Field required"):
+        load_settings(Recipe, file=None, sections={"environment": {"type": "tools", "tools": ["mcp"]}})
+
+
+def test_the_prompt_tells_of_the_servers_tools_among_others() -> None:
+    config = ToolsConfig.model_validate({"tools": ["python", numbers(only=["add", "shout"])]})
+    assert ToolsFamily(config).stop == ("</python>", "</add>", "</shout>", "</answer>")
+    assert 'Write <add>{"a": "...", "b": "..."}</add> for this: Add two numbers.' in system_prompt(config)
+
+
+def test_names_of_two_servers_that_clash_are_refused_until_one_has_a_prefix() -> None:
+    alike = [numbers(only=["add"]), numbers(name="others", only=["add", "shout"])]
+    with pytest.raises(ConfigError, match=r"environment\.tools: .*each once: 'add' is there twice"):
+        ToolsFamily(ToolsConfig.model_validate({"tools": alike}))
+    apart = [alike[0], alike[1].model_copy(update={"prefix": "other_"})]
+    assert ToolsConfig.model_validate({"tools": apart}).tool_names() == ("add", "other_add", "other_shout")
+
+
+def test_the_wait_for_other_episodes_follows_from_the_servers() -> None:
+    tool = numbers(num_servers=2, max_concurrent=4, timeout_s=10.0, start_timeout_s=30.0)
+    config = ToolsConfig.model_validate({"tools": [tool]})
+    assert config.waiting_s(8) == 15.0 + 30.0 and config.waiting_s(17) == 3 * 15.0 + 30.0
+
+
+def test_a_script_is_found_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.tools.mcp.settings.searched", lambda: (tmp_path, HERE))
+    assert numbers(command=None, args=(), script="server.py").script_path() == HERE / "server.py"
+    (tmp_path / "server.py").write_text("")
+    assert numbers(command=None, args=(), script="server.py").script_path() == tmp_path / "server.py"
