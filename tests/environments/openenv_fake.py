@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,13 @@ class Fake:
     num_open: int = 0
     asked: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def num_left(self, patience_s: float = 10.0) -> int:
+        """Sessions that stay open: the server hears of the end of one a moment later."""
+        until = time.monotonic() + patience_s
+        while self.num_open and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.num_open
 
     def serve(self, connection: ServerConnection) -> None:
         with self.lock:

@@ -91,7 +91,7 @@ def test_garbage_is_a_fault_and_never_a_reward(what: str) -> None:
         assert environment.result().episode_return == 0.5
         environment.close()
         environment.close()
-    assert server.num_open == 0
+    assert server.num_left() == 0
 
 
 @pytest.mark.parametrize("what", ["closed", "no JSON", "no observation", "an error"])
@@ -159,7 +159,7 @@ def test_every_owed_rollout_has_one_outcome_whatever_the_server_does() -> None:
         )
         report = runs.run(tasks, modes=("plain",) * 5, training_step=0)
         factory.close()
-    assert server.num_open == 0
+    assert server.num_left() == 0
     leaves = [leaf for trace in report.traces for leaf in trace.leaves.values()]
     assert Counter(leaf.rollout for leaf in leaves) == dict.fromkeys(range(5), len(tasks))
     assert report.faults[Outcome.ENVIRONMENT_FAULT.value] == sum(bad.values()) > 10
