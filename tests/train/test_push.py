@@ -170,13 +170,29 @@ def test_no_text_that_may_name_a_place_is_shown(text: str, place: str) -> None:
         assert place not in shown_settings(with_values(one=value))
 
 
-@pytest.mark.parametrize("name", ["api_key", "hub_token", "password", "api_key_variable", "auth"])
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "hub_token", "password", "api_key_variable", "auth", "API_KEY", "apiKey", "X-Auth", "apikey"],
+)
 def test_no_secret_is_shown(name: str) -> None:
     shown = shown_settings(with_values(**{name: "abcdef"}))
     assert "abcdef" not in shown and OMITTED in shown
     assert "Zk3J9vQ0xY7pL2mN8bT4cR6wA" not in shown_settings(with_values(one="Zk3J9vQ0xY7pL2mN8bT4cR6wA"))
     assert getpass.getuser() not in shown_settings(with_values(one=getpass.getuser()))
     assert 'one = "is_slippery"' in shown_settings(with_values(one="is_slippery", max_tokens=3))
+
+
+def test_nothing_that_is_given_to_a_program_is_shown() -> None:
+    """A key may be an argument, or stand under any name in an environment."""
+    server = {"type": "mcp", "name": "one", "command": "abcdef", "args": ["--key", "abcdef"]}
+    settings = RunSettings.model_validate(
+        {
+            "environment": {"type": "tools", "tools": [{**server, "env": {"OTHER": "abcdef"}}]},
+            "algorithm": {"type": "grpo"},
+        }
+    )
+    shown = shown_settings(settings)
+    assert "abcdef" not in shown and OMITTED in shown and 'name = "one"' in shown
 
 
 def test_what_cannot_be_pushed_is_told_before_anything_is_exported(
