@@ -117,9 +117,7 @@ def test_the_mean_is_that_of_the_evaluation_s_own_report(panel: Path, tmp_path: 
     identity, results = read_results(panel / "results.jsonl")
     by_key = {(one.task_key, one.sample): one for one in results}
     lost, *_ = [one for one in results if one.score == 1.0]
-    by_key[lost.task_key, lost.sample] = replace(
-        lost, outcome=Outcome.ENGINE_FAULT, score=None, success=None
-    )
+    by_key[lost.task_key, lost.sample] = replace(lost, outcome=Outcome.ENGINE_FAULT, score=None, success=None)
     beyond = replace(lost, sample=2)
     (folder / "results.jsonl").unlink()
     write_results(folder / "results.jsonl", identity, [*by_key.values(), beyond])

@@ -221,6 +221,6 @@ def test_no_fault_tells_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "sekret\n")
     assert McpConfig.model_validate(url).sent_headers() == {"Authorization": "Bearer sekret"}
     says = "import os, sys; sys.exit('no entry for ' + os.environ['API_KEY'])"
-    program = {"name": "near", "command": sys.executable, "args": ["-c", says], "env": {"API_KEY": "$MY_TOKEN"}}
+    program = {"name": "near", "command": sys.executable, "args": ["-c", says]}
     with pytest.raises(ToolUnavailable, match=r"no entry for \$MY_TOKEN"):
-        McpServer.lines(McpConfig.model_validate(program))
+        McpServer.lines(McpConfig.model_validate({**program, "env": {"API_KEY": "$MY_TOKEN"}}))

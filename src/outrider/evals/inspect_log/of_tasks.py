@@ -19,7 +19,9 @@ from outrider.types import Json, Task
 
 
 def evaluation_of_tasks(folder: Path) -> LoggedEvaluation:
-    """Every sample that its report counts. Raises ConfigError where the folder is not whole, DataError for damaged results."""
+    """Every sample that its report counts. Raises ConfigError where the folder is not whole, DataError for
+    damaged results.
+    """
     if not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} cannot be exported: its {SETTINGS} is missing")
     identity, found = read_results(folder / RESULTS)
@@ -53,7 +55,11 @@ def _summary(results: Sequence[SampleResult]) -> dict[str, float]:
 def _tasks(settings: PanelSettings, panel_hash: str) -> tuple[Mapping[str, Task], list[str]]:
     try:
         family = None if settings.environment is None else make_family(settings.environment)
-        panel = load_tasks(settings, family)
+        try:
+            panel = load_tasks(settings, family)
+        finally:
+            if family is not None:  # it may have started a server to ask
+                family.close()
     except (OutriderError, OSError) as error:
         return {}, [f"without questions and targets: {error}"]
     if panel.panel_hash != panel_hash:
