@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
         about = {
             "id": name,
             "sha": COMMIT,
-            "private": False,
+            "private": repository.private,
             "gated": "manual" if repository.gated else False,
             "disabled": False,
         }

@@ -1,6 +1,9 @@
 """Evaluations as logs of inspect-ai: what is on disk, and what the package's own reader finds in the file."""
 
 import importlib.util
+import json
+import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 import outrider
 from outrider.cli import main
 from outrider.errors import ConfigError
-from outrider.evals.benchmark.store import read_results
+from outrider.evals.benchmark.store import read_results, write_results
 from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said
 from outrider.evals.inspect_log.of_run import evaluation_of_run
 from outrider.evals.inspect_log.of_tasks import evaluation_of_tasks
@@ -100,6 +103,29 @@ def test_an_evaluation_of_tasks_has_every_sample_with_named_metrics_and_faults(p
         assert [said.text for said in one.messages[1:]] == list(result.turns or ())
         assert one.prompt[0].text.startswith("q") and one.target == ("0",)
     assert sum(one.outcome.is_fault for one in found.rollouts) == 2
+
+
+def test_the_mean_is_that_of_the_evaluation_s_own_report(panel: Path, tmp_path: Path) -> None:
+    """A mean over tasks, also where a fault has left one of them fewer samples, with its interval, and
+    without samples of an earlier call that asked for more.
+    """
+    reported = json.loads((panel / "summary.json").read_text())["scores"]["exact match, avg@2"]
+    assert evaluation_of_tasks(panel).summary == {
+        "mean": reported["value"], "ci_low": reported["ci_low"], "ci_high": reported["ci_high"]
+    }  # fmt: skip
+    folder = Path(shutil.copytree(panel, tmp_path / "run"))
+    identity, results = read_results(panel / "results.jsonl")
+    by_key = {(one.task_key, one.sample): one for one in results}
+    lost, *_ = [one for one in results if one.score == 1.0]
+    by_key[lost.task_key, lost.sample] = replace(lost, outcome=Outcome.ENGINE_FAULT, score=None, success=None)
+    beyond = replace(lost, sample=2)
+    (folder / "results.jsonl").unlink()
+    write_results(folder / "results.jsonl", identity, [*by_key.values(), beyond])
+    found = evaluation_of_tasks(folder)
+    assert found.summary["mean"] == 0.5 and len(found.rollouts) == 6 and not found.notes
+    (folder / "results.jsonl").unlink()
+    write_results(folder / "results.jsonl", identity, results[:4])
+    assert "4 of 6 samples are on file" in evaluation_of_tasks(folder).notes[0]
 
 
 @needs_inspect

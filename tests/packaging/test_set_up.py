@@ -5,6 +5,7 @@ everywhere alike.
 import re
 import shutil
 import subprocess
+import tomllib
 
 import pytest
 
@@ -53,3 +54,12 @@ def test_f1_the_way_to_the_cpu_build_is_told_in_words_and_there_is_a_part_for_ev
         assert re.search(r"PyTorch's own installation page (gives|shows)", page)
     headings = (ROOT / "docs" / "install.md").read_text().splitlines()
     assert {"## No GPU", "## One GPU", "## Several GPUs"} <= set(headings)
+
+
+def test_every_extra_is_told_where_it_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for_us = {"dev", "docs", "mutation", "viewer-tests"}
+    extras = set(project["optional-dependencies"]) - for_us - {"demo", "gguf", "minilm", "factbook"}
+    begun, _, _ = told("docs/install.md").partition("pip install -e '.[demo]'")
+    named = begun.rpartition("# and ")[2]
+    assert {one for one in extras if one not in re.findall(r"[a-z-]+", named)} == {"vllm"}

@@ -4,6 +4,7 @@ raised by output.
 
 import re
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.engines.chat.engine import ChatEndpoint, ChatReply, EndpointSettings
-from outrider.errors import EngineFault, ModelError
+from outrider.errors import EngineFault, EnvironmentFault, ModelError
 from outrider.rollout.collect import Collected, Collector
 from outrider.rollout.limits import Limits
 from outrider.types import Message, Outcome, Task
@@ -247,3 +248,18 @@ def test_an_episode_that_outgrows_the_servers_context_is_cut_and_scored() -> Non
             )
         assert [one.outcome for one in found] == [outcome]
         assert (found[0].trajectory is not None) == (outcome is Outcome.TRUNCATED_TOKENS)
+
+
+class NoConnection(EnvironmentFault):
+    """A fault that an environment tells apart, as that of OpenEnv servers does."""
+
+
+def test_a_fault_of_a_type_of_its_own_is_an_outcome_like_another() -> None:
+    def factory(task: Task) -> Any:
+        raise NoConnection("nobody there")
+
+    family = ToyFamily(1, role="user")
+    with chat_server(solver) as server:
+        playing = replace(collector(server.url, family, max_retries=1), factory=factory)
+        [one] = playing.collect(family.tasks("train"), num_rollouts=1).collected
+    assert (one.outcome, one.num_retries, one.detail) == (Outcome.ENVIRONMENT_FAULT, 1, "nobody there")

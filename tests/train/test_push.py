@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from outrider.train.hub.push import push_run
 from outrider.train.hub.shown import OMITTED, private_words, shown_settings
 from outrider.train.settings import RunSettings
 from outrider.watch.run_directory import read_run
-from tests.hub_server import Hub, hub_server
+from tests.hub_server import Hub, Repository, hub_server
 from tests.train.short_runs import begin
 from tests.train.tool_run import write_tool_run
 
@@ -82,6 +82,20 @@ def test_a_broken_upload_is_one_line_and_the_second_call_goes_on(
     assert second["status"] == 0 and f"pushed to {server.url}/{REPO}" in second["stdout"]
     assert sum(one.startswith("PUT /lfs/") for one in server.asked) == 1
     assert server.repositories[f"models/{REPO}"].private
+
+
+def test_what_is_to_be_private_is_not_sent_to_a_public_repository(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub takes the wish for one that is there already, and leaves it public."""
+    with hub_server({f"models/{REPO}": Repository(files={})}, token=TOKEN) as server:
+        api = HfApi(endpoint=server.url, token=TOKEN)
+        monkeypatch.setattr("outrider.train.hub.push.HfApi", lambda **about: api)
+        monkeypatch.setattr("outrider.train.hub.push.get_token", lambda: TOKEN)
+        with pytest.raises(ConfigError, match="can be read by everybody; nothing was sent"):
+            push_run(run, REPO, private=True)
+        assert not server.repositories[f"models/{REPO}"].files
+        assert not any("commit" in one or "preupload" in one for one in server.asked)
 
 
 def test_what_is_fetched_back_is_the_exported_folder(
@@ -170,13 +184,29 @@ def test_no_text_that_may_name_a_place_is_shown(text: str, place: str) -> None:
         assert place not in shown_settings(with_values(one=value))
 
 
-@pytest.mark.parametrize("name", ["api_key", "hub_token", "password", "api_key_variable", "auth"])
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "hub_token", "password", "api_key_variable", "auth", "API_KEY", "apiKey", "X-Auth", "apikey"],
+)
 def test_no_secret_is_shown(name: str) -> None:
     shown = shown_settings(with_values(**{name: "abcdef"}))
     assert "abcdef" not in shown and OMITTED in shown
     assert "Zk3J9vQ0xY7pL2mN8bT4cR6wA" not in shown_settings(with_values(one="Zk3J9vQ0xY7pL2mN8bT4cR6wA"))
     assert getpass.getuser() not in shown_settings(with_values(one=getpass.getuser()))
     assert 'one = "is_slippery"' in shown_settings(with_values(one="is_slippery", max_tokens=3))
+
+
+def test_nothing_that_is_given_to_a_program_is_shown() -> None:
+    """A key may be an argument, or stand under any name in an environment."""
+    server = {"type": "mcp", "name": "one", "command": "abcdef", "args": ["--key", "abcdef"]}
+    settings = RunSettings.model_validate(
+        {
+            "environment": {"type": "tools", "tools": [{**server, "env": {"OTHER": "abcdef"}}]},
+            "algorithm": {"type": "grpo"},
+        }
+    )
+    shown = shown_settings(settings)
+    assert "abcdef" not in shown and OMITTED in shown and 'name = "one"' in shown
 
 
 def test_what_cannot_be_pushed_is_told_before_anything_is_exported(

@@ -17,17 +17,12 @@ from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.conversing import asked_of
 from outrider.rollout.endpoint_turns import endpoint_turn
+from outrider.rollout.faults import outcome_of_fault
 from outrider.rollout.limits import Limits
 from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream_seed
 from outrider.types import Message, Outcome, Step, Task, Trajectory
-
-_FAULT_OUTCOMES = {
-    ToolFault: Outcome.TOOL_FAULT,
-    EnvironmentFault: Outcome.ENVIRONMENT_FAULT,
-    EngineFault: Outcome.ENGINE_FAULT,
-}
 
 ResultT = TypeVar("ResultT")
 
@@ -147,7 +142,7 @@ class Collector:
                     continue
                 return Collected(
                     trajectory_id=name,
-                    outcome=_FAULT_OUTCOMES[type(fault)],
+                    outcome=outcome_of_fault(fault),
                     num_retries=attempt,
                     detail=str(fault),
                 )

@@ -1,5 +1,6 @@
 """What breaks on an MCP server's side: each is a tool fault in one line, and the server is started again."""
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable  # noqa: E402
 from outrider.tools.base import ToolOutput  # noqa: E402
 from outrider.tools.mcp import servers as servers_module  # noqa: E402
+from outrider.tools.mcp.settings import McpConfig  # noqa: E402
 from outrider.tools.mcp.tool import McpServer  # noqa: E402
 from tests.tools.mcp.servers import built, hostile, numbers, over_http  # noqa: E402
 
@@ -206,3 +208,19 @@ def _patiently(call: Callable[[], str]) -> str:
         except ToolFault:
             continue
     raise AssertionError("no answer at all")
+
+
+def test_no_fault_tells_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that no header can carry is not sent, and one that a server repeats is not told."""
+    url = {"name": "far", "url": "http://127.0.0.1:9/mcp", "headers": {"Authorization": "Bearer $MY_TOKEN"}}
+    for key in ("sek\nret", "sekr\u00eft"):
+        monkeypatch.setenv("MY_TOKEN", key)
+        with pytest.raises(ToolUnavailable, match="header Authorization holds characters") as refused:
+            McpServer.lines(McpConfig.model_validate(url))
+        assert "sek" not in str(refused.value)
+    monkeypatch.setenv("MY_TOKEN", "sekret\n")
+    assert McpConfig.model_validate(url).sent_headers() == {"Authorization": "Bearer sekret"}
+    says = "import os, sys; sys.exit('no entry for ' + os.environ['API_KEY'])"
+    program = {"name": "near", "command": sys.executable, "args": ["-c", says]}
+    with pytest.raises(ToolUnavailable, match=r"no entry for \$MY_TOKEN"):
+        McpServer.lines(McpConfig.model_validate({**program, "env": {"API_KEY": "$MY_TOKEN"}}))

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -168,7 +169,8 @@ class OpenEnvEnvironment:
         match answer.data if not answer.code else {}:
             case {"observation": dict(observation), "reward": int() | float() | None as reward,
                   "done": bool(done)}:  # fmt: skip
-                return {"observation": observation, "reward": float(reward or 0.0), "done": done}
+                with suppress(OverflowError):  # an integer of hundreds of digits is no reward
+                    return {"observation": observation, "reward": float(reward or 0.0), "done": done}
         self._leave()
         raise EnvironmentFault(f"{self._contact.name}: {kind} {told}")
 

@@ -121,7 +121,8 @@ class Link:
 
     def _fault(self, reason: str) -> ToolFault:
         more = self._process.told() if self._process is not None else ""
-        return ToolFault(f"MCP server {self._settings.name}: {reason}" + (f" ({more})" if more else ""))
+        told = self._settings.without_keys(f"{reason} ({more})" if more else reason)
+        return ToolFault(f"MCP server {self._settings.name}: {told}")
 
 
 @asynccontextmanager
@@ -132,7 +133,7 @@ async def _client(settings: "McpConfig", process: ServerProcess | None) -> Async
         assert settings.url is not None
         streams = http_server(
             settings.url,
-            headers=settings.filled(settings.headers),
+            headers=settings.sent_headers(),
             timeout_s=settings.timeout_s,
             max_bytes=settings.max_bytes,
         )

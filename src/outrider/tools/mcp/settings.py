@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outrider.plugins.origin import Origin
 
 _VARIABLE: Final = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
+_SHORTEST_KEY: Final = 4  # characters; a shorter value stands in other words too
 
 
 class McpConfig(ToolSettings):
@@ -124,6 +125,29 @@ class McpConfig(ToolSettings):
                 return found
         looked = ", ".join(dict.fromkeys(str(one) for one in folders))
         raise ToolUnavailable(f"MCP server {self.name}: there is no file {self.script!r} in {looked}")
+
+    def sent_headers(self) -> dict[str, str]:
+        """``headers`` with their variables' values. Raises ToolUnavailable, without the value, for what no
+        header can carry.
+        """
+        sent = {name: value.strip() for name, value in self.filled(self.headers).items()}
+        for name, value in sent.items():
+            if not value.isascii() or not value.isprintable():
+                raise ToolUnavailable(
+                    f"MCP server {self.name}: the value of the header {name} holds characters that a header "
+                    f"cannot have: look at the variable in {self.headers[name]!r}"
+                )
+        return sent
+
+    def without_keys(self, text: str) -> str:
+        """``text`` with ``$NAME`` in place of the values of variables that the recipe names: a server may
+        repeat a key in its last words.
+        """
+        named = [*self.env.values(), *self.headers.values()]
+        for name in (one.strip("${}") for value in named for one in _VARIABLE.findall(value)):
+            if len(key := os.environ.get(name, "").strip()) >= _SHORTEST_KEY:
+                text = text.replace(key, f"${name}")
+        return text
 
     def filled(self, values: Mapping[str, str]) -> dict[str, str]:
         """``values`` with variables of the environment in place of ``$NAME``. Raises ToolUnavailable."""

@@ -44,7 +44,8 @@ def push_run(
     """Export the newest checkpoint (or that of ``step``), write its card, and upload both. The address is
     ``$HF_ENDPOINT``, the token that of the login or of ``$HF_TOKEN``.
 
-    Raises :class:`ConfigError` for a name that no repository can have, :class:`CheckpointError` as
+    Raises :class:`ConfigError` for a name that no repository can have and for ``private`` where there is a
+    public one, :class:`CheckpointError` as
     :func:`~outrider.train.export.export_run` does, and :class:`HubError` where the hub fails; the same call
     then goes on, and sends no file again that has arrived.
     """
@@ -67,6 +68,13 @@ def push_run(
             return Pushed(card=card, files=files)
         with _told(repo):
             api.create_repo(repo, private=private, exist_ok=True)
+            is_public = private and not api.model_info(repo).private
+        if is_public:  # it was there already, and the hub says nothing of that
+            raise ConfigError(
+                f"{repo} is there already and can be read by everybody; nothing was sent: change that in its "
+                "settings on the hub, or push without --private"
+            )
+        with _told(repo):
             told = f"Outrider {__version__}: step {step_of(checkpoint)}"
             api.upload_folder(repo_id=repo, folder_path=folder, commit_message=told)
     return Pushed(card=card, files=files, url=f"{api.endpoint}/{repo}")

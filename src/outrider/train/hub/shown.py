@@ -16,7 +16,11 @@ from outrider.train.state.same_settings import UNSEEN
 OMITTED: Final = "(not shown)"
 _PLAIN: Final = re.compile(r"[\w.@:+=*-]*", re.ASCII)
 _MODEL: Final = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-_SECRET: Final = re.compile(r"(^|_)(keys?|token|secret|password|auth|credentials?|variable)(_|$)")
+_SECRET: Final = re.compile(
+    r"(^|_)(api_?keys?|keys?|token|secret|password|passwd|auth|authorization|credentials?|variable)(_|$)",
+    re.IGNORECASE,
+)
+_FOR_PROGRAMS: Final = frozenset({"args", "command", "env", "headers"})  # where a key may stand in any form
 _LONGEST_MIXED: Final = 24  # of letters and digits without a break: longer ones may be keys
 
 
@@ -57,7 +61,8 @@ def base_model(name: str) -> str:
 
 
 def _shown(key: str, value: Any, private: frozenset[str]) -> Any:
-    if any(_SECRET.search(part) for part in key.split(".")):
+    parts = key.split(".")
+    if (value and _FOR_PROGRAMS & set(parts)) or any(_may_be_secret(part) for part in parts):
         return OMITTED
     if isinstance(value, Mapping):
         return {
@@ -74,6 +79,11 @@ def _shown(key: str, value: Any, private: frozenset[str]) -> Any:
     if key == "model.name":
         return base_model(str(value)) or OMITTED
     return value if _is_plain(str(value), private) else OMITTED
+
+
+def _may_be_secret(name: str) -> bool:
+    """By its words: ``api_key``, ``API-KEY`` and ``apiKey`` alike."""
+    return bool(_SECRET.search(re.sub(r"(?<=[a-z])(?=[A-Z])|\W", "_", name)))
 
 
 def _is_plain(text: str, private: frozenset[str]) -> bool:
