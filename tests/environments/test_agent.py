@@ -28,6 +28,7 @@ from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import samples_of  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
+from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402
 
 TOKENIZER = tiny_tokenizer()
@@ -166,8 +167,18 @@ def test_or_an_episode_that_failed(program: str) -> None:
 
 def test_garbage_is_answered_in_words() -> None:
     [leaf] = play("garbage").traces[0].leaves.values()
-    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 19.0)
-    assert leaf.metrics["num_refused_requests"] == 19 and leaf.metrics["num_requests"] == 1
+    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 21.0)
+    assert leaf.metrics["num_refused_requests"] == 21 and leaf.metrics["num_requests"] == 1
+
+
+def test_half_a_surrogate_pair_breaks_nothing() -> None:
+    family = FAMILIES["qwen3"]
+    renderer = ChatRenderer(
+        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
+    )
+    report = play("halves", renderer=renderer, tool_calls="hermes")
+    [leaf] = report.traces[0].leaves.values()
+    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), report.fault_reasons
 
 
 def test_output_without_end_is_read_and_forgotten() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from starlette.routing import Route
 from outrider.environments.agent.completions import completion, events
 from outrider.environments.agent.responses import read_response, response, response_events
 from outrider.environments.agent.session import Refused, Session, read_reward
-from outrider.environments.agent.wire import MODEL, Answer, Ask, BadRequest, read_chat
+from outrider.environments.agent.wire import MODEL, Answer, Ask, BadRequest, read_chat, read_json
 from outrider.errors import EnvironmentFault
 
 MAX_BYTES: Final = 16 << 20
@@ -161,7 +160,7 @@ async def _body(request: Request) -> Any:
         if len(data) > MAX_BYTES:
             raise Refused(413, "request_too_large", f"a request has at most {MAX_BYTES} bytes")
     try:
-        return json.loads(bytes(data))
+        return read_json(bytes(data))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
 
