@@ -27,7 +27,7 @@ from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import samples_of  # noqa: E402
-from outrider.types import Outcome, Task  # noqa: E402
+from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
 from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402
 
@@ -179,6 +179,19 @@ def test_half_a_surrogate_pair_breaks_nothing() -> None:
     report = play("halves", renderer=renderer, tool_calls="hermes")
     [leaf] = report.traces[0].leaves.values()
     assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), report.fault_reasons
+
+
+def test_calls_that_a_server_read_have_ids_too() -> None:
+    factory = AgentFactory(AgentConfig(function=f"{PROGRAMS}:ids", tool_calls="hermes"))
+    environment = factory(ONE[0])
+    try:
+        environment.reset(0)
+        look = ToolCall(name="look")
+        result = environment.step(Message(role="assistant", content="", tool_calls=(look, look)))
+        assert result.done and environment.result().episode_return == 2
+    finally:
+        environment.close()
+        factory.close()
 
 
 def test_output_without_end_is_read_and_forgotten() -> None:

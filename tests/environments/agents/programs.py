@@ -141,6 +141,13 @@ def halves(task: Any) -> float:
     return 1.0
 
 
+def ids(task: Any) -> float:
+    """How many different ids two calls have."""
+    tool = {"type": "function", "function": {"name": "look"}}
+    said = chat([{"role": "user", "content": "a"}], tools=[tool])
+    return float(len({call["id"] for call in said["tool_calls"] if call["id"]}))
+
+
 def handing_in(task: Any) -> None:
     """Says what it was worth over the wire."""
     chat([{"role": "user", "content": task.question}])
