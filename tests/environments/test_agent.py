@@ -28,6 +28,7 @@ from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import samples_of  # noqa: E402
 from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
+from tests.rollout.test_branch import Forking  # noqa: E402
 from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402
 
@@ -179,6 +180,18 @@ def test_half_a_surrogate_pair_breaks_nothing() -> None:
     report = play("halves", renderer=renderer, tool_calls="hermes")
     [leaf] = report.traces[0].leaves.values()
     assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), report.fault_reasons
+
+
+@pytest.mark.parametrize(("program", "num_faults"), [("going_on", 0), ("unsteady", 1)])
+def test_a_fork_asks_the_same_or_is_a_fault(program: str, num_faults: int) -> None:
+    seen: list[tuple[str, str]] = []
+    with scheduled(program, seen=seen) as scheduler:
+        hook = Forking(lambda state: state.rollout == 0 and state.turn == 1, first_wave=1, wave=1)
+        scheduler.hooks = (hook,)
+        report = scheduler.run(ONE, modes=("m",) * 2, training_step=0)
+    assert report.faults.get("environment_fault", 0) == num_faults, report.fault_reasons
+    if not num_faults:
+        assert seen[-1] == ("t/0001/001", seen[1][1]) and "length 3 3" in seen[1][1]
 
 
 def test_calls_that_a_server_read_have_ids_too() -> None:

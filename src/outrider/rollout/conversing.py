@@ -26,6 +26,7 @@ _FOLLOWING = ("user", "tool")  # roles that a template writes behind a turn what
 class Exchange:
     """A question and its answer: ``context`` is the node in front of the turn, ``turn`` the turn's own.
     ``said`` is what the program was told; it ``is_whole`` unless a stop string of the program cut it.
+    ``sampled`` is how it was drawn.
     """
 
     asked: Conversation
@@ -33,6 +34,7 @@ class Exchange:
     context: Node
     turn: Node
     is_whole: bool
+    sampled: SampledTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,16 +146,15 @@ def opening_ids(
 
 def tell_sampled(
     environment: Environment, generation: Generation, num_context_tokens: int, tokenizer: Tokenizer
-) -> None:
+) -> SampledTurn | None:
     """Tell a program's environment how the turn was drawn, which its answer may have to say."""
-    if isinstance(environment, OwnConversations):
-        environment.sampled(
-            SampledTurn(
-                tokens=tuple(
-                    text_of(tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids
-                ),
-                logprobs=generation.logprobs,
-                finish=generation.finish_reason.value,
-                num_context_tokens=num_context_tokens,
-            )
-        )
+    if not isinstance(environment, OwnConversations):
+        return None
+    turn = SampledTurn(
+        tokens=tuple(text_of(tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids),
+        logprobs=generation.logprobs,
+        finish=generation.finish_reason.value,
+        num_context_tokens=num_context_tokens,
+    )
+    environment.sampled(turn)
+    return turn

@@ -141,6 +141,23 @@ def halves(task: Any) -> float:
     return 1.0
 
 
+def going_on(task: Any) -> float:
+    """Looks at all that an answer says of itself, before it asks again."""
+    body = {"model": "any", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True}
+    done = post("/chat/completions", body)
+    [said], tokens = done["choices"], done["usage"]["completion_tokens"]
+    told = f"{said['finish_reason']} {tokens} {len(said['logprobs']['content'])}"
+    chat([{"role": "user", "content": told}], max_tokens=3)
+    return 1.0
+
+
+def unsteady(task: Any) -> float:
+    """Asks in the same words, and wants something else in every process."""
+    chat([{"role": "user", "content": "a"}])
+    chat([{"role": "user", "content": "b"}], stop=[f"end {os.getpid()}"])
+    return 1.0
+
+
 def ids(task: Any) -> float:
     """How many different ids two calls have."""
     tool = {"type": "function", "function": {"name": "look"}}

@@ -106,7 +106,7 @@ class AgentEnvironment:
         if question is None:
             raise EnvironmentFault("the program asks nothing")
         if question.ask.wants_logprobs and turn is None:
-            raise EnvironmentFault("a program that asks for log-probs cannot be replayed")
+            raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
         message = replace(message, tool_calls=self._told(message.tool_calls))  # a server's have other ids
         self._num_turns += 1
         invalid = bool(message.problems)

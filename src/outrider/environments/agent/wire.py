@@ -41,7 +41,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One turn of the policy as the program gets it; ``turn`` is None in a replay."""
+    """One turn of the policy as the program gets it; ``turn`` is None where it was not drawn here."""
 
     message: Message
     turn: SampledTurn | None
@@ -173,8 +173,8 @@ def read_call(call_id: Any, name: Any, arguments: Any) -> ToolCall:
 
 
 def read_json(data: str | bytes) -> Any:
-    """JSON whose texts are all characters: no tokenizer takes half of a surrogate pair, a question mark stands
-    for it. Raises ValueError, RecursionError.
+    """JSON whose texts are all characters: no tokenizer takes half of a surrogate pair, so a question mark
+    stands for it. Raises ValueError, RecursionError.
     """
     found = json.loads(data)
     text = json.dumps(found, ensure_ascii=False)
