@@ -166,6 +166,11 @@ def test_or_an_episode_that_failed(program: str) -> None:
     assert leaf.metrics["num_failed"] == 1 and not report.faults
 
 
+def test_a_step_may_take_as_long_as_its_program() -> None:
+    """Else the rollout's limit of a step makes a fault of what ``failed_return`` pays."""
+    assert AgentConfig(function="a:b", time_limit_s=300.0).waiting_s(8) >= 300
+
+
 def test_garbage_is_answered_in_words() -> None:
     [leaf] = play("garbage").traces[0].leaves.values()
     assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 21.0)
