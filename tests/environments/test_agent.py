@@ -235,6 +235,18 @@ def test_a_function_that_scores() -> None:
     assert (leaf.episode_return, leaf.success) == (1.0, True)
 
 
+def test_a_proxy_of_the_network_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    [leaf] = (
+        play("guess", script=halve, tasks=[Task(key="t", question="", answers=("25",))])
+        .traces[0]
+        .leaves.values()
+    )
+    assert leaf.outcome is Outcome.FINISHED
+
+
 def test_a_command() -> None:
     code = (
         "import json, os, sys, urllib.request as u\n"
