@@ -3,8 +3,10 @@ was sampled in, and every episode has one outcome, whatever its program does.
 """
 
 import os
+import queue
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
 from outrider.environments.agent.family import AgentFactory, AgentFamily  # noqa: E402
+from outrider.environments.agent.programs import Programs, Report  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
@@ -273,6 +276,23 @@ def test_a_hundred_at_once() -> None:
         report = scheduler.run(tasks, modes=("m",), training_step=0)
     outcomes = [leaf.outcome for trace in report.traces for leaf in trace.leaves.values()]
     assert outcomes == [Outcome.FINISHED] * 100 and not report.faults
+
+
+def test_long_tasks_and_long_results_pass_each_other() -> None:
+    """Neither side may wait for the other to read while it does not read itself."""
+    programs = Programs(function=f"{PROGRAMS}:bulky", command=(), reward=None)
+    ended: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    task = Task(key="t", question="q" * 1_000_000)
+
+    def start() -> None:
+        for _ in range(40):
+            programs.start(task, {}, ended.put)
+
+    try:
+        threading.Thread(target=start, daemon=True).start()
+        assert [ended.get(timeout=60).status for _ in range(40)] == [0] * 40
+    finally:
+        programs.close()
 
 
 def test_nothing_is_left_behind() -> None:

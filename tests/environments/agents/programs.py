@@ -158,6 +158,10 @@ def unsteady(task: Any) -> float:
     return 1.0
 
 
+def bulky(task: Any) -> str:
+    return "x" * 1_000_000
+
+
 def ids(task: Any) -> float:
     """How many different ids two calls have."""
     tool = {"type": "function", "function": {"name": "look"}}

@@ -45,7 +45,8 @@ class Launcher:
 
     def __init__(self, given: str) -> None:
         """Start it; it imports the agent. Raises ToolUnavailable where that fails."""
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held while something is sent, or nobody would read meanwhile
+        self._sending = threading.Lock()
         self._waiting: dict[int, Callable[[Report], None]] = {}
         self._sock, theirs = socket.socketpair()
         path = [one or os.getcwd() for one in sys.path]
@@ -84,14 +85,21 @@ class Launcher:
     def start(self, number: int, request: Mapping[str, Any], on_end: Callable[[Report], None]) -> None:
         """Start a program. Raises OSError where the process is gone."""
         with self._lock:
-            self._sock.sendall(json.dumps({"name": number, **request}).encode() + b"\n")
             self._waiting[number] = on_end
+        try:
+            self._send({"name": number, **request})
+        except OSError:
+            with self._lock:
+                self._waiting.pop(number, None)
+            raise
 
     def kill(self, number: int) -> None:
         """End a program and what it started; one that has ended is none."""
-        with self._lock, contextlib.suppress(OSError):  # else it is gone with the launcher
-            if number in self._waiting:
-                self._sock.sendall(json.dumps({"kill": number}).encode() + b"\n")
+        with self._lock:
+            is_running = number in self._waiting
+        if is_running:
+            with contextlib.suppress(OSError):  # else it is gone with the launcher
+                self._send({"kill": number})
 
     def close(self) -> None:
         """End all of it. May be called twice."""
@@ -103,6 +111,10 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        with self._sending:
+            self._sock.sendall(json.dumps(request).encode() + b"\n")
 
     def _hear(self) -> None:
         with contextlib.suppress(OSError, ValueError):
