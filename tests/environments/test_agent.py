@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -304,6 +305,17 @@ def test_nothing_is_left_behind() -> None:
             time.sleep(0.05)
         assert not children(launcher)
     assert not os.path.exists(f"/proc/{launcher}")
+
+
+def test_threads_of_an_agent_do_not_outlive_the_trainer() -> None:
+    programs = Programs(function="tests.environments.agents.threaded:run", command=(), reward=None)
+    launcher = programs._launcher
+    try:
+        launcher._sock.shutdown(socket.SHUT_RDWR)  # as the end of the trainer does
+        assert launcher._process.wait(60) == 0
+    finally:
+        launcher._process.kill()
+        programs.close()
 
 
 def test_a_launcher_that_is_killed_is_a_fault_and_another_one_starts() -> None:

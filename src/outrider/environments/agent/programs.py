@@ -19,10 +19,11 @@ from outrider.types import Task
 _START_S: Final = 120.0  # a cold disk and a large framework
 _MAX_LAUNCHERS: Final = 8  # of a run; an agent that kills its own launcher would do so for ever
 _BOOT: Final = """
-import json, sys
+import json, os, sys
 sys.path[:] = json.loads(sys.argv[2])
 from outrider.environments.agent.launcher import main
 main(sys.argv[1])
+os._exit(0)  # without waiting for threads that the agent has started
 """
 # One thread: programs must not disturb the trainer's OpenMP team.
 _FIXED: Final = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
