@@ -203,6 +203,18 @@ def test_a_fork_asks_the_same_or_is_a_fault(program: str, num_faults: int) -> No
         assert seen[-1] == ("t/0001/001", seen[1][1]) and "length 3 3" in seen[1][1]
 
 
+def test_a_call_with_another_id_is_the_same_call_where_the_template_writes_none() -> None:
+    family = FAMILIES["qwen3"]
+    renderer = ChatRenderer(
+        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
+    )
+    call = '<tool_call>{"name":"look","arguments":{}}</tool_call>'  # not as a template writes it
+    limits = Limits(max_turn_tokens=200)
+    report = play("renaming", renderer=renderer, script=lambda *_: call, tool_calls="hermes", limits=limits)
+    [(leaf, path)] = report.traces[0].rollouts()
+    assert leaf.episode_return == 1 and len(samples_of(path)) == 1
+
+
 def test_calls_that_a_server_read_have_ids_too() -> None:
     factory = AgentFactory(AgentConfig(function=f"{PROGRAMS}:ids", tool_calls="hermes"))
     environment = factory(ONE[0])

@@ -114,15 +114,20 @@ def _follows(asked: Conversation, one: Exchange, renderer: ChatRenderer) -> bool
 def _is_written_the_same(
     kept: Sequence[Message], sent: Sequence[Message], tools: Sequence[ToolSchema], renderer: ChatRenderer
 ) -> bool:
-    """Whether a server would write both the same: templates trim what was said."""
-    trimmed = [[replace(one, content=one.content.strip()) for one in each] for each in (kept, sent)]
-    if trimmed[0] != trimmed[1]:
+    """Whether a server would write both the same: templates trim what was said, and few write ids."""
+    if [_bare(one) for one in kept] != [_bare(one) for one in sent]:
         return False  # rendering is slow, and nothing else can come out of it
     try:
         written = [renderer.whole_text(each, tools, opened=False) for each in (kept, sent)]
     except ModelError:
         return False
     return written[0] == written[1]
+
+
+def _bare(message: Message) -> Message:
+    """Without the blanks around it, and without ids of calls."""
+    calls = tuple(replace(call, call_id="") for call in message.tool_calls)
+    return replace(message, content=message.content.strip(), tool_calls=calls, tool_call_id="")
 
 
 def asked_of(environment: Environment) -> Conversation | None:

@@ -162,6 +162,17 @@ def bulky(task: Any) -> str:
     return "x" * 1_000_000
 
 
+def renaming(task: Any) -> float:
+    """Gives the policy's call an id of its own."""
+    tool = {"type": "function", "function": {"name": "look"}}
+    messages = [{"role": "user", "content": "a"}]
+    said = chat(messages, tools=[tool])
+    [call] = said["tool_calls"]
+    result = {"role": "tool", "tool_call_id": "mine", "content": "b"}
+    chat([*messages, {**said, "tool_calls": [{**call, "id": "mine"}]}, result], tools=[tool])
+    return 1.0
+
+
 def ids(task: Any) -> float:
     """How many different ids two calls have."""
     tool = {"type": "function", "function": {"name": "look"}}
