@@ -22,6 +22,7 @@ from outrider.errors import EnvironmentFault
 MAX_BYTES: Final = 16 << 20
 """Of one request."""
 _START_S: Final = 30.0
+_KEEP_ALIVE_S: Final = 24 * 3600  # a program's connections end with it: closed earlier, a request may be lost
 
 Read = Callable[..., Ask]
 Write = Callable[[Ask, list[Answer], str], Response]
@@ -37,8 +38,9 @@ class Gateway:
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         config = uvicorn.Config(
-            self._app(), log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-        )
+            self._app(), log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="outrider agent gateway")
