@@ -3,8 +3,11 @@ was sampled in, and every episode has one outcome, whatever its program does.
 """
 
 import os
+import queue
 import re
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +21,7 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
 from outrider.environments.agent.family import AgentFactory, AgentFamily  # noqa: E402
+from outrider.environments.agent.programs import Programs, Report  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
@@ -27,7 +31,9 @@ from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.trace import samples_of  # noqa: E402
-from outrider.types import Outcome, Task  # noqa: E402
+from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
+from tests.rollout.test_branch import Forking  # noqa: E402
+from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402
 
 TOKENIZER = tiny_tokenizer()
@@ -164,10 +170,62 @@ def test_or_an_episode_that_failed(program: str) -> None:
     assert leaf.metrics["num_failed"] == 1 and not report.faults
 
 
+def test_a_step_may_take_as_long_as_its_program() -> None:
+    """Else the rollout's limit of a step makes a fault of what ``failed_return`` pays."""
+    assert AgentConfig(function="a:b", time_limit_s=300.0).waiting_s(8) >= 300
+
+
 def test_garbage_is_answered_in_words() -> None:
     [leaf] = play("garbage").traces[0].leaves.values()
-    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 19.0)
-    assert leaf.metrics["num_refused_requests"] == 19 and leaf.metrics["num_requests"] == 1
+    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 21.0)
+    assert leaf.metrics["num_refused_requests"] == 21 and leaf.metrics["num_requests"] == 1
+
+
+def test_half_a_surrogate_pair_breaks_nothing() -> None:
+    family = FAMILIES["qwen3"]
+    renderer = ChatRenderer(
+        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
+    )
+    report = play("halves", renderer=renderer, tool_calls="hermes")
+    [leaf] = report.traces[0].leaves.values()
+    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), report.fault_reasons
+
+
+@pytest.mark.parametrize(("program", "num_faults"), [("going_on", 0), ("unsteady", 1)])
+def test_a_fork_asks_the_same_or_is_a_fault(program: str, num_faults: int) -> None:
+    seen: list[tuple[str, str]] = []
+    with scheduled(program, seen=seen) as scheduler:
+        hook = Forking(lambda state: state.rollout == 0 and state.turn == 1, first_wave=1, wave=1)
+        scheduler.hooks = (hook,)
+        report = scheduler.run(ONE, modes=("m",) * 2, training_step=0)
+    assert report.faults.get("environment_fault", 0) == num_faults, report.fault_reasons
+    if not num_faults:
+        assert seen[-1] == ("t/0001/001", seen[1][1]) and "length 3 3" in seen[1][1]
+
+
+def test_a_call_with_another_id_is_the_same_call_where_the_template_writes_none() -> None:
+    family = FAMILIES["qwen3"]
+    renderer = ChatRenderer(
+        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
+    )
+    call = '<tool_call>{"name":"look","arguments":{}}</tool_call>'  # not as a template writes it
+    limits = Limits(max_turn_tokens=200)
+    report = play("renaming", renderer=renderer, script=lambda *_: call, tool_calls="hermes", limits=limits)
+    [(leaf, path)] = report.traces[0].rollouts()
+    assert leaf.episode_return == 1 and len(samples_of(path)) == 1
+
+
+def test_calls_that_a_server_read_have_ids_too() -> None:
+    factory = AgentFactory(AgentConfig(function=f"{PROGRAMS}:ids", tool_calls="hermes"))
+    environment = factory(ONE[0])
+    try:
+        environment.reset(0)
+        look = ToolCall(name="look")
+        result = environment.step(Message(role="assistant", content="", tool_calls=(look, look)))
+        assert result.done and environment.result().episode_return == 2
+    finally:
+        environment.close()
+        factory.close()
 
 
 def test_output_without_end_is_read_and_forgotten() -> None:
@@ -191,6 +249,18 @@ def test_a_function_that_scores() -> None:
     report = play("words", reward=f"{PROGRAMS}:score", script=lambda request, text: "b")
     [leaf] = report.traces[0].leaves.values()
     assert (leaf.episode_return, leaf.success) == (1.0, True)
+
+
+def test_a_proxy_of_the_network_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "example.org")
+    [leaf] = (
+        play("guess", script=halve, tasks=[Task(key="t", question="", answers=("25",))])
+        .traces[0]
+        .leaves.values()
+    )
+    assert leaf.outcome is Outcome.FINISHED
 
 
 def test_a_command() -> None:
@@ -221,6 +291,23 @@ def test_a_hundred_at_once() -> None:
     assert outcomes == [Outcome.FINISHED] * 100 and not report.faults
 
 
+def test_long_tasks_and_long_results_pass_each_other() -> None:
+    """Neither side may wait for the other to read while it does not read itself."""
+    programs = Programs(function=f"{PROGRAMS}:bulky", command=(), reward=None)
+    ended: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    task = Task(key="t", question="q" * 1_000_000)
+
+    def start() -> None:
+        for _ in range(40):
+            programs.start(task, {}, ended.put)
+
+    try:
+        threading.Thread(target=start, daemon=True).start()
+        assert [ended.get(timeout=60).status for _ in range(40)] == [0] * 40
+    finally:
+        programs.close()
+
+
 def test_nothing_is_left_behind() -> None:
     with scheduled("hanging", time_limit_s=1.0) as scheduler:
         scheduler.run(ONE, modes=("m",) * 3, training_step=0)
@@ -230,6 +317,17 @@ def test_nothing_is_left_behind() -> None:
             time.sleep(0.05)
         assert not children(launcher)
     assert not os.path.exists(f"/proc/{launcher}")
+
+
+def test_threads_of_an_agent_do_not_outlive_the_trainer() -> None:
+    programs = Programs(function="tests.environments.agents.threaded:run", command=(), reward=None)
+    launcher = programs._launcher
+    try:
+        launcher._sock.shutdown(socket.SHUT_RDWR)  # as the end of the trainer does
+        assert launcher._process.wait(60) == 0
+    finally:
+        launcher._process.kill()
+        programs.close()
 
 
 def test_a_launcher_that_is_killed_is_a_fault_and_another_one_starts() -> None:

@@ -55,5 +55,5 @@ class OwnConversations(Protocol):
         ...
 
     def sampled(self, turn: SampledTurn) -> None:
-        """Called in front of ``step`` where the policy has drawn the turn; never in a replay."""
+        """Called in front of ``step`` where the policy has drawn the turn, also when it is played again."""
         ...

@@ -17,9 +17,10 @@ from outrider.environments.base import (
     StepResult,
     turn_message,
 )
+from outrider.environments.conversing import Conversation, OwnConversations
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import guarded
-from outrider.rollout.conversing import Exchange
+from outrider.rollout.conversing import Exchange, asked_of
 from outrider.rollout.hooks import EpisodeState
 from outrider.trace import Node, Trace
 from outrider.types import Message, Step
@@ -30,7 +31,8 @@ class Fork:
     """A running rollout in front of a policy turn. ``environment`` is a copy that nobody plays; None: replay
     ``actions``.
 
-    ``actions`` are the texts that the environment was given, with its answers in ``results``.
+    ``actions`` are the texts that the environment was given, with its answers in ``results``. ``asked`` is
+    what a program wants to know of the fork's first turn.
     """
 
     last_node: Node
@@ -46,6 +48,7 @@ class Fork:
     environment: CopyableEnvironment | None
     conversation: tuple[Message, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    asked: Conversation | None = None
 
     async def restore(self, environment: Environment, *, reset_seed: int, timeout_s: float) -> None:
         """Bring a fresh environment to this point by replaying; a copy is there already.
@@ -57,7 +60,10 @@ class Fork:
         messages = await guarded(environment.reset, reset_seed, timeout_s=timeout_s)
         if prompt_text(messages) != self.prompt:
             raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
-        for action, expected in zip(self.actions, self.results, strict=True):
+        for number, (action, expected) in enumerate(zip(self.actions, self.results, strict=True)):
+            if isinstance(environment, OwnConversations):
+                _require_same(environment, self.exchanges[number].asked)
+                environment.sampled(self.exchanges[number].sampled)
             said = turn_message(environment, action)
             result = await guarded(environment.step, said, timeout_s=timeout_s)
             if other := _differences(result, expected):
@@ -65,6 +71,7 @@ class Fork:
                     f"a replayed prefix was answered differently ({other}): "
                     "this environment cannot fork by replay"
                 )
+        _require_same(environment, self.asked)
 
     def continue_in(self, state: EpisodeState) -> None:
         """Give a new rollout's state the history up to here."""
@@ -82,6 +89,12 @@ class Fork:
 def prompt_text(messages: Sequence[Message]) -> str:
     """The prompt as its node's message holds it."""
     return "\n".join(message.content for message in messages)
+
+
+def _require_same(environment: Environment, expected: Conversation | None) -> None:
+    """Raises EnvironmentFault where a program asks something else: its new messages alone do not tell."""
+    if asked_of(environment) != expected:
+        raise EnvironmentFault("a program asked something else the second time: it cannot fork by replay")
 
 
 def _differences(found: StepResult, expected: StepResult) -> str:
@@ -116,6 +129,7 @@ async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
         environment=copy,
         conversation=state.conversation,
         exchanges=tuple(state.exchanges),
+        asked=asked_of(environment),
     )
 
 

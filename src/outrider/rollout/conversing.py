@@ -26,6 +26,7 @@ _FOLLOWING = ("user", "tool")  # roles that a template writes behind a turn what
 class Exchange:
     """A question and its answer: ``context`` is the node in front of the turn, ``turn`` the turn's own.
     ``said`` is what the program was told; it ``is_whole`` unless a stop string of the program cut it.
+    ``sampled`` is how it was drawn.
     """
 
     asked: Conversation
@@ -33,6 +34,7 @@ class Exchange:
     context: Node
     turn: Node
     is_whole: bool
+    sampled: SampledTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +114,20 @@ def _follows(asked: Conversation, one: Exchange, renderer: ChatRenderer) -> bool
 def _is_written_the_same(
     kept: Sequence[Message], sent: Sequence[Message], tools: Sequence[ToolSchema], renderer: ChatRenderer
 ) -> bool:
-    """Whether a server would write both the same: templates trim what was said."""
-    trimmed = [[replace(one, content=one.content.strip()) for one in each] for each in (kept, sent)]
-    if trimmed[0] != trimmed[1]:
+    """Whether a server would write both the same: templates trim what was said, and few write ids."""
+    if [_bare(one) for one in kept] != [_bare(one) for one in sent]:
         return False  # rendering is slow, and nothing else can come out of it
     try:
         written = [renderer.whole_text(each, tools, opened=False) for each in (kept, sent)]
     except ModelError:
         return False
     return written[0] == written[1]
+
+
+def _bare(message: Message) -> Message:
+    """Without the blanks around it, and without ids of calls."""
+    calls = tuple(replace(call, call_id="") for call in message.tool_calls)
+    return replace(message, content=message.content.strip(), tool_calls=calls, tool_call_id="")
 
 
 def asked_of(environment: Environment) -> Conversation | None:
@@ -144,16 +151,15 @@ def opening_ids(
 
 def tell_sampled(
     environment: Environment, generation: Generation, num_context_tokens: int, tokenizer: Tokenizer
-) -> None:
+) -> SampledTurn | None:
     """Tell a program's environment how the turn was drawn, which its answer may have to say."""
-    if isinstance(environment, OwnConversations):
-        environment.sampled(
-            SampledTurn(
-                tokens=tuple(
-                    text_of(tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids
-                ),
-                logprobs=generation.logprobs,
-                finish=generation.finish_reason.value,
-                num_context_tokens=num_context_tokens,
-            )
-        )
+    if not isinstance(environment, OwnConversations):
+        return None
+    turn = SampledTurn(
+        tokens=tuple(text_of(tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids),
+        logprobs=generation.logprobs,
+        finish=generation.finish_reason.value,
+        num_context_tokens=num_context_tokens,
+    )
+    environment.sampled(turn)
+    return turn

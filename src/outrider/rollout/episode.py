@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from outrider.engines.base import FinishReason, Request
 from outrider.environments.base import Environment, EpisodeResult, StepResult, turn_message
-from outrider.environments.conversing import Conversation, OwnConversations
+from outrider.environments.conversing import Conversation, OwnConversations, SampledTurn
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
@@ -155,7 +155,7 @@ class EpisodeRunner:
             return outcome
         before = state.last_node
         question = asked_of(state.environment)
-        finish, text = await self._generate(state, question)
+        finish, text, sampled = await self._generate(state, question)
         said = turn_message(state.environment, text)
         # Before the environment acts: a copy has to be of the state that this turn was written in.
         await self._pass(state, before, is_known=here)
@@ -169,10 +169,17 @@ class EpisodeRunner:
         }
         observation = result.text
         state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
-        if question is not None:
+        if question is not None and sampled is not None:
             whole = finish is not FinishReason.STOP
             state.exchanges.append(
-                Exchange(asked=question, said=said, context=before, turn=state.last_node, is_whole=whole)
+                Exchange(
+                    asked=question,
+                    said=said,
+                    context=before,
+                    turn=state.last_node,
+                    is_whole=whole,
+                    sampled=sampled,
+                )
             )
         outcome = self._observe(state, result, finish)
         state.turn += 1
@@ -208,7 +215,9 @@ class EpisodeRunner:
         state.results.append(result)
         return result
 
-    async def _generate(self, state: EpisodeState, question: Conversation | None) -> tuple[FinishReason, str]:
+    async def _generate(
+        self, state: EpisodeState, question: Conversation | None
+    ) -> tuple[FinishReason, str, SampledTurn | None]:
         self._at(state, "the wait for a batch")
         context = state.trace.token_ids(state.last_node.node_id)
         room = min(self.limits.max_turn_tokens, self._context.left(state))
@@ -248,8 +257,8 @@ class EpisodeRunner:
         )
         state.num_splices_dropped = 0
         state.num_response_tokens += len(generation.token_ids)
-        tell_sampled(state.environment, generation, len(context), self.renderer.tokenizer)
-        return generation.finish_reason, text
+        sampled = tell_sampled(state.environment, generation, len(context), self.renderer.tokenizer)
+        return generation.finish_reason, text, sampled
 
     def _observe(self, state: EpisodeState, result: StepResult, finish: FinishReason) -> Outcome | None:
         """Append the observation and decide whether the episode is over."""

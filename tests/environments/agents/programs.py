@@ -111,6 +111,7 @@ def garbage(task: Any) -> float:
         b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}',
         b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}',
         b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+        b'{"messages": [{"role": "assistant", "tool_calls": 5}, {"role": "user", "content": "x"}]}',
     ]  # fmt: skip
     refused = 0
     for body in wrong:
@@ -119,13 +120,64 @@ def garbage(task: Any) -> float:
         except urllib.error.HTTPError as error:
             refused += error.code == 400
     assert refused == len(wrong), refused
-    for body in (b"{}", b'"x"', b'{"reward": "much"}', b"1e999", b'{"reward": 1, "metrics": 3}'):
+    odd = [b"{}", b'"x"', b'{"reward": "much"}', b"1e999", b'{"reward": 1, "metrics": 3}',
+           b'{"reward": 1, "metrics": {"\\ud800": "x"}}']  # fmt: skip
+    for body in odd:
         try:
             post("/reward", body)
         except urllib.error.HTTPError as error:
             refused += error.code == 400
     chat([{"role": "user", "content": "a"}])
     return float(refused)
+
+
+def halves(task: Any) -> float:
+    """Halves of surrogate pairs wherever a request has text."""
+    function = {"name": "look\ud83d", "description": "\ud83d", "arguments": '{"at": "\\ud83d"}'}
+    call = {"id": "c\ud83d", "type": "function", "function": function}
+    said = {"role": "assistant", "content": "", "reasoning_content": "\ud83d", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c\ud83d", "content": "\ud83d"}
+    chat([{"role": "user", "content": "a"}, said, result], tools=[{"type": "function", "function": function}])
+    return 1.0
+
+
+def going_on(task: Any) -> float:
+    """Looks at all that an answer says of itself, before it asks again."""
+    body = {"model": "any", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True}
+    done = post("/chat/completions", body)
+    [said], tokens = done["choices"], done["usage"]["completion_tokens"]
+    told = f"{said['finish_reason']} {tokens} {len(said['logprobs']['content'])}"
+    chat([{"role": "user", "content": told}], max_tokens=3)
+    return 1.0
+
+
+def unsteady(task: Any) -> float:
+    """Asks in the same words, and wants something else in every process."""
+    chat([{"role": "user", "content": "a"}])
+    chat([{"role": "user", "content": "b"}], stop=[f"end {os.getpid()}"])
+    return 1.0
+
+
+def bulky(task: Any) -> str:
+    return "x" * 1_000_000
+
+
+def renaming(task: Any) -> float:
+    """Gives the policy's call an id of its own."""
+    tool = {"type": "function", "function": {"name": "look"}}
+    messages = [{"role": "user", "content": "a"}]
+    said = chat(messages, tools=[tool])
+    [call] = said["tool_calls"]
+    result = {"role": "tool", "tool_call_id": "mine", "content": "b"}
+    chat([*messages, {**said, "tool_calls": [{**call, "id": "mine"}]}, result], tools=[tool])
+    return 1.0
+
+
+def ids(task: Any) -> float:
+    """How many different ids two calls have."""
+    tool = {"type": "function", "function": {"name": "look"}}
+    said = chat([{"role": "user", "content": "a"}], tools=[tool])
+    return float(len({call["id"] for call in said["tool_calls"] if call["id"]}))
 
 
 def handing_in(task: Any) -> None:

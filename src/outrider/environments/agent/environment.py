@@ -16,7 +16,7 @@ from outrider.environments.conversing import Conversation, SampledTurn
 from outrider.errors import EnvironmentFault
 from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
 from outrider.tokens.parsed import split_thinking
-from outrider.types import Message, Task
+from outrider.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
     from outrider.environments.agent.gateway import Gateway
@@ -87,12 +87,16 @@ class AgentEnvironment:
         if turn.problems:
             reasoning, words, _ = split_thinking(text)
             return Message(role="assistant", content=words, reasoning=reasoning, problems=turn.problems)
-        # unique in the episode: agents find the results by them
-        calls = tuple(
-            replace(call, call_id=f"c{self._num_turns:04d}{number:04d}")
-            for number, call in enumerate(turn.tool_calls)
-        )
+        calls = self._told(turn.tool_calls)
         return Message(role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=calls)
+
+    def _told(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+        """Calls as the program gets them. Their ids are unique in the episode: agents find the results by
+        them.
+        """
+        return tuple(
+            replace(call, call_id=f"c{self._num_turns:04d}{number:04d}") for number, call in enumerate(calls)
+        )
 
     def sampled(self, turn: SampledTurn) -> None:
         """See :class:`~outrider.environments.conversing.OwnConversations`."""
@@ -104,7 +108,8 @@ class AgentEnvironment:
         if question is None:
             raise EnvironmentFault("the program asks nothing")
         if question.ask.wants_logprobs and turn is None:
-            raise EnvironmentFault("a program that asks for log-probs cannot be replayed")
+            raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
+        message = replace(message, tool_calls=self._told(message.tool_calls))  # a server's have other ids
         self._num_turns += 1
         invalid = bool(message.problems)
         if not question.give(Answer(message=message, turn=turn)):

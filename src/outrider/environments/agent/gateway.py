@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,12 +16,13 @@ from starlette.routing import Route
 from outrider.environments.agent.completions import completion, events
 from outrider.environments.agent.responses import read_response, response, response_events
 from outrider.environments.agent.session import Refused, Session, read_reward
-from outrider.environments.agent.wire import MODEL, Answer, Ask, BadRequest, read_chat
+from outrider.environments.agent.wire import MODEL, Answer, Ask, BadRequest, read_chat, read_json
 from outrider.errors import EnvironmentFault
 
 MAX_BYTES: Final = 16 << 20
 """Of one request."""
 _START_S: Final = 30.0
+_KEEP_ALIVE_S: Final = 24 * 3600  # a program's connections end with it: closed earlier, a request may be lost
 
 Read = Callable[..., Ask]
 Write = Callable[[Ask, list[Answer], str], Response]
@@ -38,8 +38,9 @@ class Gateway:
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         config = uvicorn.Config(
-            self._app(), log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-        )
+            self._app(), log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="outrider agent gateway")
@@ -161,7 +162,7 @@ async def _body(request: Request) -> Any:
         if len(data) > MAX_BYTES:
             raise Refused(413, "request_too_large", f"a request has at most {MAX_BYTES} bytes")
     try:
-        return json.loads(bytes(data))
+        return read_json(bytes(data))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
 

@@ -69,7 +69,8 @@ class Launched:
         """
         self._what = what
         self._last_words = b""
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held while something is sent, or nobody would read meanwhile
+        self._sending = threading.Lock()
         self._waiting: dict[int, OnEnd] = {}
         self._sock, theirs = socket.socketpair()
         with theirs:
@@ -183,7 +184,7 @@ class Launched:
 
     def _say(self, value: Mapping[str, Any]) -> None:
         try:
-            with self._lock:
+            with self._sending:
                 self._sock.sendall(json.dumps(value).encode() + b"\n")
         except OSError as error:
             raise EnvironmentFault(f"{self._gone()}: {error}") from error

@@ -202,6 +202,8 @@ def _become(
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ.update(request["environment"])
+        for name in ("no_proxy", "NO_PROXY"):  # the endpoint is on this machine, whatever leads out of it
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         fields = request["task"]
         task = Task(**{**fields, "answers": tuple(fields["answers"])})
         found = {"value": _called(run, task)}

@@ -14,10 +14,11 @@ from outrider.types import Task
 
 _START_S: Final = 120.0  # a cold disk and a large framework
 _BOOT: Final = """
-import json, sys
+import json, os, sys
 sys.path[:] = json.loads(sys.argv[2])
 from outrider.environments.agent.launcher import main
 main(sys.argv[1])
+os._exit(0)  # without waiting for threads that the agent has started
 """
 # One thread: programs must not disturb the trainer's OpenMP team.
 ONE_THREAD: Final = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -55,6 +55,10 @@ class ProgramConfig(EnvironmentSettings):
         """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return self.max_programs
 
+    def waiting_s(self, num_concurrent: int) -> float:
+        """A program's own limit ends it first: only then is it one that took too long."""
+        return self.time_limit_s
+
     def replayed_differently(self) -> list[str]:
         """All of them, unless the recipe says otherwise."""
         return [] if self.is_repeatable else [self.type]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from outrider.environments.conversing import Conversation, SampledTurn
-from outrider.types import Message, Role, ToolCall, ToolSchema
+from outrider.types import Message, Role, ToolCall, ToolSchema, is_text
 
 MODEL: Final = "policy"
 """The name of the one model that is served; requests may name any."""
@@ -41,7 +41,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One turn of the policy as the program gets it; ``turn`` is None in a replay."""
+    """One turn of the policy as the program gets it; ``turn`` is None where it was not drawn here."""
 
     message: Message
     turn: SampledTurn | None
@@ -144,9 +144,15 @@ def _message(value: Any) -> Message:
         reasoning=str(fields.get("reasoning_content") or fields.get("reasoning") or "")
         if role == "assistant"
         else "",
-        tool_calls=tuple(_call(one) for one in fields.get("tool_calls") or ()) if role == "assistant" else (),
+        tool_calls=_calls(fields.get("tool_calls")) if role == "assistant" else (),
         tool_call_id=str(fields.get("tool_call_id") or "") if role == "tool" else "",
     )
+
+
+def _calls(value: Any) -> tuple[ToolCall, ...]:
+    if not isinstance(value or [], list):
+        raise BadRequest("tool_calls must be a list")
+    return tuple(_call(one) for one in value or [])
 
 
 def _call(value: Any) -> ToolCall:
@@ -158,12 +164,21 @@ def _call(value: Any) -> ToolCall:
 def read_call(call_id: Any, name: Any, arguments: Any) -> ToolCall:
     """A call out of a history, whose arguments are JSON text. Raises BadRequest."""
     try:
-        found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        found = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the arguments of a call are no JSON: {error}") from error
     return ToolCall(
         name=str(name or ""), arguments=mapping(found, "a call's arguments"), call_id=str(call_id or "")
     )
+
+
+def read_json(data: str | bytes) -> Any:
+    """JSON whose texts are all characters: no tokenizer takes half of a surrogate pair, so a question mark
+    stands for it. Raises ValueError, RecursionError.
+    """
+    found = json.loads(data)
+    text = json.dumps(found, ensure_ascii=False)
+    return found if is_text(text) else json.loads(text.encode("utf-8", "replace"))
 
 
 def text_of_content(content: Any) -> str:
