@@ -21,7 +21,8 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
 from outrider.environments.agent.family import AgentFactory, AgentFamily  # noqa: E402
-from outrider.environments.agent.programs import Programs, Report  # noqa: E402
+from outrider.environments.agent.launched import Report  # noqa: E402
+from outrider.environments.agent.programs import Programs  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
