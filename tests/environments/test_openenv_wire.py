@@ -63,7 +63,7 @@ GARBAGE: dict[str, tuple[str | bytes | None, str]] = {
     ),
     "no number": (observed("x", float("nan")), "gave the reward nan"),
     "no finite number": (observed("x", float("inf")), "gave the reward inf"),
-    "no number of a machine": (observed("x", 10**400), "answered what is no observation"),
+    "a huge reward": (observed("x", 10**400), "answered what is no observation"),
     "an error": ('{"type": "error", "data": {"code": "SESSION_ERROR", "message": "gone"}}', "failed: gone"),
     "a bare error": ('{"type": "error", "data": {}}', r"no reason given \(UNKNOWN\)"),
     "another field": (
