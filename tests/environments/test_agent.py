@@ -322,7 +322,7 @@ def test_nothing_is_left_behind() -> None:
 
 def test_threads_of_an_agent_do_not_outlive_the_trainer() -> None:
     programs = Programs(function="tests.environments.agents.threaded:run", command=(), reward=None)
-    launcher = programs._launcher
+    launcher = programs._process
     try:
         launcher._sock.shutdown(socket.SHUT_RDWR)  # as the end of the trainer does
         assert launcher._process.wait(60) == 0
