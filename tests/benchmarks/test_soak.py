@@ -28,8 +28,8 @@ def test_a_run_in_which_everything_breaks_gives_all_back_and_the_command_continu
         "running",
         "closed",
     ] and "| 32 | arpo |" in capsys.readouterr().out
-    # the Python tool's servers
-    assert first[0]["processes"] >= 1 + before and sum(first[1]["outcomes"].values()) == 32
+    # the Python tool's servers, which are gone when the run is closed
+    assert first[0]["processes"] > first[1]["processes"] and sum(first[1]["outcomes"].values()) == 32
     assert first[1]["processes"] <= before and first[1]["temporary"] == 0 and first[1]["faults"]
     soak.main([*given, "--rollouts", "32"])  # nothing is left to do
     assert read(tmp_path / "soak.jsonl") == first

@@ -8,7 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.environments.agent.launched import ProgramRunner, Report
-from outrider.environments.agent.session import Closed, Ended, Event, Question, Reward, Session, read_reward
+from outrider.environments.agent.session import (
+    Closed,
+    Ended,
+    Event,
+    OpenQuestion,
+    Reward,
+    Session,
+    read_reward,
+)
 from outrider.environments.agent.settings import ProgramConfig
 from outrider.environments.agent.wire import Answer
 from outrider.environments.base import EpisodeResult, StepResult
@@ -37,7 +45,7 @@ class AgentEnvironment:
         self._task = task
         self._session: Session | None = None
         self._program: int | None = None
-        self._question: Question | None = None
+        self._question: OpenQuestion | None = None
         self._turn: SampledTurn | None = None
         self._reward: Reward | None = None
         self._has_failed = False
@@ -58,7 +66,7 @@ class AgentEnvironment:
         }
         self._program = self._programs.start(self._task, variables, lambda report: _over(session, report))
         event = self._next()
-        if not isinstance(event, Question):
+        if not isinstance(event, OpenQuestion):
             raise EnvironmentFault("the program ended without asking the policy anything")
         self._question = event
         return self.asked.messages
@@ -117,7 +125,7 @@ class AgentEnvironment:
         known = len(question.ask.conversation.messages) + 1
         self._question = None
         event = self._next()
-        if not isinstance(event, Question):
+        if not isinstance(event, OpenQuestion):
             return StepResult(reward=self._ended(event).value, done=True, invalid=False)
         self._question = event
         said = event.ask.conversation.messages

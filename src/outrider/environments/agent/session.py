@@ -51,7 +51,7 @@ class Closed:
     """Nobody wants the episode any more."""
 
 
-class Question:
+class OpenQuestion:
     """A request that waits. Answers come one by one, from another thread than the server's."""
 
     def __init__(self, ask: Ask) -> None:
@@ -93,7 +93,7 @@ class Question:
             return
 
 
-Event = Question | Reward | Ended | Closed
+Event = OpenQuestion | Reward | Ended | Closed
 
 
 class Session:
@@ -105,11 +105,11 @@ class Session:
         self.num_requests = 0
         self.num_refused = 0
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._waiting: deque[Question] = deque()
+        self._waiting: deque[OpenQuestion] = deque()
         self._is_open = True
         self._lock = Lock()
 
-    def ask(self, ask: Ask) -> Question:
+    def ask(self, ask: Ask) -> OpenQuestion:
         """A request has come. Raises Refused."""
         with self._lock:
             if not self._is_open:
@@ -118,7 +118,7 @@ class Session:
             if len(self._waiting) >= MAX_WAITING:
                 raise Refused(400, "too_many_requests", f"{MAX_WAITING} requests are waiting already")
             self.num_requests += 1
-            question = Question(ask)
+            question = OpenQuestion(ask)
             self._waiting.append(question)
         self._events.put(question)
         return question
@@ -137,7 +137,7 @@ class Session:
         """What comes next. Raises queue.Empty when nothing comes in time."""
         while True:
             event = self._events.get(timeout=timeout_s)
-            if not (isinstance(event, Question) and event.is_gone):
+            if not (isinstance(event, OpenQuestion) and event.is_gone):
                 return event
 
     def close(self) -> None:
