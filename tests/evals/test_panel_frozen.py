@@ -55,7 +55,8 @@ def test_an_unknown_name_is_answered_with_all_that_there_are() -> None:
         ConfigError,
         match=(
             r"'factbok', did you mean factbook\?; give one of gsm8k, .*, factbook, scienceworld, "
-            r"webshop, textworld, house, alfworld, gym, reasoning_gym, or a file"
+            r"webshop, textworld, house, alfworld, gym, agent, verifiers, openenv, "
+            r"reasoning_gym, or a file"
         ),
     ):
         open_panel(settings(tasks="factbok"))
