@@ -9,10 +9,12 @@ import signal
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -21,8 +23,10 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 from outrider.engines.base import Request  # noqa: E402
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
 from outrider.environments.agent.family import AgentFactory, AgentFamily  # noqa: E402
+from outrider.environments.agent.gateway import Gateway  # noqa: E402
 from outrider.environments.agent.launched import Report  # noqa: E402
 from outrider.environments.agent.programs import Programs  # noqa: E402
+from outrider.environments.agent.session import OpenQuestion, Session  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
@@ -307,6 +311,43 @@ def test_long_tasks_and_long_results_pass_each_other() -> None:
         assert [ended.get(timeout=60).status for _ in range(40)] == [0] * 40
     finally:
         programs.close()
+
+
+def test_a_request_that_breaks_off_is_nobody_s_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    gateway = Gateway()
+    try:
+        session = gateway.open(takes_tools=False)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+        where = urlsplit(gateway.url)
+        with socket.create_connection((str(where.hostname), int(where.port or 0))) as begun:
+            begun.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            time.sleep(0.2)  # until it is read; a faster end would only be seen as less
+        key = {"Authorization": f"Bearer {session.key}"}
+        whole = urllib.request.Request(f"{gateway.url}/models", headers=key)
+        assert urllib.request.urlopen(whole).status == 200
+    finally:
+        gateway.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_hanging_up_again_and_again_buys_no_time() -> None:
+    session = Session(takes_tools=False)
+    told: list[float] = []
+
+    class Events:
+        def get(self, timeout: float) -> Any:
+            told.append(timeout)
+            time.sleep(0.02)
+            if len(told) > 3:
+                raise queue.Empty
+            question = OpenQuestion.__new__(OpenQuestion)
+            question.is_gone = True
+            return question
+
+    session._events = cast(Any, Events())
+    with pytest.raises(queue.Empty):
+        session.next(5.0)
+    assert told == sorted(told, reverse=True) and told[-1] <= 5.0 - 3 * 0.02
 
 
 def test_nothing_is_left_behind() -> None:

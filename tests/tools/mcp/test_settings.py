@@ -32,6 +32,8 @@ class Recipe(Settings):
         ({**URL, "headers": {"Authorization": "Bearer abc"}}, "the header Authorization names no variable"),
         ({**URL, "headers": {"Authorization": "Bearer $$"}}, "the header Authorization names no variable"),
         ({"url": "http://me:key@host/mcp"}, "url must hold no key"),
+        ({"url": "https://host/mcp?project=a&apiKey=sekrit"}, "url must hold no key"),
+        ({"url": "https://host/mcp?access_token=sekrit"}, "url must hold no key"),
         ({"url": "ftp://host"}, "url must begin with http"),
         ({"command": "a", "only": ["x", "x"]}, "only names a tool twice"),
         ({"command": "a", "prefix": "Up"}, "prefix"),

@@ -1,5 +1,6 @@
 """Whether the unpacked path gives a model's own numbers, tried with a dozen tokens when it is loaded."""
 
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from outrider.engines.local.unpacked import CacheUse, Unpacked, hidden_at, logits_at
 from outrider.errors import ModelError
 
+_LOG = logging.getLogger(__name__)
 _NUM = 12
 _ROUNDING = {torch.bfloat16: 0.1, torch.float32: 0.001}
 """Share of what a context changes in the logits: above it a state or a mask is lost, below it is rounding."""
@@ -52,8 +54,8 @@ def _cache_use(model: PreTrainedModel, ids: Tensor, whole: Tensor, context: Tens
     for use, lengths in tries.items():
         try:
             found = _with_cache(model, ids.split(lengths))
-        # caches of an architecture's own, or none
-        except Exception:
+        except Exception as error:  # caches of an architecture's own, or none: it is computed whole then
+            _LOG.info("keys and values cannot be %s: %s: %s", use, type(error).__name__, error)
             continue
         if found.shape == whole.shape and _same(found, whole, context):
             return use

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -157,10 +157,13 @@ class Gateway:
 async def _body(request: Request) -> Any:
     """The JSON of a request. Raises BadRequest, Refused where it is too long."""
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BYTES:
-            raise Refused(413, "request_too_large", f"a request has at most {MAX_BYTES} bytes")
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > MAX_BYTES:
+                raise Refused(413, "request_too_large", f"a request has at most {MAX_BYTES} bytes")
+    except ClientDisconnect as error:  # a program that is killed while it writes
+        raise Refused(499, "hung_up", "the program has hung up") from error
     try:
         return read_json(bytes(data))
     except (ValueError, RecursionError) as error:

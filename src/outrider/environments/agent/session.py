@@ -4,6 +4,7 @@ import asyncio
 import math
 import queue
 import secrets
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,9 +135,12 @@ class Session:
         self._events.put(ended)
 
     def next(self, timeout_s: float) -> Event:
-        """What comes next. Raises queue.Empty when nothing comes in time."""
+        """What comes next. Raises queue.Empty when nothing comes in time, however often a program hangs up
+        and asks again.
+        """
+        until = time.monotonic() + timeout_s
         while True:
-            event = self._events.get(timeout=timeout_s)
+            event = self._events.get(timeout=max(0.0, until - time.monotonic()))
             if not (isinstance(event, OpenQuestion) and event.is_gone):
                 return event
 

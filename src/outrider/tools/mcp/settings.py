@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outrider.plugins.origin import Origin
 
 _VARIABLE: Final = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
+_KEY: Final = re.compile(r"key|token|secret|passw|auth|credential", re.IGNORECASE)  # names in a url's query
 _SHORTEST_KEY: Final = 4  # characters; a shorter value stands in other words too
 
 
@@ -167,5 +168,5 @@ def _require_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"url must begin with http:// or https:// and name a host, not {url!r}")
-    if parts.username or parts.password:
+    if parts.username or parts.password or any(_KEY.search(name) for name, _ in parse_qsl(parts.query)):
         raise ValueError("url must hold no key: use headers with a variable of the environment")
