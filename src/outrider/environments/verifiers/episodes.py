@@ -12,12 +12,12 @@ from outrider.environments.verifiers.settings import VerifiersConfig
 from outrider.errors import ToolUnavailable
 from outrider.types import Task
 
-_PLAYER: Final = Path(__file__).with_name("player.py")
+_PLAYER: Final = Path(__file__).with_name("player") / "__main__.py"
 
 
 def launch(config: VerifiersConfig, *, lists: bool) -> Launched:
     """Start the process; with ``lists`` its first line holds the rows. Raises ToolUnavailable."""
-    # -P: the folder of the script holds modules of ours, which would hide others' of the same names
+    # -P: the folder of the program holds modules of ours, which would hide others' of the same names
     command = [os.path.expanduser(config.python or sys.executable), "-P", str(_PLAYER)]
     given = {
         "id": config.id,

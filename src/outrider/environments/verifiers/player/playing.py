@@ -1,0 +1,135 @@
+"""Loads the environment and plays what the trainer asks for.
+
+Requests and reports are JSON lines on the socket at file descriptor 0. When that ends, because the trainer
+closed it or was killed, the episodes are cancelled and the process ends.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+from .loading import Loaded, load
+from .outcomes import outcome_of, problem_of
+from .serving import Serving
+
+# An episode has a key and so an HTTP client of its own, which verifiers keeps as long as its servers.
+EPISODES_PER_SERVING = 128
+END_S = 5.0  # that cancelled episodes may take to tidy up
+
+
+def main() -> None:
+    """Load what the first line asks for, say so, and play."""
+    sock = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    lines = sock.makefile("rb")
+    given = json.loads(lines.readline())
+    sys.path += [folder for folder in given["path"] if folder not in sys.path]
+    try:
+        found = load(given)
+    except (Exception, SystemExit) as error:
+        say(sock, {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+        return
+    say(sock, found.ready(with_rows=given["lists"]))
+    asyncio.run(Player(sock, found).play(lines))
+
+
+class Player:
+    """Plays the episodes that are asked for, each as a task of one event loop."""
+
+    def __init__(self, sock: socket.socket, loaded: Loaded) -> None:
+        self._sock = sock
+        self._loaded = loaded
+        self._rows = {row.key: row for row in loaded.rows}
+        self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        self._serving: Serving | None = None
+        self._holders: set[asyncio.Task[None]] = set()
+
+    async def play(self, lines: Any) -> None:
+        """Until the socket ends."""
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+        def read() -> None:  # a thread: a task that never waits must not keep the process alive
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                for line in lines:
+                    loop.call_soon_threadsafe(self._requested, json.loads(line))
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(over.set)
+            threading.Event().wait(END_S)
+            os._exit(0)
+
+        threading.Thread(target=read, daemon=True).start()
+        await over.wait()
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for holder in self._holders:
+            holder.cancel()
+        await asyncio.gather(*self._holders, return_exceptions=True)
+        os._exit(0)
+
+    def _requested(self, request: dict[str, Any]) -> None:
+        if "kill" in request:
+            task = self._running.get(request["kill"])
+            if task is not None:
+                task.cancel()
+            return
+        number = request["name"]
+        task = asyncio.create_task(self._played(number, request))
+        self._running[number] = task
+        # not within the task: one that is cancelled before its first step runs none of its lines
+        task.add_done_callback(lambda done: self._ended(number, done))
+
+    def _ended(self, number: int, done: asyncio.Task[dict[str, Any]]) -> None:
+        del self._running[number]
+        if done.cancelled():
+            found: dict[str, Any] = {"fault": "the episode was cancelled"}
+        elif (error := done.exception()) is not None:
+            found = {"fault": problem_of(type(error).__name__, str(error))}
+        else:
+            found = done.result()
+        with contextlib.suppress(OSError):
+            say(self._sock, {"name": number, "status": 0, "result": json.dumps(found), "tail": ""})
+
+    async def _played(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+        row = self._rows.get(request["key"])
+        if row is None or request["versions"] != self._loaded.versions:
+            return {"fault": "the taskset has other rows than it had when the run listed them"}
+        # verifiers reads a key from a variable; programs do not inherit those with API_KEY in their name
+        variable = f"OUTRIDER_API_KEY_{number}"
+        os.environ[variable] = request["api_key"]
+        serving = self._current_serving()
+        serving.enter()
+        try:
+            env = await asyncio.shield(serving.ready)
+            client = EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
+            [slot] = env.slots(row)
+            episode = await env.run_slot(slot, ModelContext(model="policy", client=client))
+        finally:
+            serving.leave()
+            del os.environ[variable]
+        return outcome_of(episode, variable)
+
+    def _current_serving(self) -> Serving:
+        serving = self._serving
+        if serving is None or serving.begun >= EPISODES_PER_SERVING or serving.holder.done():
+            if serving is not None:
+                serving.retire()
+            self._serving = serving = Serving(self._loaded.config)
+            self._holders.add(serving.holder)
+            serving.holder.add_done_callback(self._holders.discard)
+        return serving
+
+
+def say(sock: socket.socket, value: dict[str, Any]) -> None:
+    """A line to the trainer."""
+    sock.sendall(json.dumps(value).encode() + b"\n")
