@@ -12,6 +12,7 @@ import pytest
 
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult
+from outrider.environments.reasoning_gym.settings import ReasoningGymConfig
 from outrider.environments.tool_qa.episode import ToolEnvironment
 from outrider.errors import EnvironmentFault
 from outrider.metrics import declared_metric
@@ -132,6 +133,14 @@ def test_a_quiet_step_says_nothing(recipe: Path) -> None:
         "grad/num_skipped": 0.0,
     }
     assert step_alarms(settings_of(recipe), step=3, values=values, fault_reasons=[]) == []
+
+
+@pytest.mark.parametrize("tools", [(), ("python",)])
+def test_calls_are_missed_where_there_are_tools(recipe: Path, tools: tuple[str, ...]) -> None:
+    environment = ReasoningGymConfig(tools=tools)
+    settings = settings_of(recipe).model_copy(update={"environment": environment})
+    said = step_alarms(settings, step=3, values={"rollout/num_tool_calls": 0.0}, fault_reasons=[])
+    assert [line.startswith("ALARM: no rollout of step 3 executed") for line in said] == [True] * len(tools)
 
 
 def test_a_skipped_update_is_an_alarm() -> None:

@@ -68,11 +68,10 @@ class EnvironmentSettings(Settings):
     """Base of the settings of every task family; the rest says what a run asks before anything is built.
 
     ``is_closed_book``: whether the tasks are questions with answers, which can be asked without the
-    environment. ``calls_tools``: whether an episode without a single tool call is suspicious.
+    environment.
     """
 
     is_closed_book: ClassVar[bool] = False
-    calls_tools: ClassVar[bool] = False
     if TYPE_CHECKING:
         type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
 
@@ -99,6 +98,11 @@ class EnvironmentSettings(Settings):
     def tool_names(self) -> tuple[str, ...]:
         """Tag names of the tools that the policy can call."""
         return ()
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether a step without a single tool call is suspicious."""
+        return False
 
     @property
     def call_format(self) -> CallFormatName | None:

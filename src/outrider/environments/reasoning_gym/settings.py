@@ -95,6 +95,11 @@ class ReasoningGymConfig(EpisodeConfig):
         """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return None if self.protocol == "tags" else self.protocol
 
+    @property
+    def calls_tools(self) -> bool:
+        """Where the recipe names any."""
+        return bool(self.tools)
+
     def tool_names(self) -> tuple[str, ...]:
         """Tag names, in the recipe's order."""
         return tool_tags(self.tools)

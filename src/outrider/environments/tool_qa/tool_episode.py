@@ -27,7 +27,6 @@ Judge: TypeAlias = Callable[[Task, str], float | None]
 class EpisodeConfig(EnvironmentSettings):
     """Limits and reward of a tool-reasoning episode. ``has_verifier``: whether the tasks bring their own."""
 
-    calls_tools: ClassVar[bool] = True
     has_verifier: ClassVar[bool] = False
     details: ClassVar[frozenset[str]] = frozenset({"max_invalid", "repeated"})
 
@@ -50,6 +49,11 @@ class EpisodeConfig(EnvironmentSettings):
         if self.reward.answer == "verifier" and not self.has_verifier:
             raise ValueError('reward.answer = "verifier": these tasks have no verifier of their own')
         return self
+
+    @property
+    def calls_tools(self) -> bool:
+        """They are there to be called."""
+        return True
 
 
 class ToolEpisode(ABC):
