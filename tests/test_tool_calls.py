@@ -31,6 +31,9 @@ BAD: list[tuple[CallFormatName, str, str]] = [
     ("hermes", "<tool_call>[1]</tool_call>", "must be a JSON object"),
     ("hermes", "<tool_call>{}</tool_call>", 'needs a "name"'),
     ("hermes", '<tool_call>{"name": "lookup", "arguments": "Rome"}</tool_call>', '"arguments" of lookup'),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": "{} x"}</tool_call>', "something stands behind"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": "[1]"}</tool_call>', "must be a JSON object"),
+    ("hermes", '<tool_call>{"name": "lookup", "input": {"key": "a"}}</tool_call>', 'under "input", not under'),
     ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": "a"}} x</tool_call>', "nothing else"),
     ("hermes", '<tool_call>{"name": "find", "arguments": {}}</tool_call>', "no tool 'find'. Tools: lookup"),
     ("hermes", '<tool_call>{"name": "lookup", "arguments": {}}</tool_call>', "needs the argument 'key'"),
@@ -77,6 +80,26 @@ def test_what_is_wrong_is_said(name: CallFormatName, text: str, told: str) -> No
     turn = read_turn(text, CALL_FORMATS[name], TOOLS)
     assert turn.tool_calls == () and len(turn.problems) == 1
     assert re.search(told, turn.problems[0]), turn.problems
+
+
+ADD = ToolCall(name="add", arguments={"a": 1, "b": 2}, call_id="call00000")
+NOW = ToolCall(name="now", call_id="call00000")
+VARIANTS: list[tuple[CallFormatName, str, ToolCall]] = [
+    ("hermes", '<tool_call>{"name": "add", "parameters": {"a": 1, "b": 2}}</tool_call>', ADD),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', ADD),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', NOW),
+    ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', NOW),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', NOW),
+    ("llama3_json", '{"name": "add", "arguments": {"a": 1, "b": 2}}', ADD),
+    ("llama3_json", '{"name": "now", "parameters": null}', NOW),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "call"), VARIANTS)
+def test_other_ways_to_write_a_call(name: CallFormatName, text: str, call: ToolCall) -> None:
+    tools = (*TOOLS, {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}})
+    turn = read_turn(text, CALL_FORMATS[name], tools)
+    assert (turn.tool_calls, turn.problems, turn.content) == ((call,), (), "")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,5 +3,6 @@
 from outrider.tokens.calls.format import CallFormat, FoundCalls
 from outrider.tokens.calls.formats import CALL_FORMATS, CallFormatName
 from outrider.tokens.calls.reading import fault_of, read_turn
+from outrider.tokens.calls.schemas import flaw_of
 
-__all__ = ["CALL_FORMATS", "CallFormat", "CallFormatName", "FoundCalls", "fault_of", "read_turn"]
+__all__ = ["CALL_FORMATS", "CallFormat", "CallFormatName", "FoundCalls", "fault_of", "flaw_of", "read_turn"]

@@ -4,20 +4,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from outrider.types import ToolCall, ToolSchema
-
-TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-"""Of JSON schemas, and what has them in Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,25 +81,29 @@ def decode_json(text: str, start: int) -> tuple[Any, int] | str:
 
 
 def call_of(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
-    """A call of an object with ``name`` and its arguments under one of ``keys``, or what is wrong with it."""
+    """A call of an object with ``name`` and its arguments under one of ``keys``, or what is wrong with it.
+
+    Arguments may be text that holds JSON, as chat servers write them, and null for none.
+    """
     if not isinstance(value, Mapping):
         return "a call must be a JSON object"
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return 'a call needs a "name"'
-    found: Any = next((value[key] for key in keys if key in value), {})
-    if not isinstance(found, Mapping):
-        return f'"{keys[0]}" of {name} must be a JSON object'
-    return ToolCall(name=name, arguments=dict(found), call_id=call_id(number))
-
-
-def is_of(value: Any, names: Sequence[str]) -> bool:
-    """Whether the value has one of these types, which are among ``TYPES``."""
-    # a bool is an int to Python, and none to JSON
-    return any(
-        isinstance(value, TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
-        for name in names
-    )
+    key = next((key for key in keys if key in value), None)
+    if key is None and (others := [one for one, inside in value.items() if isinstance(inside, Mapping)]):
+        return f'{name} has its arguments under "{others[0]}", not under "{keys[0]}"'
+    found: Any = None if key is None else value[key]
+    if isinstance(found, str):
+        decoded = decode_json(found, 0) if found.strip() else (None, len(found))
+        if isinstance(decoded, str):
+            return f'"{key}" of {name} are not JSON: {decoded}'
+        if found[decoded[1] :].strip():
+            return f'"{key}" of {name} are not JSON: something stands behind them'
+        found = decoded[0]
+    if not isinstance(found, Mapping | None):
+        return f'"{key}" of {name} must be a JSON object'
+    return ToolCall(name=name, arguments=dict(found or {}), call_id=call_id(number))
 
 
 def listed(tools: Sequence[ToolSchema]) -> str:
