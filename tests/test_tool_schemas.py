@@ -140,7 +140,7 @@ def test_arguments_between_tags_are_read_as_what_the_schema_says(found: tuple[Js
     schema, value, kinds = found
     if isinstance(value, str):  # a text that is another value to this schema too: nothing decides
         kind = spells(value)
-        assume(kind not in kinds and not (kind == "integer" and "number" in kinds) or kind == "string")
+        assume((kind not in kinds and not (kind == "integer" and "number" in kinds)) or kind == "string")
     tool = tool_of({"type": "object", "properties": {"a": schema}, "$defs": DEFINED})
     form = CALL_FORMATS["qwen3_coder"]
     call = ToolCall(name="f", arguments={"a": value}, call_id="call00000")

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from outrider.types import ToolCall
 
 _OPEN, _CLOSE = "<think>", "</think>"
+_CALL = re.compile(
+    r"<tool_call>|<function=|<\|tool_call_start\|>|<\|python_tag\|>"
+    r"|\A\s*\[?\s*\{\s*\"name\"|\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:parameters|arguments)\""
+    r"|\A\s*\[\s*[A-Za-z_][\w.]*\s*\("
+)
+"""What calls begin with: anywhere, or at the beginning of a turn."""
 UNCLOSED = f"The thinking was not closed with {_CLOSE}."
 
 
@@ -22,9 +28,11 @@ class ParsedTurn:
 def split_thinking(text: str) -> tuple[str, str, tuple[str, ...]]:
     """Thinking, the rest, and problems. A block that the template opened may lack its first tag; one that is
     not closed takes the whole text. Text without thinking is as it was written.
+
+    Behind the beginning of a call, in whatever form, the tags are part of its arguments.
     """
     before, closed, behind = text.partition(_CLOSE)
-    if closed:
+    if closed and not _CALL.search(before.partition(_OPEN)[0]):
         return before.replace(_OPEN, "", 1).strip(), behind.lstrip("\n"), ()
     head, opened, thinking = text.partition(_OPEN)
     if opened and not head.strip():

@@ -1,8 +1,17 @@
 """Native tool calls in the forms that model families write, read and written. No torch."""
 
 from outrider.tokens.calls.format import CallFormat, FoundCalls
-from outrider.tokens.calls.formats import CALL_FORMATS, CallFormatName
+from outrider.tokens.calls.formats import CALL_FORMATS, CallFormatName, unwritable_in
 from outrider.tokens.calls.reading import fault_of, read_turn
 from outrider.tokens.calls.schemas import flaw_of
 
-__all__ = ["CALL_FORMATS", "CallFormat", "CallFormatName", "FoundCalls", "fault_of", "flaw_of", "read_turn"]
+__all__ = [
+    "CALL_FORMATS",
+    "CallFormat",
+    "CallFormatName",
+    "FoundCalls",
+    "fault_of",
+    "flaw_of",
+    "read_turn",
+    "unwritable_in",
+]

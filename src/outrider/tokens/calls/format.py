@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from outrider.tokens.calls.schemas import Arguments
 from outrider.types import ToolCall, ToolSchema
 
 
@@ -32,6 +33,10 @@ class CallFormat(Protocol):
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """The calls as a model of the family writes them."""
+        ...
+
+    def unwritable(self, tool: ToolSchema) -> str:
+        """Which name of a tool, or of its arguments, the form has no way to write; empty for none."""
         ...
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
@@ -104,6 +109,16 @@ def call_of(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
     if not isinstance(found, Mapping | None):
         return f'"{key}" of {name} must be a JSON object'
     return ToolCall(name=name, arguments=dict(found or {}), call_id=call_id(number))
+
+
+def name_that_is_none(
+    tool: ToolSchema, *, tools: Callable[[str], object], arguments: Callable[[str], object]
+) -> str:
+    """In words, the first name of a tool or of its arguments that is none to a form; empty where all are."""
+    if not tools(name := str(tool.get("name"))):
+        return f"a tool named {name!r}"
+    wrong = next((one for one in Arguments.of(tool).properties if not arguments(one)), None)
+    return "" if wrong is None else f"the argument {wrong!r} of {name}"
 
 
 def listed(tools: Sequence[ToolSchema]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import isfinite
 
-from outrider.tokens.calls.format import FoundCalls, call_id, listed, read_between_words
+from outrider.tokens.calls.format import FoundCalls, call_id, listed, name_that_is_none, read_between_words
 from outrider.tokens.calls.schemas import TYPES, Accepted, Arguments
 from outrider.types import Json, ToolCall, ToolSchema
 
@@ -18,6 +18,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _START = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]*)>|<tool_call>")
 _END = re.compile(r"</function>\s*(?:</tool_call>)?")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>", re.DOTALL)
+_NAME = re.compile(r"[^<>\s]+")
 _ANY = Accepted(types=tuple(TYPES))
 
 
@@ -33,6 +34,10 @@ class Qwen3Coder:
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         return "\n".join(_written(call) for call in calls)
+
+    def unwritable(self, tool: ToolSchema) -> str:
+        """See :class:`outrider.tokens.calls.format.CallFormat`."""
+        return name_that_is_none(tool, tools=_NAME.fullmatch, arguments=_NAME.fullmatch)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
