@@ -72,7 +72,9 @@ def test_reading_a_recipe_starts_nothing_and_keeps_every_setting(tmp_path: Path)
 def test_the_prompt_tells_of_the_servers_tools_among_others() -> None:
     config = ToolsConfig.model_validate({"tools": ["python", numbers(only=["add", "shout"])]})
     assert ToolsFamily(config).stop == ("</python>", "</add>", "</shout>", "</answer>")
-    assert 'Write <add>{"a": "...", "b": "..."}</add> for this: Add two numbers.' in system_prompt(config)
+    assert 'Write <add>{"a": 1, "b": 1}</add> for this: Add two numbers. a (integer); b' in system_prompt(
+        config
+    )
 
 
 def test_names_of_two_servers_that_clash_are_refused_until_one_has_a_prefix() -> None:

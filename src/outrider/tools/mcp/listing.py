@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import ConfigError, ToolUnavailable
 from outrider.plugins.origin import Origin
 from outrider.tokens.calls import flaw_of
-from outrider.tools.functions import usage_line
+from outrider.tools.described import usage_line
 from outrider.types import ToolSchema
 
 if TYPE_CHECKING:
