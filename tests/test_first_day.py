@@ -115,6 +115,11 @@ def test_f8_what_needs_no_model_imports_no_torch(
             'environment={type="tools",tools=["serch"]}',
             "environment.tools.0: there is no 'serch', did you mean search? (one of",
         ),
+        (
+            'environment={type="tools",tools=["python"],protocol="hermess"}',
+            "environment.protocol: Input should be 'tags', 'hermes', 'qwen3_coder', 'llama3_json' or "
+            "'pythonic', did you mean hermes?",
+        ),
         ("zzz=1", "zzz: unknown key"),
     ],
 )

@@ -39,7 +39,7 @@ class ToolsConfig(EpisodeConfig):
     """The tools in use: names of plug-ins, Python functions (``"my_module:add"``), or tables such as
     ``{type = "my_module:MyTool", digits = 3}``.
     """
-    protocol: Literal["tags"] | CallFormatName = "tags"
+    protocol: Literal["tags", CallFormatName] = "tags"
     """How tools are called: by the papers' tags inside one message, or natively in one of the forms that
     model families write, with a message of the role ``tool`` for every result.
     """

@@ -60,15 +60,12 @@ class Arguments:
         """Those of a tool's schema."""
         found = tool.get("parameters")
         root: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-        properties = root.get("properties")
-        is_told = isinstance(properties, Mapping)
-        required = root.get("required")
+        properties, required = root.get("properties"), root.get("required")
+        named = required if isinstance(required, list | tuple) else ()
         return cls(
-            properties=properties if is_told else {},
-            required=tuple(one for one in required if isinstance(one, str))
-            if isinstance(required, list | tuple)
-            else (),
-            is_closed=is_told
+            properties=properties if isinstance(properties, Mapping) else {},
+            required=tuple(one for one in named if isinstance(one, str)),
+            is_closed=isinstance(properties, Mapping)
             and root.get("additionalProperties") in (None, False)
             and not root.get("patternProperties"),
             root=root,

@@ -51,9 +51,9 @@ def push_run(
     """
     _require_name(repo)
     api = HfApi(library_name="outrider", library_version=__version__)
+    checkpoint = checkpoint_of(run, step)
     if not dry_run and get_token() is None:
         raise HubError("no token for the hub: log in with 'hf auth login', or set HF_TOKEN")
-    checkpoint = checkpoint_of(run, step)
     settings = recorded_settings(run / RECORD)
     base = base_of(settings.model.name)
     if base.name and not base.license:
