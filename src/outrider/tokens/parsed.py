@@ -2,8 +2,12 @@
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outrider.types import ToolCall
+
+if TYPE_CHECKING:
+    from outrider.tokens.calls.format import CallFormat
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _CALL = re.compile(
@@ -25,14 +29,17 @@ class ParsedTurn:
     problems: tuple[str, ...] = ()
 
 
-def split_thinking(text: str) -> tuple[str, str, tuple[str, ...]]:
+def split_thinking(text: str, form: "CallFormat | None" = None) -> tuple[str, str, tuple[str, ...]]:
     """Thinking, the rest, and problems. A block that the template opened may lack its first tag; one that is
     not closed takes the whole text. Text without thinking is as it was written.
 
-    Behind the beginning of a call, in whatever form, the tags are part of its arguments.
+    Behind the beginning of a call, in a form that is built in or in ``form``, the tags are part of its
+    arguments.
     """
     before, closed, behind = text.partition(_CLOSE)
-    if closed and not _CALL.search(before.partition(_OPEN)[0]):
+    words = before.partition(_OPEN)[0]
+    is_in_call = _CALL.search(words) or (form is not None and any(one in words for one in form.markers))
+    if closed and not is_in_call:
         return before.replace(_OPEN, "", 1).strip(), behind.lstrip("\n"), ()
     head, opened, thinking = text.partition(_OPEN)
     if opened and not head.strip():

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from outrider.tokens.calls.schemas import Arguments
 from outrider.types import ToolCall, ToolSchema
@@ -19,8 +19,9 @@ class FoundCalls:
     problems: tuple[str, ...] = ()
 
 
+@runtime_checkable
 class CallFormat(Protocol):
-    """One form of calls."""
+    """One form of calls, made without arguments. Holds nothing: it may be asked from several threads."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -35,12 +36,17 @@ class CallFormat(Protocol):
         """The calls as a model of the family writes them."""
         ...
 
-    def unwritable(self, tool: ToolSchema) -> str:
-        """Which name of a tool, or of its arguments, the form has no way to write; empty for none."""
-        ...
-
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """What a system prompt says of the tools where the chat template does not."""
+        ...
+
+
+@runtime_checkable
+class LimitedForm(CallFormat, Protocol):
+    """A form that has no way to write some names. Tools that have one are refused at load."""
+
+    def unwritable(self, tool: ToolSchema) -> str:
+        """Which name, of the tool or of an argument, in words; empty where all can be written."""
         ...
 
 

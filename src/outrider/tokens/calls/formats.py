@@ -1,18 +1,24 @@
-"""The forms that are built in, by name."""
+"""The forms of calls by name: those that are built in, and those of plug-ins."""
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
-from outrider.tokens.calls.format import CallFormat
+from outrider.errors import ConfigError
+from outrider.plugins.fields import Name
+from outrider.plugins.registry import resolve
+from outrider.tokens.calls.format import CallFormat, LimitedForm
 from outrider.tokens.calls.hermes import Hermes
 from outrider.tokens.calls.llama3_json import Llama3Json
 from outrider.tokens.calls.pythonic import Pythonic
 from outrider.tokens.calls.qwen3_coder import Qwen3Coder
 from outrider.types import ToolSchema
 
-CallFormatName: TypeAlias = Literal["hermes", "qwen3_coder", "llama3_json", "pythonic"]
+CallFormatName: TypeAlias = Annotated[str, Name("call_formats")]
+"""A form of calls: one that is built in, a registered one, or ``my_module:MyForm``."""
+ProtocolName: TypeAlias = Annotated[str, Name("call_formats", also=("tags",))]
+"""``tags``, the papers' tags, or a form of native calls."""
 
-CALL_FORMATS: Final[Mapping[CallFormatName, CallFormat]] = {
+CALL_FORMATS: Final[Mapping[str, CallFormat]] = {
     "hermes": Hermes(),
     "qwen3_coder": Qwen3Coder(),
     "llama3_json": Llama3Json(),
@@ -20,12 +26,31 @@ CALL_FORMATS: Final[Mapping[CallFormatName, CallFormat]] = {
 }
 
 
-def unwritable_in(name: CallFormatName, tools: Sequence[ToolSchema]) -> str:
-    """Which of the tools a form cannot call, and the forms that can call all; empty where it can itself."""
-    told = next((told for tool in tools if (told := CALL_FORMATS[name].unwritable(tool))), "")
+def form_named(name: str) -> CallFormat:
+    """The form of this name. Raises ConfigError for one that nobody has, or that is no form of calls."""
+    if name in CALL_FORMATS:
+        return CALL_FORMATS[name]
+    made: object = resolve("call_formats", name)()
+    if not isinstance(made, CallFormat):
+        raise ConfigError(
+            f"{name} is no form of calls: it has to have markers, read, write and describe "
+            "(outrider.tokens.calls.CallFormat)"
+        )
+    return made
+
+
+def unwritable_in(name: str, tools: Sequence[ToolSchema]) -> str:
+    """Which of the tools a form cannot call, and the built-in forms that can call all; empty where it can
+    itself.
+    """
+    told = next((told for tool in tools if (told := _unwritable(form_named(name), tool))), "")
     if not told:
         return ""
     others = [
-        other for other, form in CALL_FORMATS.items() if not any(form.unwritable(tool) for tool in tools)
+        other for other, form in CALL_FORMATS.items() if not any(_unwritable(form, tool) for tool in tools)
     ]
     return f"calls in the form {name} cannot write {told}: {', '.join(others)} can"
+
+
+def _unwritable(form: CallFormat, tool: ToolSchema) -> str:
+    return form.unwritable(tool) if isinstance(form, LimitedForm) else ""

@@ -28,10 +28,6 @@ class Hermes:
         said = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         return "\n".join(f"{_OPEN}\n{json.dumps(one, ensure_ascii=False)}\n{_CLOSE}" for one in said)
 
-    def unwritable(self, tool: ToolSchema) -> str:
-        """See :class:`outrider.tokens.calls.format.CallFormat`: JSON writes every name."""
-        return ""
-
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         return (

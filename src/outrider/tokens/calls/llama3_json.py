@@ -57,10 +57,6 @@ class Llama3Json:
         said = ({"name": call.name, "parameters": dict(call.arguments)} for call in calls)
         return "; ".join(json.dumps(one, ensure_ascii=False) for one in said)
 
-    def unwritable(self, tool: ToolSchema) -> str:
-        """See :class:`outrider.tokens.calls.format.CallFormat`: JSON writes every name."""
-        return ""
-
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         return (

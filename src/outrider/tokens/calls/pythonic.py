@@ -56,7 +56,7 @@ class Pythonic:
         return f"[{', '.join(said)}]"
 
     def unwritable(self, tool: ToolSchema) -> str:
-        """See :class:`outrider.tokens.calls.format.CallFormat`."""
+        """See :class:`outrider.tokens.calls.format.LimitedForm`."""
         return name_that_is_none(tool, tools=_is_tool_name, arguments=_is_name)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:

@@ -36,7 +36,7 @@ class Qwen3Coder:
         return "\n".join(_written(call) for call in calls)
 
     def unwritable(self, tool: ToolSchema) -> str:
-        """See :class:`outrider.tokens.calls.format.CallFormat`."""
+        """See :class:`outrider.tokens.calls.format.LimitedForm`."""
         return name_that_is_none(tool, tools=_NAME.fullmatch, arguments=_NAME.fullmatch)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:

@@ -15,7 +15,7 @@ _MAX_DEPTH: Final = 32
 
 def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
     """What a turn says. Without a form, or without tools, all behind the thinking is words."""
-    reasoning, rest, problems = split_thinking(text)
+    reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
         return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
     found = call_format.read(rest, tools)
