@@ -12,8 +12,6 @@ from outrider.types import ToolCall, ToolSchema
 
 _TAG = "<|python_tag|>"
 _BETWEEN = re.compile(rf"(?:[\s;,]|{re.escape(_TAG)})*")
-
-
 _KEYS = ("parameters", "arguments")
 _CALL = re.compile(r'\[?\s*\{\s*"(?:name|type|parameters|arguments)"')
 _NAMED = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:parameters|arguments)"')

@@ -15,7 +15,7 @@ from outrider.types import Json, ToolCall, ToolSchema
 _OPEN, _CLOSE, _TAG = "<|tool_call_start|>", "<|tool_call_end|>", "<|python_tag|>"
 _OPENING = re.compile(f"{re.escape(_OPEN)}|{re.escape(_TAG)}")
 _PIECE = re.compile(
-    rf"""{re.escape(_CLOSE)}|'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*"|.""",  # strings as a whole
+    rf"""{re.escape(_CLOSE)}|'(?:\\.|[^'\\\n])*+'|"(?:\\.|[^"\\\n])*+"|\\?.""",  # strings as a whole
     re.DOTALL,
 )
 _LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
