@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from outrider.engines.chat.engine import ChatReply
 from outrider.environments.base import Environment, NativeTools, tools_of, turn_message
-from outrider.environments.conversing import OwnConversations
+from outrider.environments.conversing import OwnConversations, ServedTurn
 from outrider.tokens.calls import CALL_FORMATS, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message
@@ -19,6 +19,17 @@ class EndpointTurn:
     said: Message
     sent: Message
     text: str
+
+
+def tell_served(environment: Environment, reply: ChatReply) -> None:
+    """Tell a program's environment what the server says of its turn, which its answer has to say."""
+    if isinstance(environment, OwnConversations):
+        turn = ServedTurn(
+            finish=reply.finish,
+            num_tokens=reply.num_tokens or None,
+            num_context_tokens=reply.num_context_tokens or None,
+        )
+        environment.sampled(turn)
 
 
 def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:

@@ -82,6 +82,22 @@ def sdk_responses(task: Any) -> float:
     return float(text == "It is sunny.")
 
 
+def sdk_untold(task: Any) -> float:
+    """Where nothing is known of an answer but its words, in every form."""
+    client = OpenAI(max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": task.question}]
+    done = client.chat.completions.create(model="policy", messages=messages)
+    assert (done.choices[0].finish_reason, done.usage) == (None, None), done
+    with client.chat.completions.stream(model="policy", messages=messages,
+                                        stream_options={"include_usage": True}) as stream:  # fmt: skip
+        streamed = stream.get_final_completion()
+    assert (streamed.choices[0].finish_reason, streamed.usage) == (None, None), streamed
+    response = client.responses.create(model="policy", input=messages)
+    assert (response.status, response.usage) == ("completed", None), response
+    words = {done.choices[0].message.content, streamed.choices[0].message.content, response.output_text}
+    return float(words == {"It is sunny."})
+
+
 def agents_sdk(task: Any) -> float:
     """OpenAI's Agents SDK as it comes: its default form of the endpoint."""
     from agents import Agent, Runner, function_tool, set_tracing_disabled

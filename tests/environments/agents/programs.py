@@ -151,6 +151,15 @@ def going_on(task: Any) -> float:
     return 1.0
 
 
+def telling(task: Any) -> float:
+    """Repeats what an answer says of itself."""
+    tool = {"type": "function", "function": {"name": "look"}}
+    done = post("/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [tool]})
+    [said] = done["choices"]
+    chat([{"role": "user", "content": json.dumps([said["finish_reason"], done["usage"]])}])
+    return 1.0
+
+
 def unsteady(task: Any) -> float:
     """Asks in the same words, and wants something else in every process."""
     chat([{"role": "user", "content": "a"}])

@@ -20,7 +20,7 @@ from outrider.environments.agent.session import (
 from outrider.environments.agent.settings import ProgramConfig
 from outrider.environments.agent.wire import Answer
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.conversing import Conversation, SampledTurn
+from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn
 from outrider.errors import EnvironmentFault
 from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
 from outrider.tokens.parsed import split_thinking
@@ -46,7 +46,7 @@ class AgentEnvironment:
         self._session: Session | None = None
         self._program: int | None = None
         self._question: OpenQuestion | None = None
-        self._turn: SampledTurn | None = None
+        self._turn: SampledTurn | ServedTurn | None = None
         self._reward: Reward | None = None
         self._has_failed = False
         self._num_turns = 0
@@ -106,7 +106,7 @@ class AgentEnvironment:
             replace(call, call_id=f"c{self._num_turns:04d}{number:04d}") for number, call in enumerate(calls)
         )
 
-    def sampled(self, turn: SampledTurn) -> None:
+    def sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """See :class:`~outrider.environments.conversing.OwnConversations`."""
         self._turn = turn
 
@@ -115,7 +115,7 @@ class AgentEnvironment:
         question, turn, self._turn = self._question, self._turn, None
         if question is None:
             raise EnvironmentFault("the program asks nothing")
-        if question.ask.wants_logprobs and turn is None:
+        if question.ask.wants_logprobs and not isinstance(turn, SampledTurn):
             raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
         message = replace(message, tool_calls=self._told(message.tool_calls))  # a server's have other ids
         self._num_turns += 1

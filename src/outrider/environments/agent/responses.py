@@ -100,7 +100,6 @@ def _say(messages: list[Message], said: Message) -> None:
 def response(ask: Ask, answer: Answer, name: str) -> dict[str, Any]:
     """The whole answer; ``name`` is its id."""
     is_cut = answer.finish == "length"
-    tokens = usage([answer])
     return {
         "id": name,
         "object": "response",
@@ -117,13 +116,20 @@ def response(ask: Ask, answer: Answer, name: str) -> dict[str, Any]:
         "top_p": None,
         "tool_choice": "auto",
         "tools": [{"type": "function", "strict": False, **tool} for tool in ask.conversation.tools],
-        "usage": {
-            "input_tokens": tokens["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": tokens["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": tokens["total_tokens"],
-        },
+        "usage": _usage(answer),
+    }
+
+
+def _usage(answer: Answer) -> dict[str, Any] | None:
+    tokens = usage([answer])
+    if tokens is None:
+        return None
+    return {
+        "input_tokens": tokens["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": tokens["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": tokens["total_tokens"],
     }
 
 
