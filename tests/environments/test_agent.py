@@ -2,6 +2,7 @@
 was sampled in, and every episode has one outcome, whatever its program does.
 """
 
+import json
 import os
 import queue
 import re
@@ -184,6 +185,38 @@ def test_garbage_is_answered_in_words() -> None:
     [leaf] = play("garbage").traces[0].leaves.values()
     assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 21.0)
     assert leaf.metrics["num_refused_requests"] == 21 and leaf.metrics["num_requests"] == 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "written", "content", "reasoning"),
+    [
+        (("\n",), "one\ntwo</think>3", "", "one"),
+        (("think",), "2+2</think>four", "", "2+2</"),
+        (("<think>",), "why<think>not", "", "why"),
+        (("</think>",), "2+2</think>four", "", "2+2"),
+        ((".", ","), "2+2</think>four, five.", "four", "2+2"),
+        (("<",), "nothing else", "", "nothing else"),
+    ],
+)
+def test_a_stop_string_ends_what_the_policy_wrote_and_not_what_the_template_opened(
+    stop: tuple[str, ...], written: str, content: str, reasoning: str
+) -> None:
+    family = FAMILIES["qwen3, always thinking"]
+    renderer = ChatRenderer(
+        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
+    )
+    seen: list[tuple[str, str]] = []
+    report = play(
+        "halting",
+        tasks=[Task(key="t", question="", answers=stop)],
+        renderer=renderer,
+        script=lambda *_: written,
+        seen=seen,
+        tool_calls="hermes",
+    )
+    [leaf] = report.traces[0].leaves.values()
+    assert leaf.outcome is Outcome.FINISHED, report.fault_reasons
+    assert json.dumps([content, reasoning]) in seen[1][1]
 
 
 def test_half_a_surrogate_pair_breaks_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Agent programs whose policy is a model behind another endpoint: what it says of its answers they are told."""
+"""Agent programs whose policy is a model behind another endpoint are told what it says of its answers."""
 
 import importlib.util
 import json
@@ -23,16 +23,16 @@ LOOK = {"id": "x", "type": "function", "function": {"name": "look", "arguments":
 WRITTEN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 
 
-def play(program: str, *answers: Answer, **settings: Any) -> tuple[Collected, ChatServer]:
+def play(program: str, *answers: Answer, task: Task = TASK) -> tuple[Collected, ChatServer]:
     factory = AgentFactory(AgentConfig(function=f"{AGENTS}.{program}", tool_calls="hermes"))
     try:
         with chat_server(list(answers)) as server:
             chosen = EndpointSettings(base_url=server.url, model="agent", max_retries=0)
             collector = Collector(
                 endpoint=ChatEndpoint(chosen, sleep=lambda seconds: None),
-                factory=factory, limits=Limits(step_timeout_s=60), stop=(), run_seed=0, **settings,
+                factory=factory, limits=Limits(step_timeout_s=60), stop=(), run_seed=0,
             )  # fmt: skip
-            [played] = collector.collect([TASK], num_rollouts=1).collected
+            [played] = collector.collect([task], num_rollouts=1).collected
     finally:
         factory.close()
     return played, server
@@ -62,6 +62,14 @@ def test_a_program_is_told_how_the_answer_ended_and_what_it_cost(
     assert played.outcome is Outcome.FINISHED, played.detail
     told = server.asked[1].body
     assert told is not None and json.loads(told["messages"][-1]["content"]) == [finish, usage]
+
+
+def test_a_program_s_stop_string_is_not_in_what_it_is_told() -> None:
+    task = Task(key="t", question="", answers=("END",))
+    played, server = play("programs:halting", given("b END", "stop"), completion("c"), task=task)
+    assert played.outcome is Outcome.FINISHED, played.detail
+    told = server.asked[1].body
+    assert told is not None and json.loads(told["messages"][-1]["content"]) == ["b ", None]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai")

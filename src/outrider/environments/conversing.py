@@ -2,6 +2,7 @@
 server, with a whole conversation each time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -49,6 +50,14 @@ class ServedTurn:
     finish: str | None = None
     num_tokens: int | None = None
     num_context_tokens: int | None = None
+
+
+def before_stop(text: str, stop: Sequence[str], *, opened: int = 0) -> str:
+    """A turn without the first stop string in it and what is behind, as servers give it. Stop strings end
+    what the model writes, thinking included; the first ``opened`` characters it has not written.
+    """
+    ends = [end for one in stop if (end := text.find(one, opened)) >= 0]
+    return text[: min(ends)] if ends else text
 
 
 @runtime_checkable

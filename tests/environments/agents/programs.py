@@ -160,6 +160,15 @@ def telling(task: Any) -> float:
     return 1.0
 
 
+def halting(task: Any) -> float:
+    """Repeats an answer that ended at one of its stop strings, which are the task's answers."""
+    tool = {"type": "function", "function": {"name": "look"}}
+    said = chat([{"role": "user", "content": "a"}], stop=task.answers, tools=[tool])
+    told = [said["content"], said.get("reasoning_content")]
+    chat([{"role": "user", "content": json.dumps(told)}])
+    return 1.0
+
+
 def unsteady(task: Any) -> float:
     """Asks in the same words, and wants something else in every process."""
     chat([{"role": "user", "content": "a"}])

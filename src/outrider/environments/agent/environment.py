@@ -20,7 +20,7 @@ from outrider.environments.agent.session import (
 from outrider.environments.agent.settings import ProgramConfig
 from outrider.environments.agent.wire import Answer
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn
+from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn, before_stop
 from outrider.errors import EnvironmentFault
 from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
 from outrider.tokens.parsed import split_thinking
@@ -87,9 +87,11 @@ class AgentEnvironment:
         """See :class:`~outrider.environments.conversing.OwnConversations`. A turn with a call that cannot be
         read is words to the program, as servers give it.
         """
-        asked = self.asked
-        ends = [end for stop in asked.stop if (end := text.find(stop)) >= 0]
-        text = text[: min(ends)] if ends else text
+        asked, drawn = self.asked, self._turn
+        if not isinstance(drawn, SampledTurn):
+            text = before_stop(text, asked.stop)
+        elif drawn.finish == "stop":  # else none of them is in what the policy wrote
+            text = before_stop(text, asked.stop, opened=len(drawn.opened))
         form = self._config.tool_calls
         turn = read_turn(text, None if form is None else CALL_FORMATS[form], asked.tools)
         if turn.problems:
