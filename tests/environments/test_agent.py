@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -27,7 +27,7 @@ from outrider.environments.agent.family import AgentFactory, AgentFamily  # noqa
 from outrider.environments.agent.gateway import Gateway  # noqa: E402
 from outrider.environments.agent.launched import Report  # noqa: E402
 from outrider.environments.agent.programs import Programs  # noqa: E402
-from outrider.environments.agent.session import OpenQuestion, Session  # noqa: E402
+from outrider.environments.agent.session import Ended, OpenQuestion  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
@@ -363,24 +363,44 @@ def test_a_request_that_breaks_off_is_nobody_s_traceback(capfd: pytest.CaptureFi
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_hanging_up_again_and_again_buys_no_time() -> None:
-    session = Session(takes_tools=False)
-    told: list[float] = []
+@pytest.mark.parametrize("way", ["hangs up", "ends"])
+def test_a_request_that_has_arrived_is_a_turn_whether_or_not_the_program_waits(way: str) -> None:
+    """Else how fast the policy is would decide how many turns a rollout has."""
+    seen: list[tuple[str, str]] = []
+    with scheduled("leaving", seen=seen) as scheduler:
 
-    class Events:
-        def get(self, timeout: float) -> Any:
-            told.append(timeout)
-            time.sleep(0.02)
-            if len(told) > 3:
-                raise queue.Empty
-            question = OpenQuestion.__new__(OpenQuestion)
-            question.is_gone = True
-            return question
+        def script(request: Request, text: str) -> str:
+            seen.append((request.request_id, text))
+            [session] = scheduler.factory._gateway._sessions.values()  # type: ignore[attr-defined]
+            wait_for(lambda: session.num_requests == 2)
+            if way == "hangs up" and len(seen) == 1:
+                wait_for(lambda: session._waiting[-1]._answered.done())
+            return "b"
 
-    session._events = cast(Any, Events())
-    with pytest.raises(queue.Empty):
-        session.next(5.0)
-    assert told == sorted(told, reverse=True) and told[-1] <= 5.0 - 3 * 0.02
+        scheduler.engine = ScriptedEngine(tokenizer=TOKENIZER, script=script, context_length=8192)
+        report = scheduler.run([Task(key="t", question="", answers=(way,))], modes=("m",), training_step=0)
+    [(leaf, path)] = report.traces[0].rollouts()
+    assert leaf.outcome is Outcome.FINISHED and sum(node.trainable for node in path) == 2
+    assert "second" in seen[1][1]
+
+
+def test_what_a_program_sent_before_its_end_comes_before_it() -> None:
+    gateway = Gateway()
+    held = threading.Event()
+    try:
+        session = gateway.open(takes_tools=False)
+        gateway._loop.call_soon_threadsafe(held.wait)  # a server that has other things to do
+        body = b'{"messages": [{"role": "user", "content": "a"}]}'
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+        where = urlsplit(gateway.url)
+        with socket.create_connection((str(where.hostname), int(where.port or 0))) as begun:
+            begun.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        gateway.end(session, Ended(reward=None))
+        held.set()
+        assert isinstance(session.next(30.0), OpenQuestion) and isinstance(session.next(30.0), Ended)
+    finally:
+        held.set()
+        gateway.close()
 
 
 def test_nothing_is_left_behind() -> None:
@@ -421,6 +441,13 @@ def test_a_launcher_that_is_killed_is_a_fault_and_another_one_starts() -> None:
         report = scheduler.run([task], modes=("m",) * 2, training_step=0)
     assert [leaf.outcome for leaf in report.traces[0].leaves.values()] == [Outcome.FINISHED] * 2
     assert report.faults["environment_fault"] == report.faults["retries"] == 2
+
+
+def wait_for(come: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not come():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def children(pid: int) -> list[str]:

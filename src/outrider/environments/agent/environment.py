@@ -64,7 +64,9 @@ class AgentEnvironment:
             "OPENAI_API_KEY": session.key,
             "OUTRIDER_SEED": str(seed),
         }
-        self._program = self._programs.start(self._task, variables, lambda report: _over(session, report))
+        self._program = self._programs.start(
+            self._task, variables, lambda report: self._gateway.end(session, ended(report))
+        )
         event = self._next()
         if not isinstance(event, OpenQuestion):
             raise EnvironmentFault("the program ended without asking the policy anything")
@@ -194,11 +196,6 @@ class AgentEnvironment:
             self._has_failed = True
         self._reward = reward
         return reward
-
-
-def _over(session: Session, report: Report) -> None:
-    """Put a program's end behind what it has asked."""
-    session.end(ended(report))
 
 
 def ended(report: Report) -> Ended:
