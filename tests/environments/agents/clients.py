@@ -51,6 +51,35 @@ def sdk_tools(task: Any) -> float:
     return float(said.message.content == "It is sunny.")
 
 
+def sdk_thinking(task: Any) -> float:
+    """A call and an answer, with thinking that goes back as it came, in the form that the task names."""
+    client = OpenAI(max_retries=0)
+    asked: list[Any] = [{"role": "user", "content": task.question}]
+    if task.answers[0] == "chat":
+        done = client.chat.completions.create(model="policy", messages=asked, tools=[WEATHER])
+        said = done.choices[0].message
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "sunny"}
+        asked += [said.model_dump(exclude_none=True), result]
+        done = client.chat.completions.create(model="policy", messages=asked, tools=[WEATHER])
+        asked += [done.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "so?"}]
+        client.chat.completions.create(model="policy", messages=asked, tools=[WEATHER])
+        return 1.0
+    tools: list[Any] = [{"type": "function", "strict": False, **WEATHER["function"]}]
+    first = client.responses.create(model="policy", input=asked, tools=tools)
+    assert [one.type for one in first.output] == ["reasoning", "function_call"], first
+    assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens, first.usage
+    asked += [one.model_dump() for one in first.output]
+    asked.append({"type": "function_call_output", "call_id": first.output[1].call_id, "output": "sunny"})
+    with client.responses.stream(model="policy", input=asked, tools=tools) as stream:
+        thought = "".join(event.delta for event in stream if event.type == "response.reasoning_text.delta")
+        second = stream.get_final_response()
+    assert [one.type for one in second.output] == ["reasoning", "message"], second
+    assert [one.text for one in second.output[0].content] == [thought]
+    asked += [*(one.model_dump() for one in second.output), {"role": "user", "content": "so?"}]
+    client.responses.create(model="policy", input=asked, tools=tools)
+    return float(thought == "It shines.")
+
+
 async def sdk_parallel(task: Any) -> float:
     """Two questions at a time."""
     import asyncio
