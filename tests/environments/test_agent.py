@@ -6,8 +6,10 @@ import json
 import os
 import queue
 import re
+import select
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -318,6 +320,61 @@ def test_a_command() -> None:
     ) as scheduler:  # fmt: skip
         [leaf] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].leaves.values()
     assert leaf.episode_return == 1.0 and "say bsay b!" in seen[0][1]
+
+
+LEAVING = """
+import json, os, subprocess, sys, urllib.request as u
+held = open(sys.argv[1], "w")
+subprocess.Popen(["sleep", "600"], pass_fds=[held.fileno()])
+body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+for _ in range(int(sys.argv[2])):
+    u.urlopen(u.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)).read()
+print("b")
+"""
+
+
+@pytest.mark.parametrize("way", ["the command ends", "the budget ends it", "the launcher is killed"])
+def test_nothing_that_a_command_has_started_is_left(way: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "held"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)  # at its end once no process holds the other one
+    asks = "2" if way == "the budget ends it" else "1"
+    command = (sys.executable, "-c", LEAVING, str(fifo), asks)
+    with scheduled(command=command, reward=f"{PROGRAMS}:score", limits=Limits(max_turns=1)) as scheduler:
+        launcher = scheduler.factory._programs.pid  # type: ignore[attr-defined]
+
+        def script(request: Request, text: str) -> str:
+            if way == "the launcher is killed":
+                os.kill(launcher, signal.SIGKILL)
+            return "b"
+
+        scheduler.engine = ScriptedEngine(tokenizer=TOKENIZER, script=script, context_length=8192)
+        [leaf] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].leaves.values()
+        try:
+            assert select.select([reader], [], [], 60)[0] and not os.read(reader, 1)
+        finally:
+            os.close(reader)
+    ends = {"the command ends": Outcome.FINISHED, "the budget ends it": Outcome.TRUNCATED_TURNS}
+    assert leaf.outcome is ends.get(way, Outcome.ENVIRONMENT_FAULT), leaf.detail
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ((sys.executable, "-c", "import sys; sys.exit(3)"), "ended with status 3"),
+        (("sh", "-c", "kill -9 $$"), "ended with status -9"),
+        (("/no/such/program",), "cannot be started: .*No such file"),
+    ],
+)
+def test_a_command_that_fails_says_how(command: tuple[str, ...], reason: str) -> None:
+    ended: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    programs = Programs(function=None, command=command, reward=None)
+    try:
+        programs.start(ONE[0], {}, ended.put)
+        assert re.search(reason, ended.get(timeout=60).result)
+    finally:
+        programs.close()
 
 
 def test_a_hundred_at_once() -> None:

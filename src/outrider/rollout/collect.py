@@ -16,7 +16,7 @@ from outrider.environments.base import Environment, EnvironmentFactory, EpisodeR
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.conversing import asked_of
-from outrider.rollout.endpoint_turns import endpoint_turn, tell_served
+from outrider.rollout.endpoint_turns import endpoint_turn
 from outrider.rollout.faults import outcome_of_fault
 from outrider.rollout.limits import Limits
 from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
@@ -201,7 +201,6 @@ class Collector:
                 outcome = Outcome.TRUNCATED_TOKENS
                 break
             num_tokens += reply.num_tokens
-            tell_served(environment, reply)
             turn = endpoint_turn(reply, environment)
             self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
             result: StepResult = self._timed(environment.step, turn.said)

@@ -21,8 +21,7 @@ class EndpointTurn:
     text: str
 
 
-def tell_served(environment: Environment, reply: ChatReply) -> None:
-    """Tell a program's environment what the server says of its turn, which its answer has to say."""
+def _tell_served(environment: Environment, reply: ChatReply) -> None:
     if isinstance(environment, OwnConversations):
         turn = ServedTurn(
             finish=reply.finish,
@@ -36,8 +35,10 @@ def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
     """The turn that a reply is.
 
     A server that reads no calls leaves them in the text, and they are read there. A turn with a call that
-    cannot be read is sent back in words, whole, so that the complaint has something to be about.
+    cannot be read is sent back in words, whole, so that the complaint has something to be about. A program's
+    environment is told first what the server says of the turn.
     """
+    _tell_served(environment, reply)
     name = environment.call_format if isinstance(environment, NativeTools | OwnConversations) else None
     if name is None:
         plain = Message(role="assistant", content=reply.text)
