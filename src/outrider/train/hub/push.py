@@ -58,10 +58,14 @@ def push_run(
     base = base_of(settings.model.name)
     if base.name and not base.license:
         base = _with_license(api, base)
-    card = model_card(repo, settings, read_run(run), step=step_of(checkpoint), base=base)
     with tempfile.TemporaryDirectory(prefix="outrider-push-") as scratch:
         folder = Path(scratch) / "model"
         export_run(run, folder, checkpoint=checkpoint)
+        template = folder / "chat_template.jinja"
+        card = model_card(
+            repo, settings, read_run(run), step=step_of(checkpoint), base=base,
+            template=template.read_text(encoding="utf-8") if template.is_file() else "",
+        )  # fmt: skip
         (folder / CARD).write_text(card, encoding="utf-8")
         files = tuple((one.name, one.stat().st_size) for one in sorted(folder.iterdir()))
         if dry_run:

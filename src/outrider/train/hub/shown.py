@@ -5,6 +5,8 @@ import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from keyword import iskeyword
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +17,7 @@ from outrider.train.state.same_settings import UNSEEN
 
 OMITTED: Final = "(not shown)"
 _PLAIN: Final = re.compile(r"[\w.@:+=*-]*", re.ASCII)
+_DATE: Final = re.compile(r"\d{1,2} [A-Za-z]{3,9} \d{4}", re.ASCII)  # as templates write the day
 _MODEL: Final = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _SECRET: Final = re.compile(
     r"(^|_)(api_?keys?|keys?|token|secret|password|passwd|auth|authorization|credentials?|variable)(_|$)",
@@ -44,6 +47,27 @@ def shown_settings(settings: RunSettings) -> str:
             table = table.setdefault(part, {})
         table[name] = _shown(leaf.key, leaf.value, private)
     return to_toml(tree)
+
+
+def shown_variables(variables: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Of ``model.template_kwargs`` what a reader needs: variables that the chat template names. A value that
+    is no switch, number, plain word or date is ``OMITTED``.
+    """
+    private = private_words()
+    own = set(re.findall(r"\w+", template))
+    return {
+        name: value if _is_plain_variable(name, value, private) else OMITTED
+        for name, value in variables.items()
+        if name in own and name.isidentifier() and not iskeyword(name)
+    }
+
+
+def _is_plain_variable(name: str, value: Any, private: frozenset[str]) -> bool:
+    if _may_be_secret(name):
+        return False
+    if isinstance(value, str):
+        return _is_plain(value, private) or bool(_DATE.fullmatch(value))
+    return value is None or (isinstance(value, bool | int | float) and isfinite(value))
 
 
 def private_words() -> frozenset[str]:
