@@ -228,7 +228,7 @@ def _item_events(item: dict[str, Any], number: int) -> list[dict[str, Any]]:
     (part,) = item["content"]
     inside = {**where, "content_index": 0}
     kind = f"response.{part['type']}"
-    logprobs = {"logprobs": []} if part["type"] == "output_text" else {}
+    logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     return [
         {**added, "item": {**item, "content": [], "status": "in_progress"}},
         {"type": "response.content_part.added", **inside, "part": {**part, "text": ""}},
