@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from outrider.tokens.calls import CallFormatName
 from outrider.types import Message, ToolSchema
 
 
@@ -73,7 +72,7 @@ class OwnConversations(Protocol):
         ...
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """The form of the policy's native tool calls; None where it has none."""
         ...
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from outrider.engines.chat.engine import ChatReply
 from outrider.environments.base import Environment, NativeTools, tools_of, turn_message
 from outrider.environments.conversing import OwnConversations, ServedTurn, before_stop
-from outrider.tokens.calls import CALL_FORMATS, read_turn
+from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message
 
@@ -45,7 +45,7 @@ def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
         return EndpointTurn(said=turn_message(environment, reply.text), sent=plain, text=reply.text)
     if isinstance(environment, OwnConversations):  # the program's own stop strings are not for it to read
         reply = replace(reply, text=before_stop(reply.text, environment.asked.stop))
-    form, tools, served = CALL_FORMATS[name], tools_of(environment), reply.served
+    form, tools, served = form_named(name), tools_of(environment), reply.served
     has_read = bool(served.calls or served.problems)
     turn = read_turn(reply.text, None if has_read else form, tools)
     calls = served.calls if has_read else turn.tool_calls

@@ -22,7 +22,7 @@ from outrider.environments.agent.wire import Answer
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn, before_stop
 from outrider.errors import EnvironmentFault
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message, Task, ToolCall
 
@@ -81,7 +81,7 @@ class AgentEnvironment:
         return self._question.ask.conversation
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """See :class:`~outrider.environments.conversing.OwnConversations`."""
         return self._config.tool_calls
 
@@ -95,7 +95,7 @@ class AgentEnvironment:
         elif drawn.finish == "stop":  # else none of them is in what the policy wrote
             text = before_stop(text, asked.stop, opened=len(drawn.opened))
         form = self._config.tool_calls
-        turn = read_turn(text, None if form is None else CALL_FORMATS[form], asked.tools)
+        turn = read_turn(text, None if form is None else form_named(form), asked.tools)
         if turn.problems:
             reasoning, words, _ = split_thinking(text)
             return Message(role="assistant", content=words, reasoning=reasoning, problems=turn.problems)

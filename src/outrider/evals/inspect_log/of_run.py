@@ -11,7 +11,6 @@ from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, written_at
 from outrider.evals.inspect_log.turns import AFTER_POLICY, said_in
 from outrider.json_lines import parsed, whole_lines
-from outrider.tokens.calls import CallFormatName
 from outrider.train.state.recorded import recorded_settings
 from outrider.types import Outcome
 from outrider.watch.rollout_rows import read_rollouts
@@ -64,11 +63,9 @@ def evaluation_of_run(run: Path, number: int | None = None) -> LoggedEvaluation:
     )
 
 
-def _environment(
-    run: Path, split: str
-) -> tuple[Mapping[str, tuple[str, ...]], CallFormatName | None, list[str]]:
+def _environment(run: Path, split: str) -> tuple[Mapping[str, tuple[str, ...]], str | None, list[str]]:
     """Answers by task key, of the tasks as this machine has them, and the form of native calls."""
-    form: CallFormatName | None = None
+    form: str | None = None
     try:
         settings = recorded_settings(run / "config.toml").environment
         form = settings.call_format
@@ -82,7 +79,7 @@ def _environment(
 
 
 def _rollouts(
-    run: Path, number: int, targets: Mapping[str, tuple[str, ...]], form: CallFormatName | None
+    run: Path, number: int, targets: Mapping[str, tuple[str, ...]], form: str | None
 ) -> list[LoggedRollout]:
     rows = {(row.trace_id, row.node_id): row for row in TraceReader(run / "traces").read_evaluation(number)}
     seen: Counter[str] = Counter()

@@ -16,7 +16,6 @@ from outrider.evals.benchmark.tasks import load_tasks
 from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said, written_at
 from outrider.evals.inspect_log.turns import turn
 from outrider.rollout.evaluate import interval
-from outrider.tokens.calls import CallFormatName
 from outrider.types import Json, Task
 
 
@@ -76,7 +75,7 @@ def _tasks(settings: PanelSettings, panel_hash: str) -> tuple[Mapping[str, Task]
     return {task.key: task for task in panel.tasks}, []
 
 
-def _rollout(result: SampleResult, task: Task | None, form: CallFormatName | None) -> LoggedRollout:
+def _rollout(result: SampleResult, task: Task | None, form: str | None) -> LoggedRollout:
     prompt = () if task is None else (Said(role="user", text=task.question),)
     turns = tuple(turn(text, form) for text in result.turns or ())
     named = {("return" if name == RETURN else name): value for name, value in result.metrics.items()}

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outrider.evals.inspect_log.logged import Said, SaidBy
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName
+from outrider.tokens.calls import form_named
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Origin
 from outrider.watch.traces import TraceRow, metadata_of
@@ -12,7 +12,7 @@ from outrider.watch.traces import TraceRow, metadata_of
 AFTER_POLICY = (Origin.POLICY, Origin.DEMONSTRATION)
 
 
-def said_in(row: TraceRow, form: CallFormatName | None) -> list[Said]:
+def said_in(row: TraceRow, form: str | None) -> list[Said]:
     """The messages of a node; ``form`` is that of the policy's native calls."""
     metadata = metadata_of(row)
     tools = tuple(str(name) for name in metadata.get("tools", ()))
@@ -29,14 +29,14 @@ def said_in(row: TraceRow, form: CallFormatName | None) -> list[Said]:
     return list(_parts(row.text, metadata)) or [Said(role=role, text=row.text, tools=tools)]
 
 
-def turn(text: str, form: CallFormatName | None, tools: tuple[str, ...] = ()) -> Said:
+def turn(text: str, form: str | None, tools: tuple[str, ...] = ()) -> Said:
     """A turn of the policy. ``tools`` ran for it. Types of arguments that only a tool's schema tells stay
     text, and what the schema refused is a call like others.
     """
     if form is None:
         return Said(role="assistant", text=text, tools=tools)
     thinking, words, _ = split_thinking(text)
-    found = CALL_FORMATS[form].read(words, ())
+    found = form_named(form).read(words, ())
     return Said(
         role="assistant", text=found.content, thinking=thinking, calls=found.calls, problems=found.problems
     )
