@@ -90,8 +90,8 @@ def test_what_is_to_be_private_is_not_sent_to_a_public_repository(
     """The hub takes the wish for one that is there already, and leaves it public."""
     with hub_server({f"models/{REPO}": Repository(files={})}, token=TOKEN) as server:
         api = HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("outrider.train.hub.push.HfApi", lambda **about: api)
-        monkeypatch.setattr("outrider.train.hub.push.get_token", lambda: TOKEN)
+        monkeypatch.setattr("outrider.train.hub.push.hub", lambda: api)
+        monkeypatch.setattr("outrider.train.hub.uploading.get_token", lambda: TOKEN)
         with pytest.raises(ConfigError, match="can be read by everybody; nothing was sent"):
             push_run(run, REPO, private=True)
         assert not server.repositories[f"models/{REPO}"].files
@@ -222,7 +222,7 @@ def test_nothing_that_is_given_to_a_program_is_shown() -> None:
 def test_what_cannot_be_pushed_is_told_before_anything_is_exported(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outrider.train.hub.push.get_token", lambda: None)
+    monkeypatch.setattr("outrider.train.hub.uploading.get_token", lambda: None)
     with pytest.raises(HubError, match="set HF_TOKEN"):
         push_run(run, REPO)
     for name in ("no owner", "bare", "a/b/c", "acme/-x-"):

@@ -63,7 +63,7 @@ def shown_variables(variables: Mapping[str, Any], template: str) -> dict[str, An
 
 
 def _is_plain_variable(name: str, value: Any, private: frozenset[str]) -> bool:
-    if _may_be_secret(name):
+    if may_be_secret(name):
         return False
     if isinstance(value, str):
         return _is_plain(value, private) or bool(_DATE.fullmatch(value))
@@ -86,7 +86,7 @@ def base_model(name: str) -> str:
 
 def _shown(key: str, value: Any, private: frozenset[str]) -> Any:
     parts = key.split(".")
-    if (value and _FOR_PROGRAMS & set(parts)) or any(_may_be_secret(part) for part in parts):
+    if (value and _FOR_PROGRAMS & set(parts)) or any(may_be_secret(part) for part in parts):
         return OMITTED
     if isinstance(value, Mapping):
         return {
@@ -105,9 +105,14 @@ def _shown(key: str, value: Any, private: frozenset[str]) -> Any:
     return value if _is_plain(str(value), private) else OMITTED
 
 
-def _may_be_secret(name: str) -> bool:
-    """By its words: ``api_key``, ``API-KEY`` and ``apiKey`` alike."""
+def may_be_secret(name: str) -> bool:
+    """Whether a name is a secret's, by its words: ``api_key``, ``API-KEY`` and ``apiKey`` alike."""
     return bool(_SECRET.search(re.sub(r"(?<=[a-z])(?=[A-Z])|\W", "_", name)))
+
+
+def plain(text: str) -> str:
+    """A word that names no place, key, person or machine, or :data:`OMITTED`."""
+    return text if _is_plain(text, private_words()) else OMITTED
 
 
 def _is_plain(text: str, private: frozenset[str]) -> bool:
