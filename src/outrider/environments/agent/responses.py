@@ -163,10 +163,10 @@ def _num_thinking(answer: Answer) -> int:
     """
     if not answer.message.reasoning or not isinstance(answer.turn, SampledTurn):
         return 0
-    written = ""
+    end = ""
     for number, token in enumerate(answer.turn.tokens, start=1):
-        written += token
-        if THINKING_END in written:
+        end = end[-len(THINKING_END) :] + token
+        if THINKING_END in end:
             return number
     return answer.turn.num_tokens
 
