@@ -13,6 +13,7 @@ from outrider.environments.agent.family import AgentFactory  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
 from outrider.rollout.collect import Collected, Collector  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
+from outrider.tokens.calls import CallFormatName  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
 from tests.chat_server import Answer, ChatServer, chat_server, completion  # noqa: E402
 
@@ -23,8 +24,10 @@ LOOK = {"id": "x", "type": "function", "function": {"name": "look", "arguments":
 WRITTEN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 
 
-def play(program: str, *answers: Answer, task: Task = TASK) -> tuple[Collected, ChatServer]:
-    factory = AgentFactory(AgentConfig(function=f"{AGENTS}.{program}", tool_calls="hermes"))
+def play(
+    program: str, *answers: Answer, task: Task = TASK, form: CallFormatName | None = "hermes"
+) -> tuple[Collected, ChatServer]:
+    factory = AgentFactory(AgentConfig(function=f"{AGENTS}.{program}", tool_calls=form))
     try:
         with chat_server(list(answers)) as server:
             chosen = EndpointSettings(base_url=server.url, model="agent", max_retries=0)
@@ -70,6 +73,17 @@ def test_a_program_s_stop_string_is_not_in_what_it_is_told() -> None:
     assert played.outcome is Outcome.FINISHED, played.detail
     told = server.asked[1].body
     assert told is not None and json.loads(told["messages"][-1]["content"]) == ["b ", None]
+
+
+@pytest.mark.parametrize("form", ["hermes", None])
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_thinking_that_a_server_gives_apart_reaches_a_program_without_tools(
+    form: CallFormatName | None, key: str
+) -> None:
+    played, server = play("programs:thinking", given("b", "stop", **{key: "Hm."}), completion("c"), form=form)
+    assert played.outcome is Outcome.FINISHED, played.detail
+    told = server.asked[1].body
+    assert told is not None and json.loads(told["messages"][-1]["content"]) == ["b", "Hm."]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai")

@@ -42,7 +42,10 @@ def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
     name = environment.call_format if isinstance(environment, NativeTools | OwnConversations) else None
     if name is None:
         plain = Message(role="assistant", content=reply.text)
-        return EndpointTurn(said=turn_message(environment, reply.text), sent=plain, text=reply.text)
+        said = turn_message(environment, reply.text)
+        if isinstance(environment, OwnConversations):
+            said = replace(said, reasoning=reply.reasoning or said.reasoning)
+        return EndpointTurn(said=said, sent=plain, text=reply.text)
     if isinstance(environment, OwnConversations):  # the program's own stop strings are not for it to read
         reply = replace(reply, text=before_stop(reply.text, environment.asked.stop))
     form, tools, served = form_named(name), tools_of(environment), reply.served

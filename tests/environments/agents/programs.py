@@ -162,6 +162,13 @@ def telling(task: Any) -> float:
     return 1.0
 
 
+def thinking(task: Any) -> float:
+    """Repeats the thinking of an answer, which it has asked without tools."""
+    said = chat([{"role": "user", "content": "a"}])
+    chat([{"role": "user", "content": json.dumps([said["content"], said.get("reasoning_content")])}])
+    return 1.0
+
+
 def halting(task: Any) -> float:
     """Repeats an answer that ended at one of its stop strings, which are the task's answers."""
     tool = {"type": "function", "function": {"name": "look"}}

@@ -98,7 +98,7 @@ class ChatReply:
 
     ``num_tokens`` and ``num_context_tokens`` are the server's own counts; 0 where it gives none.
     ``reasoning`` and ``served`` are what a server took out of the text, where it did; only a request with
-    tools asks for them.
+    tools asks for calls.
     """
 
     text: str
@@ -292,7 +292,7 @@ def _reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -> Cha
                 finish=finish if isinstance(finish, str) else None,
                 num_tokens=_counted(answer, "completion_tokens"),
                 num_context_tokens=_counted(answer, "prompt_tokens"),
-                reasoning=served_reasoning(message) if tools else "",
+                reasoning=served_reasoning(message),
                 served=served_calls(message, tools) if tools else NO_CALLS,
             )
     raise Transient("garbage", "the answer holds no completion")
