@@ -1,6 +1,5 @@
 """One episode: a program that asks, and a policy that answers."""
 
-import json
 import queue
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from outrider.environments.agent.session import (
     read_reward,
 )
 from outrider.environments.agent.settings import ProgramConfig
-from outrider.environments.agent.wire import Answer
+from outrider.environments.agent.wire import Answer, read_json
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn
 from outrider.errors import EnvironmentFault
@@ -67,7 +66,8 @@ class AgentEnvironment:
         self._program = self._programs.start(self._task, variables, lambda report: _over(session, report))
         event = self._next()
         if not isinstance(event, OpenQuestion):
-            raise EnvironmentFault("the program ended without asking the policy anything")
+            why = f": {event.problem}" if isinstance(event, Ended) and event.problem else ""
+            raise EnvironmentFault(f"the program ended without asking the policy anything{why}")
         self._question = event
         return self.asked.messages
 
@@ -203,8 +203,10 @@ def ended(report: Report) -> Ended:
     """What a report says of an episode."""
     tail = report.tail.strip().rpartition("\n")[2][-300:]
     try:
-        found = json.loads(report.result)
-    except ValueError:
+        found = read_json(report.result)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):  # the program has written there itself
         found = None
     if found is not None and "fault" in found:
         return Ended(reward=None, problem=str(found["fault"])[:300], is_fault=True)
@@ -212,6 +214,8 @@ def ended(report: Report) -> Ended:
         return Ended(reward=None, problem=f"it was ended by signal {-report.status} ({tail or 'no output'})")
     if found is None:
         return Ended(reward=None, problem=f"it ended with status {report.status} ({tail or 'no output'})")
+    if "failed" in found:
+        return Ended(reward=None, problem=f"{found['failed']}: {tail or 'no output'}"[:600])
     if "error" in found:
         return Ended(reward=None, problem=str(found["error"])[:300])
     if found.get("value") is None:

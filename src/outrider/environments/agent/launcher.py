@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
+from outrider.environments.agent.came_back import as_text, paid, told, words_of
 from outrider.errors import OutriderError
 from outrider.plugins.imports import import_target
 from outrider.tools import sandbox
@@ -28,6 +29,10 @@ from outrider.types import Task
 _TAIL_BYTES: Final = 8 << 10  # of what a program prints
 _MAX_RESULT: Final = 4 << 20
 _EVERY_S: Final = 0.2  # how often a child is looked for whose pipe somebody else holds open
+
+
+class CommandFailed(Exception):
+    """A command has ended badly: its last words say why, and no traceback of ours stands behind them."""
 
 
 @dataclass(slots=True)
@@ -80,7 +85,7 @@ def _runner(settings: Mapping[str, Any]) -> Callable[[Task], Any]:
         done = subprocess.run(words, input=json.dumps(given), stdout=subprocess.PIPE, encoding="utf-8",
                               errors="replace")  # fmt: skip
         if done.returncode != 0:
-            raise ChildProcessError(f"{words[0]} ended with status {done.returncode}")
+            raise CommandFailed(f"{words[0]} ended with status {done.returncode}")
         return done.stdout.strip()
 
     return run
@@ -137,13 +142,12 @@ class _Launcher:
         output, output_end = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._sock.close()
-            self._waiting.close()
-            for child in self._children.values():
-                os.close(child.result)
-                os.close(child.output)
-            os.close(result)
-            _become(request, result_end, output_end, self._run, self._reward)
+            try:
+                self._leave()
+                os.close(result)
+                _become(request, result_end, output_end, self._run, self._reward)
+            finally:  # what ran up from here would end in this copy of serve(), which kills every sibling
+                os._exit(1)
         os.close(result_end)
         os.close(output_end)
         child = _Child(request["name"], pid, result, output)
@@ -151,6 +155,14 @@ class _Launcher:
         for one in (result, output):
             os.set_blocking(one, False)
             self._waiting.register(one, selectors.EVENT_READ, child)
+
+    def _leave(self) -> None:
+        """In a child: close what is the launcher's."""
+        self._sock.close()
+        self._waiting.close()
+        for child in self._children.values():
+            os.close(child.result)
+            os.close(child.output)
 
     def _read_pipe(self, child: _Child, pipe: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -206,26 +218,24 @@ def _become(
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         fields = request["task"]
         task = Task(**{**fields, "answers": tuple(fields["answers"])})
-        found = {"value": _called(run, task)}
-        if reward is not None:
-            found = {"value": _called(reward, task, found["value"])}
+        value = _called(run, task)
+        found: dict[str, Any] = {"value": paid(value if reward is None else _called(reward, task, value))}
         status = 0
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1 if error.code else 0
-        found = {"error": f"it exited with status {status}"} if status else {"value": None}
+        status = error.code & 0xFF if isinstance(error.code, int) else 1 if error.code else 0
+        said = "" if isinstance(error.code, int) else f": {words_of(error.code)}"
+        found = {"error": f"it exited with status {status}{said}"} if status else {"value": None}
+    except CommandFailed as error:
+        found = {"failed": words_of(error)}
     except BaseException as error:
-        traceback.print_exc()
-        reason = " ".join(str(error).split())
-        found = {"error": f"{type(error).__name__}: {reason}"}
+        with contextlib.suppress(BaseException):  # it may have closed its standard error
+            traceback.print_exc()
+        found = {"error": told(error)}
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()
-    try:
-        text = json.dumps(found)
-    except (TypeError, ValueError):
-        text = json.dumps({"error": f"what came back is no JSON: {type(found.get('value')).__name__}"})
     with contextlib.suppress(OSError), open(result, "wb") as pipe:
-        pipe.write(text.encode())
+        pipe.write(as_text(found).encode())
     os._exit(status)
 
 

@@ -16,6 +16,8 @@ from outrider.environments.agent.wire import Answer, Ask
 MAX_WAITING: Final = 64
 """Requests of one program that wait for an answer at a time."""
 OVER: Final = "the episode has ended"
+COUNTED: Final = frozenset({"num_requests", "num_refused_requests", "num_failed"})
+"""Metrics of an episode that are counted here, and that no program hands in."""
 
 
 class Refused(Exception):
@@ -166,6 +168,10 @@ def read_reward(value: Any) -> Reward:
         if not isinstance(metrics, Mapping):
             raise ValueError("metrics is an object of numbers")
         named = {str(name): _number(one, f"the metric {name}") for name, one in metrics.items()}
+        if not all(name.strip() for name in named):
+            raise ValueError("a metric has an empty name")
+        if taken := sorted(COUNTED & named.keys()):
+            raise ValueError(f"the metric {taken[0]} is counted here: give yours another name")
         return Reward(value=_number(value["reward"], "the reward"), success=success, metrics=named)
     return Reward(value=_number(value, "the reward"))
 
