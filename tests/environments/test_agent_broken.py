@@ -88,7 +88,8 @@ def test_and_other_objects_are_none(written: str, reason: str) -> None:
 
 
 def test_counts_are_not_the_program_s() -> None:
-    leaf = only((Task(key="t", question="num_words"),), function=f"{BROKEN}:overwriting")
+    own = (Task(key="t", question="num_words"),)
+    leaf = only(own, function=f"{BROKEN}:overwriting", response_format="ignore")
     assert leaf.metrics.keys() == {*COUNTED, "num_words"} and leaf.metrics["num_requests"] == 1
     for name in (*COUNTED, "", " "):
         leaf = only((Task(key="t", question=name),), function=f"{BROKEN}:overwriting")

@@ -4,7 +4,7 @@ import queue
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from outrider.environments.agent.launched import ProgramRunner, Report
 from outrider.environments.agent.session import (
@@ -27,6 +27,8 @@ from outrider.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
     from outrider.environments.agent.gateway import Gateway
+
+_ONE_CALL: Final = "The program takes one tool call a turn (parallel_tool_calls = false)."
 
 
 class AgentEnvironment:
@@ -56,7 +58,10 @@ class AgentEnvironment:
         self.close()
         self._reward, self._has_failed, self._turn = None, False, None
         self._num_turns, self._left_s = 0, self._config.time_limit_s
-        session = self._gateway.open(takes_tools=self._config.tool_calls is not None)
+        session = self._gateway.open(
+            takes_tools=self._config.tool_calls is not None,
+            ignores_formats=self._config.response_format == "ignore",
+        )
         self._session = session
         variables = {
             "OPENAI_BASE_URL": self._gateway.url,
@@ -92,9 +97,9 @@ class AgentEnvironment:
         text = text[: min(ends)] if ends else text
         form = self._config.tool_calls
         turn = read_turn(text, None if form is None else CALL_FORMATS[form], asked.tools)
-        if turn.problems:
+        if problems := turn.problems or self._too_many(turn.tool_calls):
             reasoning, words, _ = split_thinking(text)
-            return Message(role="assistant", content=words, reasoning=reasoning, problems=turn.problems)
+            return Message(role="assistant", content=words, reasoning=reasoning, problems=problems)
         calls = self._told(turn.tool_calls)
         return Message(role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=calls)
 
@@ -105,6 +110,21 @@ class AgentEnvironment:
         return tuple(
             replace(call, call_id=f"c{self._num_turns:04d}{number:04d}") for number, call in enumerate(calls)
         )
+
+    def _too_many(self, calls: Sequence[ToolCall]) -> tuple[str, ...]:
+        """Of calls a program may take one alone. It is given none then: to give it the first would train on
+        calls that it never saw.
+        """
+        return (_ONE_CALL,) if self.asked.one_call and len(calls) > 1 else ()
+
+    def _taken(self, message: Message) -> Message:
+        """A turn as the program takes it. Calls that a server read have other ids, and may be too many."""
+        form, problems = self._config.tool_calls, self._too_many(message.tool_calls)
+        if form is None or not problems:
+            return replace(message, tool_calls=self._told(message.tool_calls))
+        written = CALL_FORMATS[form].write(message.tool_calls)
+        words = "\n".join(one for one in (message.content, written) if one)
+        return replace(message, content=words, tool_calls=(), problems=(*message.problems, *problems))
 
     def sampled(self, turn: SampledTurn) -> None:
         """See :class:`~outrider.environments.conversing.OwnConversations`."""
@@ -117,7 +137,7 @@ class AgentEnvironment:
             raise EnvironmentFault("the program asks nothing")
         if question.ask.wants_logprobs and turn is None:
             raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
-        message = replace(message, tool_calls=self._told(message.tool_calls))  # a server's have other ids
+        message = self._taken(message)
         self._num_turns += 1
         invalid = bool(message.problems)
         if not question.give(Answer(message=message, turn=turn)):
@@ -148,6 +168,8 @@ class AgentEnvironment:
             "num_refused_requests": float(session.num_refused if session else 0),
             "num_failed": float(self._has_failed),
         }
+        if self._config.response_format == "ignore":
+            counted["num_ignored_formats"] = float(session.num_ignored_formats if session else 0)
         return EpisodeResult(
             episode_return=reward.value,
             success=success and self._reward is not None,

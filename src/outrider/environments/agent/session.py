@@ -16,7 +16,7 @@ from outrider.environments.agent.wire import Answer, Ask
 MAX_WAITING: Final = 64
 """Requests of one program that wait for an answer at a time."""
 OVER: Final = "the episode has ended"
-COUNTED: Final = frozenset({"num_requests", "num_refused_requests", "num_failed"})
+COUNTED: Final = frozenset({"num_requests", "num_refused_requests", "num_ignored_formats", "num_failed"})
 """Metrics of an episode that are counted here, and that no program hands in."""
 
 
@@ -102,11 +102,13 @@ Event = OpenQuestion | Reward | Ended | Closed
 class Session:
     """A key and what comes under it. Requests are put in by the server, events taken out by the episode."""
 
-    def __init__(self, *, takes_tools: bool) -> None:
+    def __init__(self, *, takes_tools: bool, ignores_formats: bool = False) -> None:
         self.key = secrets.token_urlsafe(24)
         self.takes_tools = takes_tools
+        self.ignores_formats = ignores_formats
         self.num_requests = 0
         self.num_refused = 0
+        self.num_ignored_formats = 0
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._waiting: deque[OpenQuestion] = deque()
         self._is_open = True
@@ -121,6 +123,7 @@ class Session:
             if len(self._waiting) >= MAX_WAITING:
                 raise Refused(400, "too_many_requests", f"{MAX_WAITING} requests are waiting already")
             self.num_requests += 1
+            self.num_ignored_formats += ask.ignores_format
             question = OpenQuestion(ask)
             self._waiting.append(question)
         self._events.put(question)

@@ -14,10 +14,16 @@ from outrider.tokens.calls import CallFormatName
 class ProgramConfig(EnvironmentSettings):
     """How an episode is paid whose policy is asked by a program, and what such a program may take."""
 
-    details: ClassVar[frozenset[str]] = frozenset({"max_programs", "failed_return", "cut_return"})
+    details: ClassVar[frozenset[str]] = frozenset(
+        {"max_programs", "failed_return", "cut_return", "response_format"}
+    )
 
     tool_calls: CallFormatName | None = None
     """The form of the policy's native tool calls. None: requests with tools are refused."""
+    response_format: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of requests whose answer has to be JSON (``response_format``, ``text.format``), to which
+    nothing holds the policy. ``ignore``: they are answered and counted (``num_ignored_formats``).
+    """
     success_at: float = 1.0
     """An episode with at least this return is a success, where the reward does not say so itself."""
     time_limit_s: Annotated[float, Field(gt=0)] = 300.0
