@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 from outrider.config import Settings
 from outrider.environments.conversing import OwnConversations
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tokens.calls import form_named, read_turn
 from outrider.types import Message, Step, Task, ToolSchema
 
 
@@ -102,7 +102,7 @@ class EnvironmentSettings(Settings):
         return ()
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """The form of native tool calls; None where turns are text to the environment."""
         return None
 
@@ -158,7 +158,7 @@ class NativeTools(Environment, Protocol):
         ...
 
     @property
-    def call_format(self) -> CallFormatName:
+    def call_format(self) -> str:
         """The form of the calls."""
         ...
 
@@ -193,7 +193,7 @@ def _guarded(environment: Environment, read: Callable[[], Message]) -> Message:
 
 
 def _read_calls(environment: NativeTools, text: str) -> Message:
-    turn = read_turn(text, CALL_FORMATS[environment.call_format], environment.tool_schemas)
+    turn = read_turn(text, form_named(environment.call_format), environment.tool_schemas)
     return Message(
         role="assistant",
         content=turn.content,

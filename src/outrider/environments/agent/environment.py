@@ -21,7 +21,7 @@ from outrider.environments.agent.wire import Answer, read_json
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn
 from outrider.errors import EnvironmentFault
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message, Task, ToolCall
 
@@ -84,7 +84,7 @@ class AgentEnvironment:
         return self._question.ask.conversation
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """See :class:`~outrider.environments.conversing.OwnConversations`."""
         return self._config.tool_calls
 
@@ -96,7 +96,7 @@ class AgentEnvironment:
         ends = [end for stop in asked.stop if (end := text.find(stop)) >= 0]
         text = text[: min(ends)] if ends else text
         form = self._config.tool_calls
-        turn = read_turn(text, None if form is None else CALL_FORMATS[form], asked.tools)
+        turn = read_turn(text, None if form is None else form_named(form), asked.tools)
         if problems := turn.problems or self._too_many(turn.tool_calls):
             reasoning, words, _ = split_thinking(text)
             return Message(role="assistant", content=words, reasoning=reasoning, problems=problems)
@@ -122,7 +122,7 @@ class AgentEnvironment:
         form, problems = self._config.tool_calls, self._too_many(message.tool_calls)
         if form is None or not problems:
             return replace(message, tool_calls=self._told(message.tool_calls))
-        written = CALL_FORMATS[form].write(message.tool_calls)
+        written = form_named(form).write(message.tool_calls)
         words = "\n".join(one for one in (message.content, written) if one)
         return replace(message, content=words, tool_calls=(), problems=(*message.problems, *problems))
 
