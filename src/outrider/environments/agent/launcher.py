@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from outrider.environments.agent.came_back import as_text, paid, told, words_of
+from outrider.environments.agent.named import function_of
 from outrider.errors import OutriderError
-from outrider.plugins.imports import import_target
 from outrider.tools import sandbox
 from outrider.types import Task
 
@@ -57,7 +57,7 @@ def main(given: str) -> None:
     settings = json.loads(given)
     try:
         run = _runner(settings)
-        reward = import_target(settings["reward"]) if settings["reward"] else None
+        reward = function_of("reward", settings["reward"]) if settings["reward"] else None
     except (OutriderError, Exception, SystemExit) as error:
         _say(sock, {"failed": f"{type(error).__name__}: {error}"})
         return
@@ -71,7 +71,7 @@ def main(given: str) -> None:
 def _runner(settings: Mapping[str, Any]) -> Callable[[Task], Any]:
     command: Sequence[str] = settings["command"]
     if not command:
-        return import_target(settings["function"])  # type: ignore[no-any-return]
+        return function_of("function", settings["function"])
 
     def run(task: Task) -> str:
         """The program's standard output is its answer; the task is its standard input, as JSON."""
