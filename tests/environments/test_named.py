@@ -8,31 +8,25 @@ from outrider.cli import main
 from outrider.environments.agent.launched import Launched
 
 HERE = "tests.environments.agents.misnamed"
-AGENT = """
+RECIPE = """
 [model]
 name = "{root}/model"
 precision = "float32"
 [algorithm]
 type = "grpo"
 [environment]
+"""
+AGENT = f"""{RECIPE}
 type = "agent"
-function = "{here}:agent"
-train = {{ path = "{root}/tasks.jsonl" }}
+function = "{HERE}:agent"
+train = {{{{ path = "{{root}}/tasks.jsonl" }}}}
 """
-GYM = """
-[model]
-name = "{root}/model"
-precision = "float32"
-[algorithm]
-type = "grpo"
-[environment]
-type = "gym"
-"""
+GYM = f'{RECIPE}type = "gym"\n'
 
 
 def dry(tmp_path: Path, recipe: str, *overrides: str) -> int:
     file = tmp_path / "recipe.toml"
-    file.write_text(recipe.format(root=tmp_path, here=HERE))
+    file.write_text(recipe.format(root=tmp_path))
     return main(["train", str(file), "--dry-run", *overrides])
 
 
