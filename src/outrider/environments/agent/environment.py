@@ -237,7 +237,8 @@ def ended(report: Report) -> Ended:
     if found is None:
         return Ended(reward=None, problem=f"it ended with status {report.status} ({tail or 'no output'})")
     if "failed" in found:
-        return Ended(reward=None, problem=f"{found['failed']}: {tail or 'no output'}"[:600])
+        words = [str(found["failed"])[:300], *([tail] if tail else ())]
+        return Ended(reward=None, problem=": ".join(words))
     if "error" in found:
         return Ended(reward=None, problem=str(found["error"])[:300])
     if found.get("value") is None:
