@@ -172,6 +172,13 @@ def test_too_many_requests_are_counted(gateway: Gateway, monkeypatch: pytest.Mon
     assert (status, told["error"]["code"], session.num_refused) == (400, "too_many_requests", 1)
 
 
+def with_native_calls() -> ChatRenderer:
+    family = FAMILIES["qwen3"]
+    return ChatRenderer(
+        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
+    )
+
+
 def with_calls(*turns: Sequence[ToolCall | str]) -> Any:
     """A policy that says these turns."""
 
@@ -188,13 +195,9 @@ def with_calls(*turns: Sequence[ToolCall | str]) -> Any:
 
 def test_a_program_that_takes_one_call_a_turn() -> None:
     """Of two it is given none, as words: it saw all that is trained on, and its history keeps the ids."""
-    family = FAMILIES["qwen3"]
-    renderer = ChatRenderer(
-        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
-    )
     one = ToolCall(name="look", arguments={})
     with scheduled(
-        function=f"{ASKING}:one_call", renderer=renderer, tool_calls="hermes",
+        function=f"{ASKING}:one_call", renderer=with_native_calls(), tool_calls="hermes",
         script=with_calls([one, one], [one], ["done"]), limits=Limits(max_turn_tokens=200),
     ) as scheduler:  # fmt: skip
         [(leaf, path)] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].rollouts()
@@ -226,6 +229,19 @@ def test_answers_that_should_be_json() -> None:
         [leaf] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].leaves.values()
     assert (leaf.episode_return, leaf.metrics["num_refused_requests"]) == (0.0, 2.0)
     assert "num_ignored_formats" not in leaf.metrics
+
+
+def test_agents_with_a_type_for_what_comes_out() -> None:
+    pytest.importorskip("agents", reason="needs OpenAI's Agents SDK")
+    with scheduled(
+        function=f"{ASKING}:typed", response_format="ignore",
+        renderer=with_native_calls(), tool_calls="hermes",
+        script=with_calls([ToolCall(name="weather", arguments={"city": "Paris"})], ['{"sky": "sunny"}']),
+        limits=Limits(max_turn_tokens=200),
+    ) as scheduler:  # fmt: skip
+        [leaf] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].leaves.values()
+    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), leaf.detail
+    assert leaf.metrics["num_ignored_formats"] == leaf.metrics["num_requests"] == 2
 
 
 class Unreadable(AgentEnvironment):

@@ -33,3 +33,25 @@ def json_wanted(task: Any) -> float:
         found += 1
     chat([{"role": "user", "content": "b"}], response_format={"type": "text"})
     return float(found)
+
+
+def typed(task: Any) -> float:
+    """OpenAI's Agents SDK with a type for what comes out, and calls one by one."""
+    from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
+    from pydantic import BaseModel
+
+    set_tracing_disabled(True)
+
+    class Weather(BaseModel):
+        sky: str
+
+    @function_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        return "sunny"
+
+    agent = Agent(
+        name="Forecaster", instructions='Answer {"sky": ...}.', tools=[weather], model="policy",
+        output_type=Weather, model_settings=ModelSettings(parallel_tool_calls=False),
+    )  # fmt: skip
+    return float(Runner.run_sync(agent, task.question, max_turns=4).final_output.sky == "sunny")
