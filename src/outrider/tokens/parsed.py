@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.types import ToolCall
 
-_OPEN, _CLOSE = "<think>", "</think>"
-UNCLOSED = f"The thinking was not closed with {_CLOSE}."
+_OPEN: Final = "<think>"
+THINKING_END: Final = "</think>"
+UNCLOSED: Final = f"The thinking was not closed with {THINKING_END}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,7 @@ def split_thinking(text: str) -> tuple[str, str, tuple[str, ...]]:
     """Thinking, the rest, and problems. A block that the template opened may lack its first tag; one that is
     not closed takes the whole text. Text without thinking is as it was written.
     """
-    before, closed, behind = text.partition(_CLOSE)
+    before, closed, behind = text.partition(THINKING_END)
     if closed:
         return before.replace(_OPEN, "", 1).strip(), behind.lstrip("\n"), ()
     head, opened, thinking = text.partition(_OPEN)

@@ -19,7 +19,7 @@ from outrider.environments.agent.session import (
 from outrider.environments.agent.settings import ProgramConfig
 from outrider.environments.agent.wire import Answer, read_json
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.conversing import Conversation, SampledTurn
+from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn, before_stop
 from outrider.errors import EnvironmentFault
 from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.parsed import split_thinking
@@ -47,7 +47,7 @@ class AgentEnvironment:
         self._session: Session | None = None
         self._program: int | None = None
         self._question: OpenQuestion | None = None
-        self._turn: SampledTurn | None = None
+        self._turn: SampledTurn | ServedTurn | None = None
         self._reward: Reward | None = None
         self._has_failed = False
         self._num_turns = 0
@@ -68,7 +68,9 @@ class AgentEnvironment:
             "OPENAI_API_KEY": session.key,
             "OUTRIDER_SEED": str(seed),
         }
-        self._program = self._programs.start(self._task, variables, lambda report: _over(session, report))
+        self._program = self._programs.start(
+            self._task, variables, lambda report: self._gateway.end(session, ended(report))
+        )
         event = self._next()
         if not isinstance(event, OpenQuestion):
             why = f": {event.problem}" if isinstance(event, Ended) and event.problem else ""
@@ -92,9 +94,11 @@ class AgentEnvironment:
         """See :class:`~outrider.environments.conversing.OwnConversations`. A turn with a call that cannot be
         read is words to the program, as servers give it.
         """
-        asked = self.asked
-        ends = [end for stop in asked.stop if (end := text.find(stop)) >= 0]
-        text = text[: min(ends)] if ends else text
+        asked, drawn = self.asked, self._turn
+        if not isinstance(drawn, SampledTurn):
+            text = before_stop(text, asked.stop)
+        elif drawn.finish == "stop":  # else none of them is in what the policy wrote
+            text = before_stop(text, asked.stop, opened=len(drawn.opened))
         form = self._config.tool_calls
         turn = read_turn(text, None if form is None else form_named(form), asked.tools)
         if problems := turn.problems or self._too_many(turn.tool_calls):
@@ -126,7 +130,7 @@ class AgentEnvironment:
         words = "\n".join(one for one in (message.content, written) if one)
         return replace(message, content=words, tool_calls=(), problems=(*message.problems, *problems))
 
-    def sampled(self, turn: SampledTurn) -> None:
+    def sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """See :class:`~outrider.environments.conversing.OwnConversations`."""
         self._turn = turn
 
@@ -135,7 +139,7 @@ class AgentEnvironment:
         question, turn, self._turn = self._question, self._turn, None
         if question is None:
             raise EnvironmentFault("the program asks nothing")
-        if question.ask.wants_logprobs and turn is None:
+        if question.ask.wants_logprobs and not isinstance(turn, SampledTurn):
             raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
         message = self._taken(message)
         self._num_turns += 1
@@ -214,11 +218,6 @@ class AgentEnvironment:
             self._has_failed = True
         self._reward = reward
         return reward
-
-
-def _over(session: Session, report: Report) -> None:
-    """Put a program's end behind what it has asked."""
-    session.end(ended(report))
 
 
 def ended(report: Report) -> Ended:
