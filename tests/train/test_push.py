@@ -225,6 +225,8 @@ def test_what_cannot_be_pushed_is_told_before_anything_is_exported(
     monkeypatch.setattr("outrider.train.hub.uploading.get_token", lambda: None)
     with pytest.raises(HubError, match="set HF_TOKEN"):
         push_run(run, REPO)
+    with pytest.raises(CheckpointError, match="is no run directory"):  # said before a login is asked for
+        push_run(run / "gone", REPO)
     for name in ("no owner", "bare", "a/b/c", "acme/-x-"):
         with pytest.raises(ConfigError, match="--repo"):
             push_run(run, name)

@@ -53,7 +53,7 @@ def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
     turn = read_turn(reply.text, None if has_read else form, tools)
     calls = served.calls if has_read else turn.tool_calls
     problems = (*turn.problems, *served.problems)
-    inside = reply.text.removesuffix(split_thinking(reply.text)[1])
+    inside = reply.text.removesuffix(split_thinking(reply.text, None if has_read else form)[1])
     written = reply.text.removeprefix(inside)
     if has_read:
         parts = (written, form.write(served.calls) if served.calls else "", *served.unread)

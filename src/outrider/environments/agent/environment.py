@@ -99,10 +99,11 @@ class AgentEnvironment:
             text = before_stop(text, asked.stop)
         elif drawn.finish == "stop":  # else none of them is in what the policy wrote
             text = before_stop(text, asked.stop, opened=len(drawn.opened))
-        form = self._config.tool_calls
-        turn = read_turn(text, None if form is None else form_named(form), asked.tools)
+        name = self._config.tool_calls
+        form = None if name is None else form_named(name)
+        turn = read_turn(text, form, asked.tools)
         if problems := turn.problems or self._too_many(turn.tool_calls):
-            reasoning, words, _ = split_thinking(text)
+            reasoning, words, _ = split_thinking(text, form)
             return Message(role="assistant", content=words, reasoning=reasoning, problems=problems)
         calls = self._told(turn.tool_calls)
         return Message(role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=calls)

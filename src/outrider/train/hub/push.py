@@ -26,9 +26,9 @@ def push_run(
     :func:`~outrider.train.export.export_run` does, and :class:`HubError` where the hub fails; the same call
     then goes on, and sends no file again that has arrived.
     """
+    checkpoint = checkpoint_of(run, step)
     require_target(repo, dry_run=dry_run)
     api = hub()
-    checkpoint = checkpoint_of(run, step)
     settings = recorded_settings(run / RECORD)
     base = base_of(settings.model.name)
     if base.name and not base.license:
