@@ -29,6 +29,7 @@ from outrider.rollout.episode import Sampling  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
+from outrider.train.data.experts import demonstrations_of  # noqa: E402
 from outrider.types import Outcome  # noqa: E402
 from tests.environments.verifiers_fake.make import write_fake  # noqa: E402
 from tests.tiny import tiny_tokenizer  # noqa: E402
@@ -187,7 +188,9 @@ def test_nothing_is_left_when_the_trainer_goes(folder: Path) -> None:
 
 @pytest.mark.skipif(REAL is None, reason="OUTRIDER_VERIFIERS_PYTHON names no Python with verifiers")
 def test_the_real_package() -> None:
-    """The recipe's environment: two turns of one conversation, both rewards, and many episodes at once."""
+    """The recipe's environment: two turns of one conversation, both rewards, and many episodes at once. Its
+    demonstrations are for the first tasks, and right.
+    """
     search_in(Path("recipes").absolute())
     config = VerifiersConfig(id="verifiers_desk", python=REAL, num_train=64, num_valid=0, num_test=0)
     tasks = VerifiersFamily(config).tasks("train")
@@ -204,3 +207,8 @@ def test_the_real_package() -> None:
         for leaf in trace.leaves.values():
             assert leaf.episode_return == 0.5 * (desk == "shipping") + 0.5 * (haste == "urgent")
             assert leaf.metrics["num_requests"] == 2 and leaf.metrics["num_words"] == 1
+    known = demonstrations_of("recipes/verifiers-desk.jsonl", tasks)
+    assert [task.key for task in tasks if known.get(task.key)] == [task.key for task in tasks[:32]]
+    for task, row in zip(tasks[:32], rows[:32], strict=True):
+        steps = known[task.key]
+        assert steps is not None and " ".join(step.text for step in steps) == json.loads(row)["answer"]
