@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Components
 from outrider.train.models import local_learner
 from outrider.train.settings import RunSettings
+from tests.scale.processes import lives
 
 if TYPE_CHECKING:
     from outrider.scale.remote import Remote
@@ -79,13 +80,17 @@ def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
-@contextmanager
-def crew_of(session: "Session", folder: Path, place: Path, **changed: Any) -> Iterator[Crew]:
+def crew_of(session: "Session", folder: Path, place: Path, **changed: Any) -> AbstractContextManager[Crew]:
     """With these fields of the section ``cluster``."""
+    return crew_with(session, settings_of(folder, **changed), place)
+
+
+@contextmanager
+def crew_with(session: "Session", settings: RunSettings, place: Path) -> Iterator[Crew]:
     from outrider.scale.remote import Remote
 
     parts = build(
-        settings_of(folder, **changed),
+        settings,
         buffer_path=place / "buffer.sqlite",
         resumed=False,
         on_tokens=lambda num: None,
@@ -301,6 +306,11 @@ def test_processors_that_are_not_there_are_named(session: "Session", folder: Pat
     [
         ({"model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
         ({"train": {"tasks_per_step": 1}}, "num_rollout_workers 2 exceeds train.tasks_per_step 1"),
+        ({"train": {"max_concurrent": 1}}, "num_rollout_workers 2 exceeds the 1 episodes at a time"),
+        (
+            {"environment": {"type": "agent", "command": ["true"], "max_programs": 1}},
+            "num_rollout_workers 2 exceeds the 1 episodes at a time",
+        ),
         ({"cluster": {"weights": "nccl"}}, "weights = nccl needs engine.type = vllm and model.device = cuda"),
     ],
 )
@@ -313,10 +323,3 @@ def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, Any], mess
     validate(RunSettings, recipe)
     with pytest.raises(ConfigError, match=message):
         validate(RunSettings, {**recipe, **{key: recipe.get(key, {}) | one for key, one in changed.items()}})
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
-    except OSError:
-        return False

@@ -16,6 +16,7 @@ _PATIENCE_S = 2.0
 def keep(command: list[str]) -> None:
     """Never returns: the group's end is this process's."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and what they start
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_listens)
     threading.Thread(target=_end_with_input, args=(child,), daemon=True).start()
     status = child.wait()
