@@ -1,7 +1,7 @@
 """Who started whom, on this machine."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -40,11 +40,18 @@ def children_of(pid: int) -> list[int]:
     return [one for one in found if parent_of(one) == pid]
 
 
-def below(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> list[int]:
     """Its children, and theirs."""
-    for child in children_of(pid):
-        yield child
-        yield from below(child)
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            parents.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
+    found, left = list[int](), [pid]
+    while left:
+        own = parents.get(left.pop(), [])
+        found += own
+        left += own
+    return found
 
 
 def wait_until_ended(pids: Iterable[int], *, limit_s: float = 60.0) -> None:
