@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-lesser fuzz test-slow test-wheel test-lowest test-vllm test-verifiers test-viewer lint mutation figures figures-check docs docs-serve benchmarks gpu clean
+.PHONY: setup textworld alfworld demo demo-cluster demo-compare test test-long test-lesser fuzz test-slow test-wheel test-lowest test-vllm test-verifiers test-viewer lint mutation figures figures-check docs docs-serve benchmarks gpu clean
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
 # Images for containers often forbid to keep what was compiled: then each process of the tests compiles torch and
@@ -64,6 +64,10 @@ demo-compare: setup
 # Two processes of one thread each are faster than one of two threads, and nothing waits for the scheduler.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# What takes tens of seconds each: whole runs on several processes, the commands of docs/papers.md, a cold start without a cache.
+test-long: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 # The engine, the update and their bits as on a processor with SSE only (docs/portability.md says which variable acts where).
 LESSER := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE

@@ -104,6 +104,10 @@ def test_f8_what_needs_no_model_imports_no_torch(
         ),
         ("algorithm.group_size=many", "algorithm.group_size: Input should be a valid integer"),
         ("trian.num_steps=3", "trian: unknown key, did you mean train?"),
+        (
+            'environment={type="openenv",url="http://localhost:1"}',
+            "environment.url: unknown key, did you mean environment.server_url?",
+        ),
         ("train.learning_rate=1", "did you mean cold_start.learning_rate or optimizer.learning_rate?"),
         (
             "environment.type=factbok",

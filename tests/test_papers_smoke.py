@@ -18,6 +18,7 @@ from outrider import cli
 from outrider.runs import Run
 from tests.test_papers import COMMANDS, ROOT
 
+pytestmark = pytest.mark.long
 SHRINKS = ("train", "eval", "buffer", "critic")
 # what a benchmark has in the place of --smoke
 SMALL = {

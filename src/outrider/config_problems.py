@@ -110,9 +110,13 @@ def _markers(parts: Iterable[Any]) -> Iterator[_Marker]:
 
 
 def _meant(kind: type[BaseModel], path: list[str], sections: Sequence[type[BaseModel]]) -> str:
-    """A key of the same section that is like this one, or one of this very name in another section."""
+    """A key of the same section that is like this one or has it for a word (``url``: ``server_url``), or one
+    of this very name in another section.
+    """
     *above, key = path
-    found = near_match(key, {name for section in sections for name in section.model_fields})
+    names = {name for section in sections for name in section.model_fields}
+    longer = sorted(name for name in names if key in name.split("_"))
+    found = near_match(key, names) or (longer[0] if len(longer) == 1 else None)
     if found is not None:
         return f", did you mean {'.'.join([*above, found])}?"
     elsewhere = sorted(

@@ -81,7 +81,9 @@ def lost_interruptions_return() -> Iterator[None]:
 
 def _interrupt_again() -> None:
     time.sleep(_BEHIND_S)
-    _thread.interrupt_main()
+    main = threading.main_thread().ident
+    if main is not None:  # a signal: interrupt_main() would not wake one that waits for a lock or a socket
+        signal.pthread_kill(main, signal.SIGINT)
 
 
 def cleared_before_the_end(clear: Callable[[], None]) -> Callable[[], None]:

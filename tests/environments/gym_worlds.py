@@ -101,6 +101,49 @@ class Broken(Echo):
         return "?", float("nan"), False, False, {}
 
 
+class Coin(spaces.Discrete):  # type: ignore[misc]
+    """A user's own space."""
+
+
+class Painter(Echo):
+    """One with pictures in text, numbers to see, and a space of its own."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["human", "ansi"]}
+    action_space = Coin(2)  # type: ignore[assignment]
+    observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)  # type: ignore[assignment]
+
+    def __init__(self, size: int = 3, render_mode: str | None = None) -> None:
+        super().__init__()
+        self.size, self.render_mode = size, render_mode
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return {"é": np.float32(0.1), np.int64(7): (1, 2)}, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.array([0.1, 0.2], np.float32), 0.0, False, False, {}
+
+    def render(self) -> str:
+        return f"{self.size} pots of paint"
+
+
+class Seedless(Echo):
+    def reset(self) -> tuple[str, dict[str, Any]]:  # type: ignore[override]
+        return "", {}
+
+
+class FourValues(Echo):
+    def step(self, action: str) -> Any:  # as before Gymnasium
+        return "", 0.0, True, {}
+
+
+def paint(size: int = 3) -> Painter:
+    return Painter(size)
+
+
+def painted(size: int = 3) -> Painter:
+    return Painter(size, render_mode="ansi")
+
+
 def echo(**kwargs: Any) -> Echo:
     return Echo(**kwargs)
 

@@ -255,6 +255,9 @@ def test_no_episode_sees_what_another_one_did_to_its_arguments() -> None:
         ({"id": "CartPole-v1", "action_format": "raw"}, "takes actions of Discrete, not text"),
         ({"source": "factory", "id": f"{WORLDS}:Echo", "actions": ("a",)}, "no discrete actions"),
         ({"source": "factory", "id": f"{WORLDS}:WORLDS"}, "WORLDS"),
+        ({"source": "factory", "id": f"{WORLDS}:paint", "observation": "render"}, "made with render_mode"),
+        ({"source": "factory", "id": f"{WORLDS}:Seedless"}, r"reset\(seed=...\) has to"),
+        ({"source": "factory", "id": f"{WORLDS}:FourValues"}, r"step\(action\) has to"),
     ],
 )
 def test_what_cannot_be_played_is_told_before_the_first_rollout(settings: dict[str, Any], told: str) -> None:
@@ -275,6 +278,38 @@ def test_what_cannot_be_played_is_told_before_the_first_rollout(settings: dict[s
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         GymConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("world", "shown"),
+    [
+        ("Painter", "3 pots of paint"),
+        ("painted", "3 pots of paint"),
+        ("paint", '{"é": 0.1, "7": [1, 2]}'),  # which takes no render_mode
+    ],
+)
+def test_a_picture_is_asked_for_where_the_maker_takes_it(world: str, shown: str) -> None:
+    family = GymFamily(of(world))
+    environment = family.make()(family.tasks("train")[0])
+    [message] = environment.reset(0)
+    assert shown in message.content
+    if world == "paint":
+        assert "[0.1, 0.2]" in say(environment, "<action>1</action>").text
+
+
+@pytest.mark.parametrize(
+    ("observation", "shown"),
+    [
+        (np.float32(0.1), "0.1"),
+        (np.array([[0.1], [0.5]], np.float16), "[[0.1], [0.5]]"),
+        (np.array(0.25, np.float32), "0.25"),
+        (np.array([1, 2], np.uint8), "[1, 2]"),
+        ({(1, 2): np.bool_(True), "ü": [np.int64(3)]}, '{"(1, 2)": true, "ü": [3]}'),
+        ((np.float64(0.1), None), "[0.1, null]"),
+    ],
+)
+def test_values_are_written_as_they_are_meant(observation: Any, shown: str) -> None:
+    assert written(observation, {}, "json", None) == shown
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

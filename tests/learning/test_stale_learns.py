@@ -18,7 +18,12 @@ SEED = 1
 
 @pytest.mark.parametrize(
     ("staleness", "in_flight"),
-    [(1, False), (2, False), pytest.param(1, True, marks=pytest.mark.slow), (2, True)],
+    [
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.long),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        (2, True),
+    ],
 )
 def test_it_learns_from_older_tokens(staleness: int, in_flight: bool) -> None:
     set_threads(1)

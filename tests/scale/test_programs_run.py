@@ -41,6 +41,7 @@ BY_COMMAND = (
 )
 MCP = (
     "algorithm.type=grpo",
+    "model.name={root}/model-python",  # which calls both tools
     'environment.tools=[{{type = "mcp", name = "places", script = "{root}/places.py"}}]',
 )
 OPENENV = (
@@ -70,6 +71,12 @@ server = MCPServer("places")
 def search(query: str) -> str:
     """Look something up."""
     return f"{query}: hill"
+
+
+@server.tool()
+def python(code: str) -> str:
+    """Say it again."""
+    return code
 
 
 server.run()

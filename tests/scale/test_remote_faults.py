@@ -206,7 +206,7 @@ def test_an_engine_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: s
     assert not lives(pid) and crew.remote.engine_pids[1] != pid
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
 def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int) -> None:
     """Nothing hangs, no token has another version, and the bits are those of an unbroken batch."""
     draw = random.Random(seed)

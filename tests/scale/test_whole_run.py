@@ -53,6 +53,7 @@ def whole(root: Path) -> Path:
     return root / "whole"
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_bits(root: Path, whole: Path) -> None:
     run = root / "killed"
     traces = Traces()

@@ -86,7 +86,7 @@ def _kill_after(process: "subprocess.Popen[str] | ForkedOutrider", run: Path, de
         ("rnd", (-1.0, 0.4)),
         ("rollout_replay", (0.4, -1.0, 0.3)),
         ("combined", (-1.0, 0.4, 0.3)),
-        ("combined_house", (-1.0, 0.4)),
+        pytest.param("combined_house", (-1.0, 0.4), marks=pytest.mark.long),
         ("agent", (0.4, -1.0)),
         # No state of their own beside what the cases above have.
         pytest.param("dapo", (0.4, -1.0, 0.3), marks=pytest.mark.slow),

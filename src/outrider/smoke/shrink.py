@@ -24,7 +24,7 @@ _SET: Final[dict[str, Any]] = {
 }  # fmt: skip
 # where experts are imitated: their paths have to fit, at a token a character
 _ROOM: Final[dict[str, Any]] = {
-    "rollout.max_turn_tokens": 256, "rollout.max_response_tokens": 16_000,
+    "rollout.max_turn_tokens": 96, "rollout.max_response_tokens": 16_000,
 }  # fmt: skip
 _CUTS: Final = ("rollout.max_turns", "environment.max_moves")
 # of an environment, an algorithm or an engine, at any depth

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from outrider.environments.gym.actions import NamedAction, RawAction, TextAction
 from outrider.environments.gym.generators import Drawn, OwnDraws
-from outrider.environments.gym.observations import How
+from outrider.environments.gym.observations import How, written
 from outrider.environments.gym.settings import GymConfig
 from outrider.errors import ConfigError, ToolUnavailable
 from outrider.plugins.imports import import_target, told_of
@@ -38,11 +38,42 @@ def recipe_of(config: GymConfig) -> Recipe:
     ):
         one = _first(config, maker)
         try:
-            how, asked = _observation(config, one)
+            how, asked = _observation(config, one, maker)
             action = _action(config, one)
         finally:
             close(one)
-    return Recipe(make=lambda: maker(**_own(config), **asked), action=action, observation=how)
+        recipe = Recipe(make=lambda: maker(**_own(config), **asked), action=action, observation=how)
+        _try(config, recipe)
+    return recipe
+
+
+def _try(config: GymConfig, recipe: Recipe) -> None:
+    """Begin an episode as a rollout does: what is not of Gymnasium's form is told before the first one."""
+    one = recipe.make()
+    try:
+        try:
+            observation, info = one.reset(seed=config.first_seed)
+            written(
+                observation,
+                info,
+                recipe.observation,
+                one.render() if recipe.observation == "render" else None,
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"{config.id}: reset(seed=...) has to give an observation and a dictionary{told_of(error)}"
+            ) from error
+        try:
+            found = one.step(recipe.action.read(recipe.action.probe(0)).action)
+        except Exception:  # it may not know this action: in a rollout that is a fault of its own
+            return
+        if not isinstance(found, tuple) or len(found) != 5:
+            raise ConfigError(
+                f"{config.id}: step(action) has to give an observation, a reward, terminated, truncated and "
+                "a dictionary"
+            )
+    finally:
+        close(one)
 
 
 def close(environment: Any) -> None:
@@ -76,44 +107,62 @@ def _first(config: GymConfig, maker: Callable[..., Any]) -> Any:
         raise ConfigError(f"the environment {config.id!r} cannot be made{told_of(error)}") from error
 
 
-def _observation(config: GymConfig, one: Any) -> tuple[How, dict[str, Any]]:
+def _observation(config: GymConfig, one: Any, maker: Callable[..., Any]) -> tuple[How, dict[str, Any]]:
     """How it is written, and what the environment is asked for at its making."""
     modes = (getattr(one, "metadata", None) or {}).get("render_modes", ())
     # GEM declares no spaces: its observations are text.
-    is_text = config.source == "gem" or type(getattr(one, "observation_space", None)).__name__ in (
-        "Text",
-        "NoneType",
-    )
+    is_text = config.source == "gem" or _is_text(getattr(one, "observation_space", None))
     chosen = config.observation
-    if chosen == "auto":
-        chosen = "text" if is_text else "render" if "ansi" in modes else "json"
-    if chosen == "render" and "ansi" not in modes:
+    if chosen == "auto" and is_text:
+        chosen = "text"
+    if chosen == "auto" and "ansi" not in modes:
+        chosen = "json"
+    if chosen in ("text", "json"):
+        return chosen, {}
+    if "ansi" not in modes:
         raise ConfigError(
             f"{config.id} has no rendering in text (render mode ansi): observation = json writes its values"
         )
-    return chosen, {"render_mode": "ansi"} if chosen == "render" else {}
+    if getattr(one, "render_mode", None) == "ansi":  # a function of one's own has chosen it
+        return "render", {}
+    try:
+        close(maker(**_own(config), render_mode="ansi"))
+    except Exception as error:  # a function of one's own that takes none
+        if chosen == "auto":
+            return "json", {}
+        raise ConfigError(f"{config.id} cannot be made with render_mode{told_of(error)}") from error
+    return "render", {"render_mode": "ansi"}
 
 
 def _action(config: GymConfig, one: Any) -> RawAction | NamedAction:
     space: Any = getattr(one, "action_space", None)
     kind = type(space).__name__
     if config.reads_raw:
-        if kind not in ("Text", "NoneType"):
+        if not _is_text(space):
             raise ConfigError(f"{config.id} takes actions of {kind}, not text: action_format = tag")
         return RawAction()
-    if kind == "Discrete":
+    if "Discrete" in _kinds(space):
         names = config.actions or tuple(str(int(space.start) + number) for number in range(int(space.n)))
         if len(names) != int(space.n):
             raise ConfigError(f"{config.id} has {space.n} actions, and actions names {len(names)}")
         return NamedAction(names, int(space.start))
     if config.actions:
         raise ConfigError(f"{config.id} has no discrete actions that could have names")
-    if kind in ("Text", "NoneType"):
+    if _is_text(space):
         return TextAction()
     raise ConfigError(
         f"{config.id} takes actions of {kind}, which have no form in text here: wrap it in a function of "
         "yours (source = factory) whose actions are Text or Discrete"
     )
+
+
+def _is_text(space: Any) -> bool:
+    return space is None or "Text" in _kinds(space)
+
+
+def _kinds(space: Any) -> set[str]:
+    """Names of a space's class and of those that it derives from: Gymnasium need not be there."""
+    return {one.__name__ for one in type(space).__mro__}
 
 
 def package_of(config: GymConfig) -> str:

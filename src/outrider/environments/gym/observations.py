@@ -19,7 +19,7 @@ def written(observation: Any, info: Mapping[str, Any], how: How, rendered: Any) 
     if how == "render":
         body = plain(str(rendered))
     elif how == "json":
-        body = json.dumps(observation, default=_listed)
+        body = json.dumps(_keyed(observation), default=_listed, ensure_ascii=False)
     else:
         body = str(observation)
     around = (str(info.get("prefix") or ""), body, str(info.get("suffix") or ""))
@@ -33,9 +33,25 @@ def plain(rendered: str) -> str:
     return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", rendered))
 
 
+def _keyed(value: Any) -> Any:
+    """With keys that JSON can have: a dictionary's may be numbers of NumPy's or tuples."""
+    if isinstance(value, Mapping):
+        return {_key(key): _keyed(one) for key, one in value.items()}
+    return [_keyed(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, np.generic):
+        return str(key)
+    return key if key is None or isinstance(key, str | int | float) else str(key)
+
+
 def _listed(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, np.ndarray):
-        return value.tolist()
-    return str(value)
+        # Row by row, so that numbers of less than double precision come by themselves.
+        return (
+            list(value) if value.dtype.kind == "f" and value.ndim and value.itemsize < 8 else value.tolist()
+        )
+    if isinstance(value, np.floating):
+        return float(str(value))  # the shortest digits of its own precision: 0.1 and not 0.10000000149
+    return value.item() if isinstance(value, np.generic) else str(value)

@@ -17,7 +17,7 @@ def written(observation: Mapping[str, Any], fields: Sequence[str]) -> str:
         return _text(observation[fields[0]])
     if fields:
         return "\n".join(f"{name}: {_text(observation[name])}" for name in fields)
-    return _text(next(iter(observation.values()))) if len(observation) == 1 else json.dumps(observation)
+    return _text(next(iter(observation.values()))) if len(observation) == 1 else _json(observation)
 
 
 def require_fields(schema: Mapping[str, Any], fields: Sequence[str]) -> None:
@@ -34,4 +34,8 @@ def require_fields(schema: Mapping[str, Any], fields: Sequence[str]) -> None:
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
