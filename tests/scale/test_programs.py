@@ -15,10 +15,8 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.config import validate  # noqa: E402
-from outrider.engines.local.engine import LocalEngine  # noqa: E402
 from outrider.plugins import imports  # noqa: E402
-from outrider.rollout.episode import Sampling  # noqa: E402
-from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
+from outrider.rollout.scheduler import RolloutReport  # noqa: E402
 from outrider.train.settings import RunSettings  # noqa: E402
 from outrider.types import Outcome  # noqa: E402
 from tests.environments.verifiers_fake.make import write_fake  # noqa: E402
@@ -97,25 +95,14 @@ def test_each_worker_has_its_own_and_equal_groups_come_to_the_same_bits(
 
 
 def test_several_play_the_tokens_of_one_process(crew: Crew, unbroken: RolloutReport) -> None:
-    parts = crew.parts
-    local = LocalEngine(parts.learner.language_model)
-    local.load(crew.remote.engine.weight_version)
-    alone = Scheduler(
-        engine=local,
-        renderer=parts.renderer,
-        factory=parts.factory,
-        limits=parts.settings.limits,
-        sampling=Sampling(temperature=1.0, stop=parts.family.stop),
-        run_seed=parts.settings.seed,
-    ).run(parts.train_tasks[:4], modes=("plain",) * 2, training_step=0)
-    for one, other in zip(alone.traces, unbroken.traces, strict=True):
+    for one, other in zip(crew.play_here().traces, unbroken.traces, strict=True):
         assert [node.token_ids for node in one.nodes] == [node.token_ids for node in other.nodes]
         assert one.leaves == other.leaves
 
 
 @pytest.mark.parametrize(
     "how",
-    ["ended", pytest.param("killed", marks=pytest.mark.slow), pytest.param("silent", marks=pytest.mark.slow)],
+    ["ended", pytest.param("killed", marks=pytest.mark.long), pytest.param("silent", marks=pytest.mark.slow)],
 )
 def test_programs_end_with_their_worker_and_are_played_again(
     crew: Crew, place: Path, unbroken: RolloutReport, how: str

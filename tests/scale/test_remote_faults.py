@@ -73,6 +73,20 @@ class Crew:
         finally:
             assert time.monotonic() - began < limit_s
 
+    def play_here(self) -> RolloutReport:
+        """The same groups in this process."""
+        parts = self.parts
+        local = LocalEngine(parts.learner.language_model)
+        local.load(self.remote.engine.weight_version)
+        return Scheduler(
+            engine=local,
+            renderer=parts.renderer,
+            factory=parts.factory,
+            limits=parts.settings.limits,
+            sampling=Sampling(temperature=1.0, stop=parts.family.stop),
+            run_seed=parts.settings.seed,
+        ).run(parts.train_tasks[:4], modes=("plain",) * 2, training_step=0)
+
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
@@ -128,18 +142,7 @@ def test_groups_come_in_the_order_asked_and_equal_ones_to_the_same_bits(crew: Cr
 
 def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
     """Log-probs may differ in their last bits: they depend on which requests share a batch."""
-    parts = crew.parts
-    local = LocalEngine(parts.learner.language_model)
-    local.load(crew.remote.engine.weight_version)
-    alone = Scheduler(
-        engine=local,
-        renderer=parts.renderer,
-        factory=parts.factory,
-        limits=parts.settings.limits,
-        sampling=Sampling(temperature=1.0, stop=parts.family.stop),
-        run_seed=parts.settings.seed,
-    ).run(parts.train_tasks[:4], modes=("plain",) * 2, training_step=0)
-    elsewhere = crew.play()
+    alone, elsewhere = crew.play_here(), crew.play()
     mine, theirs = ([n for trace in each.traces for n in trace.nodes] for each in (alone, elsewhere))
     assert len(mine) == len(theirs) == 12
     for one, other in zip(mine, theirs, strict=True):
