@@ -54,7 +54,6 @@ OPENENV = (
 )
 ASKING = """
 import sys
-from pathlib import Path
 
 sys.path.insert(0, {tests!r})
 from tests.environments.agents.programs import chat
