@@ -97,8 +97,8 @@ class Session:
 
     @property
     def own_end(self) -> dict[str, Any]:
-        """Options of an actor that starts processes: Ray is not to kill them when it ends the actor. Launchers
-        and keepers see its end, and end what they have started in turn; killed, they would leave that behind.
+        """Options of an actor that starts processes: Ray is not to kill them when it ends the actor. They see
+        its end, and end what they have started in turn; launchers that are killed would leave that behind.
         """
         return {} if self.is_local else {"runtime_env": {"env_vars": dict(_OWN_END)}}
 
