@@ -26,6 +26,7 @@ _NAMED: Final[Mapping[Kind, str]] = {
     "tools": '`environment.tools = [...]` with `type = "tools"`',
     "embedders": "`buffer.embedder = ...`, `algorithm.memory.embedder = ...`",
     "trackers": "`trackers = [...]`",
+    "call_formats": "`environment.protocol = ...` or `environment.tool_calls = ...`",
 }
 _OF_KIND: Final[Mapping[Kind, str]] = {
     "environments": "../environments.md",
@@ -33,6 +34,7 @@ _OF_KIND: Final[Mapping[Kind, str]] = {
     "engines": "../howto/scale.md",
     "embedders": "../install.md",
     "trackers": "../howto/view.md",
+    "call_formats": "../concepts/messages.md#native-tool-calls",
 }
 # Beside the page of the kind, or the algorithm's own; a link that is gone fails the build.
 _ELSEWHERE: Final[Mapping[str, str]] = {
@@ -59,7 +61,9 @@ def plugins_page() -> str:
 def _table(kind: Kind) -> str:
     base = base_of(kind)
     shared = [key for key in base.model_fields if key != "type"]
-    title = f"\n## {kind.capitalize()}\n\n{_NAMED[kind]}.{_shared(base.__name__, shared)}\n\n"
+    title = (
+        f"\n## {kind.capitalize().replace('_', ' ')}\n\n{_NAMED[kind]}.{_shared(base.__name__, shared)}\n\n"
+    )
     head = "| name | from | what | settings | page |\n| --- | --- | --- | --- | --- |\n"
     return title + head + "".join(_row(kind, *row) for row in rows(kind))
 

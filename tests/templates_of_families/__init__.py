@@ -11,8 +11,6 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.tokens.calls import CallFormatName
-
 FOLDER = Path(__file__).parent
 _MARKER = re.compile(
     r"<\|[^|>\s]{1,30}\|>|<｜[^｜]{1,30}｜>|<(?:start|end)_of_turn>|\[/?(?:INST|AVAILABLE_TOOLS|TOOL_CALLS"
@@ -27,7 +25,7 @@ class Family:
     file: str
     eos: str
     bos: str = "<s>"
-    call_format: CallFormatName = "hermes"
+    call_format: str = "hermes"
     variables: dict[str, Any] = field(default_factory=dict)
     plain: tuple[str, ...] = ()
 

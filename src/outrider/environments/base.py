@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from outrider.config import Settings
 from outrider.environments.conversing import OwnConversations
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tokens.calls import form_named, read_turn
 from outrider.types import Message, Step, Task, ToolSchema
 
 
@@ -101,7 +101,7 @@ class EnvironmentSettings(Settings):
         return ()
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """The form of native tool calls; None where turns are text to the environment."""
         return None
 
@@ -157,7 +157,7 @@ class NativeTools(Environment, Protocol):
         ...
 
     @property
-    def call_format(self) -> CallFormatName:
+    def call_format(self) -> str:
         """The form of the calls."""
         ...
 
@@ -175,7 +175,7 @@ def turn_message(environment: Environment, text: str) -> Message:
         return environment.read(text)
     if not isinstance(environment, NativeTools):
         return Message(role="assistant", content=text)
-    turn = read_turn(text, CALL_FORMATS[environment.call_format], environment.tool_schemas)
+    turn = read_turn(text, form_named(environment.call_format), environment.tool_schemas)
     return Message(
         role="assistant",
         content=turn.content,

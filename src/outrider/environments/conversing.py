@@ -5,7 +5,6 @@ server, with a whole conversation each time.
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from outrider.tokens.calls import CallFormatName
 from outrider.types import Message, ToolSchema
 
 
@@ -46,7 +45,7 @@ class OwnConversations(Protocol):
         ...
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """The form of the policy's native tool calls; None where it has none."""
         ...
 

@@ -1,6 +1,6 @@
 """Fields of the settings tree that hold a plug-in: a section whose ``type`` names it, or a name alone."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeAlias, get_args
@@ -58,10 +58,12 @@ class Name:
     """Marks a string that names a plug-in of ``kind``; one that is not built in is imported when it is read.
 
     ``is_open``: any other string passes too, because it names something else (a model of a library).
+    ``also``: words that are no plug-in's name and pass.
     """
 
     kind: Kind
     is_open: bool = False
+    also: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """A string first, and then a name."""
@@ -69,8 +71,8 @@ class Name:
 
     def read(self, value: str) -> str:
         """The name. Raises an error of pydantic where nothing has it, or where it cannot be imported."""
-        if not self.is_open or is_import_path(value):
-            _require(self.kind, value)
+        if value not in self.also and (not self.is_open or is_import_path(value)):
+            _require(self.kind, value, also=self.also)
         return value
 
 
@@ -123,10 +125,10 @@ def _markers(parts: Iterable[Any]) -> Iterator[Marker]:
         yield from _markers(get_args(part))
 
 
-def _require(kind: Kind, name: str) -> None:
+def _require(kind: Kind, name: str, *, also: Sequence[str] = ()) -> None:
     """The name is known and, where it is not built in, its class can be imported."""
     try:
-        target_of(kind, name)
+        target_of(kind, name, also=also)
         if name not in BUILT_IN[kind]:
             resolve(kind, name)
     except ConfigError as error:

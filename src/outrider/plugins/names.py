@@ -1,6 +1,6 @@
 """The names that a recipe may use: the table of what is built in, and what installed packages register."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final, Literal, get_args
@@ -8,7 +8,7 @@ from typing import Final, Literal, get_args
 from outrider.errors import ConfigError
 from outrider.near import did_you_mean
 
-Kind = Literal["algorithms", "environments", "tools", "engines", "embedders", "trackers"]
+Kind = Literal["algorithms", "environments", "tools", "engines", "embedders", "trackers", "call_formats"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 # The only list of classes. They are strings, so that nothing is imported before a recipe names it.
@@ -60,6 +60,12 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "wandb": "outrider.watch.trackers:WandbTracker",
         "trackio": "outrider.watch.trackers:TrackioTracker",
     },
+    "call_formats": {
+        "hermes": "outrider.tokens.calls.hermes:Hermes",
+        "qwen3_coder": "outrider.tokens.calls.qwen3_coder:Qwen3Coder",
+        "llama3_json": "outrider.tokens.calls.llama3_json:Llama3Json",
+        "pythonic": "outrider.tokens.calls.pythonic:Pythonic",
+    },
 }
 
 
@@ -90,8 +96,10 @@ def is_known(kind: Kind, name: str) -> bool:
     return name in BUILT_IN[kind] or is_import_path(name) or name in registered(kind)
 
 
-def target_of(kind: Kind, name: str) -> str:
+def target_of(kind: Kind, name: str, *, also: Sequence[str] = ()) -> str:
     """``module:Class`` of a name. Raises ConfigError, with a near match, for one that nobody has.
+
+    ``also`` are words that may stand in its place.
 
     What is built in keeps its name, whatever is installed beside it: no package changes what a recipe meant.
     """
@@ -107,7 +115,7 @@ def target_of(kind: Kind, name: str) -> str:
         )
     if points:
         return points[0].value
-    known = known_names(kind)
+    known = [*also, *known_names(kind)]
     raise ConfigError(
         f"there is no {name!r}{did_you_mean(name, known)} (one of "
         f"{', '.join(known)}, or package.module:Class)",

@@ -29,6 +29,7 @@ _BASES: Final[Mapping[Kind, str]] = {
     "tools": "outrider.config:Settings",
     "embedders": "outrider.config:Settings",
     "trackers": "outrider.config:Settings",
+    "call_formats": "outrider.config:Settings",
 }
 # What makes a class of a function, for the kinds that take one.
 _OF_FUNCTIONS: Final[Mapping[Kind, str]] = {"tools": "outrider.tools.functions:tool_class"}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from outrider.engines.chat.engine import ChatReply
 from outrider.environments.base import Environment, NativeTools, tools_of, turn_message
 from outrider.environments.conversing import OwnConversations
-from outrider.tokens.calls import CALL_FORMATS, read_turn
+from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message
 
@@ -31,7 +31,7 @@ def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
     if name is None:
         plain = Message(role="assistant", content=reply.text)
         return EndpointTurn(said=turn_message(environment, reply.text), sent=plain, text=reply.text)
-    form, tools, served = CALL_FORMATS[name], tools_of(environment), reply.served
+    form, tools, served = form_named(name), tools_of(environment), reply.served
     has_read = bool(served.calls or served.problems)
     turn = read_turn(reply.text, None if has_read else form, tools)
     calls = served.calls if has_read else turn.tool_calls

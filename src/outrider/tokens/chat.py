@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from outrider.errors import ModelError
 from outrider.tokens.abilities import Abilities
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.closing import TurnClosing, WrittenClosing
 from outrider.tokens.conversation import ChatWriter
 from outrider.tokens.parsed import ParsedTurn, opened_thinking, split_thinking
@@ -47,13 +47,13 @@ class ChatRenderer:
         tokenizer: Tokenizer,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
-        call_format: CallFormatName | None = None,
+        call_format: str | None = None,
         observations: Sequence[Role] = ("user",),
         history_thinking: HistoryThinking = "keep",
     ) -> None:
         self.tokenizer = tokenizer
         self.template = Template(tokenizer, template_kwargs or {})
-        self.call_format = None if call_format is None else CALL_FORMATS[call_format]
+        self.call_format = None if call_format is None else form_named(call_format)
         self.history_thinking = history_thinking
         self._turn_end = self._plain_closing(is_answered="user" in observations)
         self.end_of_turn: tuple[int, ...] = self._turn_end.ids

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Final
 
 from outrider.errors import ModelError
+from outrider.plugins.names import known_names
 from outrider.tokens.abilities import STAND_IN_TOOL
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName
 from outrider.tokens.chat import ChatRenderer
 from outrider.tokens.tokenizer import text_of
 from outrider.tokens.written import Appended, append
@@ -76,7 +76,7 @@ class LoadCheck:
     name: str
     differs: Mapping[str, str]
     unread: str = ""
-    readers: tuple[CallFormatName, ...] = ()
+    readers: tuple[str, ...] = ()
     writes_date: bool = False
     hides_tools: bool = False
 
@@ -183,15 +183,16 @@ def written_call(renderer: ChatRenderer) -> str:
     return written[len(before) :] if written.startswith(before) else written
 
 
-def forms_of(renderer: ChatRenderer) -> list[CallFormatName]:
+def forms_of(renderer: ChatRenderer) -> list[str]:
     """The forms of calls that read the template's own; none where it has no place for calls, or writes them
     in a form of its own.
     """
     written = written_call(renderer)
-    return [form for form in CALL_FORMATS if written and _reads(_with(renderer, form), written)]
+    known = known_names("call_formats") if written else []
+    return [form for form in known if _reads(_with(renderer, form), written)]
 
 
-def _with(renderer: ChatRenderer, form: CallFormatName) -> ChatRenderer:
+def _with(renderer: ChatRenderer, form: str) -> ChatRenderer:
     variables = renderer.template.variables
     return ChatRenderer(
         renderer.tokenizer, template_kwargs=variables, call_format=form, observations=("tool",)

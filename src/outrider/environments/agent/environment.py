@@ -22,7 +22,7 @@ from outrider.environments.agent.wire import Answer
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn
 from outrider.errors import EnvironmentFault
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message, Task, ToolCall
 
@@ -79,7 +79,7 @@ class AgentEnvironment:
         return self._question.ask.conversation
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """See :class:`~outrider.environments.conversing.OwnConversations`."""
         return self._config.tool_calls
 
@@ -91,7 +91,7 @@ class AgentEnvironment:
         ends = [end for stop in asked.stop if (end := text.find(stop)) >= 0]
         text = text[: min(ends)] if ends else text
         form = self._config.tool_calls
-        turn = read_turn(text, None if form is None else CALL_FORMATS[form], asked.tools)
+        turn = read_turn(text, None if form is None else form_named(form), asked.tools)
         if turn.problems:
             reasoning, words, _ = split_thinking(text)
             return Message(role="assistant", content=words, reasoning=reasoning, problems=turn.problems)

@@ -41,7 +41,7 @@ class ProgramConfig(EnvironmentSettings):
         return False
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return self.tool_calls
 

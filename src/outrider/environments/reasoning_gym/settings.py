@@ -11,7 +11,7 @@ from outrider.environments.tool_qa.named_tools import ToolName, require_possible
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import ToolUnavailable
-from outrider.tokens.calls import CallFormatName
+from outrider.tokens.calls import ProtocolName
 from outrider.tools.python import PythonToolConfig
 
 SPLITS: Final = ("train", "valid", "test")
@@ -60,7 +60,7 @@ class ReasoningGymConfig(EpisodeConfig):
     """Decides the tasks. More tasks leave the first ones of ``train`` as they are (but in ``acre``)."""
     tools: tuple[ToolName, ...] = ()
     """Tools that may be called before the answer: ``["python"]``, or plug-ins. None is a single turn."""
-    protocol: Literal["tags"] | CallFormatName = "tags"
+    protocol: ProtocolName = "tags"
     """How tools are called: by tags inside one message, or natively (as with ``type = "tools"``)."""
     python: PythonToolConfig = PythonToolConfig()
     reward: RewardConfig = RewardConfig(
@@ -91,7 +91,7 @@ class ReasoningGymConfig(EpisodeConfig):
         return not self.reward.require_think
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return None if self.protocol == "tags" else self.protocol
 

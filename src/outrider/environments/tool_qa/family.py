@@ -22,7 +22,7 @@ from outrider.environments.tool_qa.named_tools import (
 from outrider.environments.tool_qa.tag_protocol import stop_strings
 from outrider.environments.tool_qa.tool_episode import EpisodeConfig
 from outrider.errors import DataError
-from outrider.tokens.calls import CallFormatName
+from outrider.tokens.calls import ProtocolName
 from outrider.tools.python import PythonToolConfig
 from outrider.tools.search import SearchConfig
 from outrider.types import Step, Task
@@ -39,7 +39,7 @@ class ToolsConfig(EpisodeConfig):
     """The tools in use: names of plug-ins, Python functions (``"my_module:add"``), or tables such as
     ``{type = "my_module:MyTool", digits = 3}``.
     """
-    protocol: Literal["tags"] | CallFormatName = "tags"
+    protocol: ProtocolName = "tags"
     """How tools are called: by the papers' tags inside one message, or natively in one of the forms that
     model families write, with a message of the role ``tool`` for every result.
     """
@@ -71,7 +71,7 @@ class ToolsConfig(EpisodeConfig):
         return False
 
     @property
-    def call_format(self) -> CallFormatName | None:
+    def call_format(self) -> str | None:
         """See :class:`outrider.environments.base.EnvironmentSettings`."""
         return None if self.protocol == "tags" else self.protocol
 

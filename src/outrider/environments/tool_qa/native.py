@@ -14,7 +14,6 @@ from outrider.environments.grading.answers import last_boxed
 from outrider.environments.tool_qa.rewards import RewardConfig, Score, answer_of, score_answer
 from outrider.environments.tool_qa.tag_protocol import neutralise
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, ToolEpisode
-from outrider.tokens.calls import CallFormatName
 from outrider.tokens.calls.format import call_id
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, ToolCall, ToolSchema
@@ -44,7 +43,7 @@ class NativeToolEnvironment(ToolEpisode):
         return self._tools.schemas
 
     @property
-    def call_format(self) -> CallFormatName:
+    def call_format(self) -> str:
         """See :class:`outrider.environments.base.NativeTools`."""
         assert self._config.call_format is not None  # the factory asks for it
         return self._config.call_format

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 from outrider.types import ToolCall, ToolSchema
 
@@ -29,8 +29,9 @@ class FoundCalls:
     problems: tuple[str, ...] = ()
 
 
+@runtime_checkable
 class CallFormat(Protocol):
-    """One form of calls."""
+    """One form of calls, made without arguments. Holds nothing: it may be asked from several threads."""
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -1,19 +1,38 @@
-"""The forms that are built in, by name."""
+"""The forms of calls by name: those that are built in, and those of plug-ins."""
 
 from collections.abc import Mapping
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
+from outrider.errors import ConfigError
+from outrider.plugins.fields import Name
+from outrider.plugins.registry import resolve
 from outrider.tokens.calls.format import CallFormat
 from outrider.tokens.calls.hermes import Hermes
 from outrider.tokens.calls.llama3_json import Llama3Json
 from outrider.tokens.calls.pythonic import Pythonic
 from outrider.tokens.calls.qwen3_coder import Qwen3Coder
 
-CallFormatName: TypeAlias = Literal["hermes", "qwen3_coder", "llama3_json", "pythonic"]
+CallFormatName: TypeAlias = Annotated[str, Name("call_formats")]
+"""A form of calls: one that is built in, a registered one, or ``my_module:MyForm``."""
+ProtocolName: TypeAlias = Annotated[str, Name("call_formats", also=("tags",))]
+"""``tags``, the papers' tags, or a form of native calls."""
 
-CALL_FORMATS: Final[Mapping[CallFormatName, CallFormat]] = {
+CALL_FORMATS: Final[Mapping[str, CallFormat]] = {
     "hermes": Hermes(),
     "qwen3_coder": Qwen3Coder(),
     "llama3_json": Llama3Json(),
     "pythonic": Pythonic(),
 }
+
+
+def form_named(name: str) -> CallFormat:
+    """The form of this name. Raises ConfigError for one that nobody has, or that is no form of calls."""
+    if name in CALL_FORMATS:
+        return CALL_FORMATS[name]
+    made: object = resolve("call_formats", name)()
+    if not isinstance(made, CallFormat):
+        raise ConfigError(
+            f"{name} is no form of calls: it has to have markers, read, write and describe "
+            "(outrider.tokens.calls.CallFormat)"
+        )
+    return made
