@@ -18,9 +18,10 @@ from urllib.parse import unquote, urlsplit
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/[^/]+/(.+)")
 _API = re.compile(r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/[^/]+(?:/(.*))?)?")
-_PREUPLOAD = re.compile(r"/api/models/([^/]+/[^/]+)/preupload/main")
-_COMMIT = re.compile(r"/api/models/([^/]+/[^/]+)/commit/main")
-_BATCH = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch")
+_PREUPLOAD = re.compile(r"/api/((?:datasets|models)/[^/]+/[^/]+)/preupload/main")
+_COMMIT = re.compile(r"/api/((?:datasets|models)/[^/]+/[^/]+)/commit/main")
+_BATCH = re.compile(r"/((?:datasets/)?[^/]+/[^/]+)\.git/info/lfs/objects/batch")
+_LARGE = (".safetensors", ".sqlite", ".parquet")  # what goes by LFS
 _OBJECT = re.compile(r"/lfs/([0-9a-f]{64})")
 
 
@@ -124,16 +125,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self, wanted: dict[str, Any]) -> None:
         name = f"{wanted['organization']}/{wanted['name']}"
-        if f"models/{name}" in self.hub.repositories:
-            told = {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}
+        key = f"{wanted.get('type', 'model')}s/{name}"
+        if key in self.hub.repositories:
+            told = {"error": "You already created this repo", "url": f"{self.hub.url}/{name}"}
             return self._send(409, json.dumps(told).encode(), {})
         private = wanted.get("visibility") == "private"
-        self.hub.repositories[f"models/{name}"] = Repository(files={}, private=private)
+        self.hub.repositories[key] = Repository(files={}, private=private)
         self._json({"url": f"{self.hub.url}/{name}", "name": name, "id": name})
 
     def _preupload(self, name: str, body: bytes) -> None:
         files = json.loads(body)["files"]
-        modes = {one["path"]: "lfs" if one["path"].endswith(".safetensors") else "regular" for one in files}
+        modes = {one["path"]: "lfs" if one["path"].endswith(_LARGE) else "regular" for one in files}
         told = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
         self._json({"files": told})
 
@@ -148,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.failures:
             self.hub.failures -= 1
             return self._send(500, b'{"error": "the disk is full"}', {"X-Error-Message": "the disk is full"})
-        files = self.hub.repositories[f"models/{name}"].files
+        files = self.hub.repositories[name].files
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "file":

@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.plugins.record import plugin_digests
 from outrider.testing import check_call_format
 from outrider.tokens import ChatRenderer
-from outrider.tokens.calls import CALL_FORMATS, FoundCalls, form_named
+from outrider.tokens.calls import CALL_FORMATS, FoundCalls, form_named, read_turn
 from outrider.tokens.calls.hermes import Hermes
 from outrider.train.settings import RunSettings
 from outrider.types import Message, ToolCall, ToolSchema
@@ -91,6 +91,13 @@ def test_a_name_that_nobody_has_is_one_line(name: str, told: str) -> None:
 def test_a_class_that_is_no_form_is_told() -> None:
     with pytest.raises(ConfigError, match="is no form of calls: it has to have markers, read, write"):
         form_named("tests.test_call_forms:NoForm")
+
+
+def test_tags_of_thinking_inside_a_call_are_its_text() -> None:
+    form = form_named(MINE)
+    call = ToolCall(name="lookup", arguments={"key": "a</think>b"}, call_id="call00000")
+    turn = read_turn(form.write([call]), form, TOOLS)
+    assert (turn.tool_calls, turn.reasoning, turn.problems) == ((call,), "", ())
 
 
 def test_a_renderer_reads_and_tells_by_it() -> None:

@@ -6,7 +6,7 @@ differs in silence.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -15,8 +15,9 @@ from outrider.errors import ModelError
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
 from outrider.tokens.load_check import LoadCheck, check_template, difference, forms_of, written_call
-from outrider.tokens.written import append
-from outrider.types import Message, Role
+from outrider.tokens.tokenizer import text_of
+from outrider.tokens.written import append, turn_text
+from outrider.types import Message, Role, ToolSchema
 from tests.conversations import TOOLS, Generator
 from tests.templates_of_families import FAMILIES, byte_tokenizer
 
@@ -27,8 +28,10 @@ REFUSED = {
     ("phi4", "tool"): "tool message .* drops its text",
     ("gpt-oss", "user"): "user message behind an answer",
 }
-OWN_FORMS = ("mistral", "deepseek-r1", "gpt-oss")
+OWN_FORMS = ("deepseek-r1", "gpt-oss")
 """Families whose calls no form that is built in reads."""
+MOVES_TO_LAST_USER = ("mistral",)
+"""Families that write system text and tools into the last user message, wherever that is."""
 EXACT = ("qwen2.5", "qwen3-coder", "lfm2", "smollm2", "phi4-mini")
 """Families that render every conversation of these tests as it is appended."""
 
@@ -75,9 +78,50 @@ def orders_in(messages: Sequence[Message]) -> set[str]:
     return found
 
 
+def bridged(
+    renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[ToolSchema]
+) -> Iterator[tuple[str, list[Message]]]:
+    """The text of every bridge, and the messages up to its end."""
+    first = next(number for number, m in enumerate(messages) if m.role == "assistant")
+    told, rest = list(messages[:first]), list(messages[first:])
+    ids = list(renderer.prompt(told, tools))
+    while rest:
+        said = rest.pop(0)
+        text = turn_text(renderer, told, said, tools, is_opened=bool(renderer.opened(ids)))
+        ids += renderer.template.encode(text)
+        num_answers = next((n for n, m in enumerate(rest) if m.role == "assistant"), len(rest))
+        answers, rest = rest[:num_answers], rest[num_answers:]
+        bridge = renderer.bridge(ids, answers)
+        ids += bridge
+        told += [said, *answers]
+        yield text_of(renderer.tokenizer, bridge, skip_special_tokens=False), list(told)
+
+
+def check_bridges(
+    name: str, renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[ToolSchema]
+) -> int:
+    """Whatever becomes of earlier turns: what follows the last one stands at the end of the whole, to the
+    letter. Returns how many bridges were compared.
+    """
+    num = 0
+    for text, told in bridged(renderer, messages, tools):
+        has_more = bool(tools) or told[0].role == "system"
+        if has_more and told[-1].role == "user" and name in MOVES_TO_LAST_USER:
+            continue
+        try:
+            whole = renderer.template.encode(renderer.whole_text(told, tools))
+        except ModelError:
+            continue  # refused at once, as the check has told
+        at_once = text_of(renderer.tokenizer, whole, skip_special_tokens=False)
+        assert at_once.endswith(text), (name, told, text, at_once[-len(text) - 40 :])
+        num += 1
+    return num
+
+
 def check_all(name: str, observations: Sequence[Role], *, num: int) -> Counter[str]:
     """How many conversations were the same at once, and how many differed as was told."""
     counted: Counter[str] = Counter()
+    num_compared = 0
     renderer = renderer_of(name, observations)
     told = check_template(renderer, observations)
     tools = TOOLS if "tool" in observations else ()
@@ -89,6 +133,8 @@ def check_all(name: str, observations: Sequence[Role], *, num: int) -> Counter[s
         expected = orders_in(messages) & set(told.differs)
         assert not where or expected, (name, messages, where)
         counted["differs, as told" if where else "same"] += 1
+        num_compared += check_bridges(name, renderer, messages, tools)
+    assert num_compared > 0
     return counted
 
 
@@ -105,6 +151,22 @@ def test_appended_ids_are_those_of_the_whole_or_the_check_has_told(
 ) -> None:
     counted = check_all(name, observations, num=8)
     assert counted.total() == 8
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "deepseek-r1"])
+def test_a_bridge_that_loses_letters_is_noticed_where_every_order_differs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ChatRenderer.bridge
+
+    def losing(self: ChatRenderer, previous: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        ids = whole(self, previous, messages)
+        lost = self.template.encode("&%")
+        return tuple(one for one in ids if one not in lost)
+
+    monkeypatch.setattr(ChatRenderer, "bridge", losing)
+    with pytest.raises(AssertionError):
+        check_all(name, ("user",), num=20)
 
 
 @pytest.mark.slow
@@ -144,7 +206,7 @@ def test_the_check_tells_what_servers_would_see_differently() -> None:
     assert "at once it is refused" in told("llama3", "tool").differs["several calls, then their results"]
     # a result that is not the last message gets one line break more
     assert "a result, another call, then its result" in told("hermes", "tool").differs
-    assert "[TOOL_CALLS]" in told("mistral", "tool").unread
+    assert "channel" in told("gpt-oss", "tool").unread
     assert told("smollm2", "tool").hides_tools and not told("qwen2.5", "tool").hides_tools
     assert not told("llama3", "tool").writes_date
 

@@ -119,6 +119,10 @@ def test_f8_what_needs_no_model_imports_no_torch(
             'environment={type="tools",tools=["serch"]}',
             "environment.tools.0: there is no 'serch', did you mean search? (one of",
         ),
+        (
+            'environment={type="tools",tools=["python"],prompt="shrot"}',
+            "environment.prompt: Input should be 'full', 'short' or 'none', did you mean short?",
+        ),
         ("zzz=1", "zzz: unknown key"),
     ],
 )

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tokens.calls import CALL_FORMATS, CallFormatName, read_turn, unwritable_in
 from outrider.tokens.parsed import opened_thinking, split_thinking
-from outrider.types import Json, ToolCall
+from outrider.types import Json, ToolCall, ToolSchema
 from tests.conversations import TOOLS
 
 NAMES: list[CallFormatName] = list(CALL_FORMATS)
@@ -31,6 +31,9 @@ BAD: list[tuple[CallFormatName, str, str]] = [
     ("hermes", "<tool_call>[1]</tool_call>", "must be a JSON object"),
     ("hermes", "<tool_call>{}</tool_call>", 'needs a "name"'),
     ("hermes", '<tool_call>{"name": "lookup", "arguments": "Rome"}</tool_call>', '"arguments" of lookup'),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": "{} x"}</tool_call>', "something stands behind"),
+    ("hermes", '<tool_call>{"name": "lookup", "arguments": "[1]"}</tool_call>', "must be a JSON object"),
+    ("hermes", '<tool_call>{"name": "lookup", "input": {"key": "a"}}</tool_call>', 'under "input", not'),
     ("hermes", '<tool_call>{"name": "lookup", "arguments": {"key": "a"}} x</tool_call>', "nothing else"),
     ("hermes", '<tool_call>{"name": "find", "arguments": {}}</tool_call>', "no tool 'find'. Tools: lookup"),
     ("hermes", '<tool_call>{"name": "lookup", "arguments": {}}</tool_call>', "needs the argument 'key'"),
@@ -46,7 +49,9 @@ BAD: list[tuple[CallFormatName, str, str]] = [
     ("llama3_json", '{"name": "lookup", "parameters": ', "not JSON"),
     ("llama3_json", '{"name": "lookup", "parameters": 1}', '"parameters" of lookup'),
     ("llama3_json", "<|python_tag|>print(1)", "not JSON"),
+    ("llama3_json", '[{"name": 1}]', 'needs a "name"'),
     ("pythonic", "[lookup(key='a']", "cannot be read"),
+    ("pythonic", "<|tool_call_start|>[lookup(key='it's')]<|tool_call_end|> and words", "cannot be read"),
     ("pythonic", "[lookup('a')]", "every argument of lookup needs its name"),
     ("pythonic", "[lookup(key=open('x'))]", "plain values"),
     ("pythonic", "[lookup(key='a'), 1]", "each element must be a call"),
@@ -77,6 +82,37 @@ def test_what_is_wrong_is_said(name: CallFormatName, text: str, told: str) -> No
     turn = read_turn(text, CALL_FORMATS[name], TOOLS)
     assert turn.tool_calls == () and len(turn.problems) == 1
     assert re.search(told, turn.problems[0]), turn.problems
+
+
+def look(key: str) -> ToolCall:
+    return ToolCall(name="lookup", arguments={"key": key}, call_id="call00000")
+
+
+ADD = ToolCall(name="add", arguments={"a": 1, "b": 2}, call_id="call00000")
+NOW = ToolCall(name="now", call_id="call00000")
+VARIANTS: list[tuple[CallFormatName, str, ToolCall]] = [
+    ("hermes", '<tool_call>{"name": "add", "parameters": {"a": 1, "b": 2}}</tool_call>', ADD),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', ADD),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', NOW),
+    ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', NOW),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', NOW),
+    ("llama3_json", '{"name": "add", "arguments": {"a": 1, "b": 2}}', ADD),
+    ("llama3_json", '{"name": "now", "parameters": null}', NOW),
+    ("llama3_json", '[{"name": "add", "parameters": {"a": 1, "b": 2}}]', ADD),
+    (
+        "pythonic",
+        "<|tool_call_start|>[lookup(key='<|tool_call_end|>')]<|tool_call_end|>",
+        look("<|tool_call_end|>"),
+    ),
+    ("llama3_json", '{"name": "lookup", "parameters": {"key": "<|python_tag|>"}}', look("<|python_tag|>")),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "call"), VARIANTS)
+def test_other_ways_to_write_a_call(name: CallFormatName, text: str, call: ToolCall) -> None:
+    tools = (*TOOLS, {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}})
+    turn = read_turn(text, CALL_FORMATS[name], tools)
+    assert (turn.tool_calls, turn.problems, turn.content) == ((call,), (), "")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -170,6 +206,49 @@ def test_thinking_is_apart_whoever_opened_it() -> None:
     assert (thought, rest) == ("never closed", "") and "not closed" in problems[0]
     assert opened_thinking("<|im_start|>assistant\n<think>\n") == "<think>\n"
     assert opened_thinking("<think>\n\n</think>\n\n") == ""
+
+
+THOUGHT_TAGS = ["</think>", "<think>a</think>", "a</think>b</think>"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("key", THOUGHT_TAGS)
+@pytest.mark.parametrize("begun", ["", "Words.\n", "<think>\nHm.\n</think>\n\n"])
+def test_tags_of_thinking_inside_an_argument_are_its_text(name: CallFormatName, key: str, begun: str) -> None:
+    if begun == "Words.\n" and name == "pythonic":
+        return  # of Llama 3.2 the calls are the whole turn
+    turn = read_turn(begun + CALL_FORMATS[name].write([look(key)]), CALL_FORMATS[name], TOOLS)
+    assert (turn.tool_calls, turn.problems) == ((look(key),), ())
+    assert turn.reasoning == ("Hm." if "Hm." in begun else "")
+
+
+def test_words_before_and_behind_a_call_of_llama() -> None:
+    form, said = CALL_FORMATS["llama3_json"], '{"name": "lookup", "parameters": {"key": "a"}}'
+    turn = read_turn(f"I look.\n[{said}]", form, TOOLS)
+    assert (turn.content, turn.tool_calls, turn.problems) == ("I look.", (look("a"),), ())
+    turn = read_turn(f"{said} and words", form, TOOLS)
+    assert turn.tool_calls == (look("a"),) and "not JSON" in turn.problems[0]
+    turn = read_turn(f"{said}<|python_tag|>{said}", form, TOOLS)
+    assert len(turn.tool_calls) == 2 and turn.problems == ()
+    for words in ('It is {"name": "Rome", "parameters": {}}', 'Say {"name": "lookup"}'):
+        assert read_turn(words, form, TOOLS).content == words
+
+
+def test_a_name_that_a_form_cannot_write_is_said() -> None:
+    def named(name: str, *arguments: str) -> ToolSchema:
+        properties: dict[str, Json] = {argument: {} for argument in arguments}
+        return {"name": name, "description": "d", "parameters": {"properties": properties}}
+
+    odd = named("get-time")
+    assert unwritable_in("pythonic", [named("calendar.add", "day", "ü")]) == ""
+    assert "a tool named 'get-time': hermes, qwen3_coder, llama3_json can" in unwritable_in("pythonic", [odd])
+    assert "the argument 'from' of f" in unwritable_in("pythonic", [named("f", "a", "from")])
+    assert "the argument 'max-n' of f" in unwritable_in("pythonic", [named("f", "max-n")])
+    for name in NAMES:
+        assert bool(unwritable_in(name, [named("a b", "<x>")])) == (name in ("pythonic", "qwen3_coder"))
+        assert name == "pythonic" or unwritable_in(name, [odd]) == ""
+    turn = read_turn("[get-time(zone='x')]", CALL_FORMATS["pythonic"], [odd])
+    assert turn.content == "" and "cannot be read" in turn.problems[0]
 
 
 def test_calls_inside_thinking_are_thoughts() -> None:

@@ -4,6 +4,7 @@ Places hold the tag of the member of a union, or the name of a section's plug-in
 (``algorithm.grpo.groupsize``), which nobody has written there.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args, get_origin
 
@@ -29,6 +30,8 @@ def problem_line(kind: type[BaseModel], item: Mapping[str, Any]) -> str:
             where = f"{where}.{_discriminator(item)}"
         case "union_tag_not_found":
             text, where = "is missing", f"{where}.{_discriminator(item)}"
+        case "literal_error" if isinstance(item["input"], str):
+            text += did_you_mean(item["input"], re.findall(r"'([^']+)'", item["ctx"]["expected"]))
         case "plugin_name" if not isinstance(item["input"], str):
             where = f"{where}.type"
         case kind_of_error if kind_of_error in _NO_LIST:

@@ -40,7 +40,7 @@ def test_a_request_holds_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("MY_KEY", "sk-secret")
     with chat_server([GOOD]) as server:
         reply = ask(endpoint(server, api_key_variable="MY_KEY"), stop=("</a>",), seed=2**40 + 5)
-    assert reply == ChatReply(text="because", truncated=False, num_tokens=7)
+    assert reply == ChatReply(text="because", finish="stop", num_tokens=7)
     (asked,) = server.asked
     assert (asked.path, asked.authorization) == ("/v1/chat/completions", "Bearer sk-secret")
     assert asked.body == {
@@ -240,7 +240,7 @@ def test_nothing_said_is_an_empty_turn_where_the_model_ended_it_and_odd_usage_no
     )
     with chat_server([completion(None), odd]) as server:
         assert ask(endpoint(server)).text == ""
-        assert ask(endpoint(server)) == ChatReply(text="", num_tokens=0)
+        assert ask(endpoint(server)) == ChatReply(text="", finish="tool_calls")
 
 
 @pytest.mark.parametrize(

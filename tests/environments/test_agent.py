@@ -2,18 +2,21 @@
 was sampled in, and every episode has one outcome, whatever its program does.
 """
 
+import json
 import os
 import queue
 import re
+import select
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -26,7 +29,7 @@ from outrider.environments.agent.family import AgentFactory, AgentFamily  # noqa
 from outrider.environments.agent.gateway import Gateway  # noqa: E402
 from outrider.environments.agent.launched import Report  # noqa: E402
 from outrider.environments.agent.programs import Programs  # noqa: E402
-from outrider.environments.agent.session import OpenQuestion, Session  # noqa: E402
+from outrider.environments.agent.session import Ended, OpenQuestion  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
@@ -186,6 +189,38 @@ def test_garbage_is_answered_in_words() -> None:
     assert leaf.metrics["num_refused_requests"] == 21 and leaf.metrics["num_requests"] == 1
 
 
+@pytest.mark.parametrize(
+    ("stop", "written", "content", "reasoning"),
+    [
+        (("\n",), "one\ntwo</think>3", "", "one"),
+        (("think",), "2+2</think>four", "", "2+2</"),
+        (("<think>",), "why<think>not", "", "why"),
+        (("</think>",), "2+2</think>four", "", "2+2"),
+        ((".", ","), "2+2</think>four, five.", "four", "2+2"),
+        (("<",), "nothing else", "", "nothing else"),
+    ],
+)
+def test_a_stop_string_ends_what_the_policy_wrote_and_not_what_the_template_opened(
+    stop: tuple[str, ...], written: str, content: str, reasoning: str
+) -> None:
+    family = FAMILIES["qwen3, always thinking"]
+    renderer = ChatRenderer(
+        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
+    )
+    seen: list[tuple[str, str]] = []
+    report = play(
+        "halting",
+        tasks=[Task(key="t", question="", answers=stop)],
+        renderer=renderer,
+        script=lambda *_: written,
+        seen=seen,
+        tool_calls="hermes",
+    )
+    [leaf] = report.traces[0].leaves.values()
+    assert leaf.outcome is Outcome.FINISHED, report.fault_reasons
+    assert json.dumps([content, reasoning]) in seen[1][1]
+
+
 def test_half_a_surrogate_pair_breaks_nothing() -> None:
     family = FAMILIES["qwen3"]
     renderer = ChatRenderer(
@@ -287,6 +322,61 @@ def test_a_command() -> None:
     assert leaf.episode_return == 1.0 and "say bsay b!" in seen[0][1]
 
 
+LEAVING = """
+import json, os, subprocess, sys, urllib.request as u
+held = open(sys.argv[1], "w")
+subprocess.Popen(["sleep", "600"], pass_fds=[held.fileno()])
+body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+for _ in range(int(sys.argv[2])):
+    u.urlopen(u.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)).read()
+print("b")
+"""
+
+
+@pytest.mark.parametrize("way", ["the command ends", "the budget ends it", "the launcher is killed"])
+def test_nothing_that_a_command_has_started_is_left(way: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "held"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)  # at its end once no process holds the other one
+    asks = "2" if way == "the budget ends it" else "1"
+    command = (sys.executable, "-c", LEAVING, str(fifo), asks)
+    with scheduled(command=command, reward=f"{PROGRAMS}:score", limits=Limits(max_turns=1)) as scheduler:
+        launcher = scheduler.factory._programs.pid  # type: ignore[attr-defined]
+
+        def script(request: Request, text: str) -> str:
+            if way == "the launcher is killed":
+                os.kill(launcher, signal.SIGKILL)
+            return "b"
+
+        scheduler.engine = ScriptedEngine(tokenizer=TOKENIZER, script=script, context_length=8192)
+        [leaf] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].leaves.values()
+        try:
+            assert select.select([reader], [], [], 60)[0] and not os.read(reader, 1)
+        finally:
+            os.close(reader)
+    ends = {"the command ends": Outcome.FINISHED, "the budget ends it": Outcome.TRUNCATED_TURNS}
+    assert leaf.outcome is ends.get(way, Outcome.ENVIRONMENT_FAULT), leaf.detail
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ((sys.executable, "-c", "import sys; sys.exit(3)"), "ended with status 3"),
+        (("sh", "-c", "kill -9 $$"), "ended with status -9"),
+        (("/no/such/program",), "cannot be started: .*No such file"),
+    ],
+)
+def test_a_command_that_fails_says_how(command: tuple[str, ...], reason: str) -> None:
+    ended: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    programs = Programs(function=None, command=command, reward=None)
+    try:
+        programs.start(ONE[0], {}, ended.put)
+        assert re.search(reason, ended.get(timeout=60).result)
+    finally:
+        programs.close()
+
+
 def test_a_hundred_at_once() -> None:
     tasks = [Task(key=f"{n:03d}", question="", answers=(str(n % 50 + 1),)) for n in range(100)]
     with scheduled("guess", script=halve) as scheduler:
@@ -330,24 +420,44 @@ def test_a_request_that_breaks_off_is_nobody_s_traceback(capfd: pytest.CaptureFi
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_hanging_up_again_and_again_buys_no_time() -> None:
-    session = Session(takes_tools=False)
-    told: list[float] = []
+@pytest.mark.parametrize("way", ["hangs up", "ends"])
+def test_a_request_that_has_arrived_is_a_turn_whether_or_not_the_program_waits(way: str) -> None:
+    """Else how fast the policy is would decide how many turns a rollout has."""
+    seen: list[tuple[str, str]] = []
+    with scheduled("leaving", seen=seen) as scheduler:
 
-    class Events:
-        def get(self, timeout: float) -> Any:
-            told.append(timeout)
-            time.sleep(0.02)
-            if len(told) > 3:
-                raise queue.Empty
-            question = OpenQuestion.__new__(OpenQuestion)
-            question.is_gone = True
-            return question
+        def script(request: Request, text: str) -> str:
+            seen.append((request.request_id, text))
+            [session] = scheduler.factory._gateway._sessions.values()  # type: ignore[attr-defined]
+            wait_for(lambda: session.num_requests == 2)
+            if way == "hangs up" and len(seen) == 1:
+                wait_for(lambda: session._waiting[-1]._answered.done())
+            return "b"
 
-    session._events = cast(Any, Events())
-    with pytest.raises(queue.Empty):
-        session.next(5.0)
-    assert told == sorted(told, reverse=True) and told[-1] <= 5.0 - 3 * 0.02
+        scheduler.engine = ScriptedEngine(tokenizer=TOKENIZER, script=script, context_length=8192)
+        report = scheduler.run([Task(key="t", question="", answers=(way,))], modes=("m",), training_step=0)
+    [(leaf, path)] = report.traces[0].rollouts()
+    assert leaf.outcome is Outcome.FINISHED and sum(node.trainable for node in path) == 2
+    assert "second" in seen[1][1]
+
+
+def test_what_a_program_sent_before_its_end_comes_before_it() -> None:
+    gateway = Gateway()
+    held = threading.Event()
+    try:
+        session = gateway.open(takes_tools=False)
+        gateway._loop.call_soon_threadsafe(held.wait)  # a server that has other things to do
+        body = b'{"messages": [{"role": "user", "content": "a"}]}'
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+        where = urlsplit(gateway.url)
+        with socket.create_connection((str(where.hostname), int(where.port or 0))) as begun:
+            begun.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        gateway.end(session, Ended(reward=None))
+        held.set()
+        assert isinstance(session.next(30.0), OpenQuestion) and isinstance(session.next(30.0), Ended)
+    finally:
+        held.set()
+        gateway.close()
 
 
 def test_nothing_is_left_behind() -> None:
@@ -388,6 +498,13 @@ def test_a_launcher_that_is_killed_is_a_fault_and_another_one_starts() -> None:
         report = scheduler.run([task], modes=("m",) * 2, training_step=0)
     assert [leaf.outcome for leaf in report.traces[0].leaves.values()] == [Outcome.FINISHED] * 2
     assert report.faults["environment_fault"] == report.faults["retries"] == 2
+
+
+def wait_for(come: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not come():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def children(pid: int) -> list[str]:

@@ -57,6 +57,10 @@ def forecast(request: Request, text: str) -> str:
     return "It is sunny." if "sunny" in text else CALL
 
 
+def thoughtful(request: Request, text: str) -> str:
+    return f"<think>\nHm.\n</think>\n\n{forecast(request, text)}"
+
+
 def turns(*said: str):  # type: ignore[no-untyped-def]
     return lambda request, text: said[int(request.request_id.rsplit("/", 1)[1])]
 
@@ -68,6 +72,7 @@ def turns(*said: str):  # type: ignore[no-untyped-def]
         ("sdk_parallel", turns("a", "b"), 2, 2.0),
         ("sdk_responses", forecast, 2, 1.0),
         ("agents_sdk", forecast, 2, 1.0),
+        ("agents_sdk", thoughtful, 2, 1.0),
         ("smol_tools", turns(CALL, FINAL), 2, 1.0),
         ("smol_code", turns(*CODE), 2, 1.0),
     ],

@@ -15,7 +15,7 @@ from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
 from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily, system_prompt
 from outrider.environments.tool_qa.native import NativeToolEnvironment
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED
-from outrider.errors import ToolFault
+from outrider.errors import ConfigError, ToolFault
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, Task
 
@@ -46,6 +46,12 @@ def start(**settings: Any) -> tuple[NativeToolEnvironment, dict[str, Echo]]:
     assert isinstance(environment, NativeToolEnvironment) and isinstance(environment, NativeTools)
     environment.reset(0)
     return environment, tools
+
+
+def test_a_tool_that_the_form_cannot_name_is_refused_with_the_forms_that_can() -> None:
+    config = ToolsConfig.model_validate({"tools": ["python"], "protocol": "pythonic"})
+    with pytest.raises(ConfigError, match=r"pythonic cannot write a tool named 'a-b': hermes, .* can"):
+        ToolEnvironmentFactory(tools=[Echo("a-b")], config=config, system_prompt="")
 
 
 def call(name: str, text: object = "tower") -> str:

@@ -19,13 +19,25 @@ from outrider.evals.benchmark.store import read_results, write_results
 from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said
 from outrider.evals.inspect_log.of_run import evaluation_of_run
 from outrider.evals.inspect_log.of_tasks import evaluation_of_tasks
+from outrider.evals.inspect_log.turns import said_in
 from outrider.evals.inspect_log.writing import log_of, write_log
 from outrider.types import Outcome
+from outrider.watch.traces import TraceRow
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.evals.panel_files import IMPATIENT, MODELS, evaluate, question_in, write_rows
+from tests.rollout.test_native_rollout import call, play
 from tests.train.short_runs import begin
 from tests.train.tool_run import write_tool_run
 
+EMPTY = LoggedEvaluation(
+    task="t",
+    model="m",
+    created=datetime(2026, 1, 1, tzinfo=UTC),
+    panel_hash="h",
+    rollouts=(),
+    summary={},
+    metadata={},
+)
 needs_inspect = pytest.mark.skipif(
     importlib.util.find_spec("inspect_ai") is None, reason="needs the extra inspect"
 )
@@ -128,6 +140,82 @@ def test_the_mean_is_that_of_the_evaluation_s_own_report(panel: Path, tmp_path: 
     assert "4 of 6 samples are on file" in evaluation_of_tasks(folder).notes[0]
 
 
+def native_turns() -> list[Said]:
+    """An episode of native calls: two in a turn of which one has no tool, then an unread one, then words."""
+    wrong = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
+    turns = [
+        f"<think>\na\n</think>\n\nI look.{wrong}{call('x')}{call('y')}",
+        "<tool_call>{</tool_call>",
+        "\\boxed{Paris}",
+    ]
+    trace, *_ = play("qwen3", turns)
+    [(leaf, path)] = trace.rollouts()
+    assert leaf.outcome is Outcome.FINISHED
+    rows = [
+        TraceRow(
+            step=0, task_key="t", trace_id="t", node_id=node.node_id, parent_id=-1, rollout=0,
+            origin=node.origin, text=node.message.content, role=node.message.role,
+            metadata=json.dumps(node.metadata),
+        )
+        for node in path
+    ]  # fmt: skip
+    return [said for row in rows for said in said_in(row, "hermes")]
+
+
+def test_native_calls_and_each_of_their_results_are_told_apart() -> None:
+    _, first, one, two, complaint, second, told, last = native_turns()
+    assert (first.text, first.thinking) == ("I look.", "a")
+    assert [(each.name, each.arguments) for each in first.calls] == [
+        ("find", {}), ("search", {"input": "x"}), ("search", {"input": "y"})
+    ]  # fmt: skip
+    assert [(each.text, each.call_id) for each in (one, two)] == [
+        ("x: Paris", first.calls[1].call_id), ("y: Paris", first.calls[2].call_id)
+    ]  # fmt: skip
+    assert "There is no tool 'find'" in complaint.text and complaint.role == told.role == "tool"
+    assert not second.calls and len(second.problems) == 1 and "JSON" in told.text
+    assert (last.role, last.text) == ("assistant", "\\boxed{Paris}")
+
+
+@needs_inspect
+def test_native_calls_are_inspect_s(tmp_path: Path) -> None:
+    from inspect_ai.log import read_eval_log
+
+    said = tuple(native_turns())
+    one = LoggedRollout(task_key="t", epoch=1, prompt=said[:1], messages=said, outcome=Outcome.FINISHED)
+    wanted = replace(EMPTY, rollouts=(one,))
+    write_log(wanted, tmp_path / "one.eval")
+    log = read_eval_log(str(tmp_path / "one.eval"))
+    assert_same(log, wanted)
+    [sample] = log.samples or ()
+    _, first, *results, second, told, _ = sample.messages
+    calls = first.tool_calls
+    assert [call.function for call in calls] == ["find", "search", "search"]
+    assert [one.tool_call_id for one in results] == [calls[1].id, calls[2].id, calls[0].id]
+    assert [one.function for one in results] == ["search", "search", "find"]
+    [unread] = second.tool_calls
+    assert unread.parse_error and told.tool_call_id == unread.id
+    assert [one.type for one in first.content] == ["reasoning", "text"]
+
+
+@needs_inspect
+@pytest.mark.parametrize("knows_tasks", [True, False])
+def test_an_evaluation_that_has_not_ended_is_no_success(
+    panel: Path, tmp_path: Path, knows_tasks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(panel, tmp_path / "run"))
+    identity, results = read_results(folder / "results.jsonl")
+    assert log_of(evaluation_of_tasks(folder)).status == "success"
+    if not knows_tasks:
+        monkeypatch.setattr("outrider.evals.inspect_log.of_tasks._tasks", lambda *given: ({}, []))
+        assert log_of(evaluation_of_tasks(folder)).status == "success"
+    for name in ("results.jsonl", "summary.json"):
+        (folder / name).unlink()
+    write_results(folder / "results.jsonl", identity, results[:4])
+    log = log_of(evaluation_of_tasks(folder))
+    assert (log.status, log.stats.completed_at) == ("started", "")
+    assert log.results is not None and log.results.total_samples == (6 if knows_tasks else 4)
+
+
 @needs_inspect
 @pytest.mark.parametrize("kind", ["run", "panel"])
 def test_inspect_reads_the_same_numbers_back(
@@ -190,15 +278,7 @@ def test_any_evaluation_comes_back_as_it_was(drawn: list[dict[str, Any]]) -> Non
         )
         for number, one in enumerate(drawn)
     )
-    wanted = LoggedEvaluation(
-        task="t",
-        model="m",
-        created=datetime(2026, 1, 1, tzinfo=UTC),
-        panel_hash="h",
-        rollouts=rollouts,
-        summary={"mean": 0.25},
-        metadata={},
-    )
+    wanted = replace(EMPTY, rollouts=rollouts, summary={"mean": 0.25})
     assert_same(log_of(wanted), wanted)
 
 

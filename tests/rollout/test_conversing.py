@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.conversing import Conversation, SampledTurn
+from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Forgetful, Hook, Splice
 from outrider.rollout.limits import Limits
@@ -57,8 +57,9 @@ class Program:
         ends = [text.find(one) for one in self.asked.stop if one in text]
         return Message(role="assistant", content=text[: min(ends)] if ends else text)
 
-    def sampled(self, turn: SampledTurn) -> None:
+    def sampled(self, turn: SampledTurn | ServedTurn) -> None:
         self.num_sampled += 1
+        assert isinstance(turn, SampledTurn)
         assert len(turn.tokens) == len(turn.logprobs) and turn.num_context_tokens > 0
 
     def step(self, message: Message) -> StepResult:

@@ -89,7 +89,7 @@ def test_a_server_that_leaves_calls_in_the_text_is_read_here() -> None:
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (("a1", "search", '{"input": '), "The arguments of search are not JSON"),
+        (("a1", "search", '{"input": '), '"arguments" of search are not JSON'),
         (("a1", "search", '{"input": "x"} y'), "something stands behind them"),
         (("a1", "search", "[1]"), "must be a JSON object"),
         (("a1", "search", ""), "search needs the argument 'input'"),

@@ -46,7 +46,7 @@ FAMILIES = {
     "llama3": Family(
         file="llama3", eos="<|eot_id|>", bos="<|begin_of_text|>", call_format="llama3_json", variables=_DATE
     ),
-    "mistral": Family(file="mistral", eos="</s>"),
+    "mistral": Family(file="mistral", eos="</s>", call_format="llama3_json"),  # behind [TOOL_CALLS], a list
     "gemma": Family(file="gemma", eos="<end_of_turn>", bos="<bos>"),
     "phi3": Family(file="phi3", eos="<|endoftext|>"),
     "phi4": Family(file="phi4", eos=_IM),

@@ -1,9 +1,14 @@
 """Python functions as tools: their schema, calls by text and by arguments, faults in words."""
 
-from typing import Any
+import asyncio
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import pytest
+from pydantic import ValidationError
 
+from outrider.environments.tool_qa.family import ToolsConfig
 from outrider.errors import ConfigError, ToolFault
 from outrider.plugins.registry import build_named, resolve
 from outrider.testing.tool import check_tool
@@ -41,6 +46,154 @@ def today() -> dict[str, Any]:
     return {"day": "Monday"}
 
 
+def plan(
+    unit: Literal["km", "mile"],
+    stops: list[str],
+    share: float | None = None,
+    notes: Any = None,
+    options: dict[str, int] = {},  # noqa: B006
+) -> str:
+    """Plan a way.
+
+    Args:
+        unit: of length
+        stops: names in order
+        share: of the fuel
+        notes: whatever else
+        options: by name
+    """
+    return f"{len(stops)} {unit} {share} {notes} {options}"
+
+
+async def slow(text: str) -> str:
+    """Say it later.
+
+    Args:
+        text: what to say
+    """
+    await asyncio.sleep(0)
+    if text == "fail":
+        raise ValueError("late")
+    return f"{text}!"
+
+
+def later(text: str) -> Any:
+    """Say it later.
+
+    Args:
+        text: what to say
+    """
+    return slow(text)
+
+
+def one_by_one(text: str) -> Any:
+    """Say letters.
+
+    Args:
+        text: what to say
+    """
+    yield from text
+
+
+async def in_time(text: str) -> Any:
+    """Say letters.
+
+    Args:
+        text: what to say
+    """
+    for letter in text:
+        yield letter
+
+
+def several(*numbers: int) -> int:
+    """Add numbers.
+
+    Args:
+        numbers: all of them
+    """
+    return sum(numbers)
+
+
+def options(**values: int) -> int:
+    """Add numbers.
+
+    Args:
+        values: all of them
+    """
+    return sum(values.values())
+
+
+def in_order(a: int, /, b: int) -> int:
+    """Add numbers.
+
+    Args:
+        a: one
+        b: another
+    """
+    return a + b
+
+
+def leave(code: int) -> None:
+    """End everything.
+
+    Args:
+        code: for the shell
+    """
+    raise SystemExit(code)
+
+
+def broken(a: int, b: int) -> int:
+    """Add numbers.
+
+    Args:
+        a: one
+        b: another
+    """
+    raise RuntimeError("never works")
+
+
+@functools.lru_cache
+def cached(a: int) -> int:
+    """Double a number.
+
+    Args:
+        a: the number
+    """
+    return 2 * a
+
+
+class Shop:
+    """Holds prices."""
+
+    def __init__(self) -> None:
+        self.prices = {"kettle": 3}
+
+    def price(self, thing: str) -> int:
+        """Tell a price.
+
+        Args:
+            thing: its name
+        """
+        return self.prices[thing]
+
+    def __call__(self, thing: str) -> int:
+        """Tell a price.
+
+        Args:
+            thing: its name
+        """
+        return self.prices[thing]
+
+
+SHOP = Shop()
+price = SHOP.price
+part = functools.partial(add, b=1)
+
+
+class NoTool:
+    """A class, and no tool."""
+
+
 def pairs() -> Any:
     """Tell what JSON does not have."""
     return {(1, 2): 3}
@@ -67,8 +220,20 @@ def test_hints_and_docstring_become_the_schema() -> None:
             "required": ["a"],
         },
     }
-    assert tool(add).usage == 'Write <add>{"a": "...", "b": "..."}</add> for this: Add two numbers.'
-    assert tool(shout).usage == "Write <shout>text</shout> for this: Write a text large."
+    assert tool(add).usage == (
+        'Write <add>{"a": 1, "b": 1}</add> for this: Add two numbers. '
+        "a (integer): the first; b (integer, may be left out): the second."
+    )
+    assert tool(shout).usage == (
+        "Write <shout>text</shout> for this: Write a text large. text (string): what to write."
+    )
+    assert tool(today).usage == "Write <today>{}</today> for this: Tell the day."
+    assert tool(plan).usage == (
+        'Write <plan>{"unit": "km", "stops": ["..."], "share": 1.5, "notes": "...", "options": {}}</plan> '
+        "for this: Plan a way. unit (one of km, mile): of length; stops (array): names in order; "
+        "share (number or null, may be left out): of the fuel; notes (may be left out): whatever else; "
+        "options (object, may be left out): by name."
+    )
 
 
 def test_calls_by_arguments_and_by_text() -> None:
@@ -83,14 +248,63 @@ def test_calls_by_arguments_and_by_text() -> None:
     [
         (tool(add).run_text("2, 3"), "JSON object"),
         (tool(add).run_text("[2]"), "JSON object"),
-        (tool(add).run_call({"b": 2}), "add: missing a required argument: 'a'."),
-        (tool(add).run_call({"a": "x"}), "TypeError"),
+        (tool(add).run_call({"b": 2}), "add needs the argument 'a'."),
+        (tool(add).run_call({"a": "x"}), "The argument 'a' of add must be of type integer."),
+        (tool(add).run_text('{"a": 1.5}'), "The argument 'a' of add must be of type integer."),
+        (tool(add).run_text('{"a": 1, "c": 1}'), "add has no argument 'c'. Arguments: a, b."),
+        (tool(plan).run_text('{"unit": "m", "stops": []}'), "must be one of km, mile."),
+        (tool(slow).run_text("fail"), "ValueError: late"),
+        (tool(leave).run_call({"code": 3}), "SystemExit: 3"),
         (tool(shout).run_call({"text": " "}), "ValueError: nothing to shout"),
         (tool(pairs).run_call({}), "TypeError: keys must be str"),
     ],
 )
 def test_what_goes_wrong_is_told_in_one_line(output: ToolOutput, told: str) -> None:
     assert output.failed and told in output.text and "\n" not in output.text
+
+
+def test_a_coroutine_is_run_to_its_end_wherever_the_call_is() -> None:
+    assert tool(slow).run_text("hey") == tool(later).run_text("hey") == ToolOutput(text="hey!")
+
+    async def inside() -> ToolOutput:
+        return tool(slow).run_text("hey")
+
+    assert asyncio.run(inside()).text == "hey!"
+    with ThreadPoolExecutor(2) as pool:
+        assert [one.text for one in pool.map(tool(slow).run_text, "ab")] == ["a!", "b!"]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (one_by_one, "one_by_one cannot be a tool: it is a generator: return"),
+        (in_time, "in_time cannot be a tool: it is a generator: return"),
+        (several, r"\*numbers is no argument with a name: take a list"),
+        (options, r"\*\*values is no argument with a name"),
+        (in_order, "a is positional only, .* leave the / out"),
+        (part, "a partial cannot be a tool: it has no name: write a function"),
+        (SHOP, "a Shop cannot be a tool: it has no name: write a function"),
+    ],
+)
+def test_what_no_call_can_reach_is_refused_before_anything_runs(function: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tool_class(function)
+
+
+@pytest.mark.parametrize(("name", "text", "said"), [("cached", '{"a": 2}', "4"), ("price", "kettle", "3")])
+def test_what_wraps_a_function_is_one(name: str, text: str, said: str) -> None:
+    for _ in range(2):
+        assert build_named("tools", f"{__name__}:{name}", None, None).run_text(text).text == said
+
+
+def test_what_is_no_tool_is_told_with_what_a_tool_has() -> None:
+    with pytest.raises(ValidationError, match=r"NoTool is no tool: .* attribute name; a function"):
+        ToolsConfig.model_validate({"tools": [f"{__name__}:NoTool"]})
+    with pytest.raises(ConfigError, match="is no class and no function"):
+        resolve("tools", f"{__name__}:__name__")
+    for typo, near in (("chached", "cached"), ("Shopp", "Shop"), ("Shop.pirce", "price"), ("PRICE", "price")):
+        with pytest.raises(ConfigError, match=f"has no '{typo}', did you mean {near}?"):
+            resolve("tools", f"{__name__}:{typo}")
 
 
 def test_a_fault_of_the_infrastructure_is_one() -> None:
@@ -103,9 +317,24 @@ def test_a_function_without_hints_is_refused_before_anything_runs() -> None:
         tool_class(bare)
 
 
-@pytest.mark.parametrize("function", [add, shout, today])
+@pytest.mark.parametrize("function", [add, shout, today, plan, slow, cached])
 def test_functions_keep_the_contract_of_a_tool(function: Any) -> None:
     check_tool(tool(function), texts=['{"a": 1}'])
+
+
+def test_the_check_calls_with_arguments_of_the_schema() -> None:
+    with pytest.raises(AssertionError, match=r"no call succeeds .* gives 'RuntimeError: never works'"):
+        check_tool(tool(broken))
+    check_tool(tool(price), texts=["kettle"])
+
+    class Bare(FunctionTool):
+        name, usage, schema = "bare", "", tool_class(add).schema
+
+        def run_call(self, arguments: Any) -> Any:
+            return f"{arguments['a']}"
+
+    with pytest.raises(AssertionError, match=r"run_call gives '1' for \{'a': 1\}, no ToolOutput"):
+        check_tool(Bare())
 
 
 def test_a_recipe_names_a_function() -> None:

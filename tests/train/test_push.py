@@ -90,8 +90,8 @@ def test_what_is_to_be_private_is_not_sent_to_a_public_repository(
     """The hub takes the wish for one that is there already, and leaves it public."""
     with hub_server({f"models/{REPO}": Repository(files={})}, token=TOKEN) as server:
         api = HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("outrider.train.hub.push.HfApi", lambda **about: api)
-        monkeypatch.setattr("outrider.train.hub.push.get_token", lambda: TOKEN)
+        monkeypatch.setattr("outrider.train.hub.push.hub", lambda: api)
+        monkeypatch.setattr("outrider.train.hub.uploading.get_token", lambda: TOKEN)
         with pytest.raises(ConfigError, match="can be read by everybody; nothing was sent"):
             push_run(run, REPO, private=True)
         assert not server.repositories[f"models/{REPO}"].files
@@ -140,13 +140,17 @@ def test_the_card_says_nothing_of_this_machine(run: Path) -> None:
 
 
 def test_settings_of_rendering_are_told() -> None:
-    model = {"name": "acme/base", "template_kwargs": {"enable_thinking": True}, "history_thinking": "strip"}
+    told = {"enable_thinking": True, "date_string": "26 Jul 2024", "unknown": 3, "owner": "/home/me",
+            "auth": "abcdef", "name": "Ann Other", "budget": [1], "x=1); print(1": 2}  # fmt: skip
+    model = {"name": "acme/base", "template_kwargs": told, "history_thinking": "strip"}
     environment = {"type": "gym"}
     settings = RunSettings.model_validate(
         {"environment": environment, "algorithm": {"type": "grpo"}, "model": model}
     )
     empty = read_run(Path("/nowhere"))
-    card = model_card(REPO, settings, empty, step=3, base=base_of("acme/base"))
+    names = ("enable_thinking", "date_string", "owner", "auth", "name", "budget", "x=1); print(1")
+    template = "".join(f"{{{{ {name} }}}}" for name in names)
+    card = model_card(REPO, settings, empty, step=3, base=base_of("acme/base"), template=template)
     data = ModelCard(card).data
     assert (
         data["base_model"] == "acme/base"
@@ -154,7 +158,13 @@ def test_settings_of_rendering_are_told() -> None:
         and "license" not in card.split("---")[1]
     )
     assert "The licence of the model that training began with applies." in card
-    assert 'return_tensors="pt", enable_thinking=True' in card and "as chat servers do" in card
+    load = card.split("## Load")[1].split("## Recipe")[0]
+    assert """return_tensors="pt", enable_thinking=True, date_string='26 Jul 2024'\n""" in load
+    assert '`template_kwargs = {"enable_thinking": true, "date_string": "26 Jul 2024"}`' in load
+    assert "the value of `owner`, `auth`, `name`, `budget` is left out here" in load
+    assert not any(one in card for one in ("/home/me", "abcdef", "Other", "print(1", "unknown="))
+    compile(load.split("```python")[1].split("```")[0], "the card", "exec")
+    assert "as chat servers do" in card
     assert "has no evaluation" in card
 
 
@@ -212,9 +222,11 @@ def test_nothing_that_is_given_to_a_program_is_shown() -> None:
 def test_what_cannot_be_pushed_is_told_before_anything_is_exported(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outrider.train.hub.push.get_token", lambda: None)
+    monkeypatch.setattr("outrider.train.hub.uploading.get_token", lambda: None)
     with pytest.raises(HubError, match="set HF_TOKEN"):
         push_run(run, REPO)
+    with pytest.raises(CheckpointError, match="is no run directory"):  # said before a login is asked for
+        push_run(run / "gone", REPO)
     for name in ("no owner", "bare", "a/b/c", "acme/-x-"):
         with pytest.raises(ConfigError, match="--repo"):
             push_run(run, name)

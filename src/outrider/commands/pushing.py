@@ -1,9 +1,10 @@
-"""``outrider export`` and ``push``: the weights of a run for others."""
+"""``outrider export`` and ``push``: the weights of a run, or data, for others."""
 
 import argparse
 from pathlib import Path
 
 from outrider.commands.parts import Commands
+from outrider.errors import ConfigError
 from outrider.printing import say
 
 
@@ -13,8 +14,14 @@ def add(commands: Commands) -> None:
     export.add_argument("run", type=Path)
     export.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
     export.set_defaults(command=_export)
-    push = commands.add_parser("push", help="a run's weights with a model card to the Hugging Face hub")
-    push.add_argument("run", type=Path)
+    push = commands.add_parser(
+        "push", help="a run's weights, or a data set, with a card to the Hugging Face hub"
+    )
+    push.add_argument("run", type=Path, nargs="?")
+    push.add_argument(
+        "--dataset", type=Path, metavar="PATH",
+        help="in place of a run: a buffer, chat trajectories (.jsonl, .parquet), or a run's folder traces",
+    )  # fmt: skip
     push.add_argument("--repo", required=True, metavar="OWNER/NAME", help="made where it is not there")
     push.add_argument("--private", action="store_true", help="a new repository is private")
     push.add_argument("--dry-run", action="store_true", help="print the card and the files, send nothing")
@@ -34,11 +41,19 @@ def _export(parsed: argparse.Namespace) -> int:
 
 
 def _push(parsed: argparse.Namespace) -> int:
-    from outrider.train.hub.push import push_run
+    if (parsed.run is None) == (parsed.dataset is None):
+        raise ConfigError("push either a run or --dataset PATH")
+    how = {"private": parsed.private, "dry_run": parsed.dry_run}
+    if parsed.dataset is not None:
+        from outrider.train.hub.dataset import push_dataset
 
-    pushed = push_run(
-        parsed.run, parsed.repo, step=parsed.checkpoint, private=parsed.private, dry_run=parsed.dry_run
-    )
+        if parsed.checkpoint is not None:
+            raise ConfigError("--checkpoint is of a run; a data set has none")
+        pushed = push_dataset(parsed.dataset, parsed.repo, **how)
+    else:
+        from outrider.train.hub.push import push_run
+
+        pushed = push_run(parsed.run, parsed.repo, step=parsed.checkpoint, **how)
     if parsed.dry_run:
         say(*pushed.card.rstrip().splitlines())
     for name, size in pushed.files:

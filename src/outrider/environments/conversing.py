@@ -2,6 +2,7 @@
 server, with a whole conversation each time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -23,13 +24,39 @@ class Conversation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
     """How a turn was drawn: the text and the log-prob of every token (natural log, at the sampling
-    temperature), why it ended, and the tokens of its context.
+    temperature), why it ended, and the tokens of its context. ``opened`` is what the template had opened for
+    it (``<think>``): the turn's text begins with it, and the policy has not written it.
     """
 
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
     finish: Literal["stop", "eos", "length"]
     num_context_tokens: int
+    opened: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy wrote."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTurn:
+    """What a server says of a turn that it gave, each None where it does not say so: ``finish`` in OpenAI's
+    words, and the tokens of the turn and of its context.
+    """
+
+    finish: str | None = None
+    num_tokens: int | None = None
+    num_context_tokens: int | None = None
+
+
+def before_stop(text: str, stop: Sequence[str], *, opened: int = 0) -> str:
+    """A turn without the first stop string in it and what is behind, as servers give it. Stop strings end
+    what the model writes, thinking included; the first ``opened`` characters it has not written.
+    """
+    ends = [end for one in stop if (end := text.find(one, opened)) >= 0]
+    return text[: min(ends)] if ends else text
 
 
 @runtime_checkable
@@ -53,6 +80,9 @@ class OwnConversations(Protocol):
         """A turn as the program will be given it, and will keep it in its history."""
         ...
 
-    def sampled(self, turn: SampledTurn) -> None:
-        """Called in front of ``step`` where the policy has drawn the turn, also when it is played again."""
+    def sampled(self, turn: SampledTurn | ServedTurn) -> None:
+        """Called in front of ``read`` and ``step`` with what is known of the turn: how the policy has drawn
+        it, also when it is played again, or what the endpoint said that plays the policy. Not called for an
+        expert's.
+        """
         ...

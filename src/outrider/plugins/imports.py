@@ -46,9 +46,9 @@ def import_target(target: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            known = [one for one in vars(module) if isinstance(getattr(module, one), type)]
+            known = [one for one in dir(found) if not one.startswith("_")]
             raise ConfigError(
-                f"{name} ({_place(module)}) has no {attribute!r}{did_you_mean(attribute, known)}",
+                f"{name} ({_place(module)}) has no {attribute!r}{did_you_mean(part, known)}",
             )
         found = getattr(found, part)
     return found

@@ -56,10 +56,10 @@ def _found(kind: Kind, name: str) -> type:
     target = target_of(kind, name)
     found = import_target(target)
     label = name if name == target else f"{name} ({target})"
-    if kind in _OF_FUNCTIONS and inspect.isfunction(found):
+    if kind in _OF_FUNCTIONS and callable(found) and not isinstance(found, type):
         found = import_target(_OF_FUNCTIONS[kind])(found)
     if not isinstance(found, type):
-        raise ConfigError(f"{label} is no class")
+        raise ConfigError(f"{label} is no class{' and no function' if kind in _OF_FUNCTIONS else ''}")
     _require_settings(kind, label, found)
     return found
 

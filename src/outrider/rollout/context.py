@@ -52,7 +52,7 @@ class Context:
         kept, num_cut = bridged(context, messages, limit, renderer=self.renderer)
         if len(kept) > self.left(state) - room:
             return False
-        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
+        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout} | parts_of(messages)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id, origin=origin, token_ids=kept, message=as_one(messages),
             metadata=metadata,
@@ -99,7 +99,7 @@ class Context:
         left = self.limits.max_response_tokens - state.num_response_tokens - num_new
         if min(left, self.context_length - context - len(token_ids)) < 1:
             return False
-        metadata = {"num_tokens_cut": num_cut, "rollout": state.rollout}
+        metadata = {"num_tokens_cut": num_cut, "rollout": state.rollout} | parts_of(observations)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id, origin=Origin.ENVIRONMENT, token_ids=token_ids,
             message=as_one(observations), restarts=restarts,
@@ -107,6 +107,18 @@ class Context:
         )  # fmt: skip
         state.num_response_tokens += num_new
         return True
+
+
+def parts_of(messages: Sequence[Message]) -> dict[str, object]:
+    """What :func:`as_one` loses, for the node's metadata: where each message of several ends, whose it is,
+    and the id of the call that it answers.
+    """
+    if len(messages) == 1 and not messages[0].tool_call_id:
+        return {}
+    parts = [
+        {"role": one.role, "num_chars": len(one.content), "call_id": one.tool_call_id} for one in messages
+    ]
+    return {"messages": parts}
 
 
 def as_one(messages: Sequence[Message]) -> Message:

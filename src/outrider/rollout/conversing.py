@@ -15,7 +15,7 @@ from outrider.engines.base import Generation
 from outrider.environments.base import Environment, tools_of
 from outrider.environments.conversing import Conversation, OwnConversations, SampledTurn
 from outrider.errors import EnvironmentFault, ModelError
-from outrider.tokens import ChatRenderer, Tokenizer, text_of
+from outrider.tokens import ChatRenderer, text_of
 from outrider.trace import Node, Trace, samples_of, without_memory
 from outrider.types import Message, ToolSchema
 
@@ -150,16 +150,19 @@ def opening_ids(
 
 
 def tell_sampled(
-    environment: Environment, generation: Generation, num_context_tokens: int, tokenizer: Tokenizer
+    environment: Environment, generation: Generation, context: Sequence[int], renderer: ChatRenderer
 ) -> SampledTurn | None:
     """Tell a program's environment how the turn was drawn, which its answer may have to say."""
     if not isinstance(environment, OwnConversations):
         return None
     turn = SampledTurn(
-        tokens=tuple(text_of(tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids),
+        tokens=tuple(
+            text_of(renderer.tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids
+        ),
         logprobs=generation.logprobs,
         finish=generation.finish_reason.value,
-        num_context_tokens=num_context_tokens,
+        num_context_tokens=len(context),
+        opened=renderer.opened(context),
     )
     environment.sampled(turn)
     return turn

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from outrider.engines.chat.engine import ChatReply
 from outrider.environments.base import Environment, NativeTools, tools_of, turn_message
-from outrider.environments.conversing import OwnConversations
+from outrider.environments.conversing import OwnConversations, ServedTurn, before_stop
 from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message
@@ -21,22 +21,39 @@ class EndpointTurn:
     text: str
 
 
+def _tell_served(environment: Environment, reply: ChatReply) -> None:
+    if isinstance(environment, OwnConversations):
+        turn = ServedTurn(
+            finish=reply.finish,
+            num_tokens=reply.num_tokens or None,
+            num_context_tokens=reply.num_context_tokens or None,
+        )
+        environment.sampled(turn)
+
+
 def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
     """The turn that a reply is.
 
     A server that reads no calls leaves them in the text, and they are read there. A turn with a call that
-    cannot be read is sent back in words, whole, so that the complaint has something to be about.
+    cannot be read is sent back in words, whole, so that the complaint has something to be about. A program's
+    environment is told first what the server says of the turn.
     """
+    _tell_served(environment, reply)
     name = environment.call_format if isinstance(environment, NativeTools | OwnConversations) else None
     if name is None:
         plain = Message(role="assistant", content=reply.text)
-        return EndpointTurn(said=turn_message(environment, reply.text), sent=plain, text=reply.text)
+        said = turn_message(environment, reply.text)
+        if isinstance(environment, OwnConversations):
+            said = replace(said, reasoning=reply.reasoning or said.reasoning)
+        return EndpointTurn(said=said, sent=plain, text=reply.text)
+    if isinstance(environment, OwnConversations):  # the program's own stop strings are not for it to read
+        reply = replace(reply, text=before_stop(reply.text, environment.asked.stop))
     form, tools, served = form_named(name), tools_of(environment), reply.served
     has_read = bool(served.calls or served.problems)
     turn = read_turn(reply.text, None if has_read else form, tools)
     calls = served.calls if has_read else turn.tool_calls
     problems = (*turn.problems, *served.problems)
-    inside = reply.text.removesuffix(split_thinking(reply.text)[1])
+    inside = reply.text.removesuffix(split_thinking(reply.text, None if has_read else form)[1])
     written = reply.text.removeprefix(inside)
     if has_read:
         parts = (written, form.write(served.calls) if served.calls else "", *served.unread)

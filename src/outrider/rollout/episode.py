@@ -257,7 +257,7 @@ class EpisodeRunner:
         )
         state.num_splices_dropped = 0
         state.num_response_tokens += len(generation.token_ids)
-        sampled = tell_sampled(state.environment, generation, len(context), self.renderer.tokenizer)
+        sampled = tell_sampled(state.environment, generation, context, self.renderer)
         return generation.finish_reason, text, sampled
 
     def _observe(self, state: EpisodeState, result: StepResult, finish: FinishReason) -> Outcome | None:

@@ -147,7 +147,7 @@ class ChatRenderer:
         """A turn as a message of the history; calls that cannot be read stay in its words."""
         turn = read_turn(text, self.call_format, tools)
         if turn.problems:
-            reasoning, words, _ = split_thinking(text)
+            reasoning, words, _ = split_thinking(text, self.call_format)
             return Message(role="assistant", content=words, reasoning=reasoning)
         return Message(
             role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=turn.tool_calls

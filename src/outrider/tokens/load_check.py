@@ -201,7 +201,8 @@ def _with(renderer: ChatRenderer, form: str) -> ChatRenderer:
 
 def _reads(renderer: ChatRenderer, written: str) -> bool:
     read = renderer.parse(renderer.template.encode(written), tools=TOOLS)
-    return read.tool_calls == _CALLED.tool_calls
+    # words that nobody said are markers of another form
+    return read.tool_calls == _CALLED.tool_calls and not read.content and not read.problems
 
 
 def _unread(renderer: ChatRenderer) -> str:

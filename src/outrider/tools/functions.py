@@ -3,15 +3,19 @@
 In a recipe ``tools = ["my_tools:add"]`` names a function ``add`` of the module ``my_tools``.
 """
 
+import asyncio
 import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from outrider.errors import ConfigError, ToolFault
+from outrider.tokens.calls import fault_of
 from outrider.tools.base import ToolOutput
-from outrider.types import Json, ToolSchema
+from outrider.tools.described import text_argument, usage_line
+from outrider.types import Json, ToolCall, ToolSchema
 
 
 class CalledByText(ABC):
@@ -23,7 +27,7 @@ class CalledByText(ABC):
 
     def run_text(self, text: str) -> ToolOutput:
         """A call by tag: the one text argument, or a JSON object of arguments."""
-        if (only := _text_argument(self.schema)) is not None:
+        if (only := text_argument(self.schema)) is not None:
             return self.run_call({only: text})
         try:
             arguments = json.loads(text)
@@ -33,13 +37,20 @@ class CalledByText(ABC):
             return ToolOutput(text=f"Write the arguments as a JSON object: {self.usage}", failed=True)
         return self.run_call(arguments)
 
-    @abstractmethod
     def run_call(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        """One call with named arguments. Raises ToolFault."""
+        """One call with named arguments; those that the schema does not take are told. Raises ToolFault."""
+        if told := fault_of(ToolCall(name=self.name, arguments=arguments), [self.schema]):
+            return ToolOutput(text=told, failed=True)
+        return self._run(arguments)
+
+    @abstractmethod
+    def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
+        """The call with arguments that the schema takes. Raises ToolFault."""
 
 
 class FunctionTool(CalledByText):
-    """A tool around a function, called in this process and from several threads at once.
+    """A tool around a function, called in this process and from several threads at once. A coroutine runs in
+    an event loop of that call.
 
     What it returns is shown (text as it is, all else as JSON); what it raises is told to the policy in one
     line, except ToolFault, which is nobody's turn.
@@ -47,18 +58,13 @@ class FunctionTool(CalledByText):
 
     function: ClassVar[Callable[..., Any]]
 
-    def run_call(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        """One call with named arguments. Raises ToolFault where the function does."""
+    def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
         try:
-            inspect.signature(type(self).function).bind(**arguments)
-        except TypeError as error:
-            return ToolOutput(text=f"{self.name}: {error}.", failed=True)
-        try:
-            found = type(self).function(**arguments)
+            found = _awaited(type(self).function(**arguments))
             text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
         except ToolFault:
             raise
-        except Exception as error:  # wrong values, nothing found, a result that JSON does not have
+        except (Exception, SystemExit) as error:  # wrong values, nothing found, a result that JSON lacks
             reason = " ".join(str(error).split())
             return ToolOutput(text=f"{type(error).__name__}: {reason}".rstrip(": "), failed=True)
         return ToolOutput(text=text)
@@ -68,14 +74,18 @@ class FunctionTool(CalledByText):
 
 
 def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
-    """The plug-in's class of a function.
+    """The plug-in's class of a function, or of what wraps one.
 
-    Raises ConfigError where type hints or docstring do not say what its arguments are.
+    Raises ConfigError where no call by arguments' names can reach it, and where type hints or docstring do
+    not say what its arguments are.
     """
     # The library's reading of hints and docstrings; it needs no model.
     from transformers.utils.chat_template_utils import get_json_schema
 
-    label = f"{function.__module__}:{function.__qualname__}"
+    name = str(getattr(function, "__name__", ""))
+    label = f"{function.__module__}:{function.__qualname__}" if name else f"a {type(function).__qualname__}"
+    if refusal := _refusal(function, name):
+        raise ConfigError(f"{label} cannot be a tool: {refusal}")
     try:
         schema = get_json_schema(function)["function"]
     except Exception as error:  # its own exceptions and whatever odd hints raise
@@ -83,7 +93,6 @@ def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
         raise ConfigError(
             f"{label} cannot be a tool: {reason}; it needs type hints and a docstring with Args:"
         ) from error
-    name = function.__name__
     parameters: dict[str, Any] = dict(schema.get("parameters") or {})
     parameters.setdefault("properties", {})
     described = {"name": name, "description": schema["description"], "parameters": parameters}
@@ -98,16 +107,38 @@ def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
     return type(name, (FunctionTool,), fields)
 
 
-def usage_line(schema: ToolSchema) -> str:
-    """What the system prompt says of a tool that is called by tag."""
-    name, properties = schema["name"], schema["parameters"]["properties"]
-    example = _text_argument(schema) or json.dumps(dict.fromkeys(properties, "..."))
-    first = " ".join(str(schema["description"]).split()).rstrip(".")
-    return f"Write <{name}>{example}</{name}> for this: {first}."
+def _refusal(function: Callable[..., Any], name: str) -> str:
+    """Why a call by arguments' names cannot reach it, with what to do; empty where one can."""
+    if not name:
+        return "it has no name: write a function (def) that calls it"
+    inside = inspect.unwrap(function)
+    if inspect.isgeneratorfunction(inside) or inspect.isasyncgenfunction(inside):
+        return "it is a generator: return a text or a list instead of yield"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return "it has no signature: write a function (def) that calls it"
+    for one in parameters:
+        match one.kind:
+            case inspect.Parameter.VAR_POSITIONAL | inspect.Parameter.VAR_KEYWORD:
+                stars = "*" if one.kind is inspect.Parameter.VAR_POSITIONAL else "**"
+                return f"{stars}{one.name} is no argument with a name: take a list, or name each argument"
+            case inspect.Parameter.POSITIONAL_ONLY:
+                return f"{one.name} is positional only, and calls name their arguments: leave the / out"
+    return ""
 
 
-def _text_argument(schema: ToolSchema) -> str | None:
-    """The name of the one argument of a tool that has no other, where it is a text."""
-    properties = schema["parameters"]["properties"]
-    only = next(iter(properties)) if len(properties) == 1 else None
-    return only if only is not None and properties[only].get("type") == "string" else None
+def _awaited(found: Any) -> Any:
+    """What a function returned, at its end where it is a coroutine."""
+    if not inspect.isawaitable(found):
+        return found
+
+    async def ended() -> Any:
+        return await found
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(ended())
+    with ThreadPoolExecutor(1) as pool:  # the caller's own loop, a notebook's say, waits for this call
+        return pool.submit(asyncio.run, ended()).result()

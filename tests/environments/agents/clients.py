@@ -51,6 +51,35 @@ def sdk_tools(task: Any) -> float:
     return float(said.message.content == "It is sunny.")
 
 
+def sdk_thinking(task: Any) -> float:
+    """A call and an answer, with thinking that goes back as it came, in the form that the task names."""
+    client = OpenAI(max_retries=0)
+    asked: list[Any] = [{"role": "user", "content": task.question}]
+    if task.answers[0] == "chat":
+        done = client.chat.completions.create(model="policy", messages=asked, tools=[WEATHER])
+        said = done.choices[0].message
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "sunny"}
+        asked += [said.model_dump(exclude_none=True), result]
+        done = client.chat.completions.create(model="policy", messages=asked, tools=[WEATHER])
+        asked += [done.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "so?"}]
+        client.chat.completions.create(model="policy", messages=asked, tools=[WEATHER])
+        return 1.0
+    tools: list[Any] = [{"type": "function", "strict": False, **WEATHER["function"]}]
+    first = client.responses.create(model="policy", input=asked, tools=tools)
+    assert [one.type for one in first.output] == ["reasoning", "function_call"], first
+    assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens, first.usage
+    asked += [one.model_dump() for one in first.output]
+    asked.append({"type": "function_call_output", "call_id": first.output[1].call_id, "output": "sunny"})
+    with client.responses.stream(model="policy", input=asked, tools=tools) as stream:
+        thought = "".join(event.delta for event in stream if event.type == "response.reasoning_text.delta")
+        second = stream.get_final_response()
+    assert [one.type for one in second.output] == ["reasoning", "message"], second
+    assert [one.text for one in second.output[0].content] == [thought]
+    asked += [*(one.model_dump() for one in second.output), {"role": "user", "content": "so?"}]
+    client.responses.create(model="policy", input=asked, tools=tools)
+    return float(thought == "It shines.")
+
+
 async def sdk_parallel(task: Any) -> float:
     """Two questions at a time."""
     import asyncio
@@ -80,6 +109,22 @@ def sdk_responses(task: Any) -> float:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         assert stream.get_final_response().output_text == text
     return float(text == "It is sunny.")
+
+
+def sdk_untold(task: Any) -> float:
+    """Where nothing is known of an answer but its words, in every form."""
+    client = OpenAI(max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": task.question}]
+    done = client.chat.completions.create(model="policy", messages=messages)
+    assert (done.choices[0].finish_reason, done.usage) == (None, None), done
+    with client.chat.completions.stream(model="policy", messages=messages,
+                                        stream_options={"include_usage": True}) as stream:  # fmt: skip
+        streamed = stream.get_final_completion()
+    assert (streamed.choices[0].finish_reason, streamed.usage) == (None, None), streamed
+    response = client.responses.create(model="policy", input=messages)
+    assert (response.status, response.usage) == ("completed", None), response
+    words = {done.choices[0].message.content, streamed.choices[0].message.content, response.output_text}
+    return float(words == {"It is sunny."})
 
 
 def agents_sdk(task: Any) -> float:

@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -148,6 +150,55 @@ def going_on(task: Any) -> float:
     [said], tokens = done["choices"], done["usage"]["completion_tokens"]
     told = f"{said['finish_reason']} {tokens} {len(said['logprobs']['content'])}"
     chat([{"role": "user", "content": told}], max_tokens=3)
+    return 1.0
+
+
+def telling(task: Any) -> float:
+    """Repeats what an answer says of itself."""
+    tool = {"type": "function", "function": {"name": "look"}}
+    done = post("/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [tool]})
+    [said] = done["choices"]
+    chat([{"role": "user", "content": json.dumps([said["finish_reason"], done["usage"]])}])
+    return 1.0
+
+
+def thinking(task: Any) -> float:
+    """Repeats the thinking of an answer, which it has asked without tools."""
+    said = chat([{"role": "user", "content": "a"}])
+    chat([{"role": "user", "content": json.dumps([said["content"], said.get("reasoning_content")])}])
+    return 1.0
+
+
+def halting(task: Any) -> float:
+    """Repeats an answer that ended at one of its stop strings, which are the task's answers."""
+    tool = {"type": "function", "function": {"name": "look"}}
+    said = chat([{"role": "user", "content": "a"}], stop=task.answers, tools=[tool])
+    told = [said["content"], said.get("reasoning_content")]
+    chat([{"role": "user", "content": json.dumps(told)}])
+    return 1.0
+
+
+def begun(body: Any) -> socket.socket:
+    """A request that has been sent, and whose answer somebody may read."""
+    url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\n"
+        f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    connection = socket.create_connection((str(url.hostname), int(url.port or 0)))
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def leaving(task: Any) -> float:
+    """Asks two questions and waits for the first answer only; whether it hangs up says the task."""
+    first = begun({"messages": [{"role": "user", "content": "first"}]})
+    second = begun({"messages": [{"role": "user", "content": "second"}]})
+    if task.answers[0] == "hangs up":
+        second.close()
+    while first.recv(4096):
+        pass
     return 1.0
 
 

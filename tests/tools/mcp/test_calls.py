@@ -33,8 +33,11 @@ def test_the_list_becomes_schemas_and_lines(tools: dict[str, Tool]) -> None:
     assert add.schema["description"] == "Add two numbers."
     assert add.schema["parameters"]["required"] == ["a"]
     lines = McpServer.lines(numbers())
-    assert lines["add"] == 'Write <add>{"a": "...", "b": "..."}</add> for this: Add two numbers.'
-    assert lines["shout"] == "Write <shout>text</shout> for this: Write a text large."
+    assert lines["add"] == (
+        'Write <add>{"a": 1, "b": 1}</add> for this: Add two numbers. '
+        "a (integer); b (integer, may be left out)."
+    )
+    assert lines["shout"] == "Write <shout>text</shout> for this: Write a text large. text (string)."
     assert list(lines) == list(tools) and "get_time_now" in tools
 
 

@@ -1,6 +1,7 @@
 """A section that names an MCP server: what is refused when it is read, and that reading it asks nobody."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from outrider.config import Settings, load_settings, to_toml  # noqa: E402
 from outrider.environments.families import EnvironmentConfig  # noqa: E402
 from outrider.environments.tool_qa.family import ToolsConfig, ToolsFamily, system_prompt  # noqa: E402
 from outrider.errors import ConfigError  # noqa: E402
+from outrider.tools.mcp.listing import taken  # noqa: E402
 from outrider.tools.mcp.settings import McpConfig  # noqa: E402
 from tests.tools.mcp.servers import HERE, numbers  # noqa: E402
 
@@ -70,7 +72,9 @@ def test_reading_a_recipe_starts_nothing_and_keeps_every_setting(tmp_path: Path)
 def test_the_prompt_tells_of_the_servers_tools_among_others() -> None:
     config = ToolsConfig.model_validate({"tools": ["python", numbers(only=["add", "shout"])]})
     assert ToolsFamily(config).stop == ("</python>", "</add>", "</shout>", "</answer>")
-    assert 'Write <add>{"a": "...", "b": "..."}</add> for this: Add two numbers.' in system_prompt(config)
+    assert 'Write <add>{"a": 1, "b": 1}</add> for this: Add two numbers. a (integer); b' in system_prompt(
+        config
+    )
 
 
 def test_names_of_two_servers_that_clash_are_refused_until_one_has_a_prefix() -> None:
@@ -92,3 +96,28 @@ def test_a_script_is_found_beside_the_recipe(tmp_path: Path, monkeypatch: pytest
     assert numbers(command=None, args=(), script="server.py").script_path() == HERE / "server.py"
     (tmp_path / "server.py").write_text("")
     assert numbers(command=None, args=(), script="server.py").script_path() == tmp_path / "server.py"
+
+
+def listed(parameters: Any) -> Any:
+    tool = SimpleNamespace(name="look", description="Look.", title=None, input_schema=parameters)
+    settings = McpConfig.model_validate({"name": "one", **URL})
+    return taken(settings, server="s", version="1", tools={"look": tool}).tools["look"].schema["parameters"]
+
+
+def test_a_schema_of_a_server_is_cleaned() -> None:
+    given = {"$schema": "x", "properties": {"a": True, "b": {"type": "string"}}, "required": None}
+    assert listed(given) == {"type": "object", "properties": {"a": {}, "b": {"type": "string"}}}
+    assert listed({"properties": None}) == {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ({"properties": [1]}, "its properties are no object"),
+        ({"required": 5}, "required is no list of names"),
+        ({"properties": {"a": {"type": ["integer", {}]}}}, "the type of 'a' is no name"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_with_its_tool(parameters: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"server one: the schema of 'look' .* {told}: .* with only"):
+        listed(parameters)

@@ -93,17 +93,25 @@ class EndpointSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """One answer. ``text`` keeps the stop string that ended it; ``truncated``: the token limit ended it.
+    """One answer. ``text`` keeps the stop string that ended it; ``finish`` is the server's word for why it
+    ended, None where it gives none.
 
-    ``num_tokens`` is the server's own count; 0 where it gives none. ``reasoning`` and ``served`` are what a
-    server took out of the text, where it did; only a request with tools asks for them.
+    ``num_tokens`` and ``num_context_tokens`` are the server's own counts; 0 where it gives none.
+    ``reasoning`` and ``served`` are what a server took out of the text, where it did; only a request with
+    tools asks for calls.
     """
 
     text: str
-    truncated: bool = False
+    finish: str | None = None
     num_tokens: int = 0
+    num_context_tokens: int = 0
     reasoning: str = ""
     served: ServedCalls = NO_CALLS
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the token limit ended it."""
+        return self.finish == "length"
 
 
 class ChatEndpoint:
@@ -278,16 +286,22 @@ def _reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -> Cha
         case {"choices": [{"message": dict(message)} as choice, *_]} if isinstance(
             content := _content(message, choice), str
         ):
-            usage = answer.get("usage")
-            num_tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+            finish = choice.get("finish_reason")
             return ChatReply(
                 text=reply_text(content, stop, choice),
-                truncated=choice.get("finish_reason") == "length",
-                num_tokens=num_tokens if isinstance(num_tokens, int) and num_tokens > 0 else 0,
-                reasoning=served_reasoning(message) if tools else "",
+                finish=finish if isinstance(finish, str) else None,
+                num_tokens=_counted(answer, "completion_tokens"),
+                num_context_tokens=_counted(answer, "prompt_tokens"),
+                reasoning=served_reasoning(message),
                 served=served_calls(message, tools) if tools else NO_CALLS,
             )
     raise Transient("garbage", "the answer holds no completion")
+
+
+def _counted(answer: Mapping[str, Any], name: str) -> int:
+    usage = answer.get("usage")
+    found = usage.get(name) if isinstance(usage, dict) else None
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def _content(message: Mapping[str, Any], choice: Mapping[str, Any]) -> object:

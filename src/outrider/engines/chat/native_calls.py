@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from outrider.engines.chat.wire import REASONING, Transient
-from outrider.tokens.calls.format import call_id, call_of, decode_json
+from outrider.tokens.calls.format import call_id, call_of
 from outrider.tokens.calls.reading import fault_of
 from outrider.types import ToolCall, ToolSchema
 
@@ -45,8 +45,8 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
                 written = function.get("arguments")
             case _:
                 raise Transient("garbage", "the answer holds no tool call where one should be")
-        call = _call(name, written, number)
-        told = call if isinstance(call, str) else fault_of(call, tools)
+        call = call_of({"name": name, "arguments": written}, number, keys=("arguments",))
+        told = f"The call: {call}." if isinstance(call, str) else fault_of(call, tools)
         if isinstance(call, str) or told:
             problems.append(told)
             unread.append(f"{name} {written if isinstance(written, str) else json.dumps(written)}")
@@ -60,18 +60,3 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
 def served_reasoning(message: Mapping[str, Any]) -> str:
     """Thinking that the server took out of a turn, under either of the names that servers give it."""
     return next((said for key in REASONING if isinstance(said := message.get(key), str) and said), "")
-
-
-def _call(name: str, written: object, number: int) -> ToolCall | str:
-    """The call, or what is wrong with it in words for the policy."""
-    arguments = written
-    if written is None or (isinstance(written, str) and not written.strip()):
-        arguments = {}
-    elif isinstance(written, str):
-        decoded = decode_json(written, 0)
-        if isinstance(decoded, str) or written[decoded[1] :].strip():
-            told = decoded if isinstance(decoded, str) else "something stands behind them"
-            return f"The arguments of {name} are not JSON: {told}."
-        arguments = decoded[0]
-    call = call_of({"name": name, "arguments": arguments}, number, keys=("arguments",))
-    return f"The call: {call}." if isinstance(call, str) else call

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outrider.environments.agent.wire import MODEL, Answer, Ask, written_calls
+from outrider.environments.conversing import SampledTurn
 
 
 def completion(ask: Ask, answers: Sequence[Answer], name: str) -> dict[str, Any]:
@@ -35,16 +36,20 @@ def events(ask: Ask, answers: Sequence[Answer], name: str) -> Iterator[str]:
         for call in calls:
             yield _event(head, number, {"tool_calls": [call]}, None, None)
         yield _event(head, number, {}, answer.finish, None)
-    if ask.wants_usage:
+    if ask.wants_usage and usage(answers) is not None:
         yield _line({**head, "choices": [], "usage": usage(answers)})
     yield "data: [DONE]\n\n"
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, int]:
-    """Tokens of the context, which all answers share, and of the answers."""
-    turns = [answer.turn for answer in answers if answer.turn is not None]
-    asked = max((turn.num_context_tokens for turn in turns), default=0)
-    said = sum(len(turn.tokens) for turn in turns)
+def usage(answers: Sequence[Answer]) -> dict[str, int] | None:
+    """Tokens of the context, which all answers share, and of the answers; None where nobody has told."""
+    asked = said = 0
+    for answer in answers:
+        turn = answer.turn
+        if turn is None or turn.num_tokens is None or turn.num_context_tokens is None:
+            return None
+        asked = max(asked, turn.num_context_tokens)
+        said += turn.num_tokens
     return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
 
 
@@ -66,7 +71,7 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 
 def _logprobs(answer: Answer) -> dict[str, Any]:
-    if answer.turn is None:
+    if not isinstance(answer.turn, SampledTurn):
         return {"content": []}
     pairs = zip(answer.turn.tokens, answer.turn.logprobs, strict=True)
     return {

@@ -20,7 +20,7 @@ from outrider.environments.agent.session import (
 from outrider.environments.agent.settings import ProgramConfig
 from outrider.environments.agent.wire import Answer
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.conversing import Conversation, SampledTurn
+from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn, before_stop
 from outrider.errors import EnvironmentFault
 from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.parsed import split_thinking
@@ -46,7 +46,7 @@ class AgentEnvironment:
         self._session: Session | None = None
         self._program: int | None = None
         self._question: OpenQuestion | None = None
-        self._turn: SampledTurn | None = None
+        self._turn: SampledTurn | ServedTurn | None = None
         self._reward: Reward | None = None
         self._has_failed = False
         self._num_turns = 0
@@ -64,7 +64,9 @@ class AgentEnvironment:
             "OPENAI_API_KEY": session.key,
             "OUTRIDER_SEED": str(seed),
         }
-        self._program = self._programs.start(self._task, variables, lambda report: _over(session, report))
+        self._program = self._programs.start(
+            self._task, variables, lambda report: self._gateway.end(session, ended(report))
+        )
         event = self._next()
         if not isinstance(event, OpenQuestion):
             raise EnvironmentFault("the program ended without asking the policy anything")
@@ -87,13 +89,16 @@ class AgentEnvironment:
         """See :class:`~outrider.environments.conversing.OwnConversations`. A turn with a call that cannot be
         read is words to the program, as servers give it.
         """
-        asked = self.asked
-        ends = [end for stop in asked.stop if (end := text.find(stop)) >= 0]
-        text = text[: min(ends)] if ends else text
-        form = self._config.tool_calls
-        turn = read_turn(text, None if form is None else form_named(form), asked.tools)
+        asked, drawn = self.asked, self._turn
+        if not isinstance(drawn, SampledTurn):
+            text = before_stop(text, asked.stop)
+        elif drawn.finish == "stop":  # else none of them is in what the policy wrote
+            text = before_stop(text, asked.stop, opened=len(drawn.opened))
+        name = self._config.tool_calls
+        form = None if name is None else form_named(name)
+        turn = read_turn(text, form, asked.tools)
         if turn.problems:
-            reasoning, words, _ = split_thinking(text)
+            reasoning, words, _ = split_thinking(text, form)
             return Message(role="assistant", content=words, reasoning=reasoning, problems=turn.problems)
         calls = self._told(turn.tool_calls)
         return Message(role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=calls)
@@ -106,7 +111,7 @@ class AgentEnvironment:
             replace(call, call_id=f"c{self._num_turns:04d}{number:04d}") for number, call in enumerate(calls)
         )
 
-    def sampled(self, turn: SampledTurn) -> None:
+    def sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """See :class:`~outrider.environments.conversing.OwnConversations`."""
         self._turn = turn
 
@@ -115,7 +120,7 @@ class AgentEnvironment:
         question, turn, self._turn = self._question, self._turn, None
         if question is None:
             raise EnvironmentFault("the program asks nothing")
-        if question.ask.wants_logprobs and turn is None:
+        if question.ask.wants_logprobs and not isinstance(turn, SampledTurn):
             raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
         message = replace(message, tool_calls=self._told(message.tool_calls))  # a server's have other ids
         self._num_turns += 1
@@ -192,11 +197,6 @@ class AgentEnvironment:
             self._has_failed = True
         self._reward = reward
         return reward
-
-
-def _over(session: Session, report: Report) -> None:
-    """Put a program's end behind what it has asked."""
-    session.end(ended(report))
 
 
 def ended(report: Report) -> Ended:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from outrider.environments.agent.completions import completion, events
 from outrider.environments.agent.responses import read_response, response, response_events
-from outrider.environments.agent.session import Refused, Session, read_reward
+from outrider.environments.agent.session import Ended, Refused, Session, read_reward
 from outrider.environments.agent.wire import MODEL, Answer, Ask, BadRequest, read_chat, read_json
 from outrider.errors import EnvironmentFault
 
@@ -34,6 +34,7 @@ class Gateway:
     def __init__(self) -> None:
         """Binds a free port of 127.0.0.1. Raises EnvironmentFault where the server does not start."""
         self._sessions: dict[str, Session] = {}
+        self._endings: set[asyncio.Task[None]] = set()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
@@ -59,6 +60,33 @@ class Gateway:
         session.close()
         self._sessions.pop(session.key, None)
 
+    def end(self, session: Session, ended: Ended) -> None:
+        """A program is over: its session is told behind all that the program has sent, which may not have
+        been read yet. From any thread.
+        """
+
+        def begin() -> None:
+            ending = asyncio.ensure_future(self._end(session, ended))
+            self._endings.add(ending)  # the loop itself keeps no task alive
+            ending.add_done_callback(self._endings.discard)
+
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(begin)
+
+    async def _end(self, session: Session, ended: Ended) -> None:
+        if session.key in self._sessions:
+            await self._caught_up()
+            await session.all_read()
+            session.end(ended)
+
+    async def _caught_up(self) -> None:
+        """Answer a request of our own: those that were sent before it have come so far, too."""
+        with contextlib.suppress(OSError):  # closing
+            reader, writer = await asyncio.open_connection(*self._socket.getsockname())
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            await reader.read()
+            writer.close()
+
     def close(self) -> None:
         """Stop serving. May be called twice."""
         for session in list(self._sessions.values()):
@@ -69,6 +97,7 @@ class Gateway:
 
     def _serve(self) -> None:
         async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
             with contextlib.suppress(asyncio.CancelledError):
                 serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
                 while not self._server.started and not serving.done():
@@ -116,7 +145,8 @@ class Gateway:
         try:
             session = self._session(request)
             try:
-                session.hand_in(read_reward(await _body(request)))
+                with session.reading():
+                    session.hand_in(read_reward(await _body(request)))
             except (ValueError, BadRequest) as error:
                 session.num_refused += 1
                 raise Refused(400, "invalid_request_error", str(error)) from error
@@ -128,8 +158,9 @@ class Gateway:
         try:
             session = self._session(request)
             try:
-                ask = read(await _body(request), takes_tools=session.takes_tools)
-                question = session.ask(ask)
+                with session.reading():
+                    ask = read(await _body(request), takes_tools=session.takes_tools)
+                    question = session.ask(ask)
                 number = session.num_requests
             except BadRequest as error:
                 session.num_refused += 1
@@ -139,7 +170,6 @@ class Gateway:
             await asyncio.wait({hung_up, answered}, return_when=asyncio.FIRST_COMPLETED)
             hung_up.cancel()
             if not answered.done():
-                question.is_gone = True
                 answered.cancel()
                 return Response(status_code=499)
             return write(ask, answered.result(), f"turn-{number}")

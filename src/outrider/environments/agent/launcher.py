@@ -15,11 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
+from outrider.environments.keeper import ENDED, kept
 from outrider.errors import OutriderError
 from outrider.plugins.imports import import_target
 from outrider.tools import sandbox
@@ -78,13 +80,32 @@ def _runner(settings: Mapping[str, Any]) -> Callable[[Task], Any]:
             "answers": task.answers,
             "metadata": task.metadata,
         }
-        done = subprocess.run(words, input=json.dumps(given), stdout=subprocess.PIPE, encoding="utf-8",
-                              errors="replace")  # fmt: skip
-        if done.returncode != 0:
-            raise ChildProcessError(f"{words[0]} ended with status {done.returncode}")
-        return done.stdout.strip()
+        return _output_of(words, json.dumps(given)).strip()
 
     return run
+
+
+def _output_of(words: Sequence[str], given: str) -> str:
+    """What a command prints. It runs under a keeper whose input this process holds: the kernel ends this one
+    with the launcher, but nothing that a command has started. Raises ChildProcessError where it fails.
+    """
+    told, tells = os.pipe()
+    with tempfile.TemporaryFile() as stdin, open(told, encoding="utf-8", errors="replace") as line:
+        stdin.write(given.encode())
+        stdin.seek(0)
+        with subprocess.Popen(
+            kept(words, given=stdin.fileno(), told=tells),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(stdin.fileno(), tells),
+            start_new_session=True,
+        ) as process:
+            os.close(tells)
+            output = process.stdout.read() if process.stdout is not None else b""
+            ended = line.read().strip() or f"{words[0]} was killed"
+    if not ended.endswith(f"{ENDED}0"):
+        raise ChildProcessError(ended)
+    return output.decode("utf-8", "replace")
 
 
 class _Launcher:

@@ -21,7 +21,8 @@ from outrider.environments.agent.wire import (
     read_tools,
     text_of_content,
 )
-from outrider.environments.conversing import Conversation
+from outrider.environments.conversing import Conversation, SampledTurn
+from outrider.tokens.parsed import THINKING_END
 from outrider.types import Message, Role
 
 _ROLES: Final[dict[str, Role]] = {
@@ -64,8 +65,9 @@ def read_response(body: Any, *, takes_tools: bool) -> Ask:
 def _add(messages: list[Message], item: dict[str, Any]) -> None:
     kind = item.get("type", "message")
     if kind == "reasoning":
-        return  # the policy's thinking of earlier turns is in its context already, or left out on purpose
-    if kind == "function_call":
+        if thoughts := _thoughts(item):  # else they are for its maker's servers to read
+            _say(messages, Message(role="assistant", content="", reasoning=thoughts))
+    elif kind == "function_call":
         call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"))
         _say(messages, Message(role="assistant", content="", tool_calls=(call,)))
     elif kind == "function_call_output":
@@ -86,21 +88,42 @@ def _add(messages: list[Message], item: dict[str, Any]) -> None:
         raise BadRequest(f"an item of the type {kind!r}: known are message, function_call and its output")
 
 
+def _thoughts(item: dict[str, Any]) -> str:
+    """The thinking that an item tells of; where it has only a summary, that."""
+    found: list[str] = []
+    for name in ("content", "summary"):
+        parts = item.get(name) or []
+        if not isinstance(parts, list):
+            raise BadRequest(f"the {name} of a reasoning item must be a list")
+        texts = [mapping(one, "a part of a reasoning item").get("text") for one in parts]
+        found = found or [one for one in texts if isinstance(one, str) and one]
+    return "\n".join(found)
+
+
 def _say(messages: list[Message], said: Message) -> None:
-    """The words and the calls of one turn come as items of their own."""
+    """The thinking, the words and the calls of one turn come as items of their own, in this order."""
     last = messages[-1] if messages else None
-    if last is None or last.role != "assistant" or (said.content and last.tool_calls):
+    if last is None or last.role != "assistant" or _begins(said, last):
         messages.append(said)
         return
     messages[-1] = Message(
-        role="assistant", content=last.content + said.content, tool_calls=(*last.tool_calls, *said.tool_calls)
+        role="assistant",
+        content=last.content + said.content,
+        reasoning="\n".join(one for one in (last.reasoning, said.reasoning) if one),
+        tool_calls=(*last.tool_calls, *said.tool_calls),
     )
+
+
+def _begins(said: Message, last: Message) -> bool:
+    """Whether what is said behind ``last`` is of another turn."""
+    if said.reasoning:
+        return bool(last.content or last.tool_calls)
+    return bool(said.content and last.tool_calls)
 
 
 def response(ask: Ask, answer: Answer, name: str) -> dict[str, Any]:
     """The whole answer; ``name`` is its id."""
     is_cut = answer.finish == "length"
-    tokens = usage([answer])
     return {
         "id": name,
         "object": "response",
@@ -117,14 +140,35 @@ def response(ask: Ask, answer: Answer, name: str) -> dict[str, Any]:
         "top_p": None,
         "tool_choice": "auto",
         "tools": [{"type": "function", "strict": False, **tool} for tool in ask.conversation.tools],
-        "usage": {
-            "input_tokens": tokens["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": tokens["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": tokens["total_tokens"],
-        },
+        "usage": _usage(answer),
     }
+
+
+def _usage(answer: Answer) -> dict[str, Any] | None:
+    tokens = usage([answer])
+    if tokens is None:
+        return None
+    return {
+        "input_tokens": tokens["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": tokens["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": _num_thinking(answer)},
+        "total_tokens": tokens["total_tokens"],
+    }
+
+
+def _num_thinking(answer: Answer) -> int:
+    """Tokens up to the end of the thinking; 0 where there is none, or an endpoint plays the policy, which
+    says nothing of them.
+    """
+    if not answer.message.reasoning or not isinstance(answer.turn, SampledTurn):
+        return 0
+    end = ""
+    for number, token in enumerate(answer.turn.tokens, start=1):
+        end = end[-len(THINKING_END) :] + token
+        if THINKING_END in end:
+            return number
+    return answer.turn.num_tokens
 
 
 def response_events(ask: Ask, answer: Answer, name: str) -> Iterator[str]:
@@ -144,6 +188,11 @@ def response_events(ask: Ask, answer: Answer, name: str) -> Iterator[str]:
 def _items(answer: Answer, name: str) -> list[dict[str, Any]]:
     said = answer.message
     items: list[dict[str, Any]] = []
+    if said.reasoning:
+        items.append({
+            "id": f"rs-{name}", "type": "reasoning", "status": "completed", "summary": [],
+            "content": [{"type": "reasoning_text", "text": said.reasoning}],
+        })  # fmt: skip
     if said.content or not said.tool_calls:
         part = {"type": "output_text", "text": said.content, "annotations": [], "logprobs": []}
         items.append(
@@ -178,11 +227,13 @@ def _item_events(item: dict[str, Any], number: int) -> list[dict[str, Any]]:
         ]
     (part,) = item["content"]
     inside = {**where, "content_index": 0}
+    kind = f"response.{part['type']}"
+    logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     return [
         {**added, "item": {**item, "content": [], "status": "in_progress"}},
         {"type": "response.content_part.added", **inside, "part": {**part, "text": ""}},
-        {"type": "response.output_text.delta", **inside, "delta": part["text"], "logprobs": []},
-        {"type": "response.output_text.done", **inside, "text": part["text"], "logprobs": []},
+        {"type": f"{kind}.delta", **inside, "delta": part["text"], **logprobs},
+        {"type": f"{kind}.done", **inside, "text": part["text"], **logprobs},
         {"type": "response.content_part.done", **inside, "part": part},
         done,
     ]

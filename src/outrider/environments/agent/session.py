@@ -4,9 +4,9 @@ import asyncio
 import math
 import queue
 import secrets
-import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final
@@ -53,19 +53,21 @@ class Closed:
 
 
 class OpenQuestion:
-    """A request that waits. Answers come one by one, from another thread than the server's."""
+    """A request that has arrived, and so is a turn: answers come one by one, from another thread than the
+    server's, whether or not the program still waits for them. How long it waits depends on the machine.
+    """
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
-        self.is_gone = False  # the program has hung up
+        self._is_refused = False
         self._answers: list[Answer] = []
         self._loop = asyncio.get_running_loop()
         self._answered: asyncio.Future[list[Answer]] = self._loop.create_future()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has not been answered, and somebody wants it to be."""
-        return not self._answered.done()
+        """Whether it is still to be answered."""
+        return not self._is_refused and len(self._answers) < self.ask.num_answers
 
     async def answers(self) -> list[Answer]:
         """All answers. Raises Refused."""
@@ -81,6 +83,7 @@ class OpenQuestion:
 
     def refuse(self, refused: Refused) -> None:
         """There will be no answer."""
+        self._is_refused = True
         self._tell(lambda: self._answered.set_exception(refused))
 
     def _tell(self, say: Any) -> None:
@@ -105,6 +108,7 @@ class Session:
         self.takes_tools = takes_tools
         self.num_requests = 0
         self.num_refused = 0
+        self._reading: set[asyncio.Future[None]] = set()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._waiting: deque[OpenQuestion] = deque()
         self._is_open = True
@@ -124,6 +128,22 @@ class Session:
         self._events.put(question)
         return question
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While a request is on its way in; on the server's thread."""
+        read = asyncio.get_running_loop().create_future()
+        self._reading.add(read)
+        try:
+            yield
+        finally:
+            self._reading.discard(read)
+            read.set_result(None)
+
+    async def all_read(self) -> None:
+        """Wait for the requests that are on their way in."""
+        while self._reading:
+            await asyncio.wait(self._reading)
+
     def hand_in(self, reward: Reward) -> None:
         """The program says what its episode was worth. Raises Refused once that is over."""
         if not self._is_open:
@@ -131,18 +151,12 @@ class Session:
         self._events.put(reward)
 
     def end(self, ended: Ended) -> None:
-        """The program is over."""
+        """The program is over; what it asked before is in front of that."""
         self._events.put(ended)
 
     def next(self, timeout_s: float) -> Event:
-        """What comes next. Raises queue.Empty when nothing comes in time, however often a program hangs up
-        and asks again.
-        """
-        until = time.monotonic() + timeout_s
-        while True:
-            event = self._events.get(timeout=max(0.0, until - time.monotonic()))
-            if not (isinstance(event, OpenQuestion) and event.is_gone):
-                return event
+        """What comes next. Raises queue.Empty when nothing comes in time."""
+        return self._events.get(timeout=timeout_s)
 
     def close(self) -> None:
         """Refuse what waits and what comes. May be called twice."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from outrider.environments.conversing import Conversation, SampledTurn
+from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn
 from outrider.types import Message, Role, ToolCall, ToolSchema, is_text
 
 MODEL: Final = "policy"
@@ -41,17 +41,27 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One turn of the policy as the program gets it; ``turn`` is None where it was not drawn here."""
+    """One turn of the policy as the program gets it, with what is known of it; of an expert's nothing is."""
 
     message: Message
-    turn: SampledTurn | None
+    turn: SampledTurn | ServedTurn | None
 
     @property
-    def finish(self) -> str:
-        """OpenAI's word for why it ended."""
+    def finish(self) -> str | None:
+        """OpenAI's word for why it ended; None where the endpoint that plays the policy does not say."""
+        if isinstance(self.turn, ServedTurn):
+            return self._served(self.turn.finish)
         if self.message.tool_calls:
             return "tool_calls"
         return "length" if self.turn is not None and self.turn.finish == "length" else "stop"
+
+    def _served(self, finish: str | None) -> str | None:
+        """The server's word. Whether a turn calls may have been found out here."""
+        if finish == "length":
+            return finish
+        if self.message.tool_calls:
+            return "tool_calls"
+        return "stop" if finish in ("stop", "tool_calls") else None
 
 
 def read_chat(body: Any, *, takes_tools: bool) -> Ask:

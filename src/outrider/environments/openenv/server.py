@@ -10,16 +10,15 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, Protocol
 
+from outrider.environments.keeper import kept
 from outrider.environments.openenv.asking import is_healthy
 from outrider.environments.openenv.settings import OpenEnvConfig
 from outrider.environments.process_output import drained
 from outrider.errors import EnvironmentFault
 from outrider.plugins.imports import searched
 
-_KEEPER: Final = Path(__file__).with_name("keeper.py")
 _PAUSE_S: Final = 0.05  # between looks at whether the server is ready
 _END_S: Final = 5.0
 _HEALTH_S: Final = 2.0
@@ -123,7 +122,7 @@ class _Process:
         self._last_words: deque[bytes] = deque(maxlen=20)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_KEEPER), *words],
+                kept(words),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

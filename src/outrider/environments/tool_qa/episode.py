@@ -20,6 +20,8 @@ from outrider.environments.tool_qa.tag_protocol import (
     render_result,
 )
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, EpisodeConfig, Judge, ToolEpisode
+from outrider.errors import ConfigError
+from outrider.tokens.calls import unwritable_in
 from outrider.tools.base import Tool
 from outrider.tools.toolset import Toolset
 from outrider.types import Message, Task
@@ -110,7 +112,8 @@ class ToolEnvironmentFactory:
     """Makes environments over one set of tools, which it owns; ``config.call_format`` decides about the
     protocol.
 
-    Raises ToolUnavailable where the reward's judge does not answer.
+    Raises ToolUnavailable where the reward's judge does not answer, and ConfigError where calls in that form
+    cannot name one of the tools or its arguments.
     """
 
     def __init__(
@@ -127,6 +130,8 @@ class ToolEnvironmentFactory:
         self._system_prompt = system_prompt
         self._budget = CallBudget(config.max_batch_calls)
         try:
+            if config.call_format and (told := unwritable_in(config.call_format, self._tools.schemas)):
+                raise ConfigError(f"environment.protocol: {told}")
             judge = make_reward_judge(config.reward.judge)
         except BaseException:
             self.close()

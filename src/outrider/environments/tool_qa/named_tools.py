@@ -31,10 +31,10 @@ def tool_tags(tools: Sequence[ToolName]) -> tuple[str, ...]:
     twice or is no tag, ToolUnavailable where a server cannot be asked.
     """
     names: list[str] = []
-    for one in tools:
-        cls = _class_of(one)
-        names += cls.names(_settings(one)) if issubclass(cls, ToolGroup) else _lines(one)
     try:
+        for one in tools:
+            cls = _class_of(one)
+            names += cls.names(_settings(one)) if issubclass(cls, ToolGroup) else _lines(one)
         _require_tags(names)
     except ValueError as error:
         raise ConfigError(f"environment.tools: {error}") from error
@@ -93,11 +93,17 @@ def waiting_s(tools: Sequence[ToolName], num_concurrent: int) -> float:
 
 
 def _lines(one: ToolName) -> Mapping[str, str]:
-    """The line of each tool of an entry, by tag name."""
+    """The line of each tool of an entry, by tag name. Raises ValueError for a class that has none."""
     cls = _class_of(one)
     if issubclass(cls, ToolGroup):
         return cls.lines(_settings(one))
-    return {str(getattr(cls, "name", "")): usage(cls)}
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str):
+        raise ValueError(
+            f"{plugin_name(one)} is no tool: a class of one has its tag in the attribute name; a function "
+            "with type hints and a docstring needs none"
+        )
+    return {name: usage(cls)}
 
 
 def _class_of(one: ToolName) -> type:

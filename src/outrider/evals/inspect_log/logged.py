@@ -6,18 +6,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from outrider.types import Json, Outcome
+from outrider.types import Json, Outcome, ToolCall
 
 SaidBy = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A message. ``tools`` names the tools that ran for a turn of the policy."""
+    """A message. Of a turn of the policy ``calls`` are its native ones (ids are the turn's own), ``problems``
+    say what of it could not be read as one, and ``thinking`` stands apart from ``text``; else ``tools`` names
+    the tools that ran for it, whose calls are in the text. ``call_id`` is the call that a tool's message
+    answers, where that is on record.
+    """
 
     role: SaidBy
     text: str
+    thinking: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    problems: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
+    call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +50,8 @@ class LoggedRollout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedEvaluation:
     """All rollouts of one evaluation. ``created`` is when its record was last written, ``summary`` its own
-    score with the interval's bounds.
+    score with the interval's bounds. One that has not ended has ``num_owed`` rollouts in the end, 0 where
+    nobody knows.
     """
 
     task: str
@@ -53,6 +62,8 @@ class LoggedEvaluation:
     summary: Mapping[str, float]
     metadata: Mapping[str, Json]
     notes: tuple[str, ...] = ()
+    has_ended: bool = True
+    num_owed: int = 0
 
 
 def written_at(path: Path) -> datetime:

@@ -8,16 +8,16 @@ from typing import Any, Final
 
 from outrider.environments.families import make_family
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said, SaidBy, written_at
+from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, written_at
+from outrider.evals.inspect_log.turns import AFTER_POLICY, said_in
 from outrider.json_lines import parsed, whole_lines
 from outrider.train.state.recorded import recorded_settings
-from outrider.types import Origin, Outcome
+from outrider.types import Outcome
 from outrider.watch.rollout_rows import read_rollouts
 from outrider.watch.step_files import evaluation_file
-from outrider.watch.traces import TraceReader, TraceRow, metadata_of
+from outrider.watch.traces import TraceReader, TraceRow
 
 EVALUATIONS: Final = "evaluations.jsonl"
-_AFTER_POLICY: Final = (Origin.POLICY, Origin.DEMONSTRATION)
 
 
 def evaluation_of_run(run: Path, number: int | None = None) -> LoggedEvaluation:
@@ -37,14 +37,14 @@ def evaluation_of_run(run: Path, number: int | None = None) -> LoggedEvaluation:
     record = evaluations[at]
     recipe = (run / "config.toml").read_text(encoding="utf-8")
     config = tomllib.loads(recipe)
-    targets, notes = _targets(run, record["split"])
+    targets, form, notes = _environment(run, record["split"])
     score = record["metric"]["score"]
     return LoggedEvaluation(
         task=str(config["environment"]["type"]),
         model=f"{config['model']['name']}, step {record['step']}",
         created=written_at(run / EVALUATIONS),
         panel_hash=record["panel_hash"],
-        rollouts=tuple(_rollouts(run, at, targets)),
+        rollouts=tuple(_rollouts(run, at, targets, form)),
         summary={
             "mean": score["value"],
             "ci_low": score["ci_low"],
@@ -63,33 +63,39 @@ def evaluation_of_run(run: Path, number: int | None = None) -> LoggedEvaluation:
     )
 
 
-def _targets(run: Path, split: str) -> tuple[Mapping[str, tuple[str, ...]], list[str]]:
-    """Answers by task key, of the tasks as this machine has them."""
+def _environment(run: Path, split: str) -> tuple[Mapping[str, tuple[str, ...]], str | None, list[str]]:
+    """Answers by task key, of the tasks as this machine has them, and the form of native calls."""
+    form: str | None = None
     try:
-        family = make_family(recorded_settings(run / "config.toml").environment)
+        settings = recorded_settings(run / "config.toml").environment
+        form = settings.call_format
+        family = make_family(settings)
         try:
-            return {task.key: task.answers for task in family.tasks(split)}, []
+            return {task.key: task.answers for task in family.tasks(split)}, form, []
         finally:
             family.close()
     except (OutriderError, OSError) as error:
-        return {}, [f"without targets: {error}"]
+        return {}, form, [f"without targets: {error}"]
 
 
-def _rollouts(run: Path, number: int, targets: Mapping[str, tuple[str, ...]]) -> list[LoggedRollout]:
+def _rollouts(
+    run: Path, number: int, targets: Mapping[str, tuple[str, ...]], form: str | None
+) -> list[LoggedRollout]:
     rows = {(row.trace_id, row.node_id): row for row in TraceReader(run / "traces").read_evaluation(number)}
     seen: Counter[str] = Counter()
     found = []
     for one in read_rollouts(run, evaluation_file(number)).to_pylist():
         seen[one["task_key"]] += 1
         path = _path(rows, one["trace_id"], one["node_id"])
-        first = next((i for i, row in enumerate(path) if row.origin in _AFTER_POLICY), len(path))
-        said = [_said(row) for row in path]
+        first = next((i for i, row in enumerate(path) if row.origin in AFTER_POLICY), len(path))
+        prompt = [said for row in path[:first] for said in said_in(row, form)]
+        answered = [said for row in path[first:] for said in said_in(row, form)]
         found.append(
             LoggedRollout(
                 task_key=one["task_key"],
                 epoch=seen[one["task_key"]],
-                prompt=tuple(said[:first]),
-                messages=tuple(said),
+                prompt=tuple(prompt),
+                messages=(*prompt, *answered),
                 target=targets.get(one["task_key"], ()),
                 outcome=Outcome(one["outcome"]),
                 detail=one["fault"],
@@ -114,16 +120,3 @@ def _path(rows: Mapping[tuple[str, int], TraceRow], trace_id: str, node_id: int)
         path.append(at)
         at = rows.get((trace_id, at.parent_id))
     return path[::-1]
-
-
-def _said(row: TraceRow) -> Said:
-    tools = metadata_of(row).get("tools", ())
-    role: SaidBy
-    match row.role:
-        case "system" | "user" | "assistant" | "tool":
-            role = row.role
-        case "inline":  # a result, or what a memory brought
-            role = "tool" if row.origin is Origin.ENVIRONMENT else "user"
-        case _:  # an earlier version of the records
-            role = "assistant" if row.origin in _AFTER_POLICY else "user"
-    return Said(role=role, text=row.text, tools=tuple(str(name) for name in tools))

@@ -11,9 +11,10 @@ from outrider.evals.benchmark.grades import RETURN
 from outrider.evals.benchmark.report import wanted
 from outrider.evals.benchmark.scores import SampleResult, summarise
 from outrider.evals.benchmark.settings import PanelSettings
-from outrider.evals.benchmark.store import RESULTS, SETTINGS, read_results
+from outrider.evals.benchmark.store import RESULTS, SETTINGS, SUMMARY, read_results
 from outrider.evals.benchmark.tasks import load_tasks
 from outrider.evals.inspect_log.logged import LoggedEvaluation, LoggedRollout, Said, written_at
+from outrider.evals.inspect_log.turns import turn
 from outrider.rollout.evaluate import interval
 from outrider.types import Json, Task
 
@@ -28,17 +29,24 @@ def evaluation_of_tasks(folder: Path) -> LoggedEvaluation:
     settings = load_settings(PanelSettings, file=folder / SETTINGS)
     results = wanted(found, settings.num_samples)
     tasks, notes = _tasks(settings, str(identity.get("panel_hash")))
-    if (owed := len(tasks) * settings.num_samples) > len(results):
-        notes.append(f"{len(results)} of {owed} samples are on file: the evaluation has not ended")
+    owed = len(tasks) * settings.num_samples
+    # without its tasks the report tells, which is written at the end
+    has_ended = len(results) >= owed if tasks else (folder / SUMMARY).is_file()
+    if not has_ended:
+        told = f"{len(results)} of {owed} samples are on file" if tasks else f"there is no {SUMMARY}"
+        notes.append(f"{told}: the evaluation has not ended")
+    form = None if settings.environment is None else settings.environment.call_format
     return LoggedEvaluation(
         task=str(identity.get("tasks") or settings.tasks),
         model=str(identity.get("endpoint_model") or (settings.model and settings.model.name)),
         created=written_at(folder / RESULTS),
         panel_hash=str(identity.get("panel_hash")),
-        rollouts=tuple(_rollout(one, tasks.get(one.task_key)) for one in results),
+        rollouts=tuple(_rollout(one, tasks.get(one.task_key), form) for one in results),
         summary=_summary(results),
         metadata={"identity": identity, "recipe": (folder / SETTINGS).read_text(encoding="utf-8")},
         notes=tuple(notes),
+        has_ended=has_ended,
+        num_owed=owed,
     )
 
 
@@ -67,9 +75,9 @@ def _tasks(settings: PanelSettings, panel_hash: str) -> tuple[Mapping[str, Task]
     return {task.key: task for task in panel.tasks}, []
 
 
-def _rollout(result: SampleResult, task: Task | None) -> LoggedRollout:
+def _rollout(result: SampleResult, task: Task | None, form: str | None) -> LoggedRollout:
     prompt = () if task is None else (Said(role="user", text=task.question),)
-    turns = tuple(Said(role="assistant", text=turn) for turn in result.turns or ())
+    turns = tuple(turn(text, form) for text in result.turns or ())
     named = {("return" if name == RETURN else name): value for name, value in result.metrics.items()}
     own = {"score": result.score, "success": result.success}
     scores = {name: float(value) for name, value in own.items() if value is not None}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from inspect_ai.log import EvalLog, EvalSample
 
 _SUFFIX: Final = ".eval"
+_UNREAD: Final = "unread"  # the function of a call that could not be read
 
 
 def write_log(evaluation: LoggedEvaluation, path: Path) -> None:
@@ -45,7 +46,8 @@ def log_of(evaluation: LoggedEvaluation) -> "EvalLog":
     identity = _id(evaluation.panel_hash, evaluation.model, created)
     num_tokens = sum(one.num_tokens or 0 for one in rollouts)
     return EvalLog(
-        status="success",
+        # inspect's word for one whose process has not written its end
+        status="success" if evaluation.has_ended else "started",
         eval=EvalSpec(
             eval_id=identity,
             run_id=identity,
@@ -54,18 +56,19 @@ def log_of(evaluation: LoggedEvaluation) -> "EvalLog":
             task_id=_id(evaluation.panel_hash),
             dataset=EvalDataset(name=evaluation.task, samples=len(keys), sample_ids=keys),
             model=evaluation.model,
-            config=EvalConfig(epochs=max((one.epoch for one in rollouts), default=1)),
+            # a fault ends no evaluation
+            config=EvalConfig(epochs=max((one.epoch for one in rollouts), default=1), fail_on_error=False),
             packages={"outrider": __version__},
             metadata={"panel_hash": evaluation.panel_hash, **evaluation.metadata},
         ),
         results=EvalResults(
-            total_samples=len(rollouts),
+            total_samples=max(evaluation.num_owed, len(rollouts)),
             completed_samples=sum(not one.outcome.is_fault for one in rollouts),
             scores=_results(evaluation),
         ),
         # when it began is not on file
         stats=EvalStats(
-            completed_at=created,
+            completed_at=created if evaluation.has_ended else "",
             model_usage={evaluation.model: ModelUsage(output_tokens=num_tokens, total_tokens=num_tokens)},
         ),
         samples=[_sample(one, evaluation.model) for one in rollouts],
@@ -122,18 +125,22 @@ def _sample(one: LoggedRollout, model: str) -> "EvalSample":
 
 
 def _messages(said: Sequence[Said], model: str) -> Iterator[Any]:
-    """Results of tools have the id and the name of the call that they answer, in order."""
+    """Results of tools have the id and the name of the call that they answer, in order where the record does
+    not tell.
+    """
     from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageTool, ChatMessageUser
 
-    calls: list[Any] = []
+    calls: dict[str, Any] = {}
     for number, one in enumerate(said):
         name = f"{number}"
         match one.role:
             case "assistant":
                 calls = _calls(one, number)
-                yield ChatMessageAssistant(id=name, content=one.text, tool_calls=calls or None, model=model)
+                yield ChatMessageAssistant(
+                    id=name, content=_content(one), tool_calls=list(calls.values()) or None, model=model
+                )
             case "tool":
-                call = calls.pop(0) if calls else None
+                call = calls.pop(one.call_id if one.call_id in calls else next(iter(calls), ""), None)
                 yield ChatMessageTool(
                     id=name,
                     content=one.text,
@@ -146,15 +153,33 @@ def _messages(said: Sequence[Said], model: str) -> Iterator[Any]:
                 yield ChatMessageUser(id=name, content=one.text)
 
 
-def _calls(said: Said, number: int) -> list[Any]:
-    """Calls that ran. What stands between a tool's tags is its ``input``; a native call is in the text."""
+def _content(said: Said) -> Any:
+    from inspect_ai.model import ContentReasoning, ContentText
+
+    if not said.thinking:
+        return said.text
+    return [ContentReasoning(reasoning=said.thinking), ContentText(text=said.text)]
+
+
+def _calls(said: Said, number: int) -> dict[str, Any]:
+    """A turn's calls by their ids: native ones, and what could not be read as one; else those by tags that
+    ran, of which what stands between the tags is the ``input``.
+    """
     from inspect_ai.tool import ToolCall
 
-    found = []
+    found = {
+        call.call_id: ToolCall(
+            id=f"{number}-{call.call_id}", function=call.name, arguments=dict(call.arguments)
+        )
+        for call in said.calls
+    }
+    for place, problem in enumerate(said.problems):
+        name = f"unread{place}"
+        found[name] = ToolCall(id=f"{number}-{name}", function=_UNREAD, arguments={}, parse_error=problem)
     for place, tool in enumerate(said.tools):
         inside = re.findall(rf"<{re.escape(tool)}>(.*?)</{re.escape(tool)}>", said.text, re.DOTALL)
         arguments = {"input": inside[-1]} if inside else {}
-        found.append(ToolCall(id=f"{number}-{place}", function=tool, arguments=arguments))
+        found[f"{place}"] = ToolCall(id=f"{number}-{place}", function=tool, arguments=arguments)
     return found
 
 

@@ -4,20 +4,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from outrider.tokens.calls.schemas import Arguments
 from outrider.types import ToolCall, ToolSchema
-
-TYPES: Final[Mapping[str, tuple[type, ...]]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-"""Of JSON schemas, and what has them in Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +38,15 @@ class CallFormat(Protocol):
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """What a system prompt says of the tools where the chat template does not."""
+        ...
+
+
+@runtime_checkable
+class LimitedForm(CallFormat, Protocol):
+    """A form that has no way to write some names. Tools that have one are refused at load."""
+
+    def unwritable(self, tool: ToolSchema) -> str:
+        """Which name, of the tool or of an argument, in words; empty where all can be written."""
         ...
 
 
@@ -93,25 +92,39 @@ def decode_json(text: str, start: int) -> tuple[Any, int] | str:
 
 
 def call_of(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
-    """A call of an object with ``name`` and its arguments under one of ``keys``, or what is wrong with it."""
+    """A call of an object with ``name`` and its arguments under one of ``keys``, or what is wrong with it.
+
+    Arguments may be text that holds JSON, as chat servers write them, and null for none.
+    """
     if not isinstance(value, Mapping):
         return "a call must be a JSON object"
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return 'a call needs a "name"'
-    found: Any = next((value[key] for key in keys if key in value), {})
-    if not isinstance(found, Mapping):
-        return f'"{keys[0]}" of {name} must be a JSON object'
-    return ToolCall(name=name, arguments=dict(found), call_id=call_id(number))
+    key = next((key for key in keys if key in value), None)
+    if key is None and (others := [one for one, inside in value.items() if isinstance(inside, Mapping)]):
+        return f'{name} has its arguments under "{others[0]}", not under "{keys[0]}"'
+    found: Any = None if key is None else value[key]
+    if isinstance(found, str):
+        decoded = decode_json(found, 0) if found.strip() else (None, len(found))
+        if isinstance(decoded, str):
+            return f'"{key}" of {name} are not JSON: {decoded}'
+        if found[decoded[1] :].strip():
+            return f'"{key}" of {name} are not JSON: something stands behind them'
+        found = decoded[0]
+    if not isinstance(found, Mapping | None):
+        return f'"{key}" of {name} must be a JSON object'
+    return ToolCall(name=name, arguments=dict(found or {}), call_id=call_id(number))
 
 
-def is_of(value: Any, names: Sequence[str]) -> bool:
-    """Whether the value has one of these types, which are among ``TYPES``."""
-    # a bool is an int to Python, and none to JSON
-    return any(
-        isinstance(value, TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
-        for name in names
-    )
+def name_that_is_none(
+    tool: ToolSchema, *, tools: Callable[[str], object], arguments: Callable[[str], object]
+) -> str:
+    """In words, the first name of a tool or of its arguments that is none to a form; empty where all are."""
+    if not tools(name := str(tool.get("name"))):
+        return f"a tool named {name!r}"
+    wrong = next((one for one in Arguments.of(tool).properties if not arguments(one)), None)
+    return "" if wrong is None else f"the argument {wrong!r} of {name}"
 
 
 def listed(tools: Sequence[ToolSchema]) -> str:

@@ -1,16 +1,17 @@
 """The forms of calls by name: those that are built in, and those of plug-ins."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, TypeAlias
 
 from outrider.errors import ConfigError
 from outrider.plugins.fields import Name
 from outrider.plugins.registry import resolve
-from outrider.tokens.calls.format import CallFormat
+from outrider.tokens.calls.format import CallFormat, LimitedForm
 from outrider.tokens.calls.hermes import Hermes
 from outrider.tokens.calls.llama3_json import Llama3Json
 from outrider.tokens.calls.pythonic import Pythonic
 from outrider.tokens.calls.qwen3_coder import Qwen3Coder
+from outrider.types import ToolSchema
 
 CallFormatName: TypeAlias = Annotated[str, Name("call_formats")]
 """A form of calls: one that is built in, a registered one, or ``my_module:MyForm``."""
@@ -36,3 +37,20 @@ def form_named(name: str) -> CallFormat:
             "(outrider.tokens.calls.CallFormat)"
         )
     return made
+
+
+def unwritable_in(name: str, tools: Sequence[ToolSchema]) -> str:
+    """Which of the tools a form cannot call, and the built-in forms that can call all; empty where it can
+    itself.
+    """
+    told = next((told for tool in tools if (told := _unwritable(form_named(name), tool))), "")
+    if not told:
+        return ""
+    others = [
+        other for other, form in CALL_FORMATS.items() if not any(_unwritable(form, tool) for tool in tools)
+    ]
+    return f"calls in the form {name} cannot write {told}: {', '.join(others)} can"
+
+
+def _unwritable(form: CallFormat, tool: ToolSchema) -> str:
+    return form.unwritable(tool) if isinstance(form, LimitedForm) else ""

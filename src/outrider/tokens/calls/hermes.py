@@ -50,6 +50,6 @@ def _block(opened: re.Match[str], number: int) -> tuple[ToolCall | str, int]:
     if not text[after:].lstrip().startswith(_CLOSE):
         what = "is not closed" if end < 0 else "must hold one JSON object and nothing else"
         return f"{_OPEN} {what}.", behind
-    call = call_of(value, number, keys=("arguments",))
+    call = call_of(value, number, keys=("arguments", "parameters"))
     after = text.index(_CLOSE, after) + len(_CLOSE)
     return (f"{_OPEN}: {call}." if isinstance(call, str) else call), after

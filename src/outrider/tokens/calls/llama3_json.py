@@ -11,37 +11,44 @@ from outrider.tokens.calls.format import FoundCalls, call_of, decode_json, liste
 from outrider.types import ToolCall, ToolSchema
 
 _TAG = "<|python_tag|>"
-_BETWEEN = re.compile(r"[\s;,]*")
+_BETWEEN = re.compile(rf"(?:[\s;,]|{re.escape(_TAG)})*")
+_KEYS = ("parameters", "arguments")
+_CALL = re.compile(r'\[?\s*\{\s*"(?:name|type|parameters|arguments)"')
+_NAMED = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:parameters|arguments)"')
 
 
 class Llama3Json:
-    """JSON objects alone, several one behind the other. An object without a name is an answer."""
+    """JSON objects alone, several one behind the other or in a list. An object without a name is an answer,
+    and so is one behind words, but where it names a tool and has arguments: vLLM reads a call in that too.
+    """
 
     markers = (_TAG,)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
-        before, tagged, rest = text.partition(_TAG)
-        words, said = (before.strip(), rest.strip()) if tagged else ("", text.strip())
-        is_call = tagged or re.match(r'\{\s*"(?:name|type|parameters|arguments)"', said)
-        if not is_call:
+        start = _start(text, tools)
+        if start is None:
             return FoundCalls(content=text)
+        words, said = text[:start].strip().removesuffix(_TAG).rstrip(), text[start:].strip()
         calls: list[ToolCall] = []
+
+        def found(*problems: str) -> FoundCalls:
+            return FoundCalls(content=words, calls=tuple(calls), problems=problems)
+
         position = 0
         while position < len(said):
             decoded = decode_json(said, position)
             if isinstance(decoded, str):
-                return FoundCalls(
-                    content=words, calls=tuple(calls), problems=(f"The call is not JSON: {decoded}.",)
-                )
+                return found(f"The call is not JSON: {decoded}.")
             value, position = decoded
-            call = call_of(value, len(calls), keys=("parameters", "arguments"))
-            if isinstance(call, str):
-                return FoundCalls(content=words, calls=tuple(calls), problems=(f"The call: {call}.",))
-            calls.append(call)
+            for one in value if isinstance(value, list) else [value]:
+                call = call_of(one, len(calls), keys=_KEYS)
+                if isinstance(call, str):
+                    return found(f"The call: {call}.")
+                calls.append(call)
             between = _BETWEEN.match(said, position)
             position = between.end() if between else position
-        return FoundCalls(content=words, calls=tuple(calls))
+        return found()
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
@@ -55,3 +62,14 @@ class Llama3Json:
             "To call one, reply with this JSON object alone:\n"
             '{"name": <function name>, "parameters": <object of arguments>}'
         )
+
+
+def _start(text: str, tools: Sequence[ToolSchema]) -> int | None:
+    """Where the calls begin: with the turn, behind the tag, or behind words; None where there are none."""
+    blanks = len(text) - len(text.lstrip())
+    if _CALL.match(text, blanks):
+        return blanks
+    if _TAG in text:
+        return text.index(_TAG) + len(_TAG)
+    names = {tool.get("name") for tool in tools}
+    return next((named.start() for named in _NAMED.finditer(text) if named[1] in names), None)

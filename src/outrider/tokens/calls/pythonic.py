@@ -5,29 +5,36 @@ Source: Meta's documentation of zero-shot function calling and Liquid AI's docum
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Sequence
 
-from outrider.tokens.calls.format import FoundCalls, call_id, listed
+from outrider.tokens.calls.format import FoundCalls, call_id, listed, name_that_is_none
 from outrider.types import Json, ToolCall, ToolSchema
 
-_OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-_TAGGED = re.compile(rf"{re.escape(_OPEN)}(.*?)(?:{re.escape(_CLOSE)}|\Z)|<\|python_tag\|>(.*)\Z", re.DOTALL)
+_OPEN, _CLOSE, _TAG = "<|tool_call_start|>", "<|tool_call_end|>", "<|python_tag|>"
+_OPENING = re.compile(f"{re.escape(_OPEN)}|{re.escape(_TAG)}")
+_PIECE = re.compile(
+    rf"""{re.escape(_CLOSE)}|'(?:\\.|[^'\\\n])*+'|"(?:\\.|[^"\\\n])*+"|\\?.""",  # strings as a whole
+    re.DOTALL,
+)
 _LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
 _WORDS: dict[str, Json] = {"true": True, "false": False, "null": None}
 
 
 class Pythonic:
     """A Python list of calls with literal arguments. Nothing is executed: the text is parsed only."""
 
-    markers = (_OPEN, _CLOSE, "<|python_tag|>")
+    markers = (_OPEN, _CLOSE, _TAG)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> FoundCalls:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
-        blocks = [found[1] if found[1] is not None else found[2] for found in _TAGGED.finditer(text)]
-        words = _TAGGED.sub("", text).strip()
+        words, blocks = _blocks(text)
         if not blocks:
-            if not _LIST.match(words):
+            # a tool's name may be none to Python: that is a call which cannot be read, and no words
+            is_call = _LIST.match(words) or _begins_with_one_of(tools, words)
+            if not is_call:
                 return FoundCalls(content=text)
             blocks, words = [words], ""
         calls: list[ToolCall] = []
@@ -48,6 +55,10 @@ class Pythonic:
         )
         return f"[{', '.join(said)}]"
 
+    def unwritable(self, tool: ToolSchema) -> str:
+        """See :class:`outrider.tokens.calls.format.LimitedForm`."""
+        return name_that_is_none(tool, tools=_is_tool_name, arguments=_is_name)
+
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         return (
@@ -55,6 +66,41 @@ class Pythonic:
             "To call one or more, reply with this list alone:\n"
             "[function_name(parameter=value), other_function(parameter=value)]"
         )
+
+
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _is_tool_name(name: str) -> bool:
+    """Whether it is one, or several behind one another (``calendar.add``)."""
+    return bool(_NAME.fullmatch(name)) and all(map(_is_name, name.split(".")))
+
+
+def _begins_with_one_of(tools: Sequence[ToolSchema], text: str) -> bool:
+    said = text.removeprefix("[").lstrip()
+    return text.startswith("[") and any(said.startswith(f"{tool.get('name')}(") for tool in tools)
+
+
+def _blocks(text: str) -> tuple[str, list[str]]:
+    """The words outside of the blocks of calls, and the insides of these."""
+    words: list[str] = []
+    blocks: list[str] = []
+    position = 0
+    while (opened := _OPENING.search(text, position)) is not None:
+        words.append(text[position : opened.start()])
+        end = len(text) if opened[0] == _TAG else _end_of(text, opened.end())
+        blocks.append(text[opened.end() : end])
+        position = min(len(text), end + len(_CLOSE))
+    return "".join([*words, text[position:]]).strip(), blocks
+
+
+def _end_of(text: str, start: int) -> int:
+    """Where a block ends: at the first tag outside of a string, else at the first one, else nowhere."""
+    pieces = _PIECE.finditer(text, start)
+    outside = next((piece.start() for piece in pieces if piece[0] == _CLOSE), -1)
+    found = outside if outside >= 0 else text.find(_CLOSE, start)
+    return found if found >= 0 else len(text)
 
 
 def _calls(text: str, first: int) -> list[ToolCall] | str:
@@ -78,11 +124,11 @@ def _call(node: ast.expr, number: int) -> ToolCall:
     if not isinstance(node, ast.Call):
         raise _Unreadable("each element must be a call, name(key=value)")
     name = ast.unparse(node.func)
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", name):
+    if not _NAME.fullmatch(name):
         raise _Unreadable("a call needs a name")
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
+    if node.args or any(one.arg is None for one in node.keywords):
         raise _Unreadable(f"every argument of {name} needs its name")
-    arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+    arguments = {str(one.arg): _value(one.value) for one in node.keywords}
     return ToolCall(name=name, arguments=arguments, call_id=call_id(number))
 
 

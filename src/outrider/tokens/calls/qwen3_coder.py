@@ -8,15 +8,18 @@ import json
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from math import isfinite
 
-from outrider.tokens.calls.format import TYPES, FoundCalls, call_id, is_of, listed, read_between_words
+from outrider.tokens.calls.format import FoundCalls, call_id, listed, name_that_is_none, read_between_words
+from outrider.tokens.calls.schemas import TYPES, Accepted, Arguments
 from outrider.types import Json, ToolCall, ToolSchema
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _START = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]*)>|<tool_call>")
 _END = re.compile(r"</function>\s*(?:</tool_call>)?")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>", re.DOTALL)
+_NAME = re.compile(r"[^<>\s]+")
+_ANY = Accepted(types=tuple(TYPES))
 
 
 class Qwen3Coder:
@@ -31,6 +34,10 @@ class Qwen3Coder:
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
         return "\n".join(_written(call) for call in calls)
+
+    def unwritable(self, tool: ToolSchema) -> str:
+        """See :class:`outrider.tokens.calls.format.LimitedForm`."""
+        return name_that_is_none(tool, tools=_NAME.fullmatch, arguments=_NAME.fullmatch)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
@@ -57,29 +64,53 @@ def _call(name: str | None, inside: str, number: int, tools: Sequence[ToolSchema
     left = _PARAMETER.sub("", inside).strip()
     if left:
         return f"{name} holds something else than <parameter=KEY>value</parameter>"
-    known = next((tool for tool in tools if tool.get("name") == name), {})
-    properties = known.get("parameters", {}).get("properties", {})
-    arguments = {key: _value(text, properties.get(key, {})) for key, text in _PARAMETER.findall(inside)}
+    known = Arguments.of(next((tool for tool in tools if tool.get("name") == name), {}))
+    arguments: dict[str, Json] = {}
+    for key, text in _PARAMETER.findall(inside):
+        accepted = known.accepted(key)
+        # of an argument that nobody has declared nothing says that it is more than its text
+        is_any = accepted is None and key in known.properties
+        arguments[key] = _value(text.removeprefix("\n").removesuffix("\n"), _ANY if is_any else accepted)
     return ToolCall(name=name, arguments=arguments, call_id=call_id(number))
 
 
-def _value(text: str, schema: Any) -> Json:
-    """The text as a value of its parameter's type; as it is where it cannot be one."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
-    others = [name for name in kind if name in TYPES and name != "string"] if isinstance(kind, list) else []
-    if kind == "string":
+def _value(text: str, accepted: Accepted | None) -> Json:
+    """The text as a value that its parameter takes; as it is where it cannot be one.
+
+    Where text is taken beside others, JSON of these others is what it says, as it is written.
+    """
+    if accepted is None:
         return text
-    for read in (json.loads, ast.literal_eval):
-        try:
-            value = read(text.strip())
-            json.dumps(value)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-        if isinstance(kind, list) and "string" in kind and not is_of(value, others):
-            break  # it reads as something that the tool does not take, so it was meant as text
-        return value  # type: ignore[no-any-return]
-    return text
+    value = _json(text)
+    if not isinstance(value, str) and accepted.fits(value):
+        return value
+    if accepted.fits(text):
+        return text
+    return _literal(text) if isinstance(value, str) else value
+
+
+def _json(text: str) -> Json:
+    """The JSON value that a text is; the text itself where it is none."""
+    try:
+        value: Json = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str) else value
+
+
+def _finite(text: str) -> float:
+    if not isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number to JSON")
+    return number
+
+
+def _literal(text: str) -> Json:
+    """The same of Python, which models write too: ``True``, or quotation marks of the other kind."""
+    try:
+        value: Json = json.loads(json.dumps(ast.literal_eval(text.strip())))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
+    return value
 
 
 def _written(call: ToolCall) -> str:

@@ -5,7 +5,8 @@ from itertools import chain
 from math import isfinite
 from typing import Any, Final
 
-from outrider.tokens.calls.format import TYPES, CallFormat, is_of
+from outrider.tokens.calls.format import CallFormat
+from outrider.tokens.calls.schemas import Arguments
 from outrider.tokens.parsed import ParsedTurn, split_thinking
 from outrider.types import ToolCall, ToolSchema, is_text
 
@@ -14,7 +15,7 @@ _MAX_DEPTH: Final = 32
 
 def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
     """What a turn says. Without a form, or without tools, all behind the thinking is words."""
-    reasoning, rest, problems = split_thinking(text)
+    reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
         return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
     found = call_format.read(rest, tools)
@@ -31,24 +32,25 @@ def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
     """Why no tool takes the call, in words for the policy; empty where one does.
 
     Checked are the names of tool and arguments, what is required, the types at the top level, and that
-    everything is text and numbers that JSON has, nested no deeper than anybody means it.
+    everything is text and numbers that JSON has, nested no deeper than anybody means it. What a schema says
+    otherwise, and what in it is no schema, is not looked at.
     """
-    schema = next((tool for tool in tools if tool["name"] == call.name), None)
+    schema = next((tool for tool in tools if tool.get("name") == call.name), None)
     if schema is None:
-        return f"There is no tool {call.name!r}. Tools: {', '.join(str(tool['name']) for tool in tools)}."
+        names = ", ".join(str(tool.get("name")) for tool in tools)
+        return f"There is no tool {call.name!r}. Tools: {names}."
     if told := _unusable(call.arguments):
         return f"The arguments of {call.name} hold {told}."
-    parameters = schema.get("parameters") or {}
-    properties: Mapping[str, Any] = parameters.get("properties") or {}
-    if missing := [name for name in parameters.get("required") or () if name not in call.arguments]:
+    taken = Arguments.of(schema)
+    if missing := [name for name in taken.required if name not in call.arguments]:
         return f"{call.name} needs the argument {missing[0]!r}."
-    is_closed = "properties" in parameters and not parameters.get("additionalProperties")
-    if is_closed and (unknown := [name for name in call.arguments if name not in properties]):
-        return f"{call.name} has no argument {unknown[0]!r}. Arguments: {', '.join(properties) or 'none'}."
+    if taken.is_closed and (unknown := [name for name in call.arguments if name not in taken.properties]):
+        known = ", ".join(taken.properties) or "none"
+        return f"{call.name} has no argument {unknown[0]!r}. Arguments: {known}."
     for name, value in call.arguments.items():
-        told = _type_fault(value, properties.get(name))
-        if told:
-            return f"The argument {name!r} of {call.name} {told}."
+        accepted = taken.accepted(name)
+        if accepted is not None and not accepted.fits(value):
+            return f"The argument {name!r} of {call.name} must be {accepted.told()}."
     return ""
 
 
@@ -67,18 +69,3 @@ def _unusable(arguments: Mapping[str, Any]) -> str:
         if isinstance(value, Mapping | list):
             waiting += [(one, depth + 1) for one in inner]
     return ""
-
-
-def _type_fault(value: Any, schema: Any) -> str:
-    if not isinstance(schema, Mapping):
-        return ""
-    choices = schema.get("enum")
-    if isinstance(choices, list) and value not in choices:
-        return f"must be one of {', '.join(map(str, choices))}"
-    wanted = schema.get("type")
-    names = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []
-    if schema.get("nullable"):
-        names = [*names, "null"] if names else []
-    if not names or any(name not in TYPES for name in names):
-        return ""
-    return "" if is_of(value, names) else f"must be of type {' or '.join(map(str, names))}"

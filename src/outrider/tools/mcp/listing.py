@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ConfigError, ToolUnavailable
 from outrider.plugins.origin import Origin
-from outrider.tools.functions import usage_line
+from outrider.tokens.calls import flaw_of
+from outrider.tools.described import usage_line
 from outrider.types import ToolSchema
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ def taken(settings: "McpConfig", *, server: str, version: str, tools: Mapping[st
         )
     if not wanted:
         raise ToolUnavailable(f"MCP server {settings.name} has no tool")
-    listed = [
-        ListedTool(listed_name=name, schema=_schema(tag_of(settings, name), tools[name])) for name in wanted
-    ]
+    listed = [ListedTool(listed_name=name, schema=_schema(settings, name, tools[name])) for name in wanted]
     by_tag = {one.name: one for one in listed}
     if len(by_tag) < len(listed):
         twice = next(one for one in listed if by_tag[one.name] is not one)
@@ -75,15 +74,22 @@ def tag_of(settings: "McpConfig", name: str) -> str:
     return settings.prefix + re.sub(r"[^a-z0-9_]", "_", name.lower())
 
 
-def _schema(tag: str, tool: Any) -> ToolSchema:
-    parameters = dict(tool.input_schema)
+def _schema(settings: "McpConfig", name: str, tool: Any) -> ToolSchema:
+    """What is told of a tool. Raises ConfigError for arguments of which no template can tell."""
+    # a server may write null for what is not there; of $schema a policy has no use
+    parameters = {key: one for key, one in tool.input_schema.items() if one is not None and key != "$schema"}
+    if flaw := flaw_of(parameters):
+        raise ConfigError(
+            f"MCP server {settings.name}: the schema of {name!r} cannot be told to a model: {flaw}: "
+            "leave the tool out with only"
+        )
     parameters.setdefault("type", "object")
     properties = parameters.get("properties") or {}
     # a schema may also be true or false: anything, nothing
     parameters["properties"] = {key: one if isinstance(one, dict) else {} for key, one in properties.items()}
-    parameters.pop("$schema", None)  # of no use to a policy
     description = tool.description or tool.title or f"The tool {tool.name}."
-    return {"name": tag, "description": " ".join(description.split()), "parameters": parameters}
+    told = " ".join(description.split())
+    return {"name": tag_of(settings, name), "description": told, "parameters": parameters}
 
 
 def origins(settings: "McpConfig", listing: Listing) -> dict[str, Origin]:

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from outrider.tokens.calls import fault_of
 from outrider.tools.base import Tool, ToolContext, ToolGroup, ToolOutput
 from outrider.tools.functions import CalledByText
 from outrider.tools.mcp.asking import ask
 from outrider.tools.mcp.listing import ListedTool, tag_of
 from outrider.tools.mcp.settings import McpConfig
-from outrider.types import Json, ToolCall
+from outrider.types import Json
 
 
 class McpTool(CalledByText):
@@ -26,10 +25,7 @@ class McpTool(CalledByText):
         self._listed_name = listed.listed_name
         self._call, self._close = call, close
 
-    def run_call(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        """One call with named arguments. Raises ToolFault where the server broke."""
-        if told := fault_of(ToolCall(name=self.name, arguments=arguments), [self.schema]):
-            return ToolOutput(text=told, failed=True)
+    def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
         return self._call(self._listed_name, arguments)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from outrider import __version__
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import score
-from outrider.train.hub.shown import base_model, shown_settings
+from outrider.train.hub.shown import OMITTED, base_model, shown_settings, shown_variables
 from outrider.train.settings import RunSettings
 from outrider.watch.run_directory import Evaluation, RunData
 
@@ -49,8 +49,12 @@ def licensed(base: Base, told: Any) -> Base:
     return Base(name=base.name, license=told) if isinstance(told, str) and told else base
 
 
-def model_card(repo: str, settings: RunSettings, run: RunData, *, step: int, base: Base) -> str:
-    """Markdown with the hub's fields in front. ``step`` is the checkpoint's: what came later is left out."""
+def model_card(
+    repo: str, settings: RunSettings, run: RunData, *, step: int, base: Base, template: str
+) -> str:
+    """Markdown with the hub's fields in front. ``step`` is the checkpoint's: what came later is left out.
+    ``template`` is the chat template.
+    """
     method = settings.algorithm.type.rpartition(":")[2]
     data = ModelCardData(
         license=base.license or None,
@@ -75,7 +79,7 @@ def model_card(repo: str, settings: RunSettings, run: RunData, *, step: int, bas
         f"{tokens:,.0f} policy tokens, seed {settings.seed}.",
         "" if base.license else "The licence of the model that training began with applies.",
         _scores(run.evaluations, step),
-        _loading(repo, settings),
+        _loading(repo, settings, template),
         "## Recipe\n\nWhat is not at its default; texts that may name a path, an address or a person are "
         f"left out.\n\n```toml\n{shown_settings(settings).strip()}\n```",
     ]
@@ -118,8 +122,12 @@ def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
     return "\n".join(lines)
 
 
-def _loading(repo: str, settings: RunSettings) -> str:
-    kwargs = "".join(f", {name}={value!r}" for name, value in settings.model.template_kwargs.items())
+def _loading(repo: str, settings: RunSettings, template: str) -> str:
+    found = shown_variables(settings.model.template_kwargs, template)
+    variables = {name: value for name, value in found.items() if value != OMITTED}
+    kwargs = "".join(f", {name}={value!r}" for name, value in variables.items())
+    hidden = ", ".join(f"`{name}`" for name in found if name not in variables)
+    unsaid = f"; the value of {hidden} is left out here" if hidden else ""
     thinking = {
         "keep": "thinking of earlier turns stays in the context: send it back as it was written",
         "strip": "thinking of earlier turns is taken out of the context, as chat servers do",
@@ -128,7 +136,6 @@ def _loading(repo: str, settings: RunSettings) -> str:
     calls = (
         f"tool calls have the form `{form}`" if form else "turns are plain text, without native tool calls"
     )
-    variables = json.dumps(settings.model.template_kwargs, default=str)
     return f"""## Load
 
 ```python
@@ -146,7 +153,8 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 Contexts are as in training where a server renders them so (`outrider.json` says the same):
 
 - `history_thinking = "{settings.model.history_thinking}"`: {thinking}
-- `template_kwargs = {variables}`: variables of the chat template (`chat_template_kwargs` of vLLM)
+- `template_kwargs = {json.dumps(variables)}`: variables of the chat template (`chat_template_kwargs` of
+  vLLM){unsaid}
 - `call_format`: {calls}"""
 
 

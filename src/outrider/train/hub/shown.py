@@ -5,6 +5,8 @@ import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from keyword import iskeyword
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +17,7 @@ from outrider.train.state.same_settings import UNSEEN
 
 OMITTED: Final = "(not shown)"
 _PLAIN: Final = re.compile(r"[\w.@:+=*-]*", re.ASCII)
+_DATE: Final = re.compile(r"\d{1,2} [A-Za-z]{3,9} \d{4}", re.ASCII)  # as templates write the day
 _MODEL: Final = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _SECRET: Final = re.compile(
     r"(^|_)(api_?keys?|keys?|token|secret|password|passwd|auth|authorization|credentials?|variable)(_|$)",
@@ -46,6 +49,27 @@ def shown_settings(settings: RunSettings) -> str:
     return to_toml(tree)
 
 
+def shown_variables(variables: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Of ``model.template_kwargs`` what a reader needs: variables that the chat template names. A value that
+    is no switch, number, plain word or date is ``OMITTED``.
+    """
+    private = private_words()
+    own = set(re.findall(r"\w+", template))
+    return {
+        name: value if _is_plain_variable(name, value, private) else OMITTED
+        for name, value in variables.items()
+        if name in own and name.isidentifier() and not iskeyword(name)
+    }
+
+
+def _is_plain_variable(name: str, value: Any, private: frozenset[str]) -> bool:
+    if may_be_secret(name):
+        return False
+    if isinstance(value, str):
+        return _is_plain(value, private) or bool(_DATE.fullmatch(value))
+    return value is None or (isinstance(value, bool | int | float) and isfinite(value))
+
+
 def private_words() -> frozenset[str]:
     """Names of this user and this machine."""
     names = {socket.gethostname(), Path.home().name}
@@ -62,7 +86,7 @@ def base_model(name: str) -> str:
 
 def _shown(key: str, value: Any, private: frozenset[str]) -> Any:
     parts = key.split(".")
-    if (value and _FOR_PROGRAMS & set(parts)) or any(_may_be_secret(part) for part in parts):
+    if (value and _FOR_PROGRAMS & set(parts)) or any(may_be_secret(part) for part in parts):
         return OMITTED
     if isinstance(value, Mapping):
         return {
@@ -81,9 +105,14 @@ def _shown(key: str, value: Any, private: frozenset[str]) -> Any:
     return value if _is_plain(str(value), private) else OMITTED
 
 
-def _may_be_secret(name: str) -> bool:
-    """By its words: ``api_key``, ``API-KEY`` and ``apiKey`` alike."""
+def may_be_secret(name: str) -> bool:
+    """Whether a name is a secret's, by its words: ``api_key``, ``API-KEY`` and ``apiKey`` alike."""
     return bool(_SECRET.search(re.sub(r"(?<=[a-z])(?=[A-Z])|\W", "_", name)))
+
+
+def plain(text: str) -> str:
+    """A word that names no place, key, person or machine, or :data:`OMITTED`."""
+    return text if _is_plain(text, private_words()) else OMITTED
 
 
 def _is_plain(text: str, private: frozenset[str]) -> bool:

@@ -1,0 +1,198 @@
+"""Schemas of tools: whatever stands in one, calls are read and checked, and what is written is read back."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from outrider.tokens.calls import CALL_FORMATS, CallFormatName, fault_of, flaw_of, read_turn
+from outrider.types import Json, ToolCall, ToolSchema
+
+PLAIN = st.none() | st.booleans() | st.integers(-99, 99) | st.floats(-9, 9) | st.text(max_size=5)
+JSON = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+KEYS = st.sampled_from(
+    ["type", "properties", "required", "enum", "const", "anyOf", "oneOf", "allOf", "nullable", "$ref",
+     "$defs", "additionalProperties", "patternProperties", "a"]
+)  # fmt: skip
+WORDS = st.sampled_from(["integer", "string", "null", "object", "#", "#/$defs/a", "#/properties/a", "a"])
+SCHEMAS = st.recursive(
+    PLAIN | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+SAID: dict[CallFormatName, str] = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {"a": VALUE}}</tool_call>',
+    "qwen3_coder": "<tool_call><function=f><parameter=a>VALUE</parameter></function></tool_call>",
+    "llama3_json": '{"name": "f", "parameters": {"a": VALUE}}',
+    "pythonic": "[f(a=VALUE)]",
+}
+
+
+def tool_of(parameters: Any) -> ToolSchema:
+    return {"name": "f", "description": "d", "parameters": parameters}
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@settings(deadline=None, max_examples=150)
+@given(parameters=SCHEMAS, text=st.text(max_size=12) | JSON.map(json.dumps))
+@example(parameters={"properties": None}, text="1")
+@example(parameters={"properties": [1]}, text="1")
+@example(parameters={"properties": {"a": {"type": ["integer", {}]}}}, text="1")
+@example(parameters={"required": 5}, text="1")
+@example(parameters={"required": [{}]}, text="1")
+@example(parameters={"properties": {"a": {"$ref": "#/properties/a"}}}, text="1")
+@example(parameters=5, text="1")
+def test_no_schema_and_no_turn_raises(name: CallFormatName, parameters: Any, text: str) -> None:
+    tools = [tool_of(parameters)]
+    for said in (text, SAID[name].replace("VALUE", text)):
+        read_turn(said, CALL_FORMATS[name], tools)
+    flaw_of(parameters)
+
+
+@settings(deadline=None, max_examples=200)
+@given(parameters=SCHEMAS, arguments=st.dictionaries(st.sampled_from("ab"), JSON, max_size=2))
+def test_no_schema_and_no_arguments_raise(parameters: Any, arguments: dict[str, Json]) -> None:
+    assert isinstance(fault_of(ToolCall(name="f", arguments=arguments), [tool_of(parameters)]), str)
+
+
+def test_definitions_that_double_are_looked_at_once() -> None:
+    pairs = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
+    parameters = {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**pairs, "d60": {"type": "null"}}}
+    assert "of type null" in fault_of(ToolCall(name="f", arguments={"a": 1}), [tool_of(parameters)])
+
+
+TEXT = st.text(
+    st.characters(exclude_characters="<", exclude_categories=["Cs"]), max_size=6
+) | st.sampled_from(["null", "true", "7", "1.5", "[1]", "{}", '"q"', "None", "NaN", "1e999", "\n", " x "])
+INNER = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=3,
+)
+VALUES: Mapping[str, st.SearchStrategy[Json]] = {
+    "string": TEXT,
+    "integer": st.integers(-(10**9), 10**9),
+    "number": st.floats(allow_nan=False, allow_infinity=False) | st.integers(-9, 9),
+    "boolean": st.booleans(),
+    "array": st.lists(INNER, max_size=3),
+    "object": st.dictionaries(TEXT, INNER, max_size=3),
+    "null": st.none(),
+}
+DEFINED: Mapping[str, Json] = {"Unit": {"enum": ["km", "null", 3, None]}, "Point": {"type": "object"}}
+
+
+@st.composite
+def schema_and_value(draw: st.DrawFn, depth: int = 0) -> tuple[Json, Json, set[str]]:
+    """A schema, a value that it takes, and the types beside text that it takes."""
+    named = draw(st.sampled_from(list(VALUES)))
+    shape = draw(st.sampled_from(["type", "types", "enum", "const", "nullable", "ref", "any", "of"]))
+    match shape:
+        case "type":
+            return {"type": named}, draw(VALUES[named]), {named}
+        case "types":
+            kinds = draw(st.lists(st.sampled_from(list(VALUES)), min_size=1, max_size=3))
+            return {"type": [*kinds, named]}, draw(VALUES[named]), {*kinds, named}
+        case "enum" | "const":
+            chosen = draw(VALUES[named])
+            others = draw(st.lists(TEXT, max_size=2))
+            written: Json = {"const": chosen} if shape == "const" else {"enum": [*others, chosen]}
+            return written, chosen, {"null"} if chosen is None else set()
+        case "nullable":
+            value = draw(st.none() | VALUES[named])
+            return {"type": named, "nullable": True}, value, {named, "null"}
+        case "ref":
+            return {"$ref": "#/$defs/Point"}, draw(VALUES["object"]), {"object"}
+        case "of" if depth < 2:
+            one, value, kinds_of_one = draw(schema_and_value(depth + 1))
+            other, _, kinds_of_other = draw(schema_and_value(depth + 1))
+            key = draw(st.sampled_from(["anyOf", "oneOf"]))
+            return {key: draw(st.permutations([one, other]))}, value, kinds_of_one | kinds_of_other
+    return {}, draw(INNER), set(VALUES)
+
+
+def spells(text: str) -> str:
+    """The type of the JSON that a text is, where it is no text to JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return "string"
+    return {type(None): "null", bool: "boolean", int: "integer", float: "number", list: "array",
+            dict: "object"}.get(type(value), "string")  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(found=schema_and_value())
+@example(found=({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3, {"integer", "null"}))
+@example(found=({"type": "string", "nullable": True}, None, {"string", "null"}))
+@example(found=({"type": ["string", "null"]}, None, {"string", "null"}))
+@example(found=({"$ref": "#/$defs/Point"}, {"x": 1}, {"object"}))
+@example(found=({"$ref": "#/$defs/Unit"}, None, {"null"}))
+@example(found=({"$ref": "#/$defs/Unit"}, 3, set()))
+@example(found=({}, [1], set(VALUES)))
+def test_arguments_between_tags_are_read_as_what_the_schema_says(found: tuple[Json, Json, set[str]]) -> None:
+    schema, value, kinds = found
+    if isinstance(value, str):  # a text that is another value to this schema too: nothing decides
+        kind = spells(value)
+        assume((kind not in kinds and not (kind == "integer" and "number" in kinds)) or kind == "string")
+    tool = tool_of({"type": "object", "properties": {"a": schema}, "$defs": DEFINED})
+    form = CALL_FORMATS["qwen3_coder"]
+    call = ToolCall(name="f", arguments={"a": value}, call_id="call00000")
+    turn = read_turn(form.write([call]), form, [tool])
+    [read] = turn.tool_calls
+    assert json.dumps(read.arguments) == json.dumps(call.arguments)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "told"),
+    [
+        ({"type": "string", "enum": ["x", "y"], "nullable": True}, None, ""),
+        (
+            {"type": "string", "enum": ["x", "y"], "nullable": True},
+            "z",
+            "must be one of x, y or of type null",
+        ),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "x", "must be of type integer or null"),
+        ({"$ref": "#/$defs/Point"}, 1, "must be of type object"),
+        ({"allOf": [{"$ref": "#/$defs/Unit"}]}, "m", "must be one of km, null, 3, null"),
+        ({"enum": [1, 2]}, True, "must be one of 1, 2"),
+        ({"oneOf": [{"type": "integer"}, {}]}, "x", ""),
+        ({"type": "date"}, 1, ""),
+    ],
+)
+def test_what_a_schema_does_not_take_is_told(schema: Json, value: Json, told: str) -> None:
+    tool = tool_of({"type": "object", "properties": {"a": schema}, "$defs": DEFINED})
+    found = fault_of(ToolCall(name="f", arguments={"a": value}), [tool])
+    assert found == (f"The argument 'a' of f {told}." if told else "")
+
+
+def test_any_others_are_taken_where_the_schema_says_so() -> None:
+    call = ToolCall(name="f", arguments={"b": 1})
+    assert "no argument 'b'" in fault_of(call, [tool_of({"properties": {}})])
+    for others in ({}, True, {"type": "integer"}):
+        assert fault_of(call, [tool_of({"properties": {}, "additionalProperties": others})]) == ""
+    text = tool_of({"properties": {}, "additionalProperties": {"type": "string"}})
+    assert "of type string" in fault_of(call, [text])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ({"type": "object", "properties": {"a": {"type": ["integer", "null"]}, "b": True}}, ""),
+        ({}, ""),
+        ([], "it is no object"),
+        ({"properties": [1]}, "its properties are no object"),
+        ({"required": 5}, "required is no list of names"),
+        ({"required": [1]}, "required is no list of names"),
+        ({"properties": {"a": 1}}, "the schema of 'a' is no object"),
+        ({"properties": {"a": {"type": ["integer", {}]}}}, "the type of 'a' is no name"),
+    ],
+)
+def test_what_is_wrong_with_a_schema_is_said(parameters: Any, told: str) -> None:
+    assert flaw_of(parameters) == told
