@@ -63,7 +63,8 @@ LONGEST = (
 )
 # Their fixtures start Ray, and ranks: once, if one worker has them all.
 OF_ONE_RAY = tuple(
-    f"scale/test_{name}.py" for name in ("checkpoints", "faults", "remote_faults", "same_update", "stream")
+    f"scale/test_{name}.py"
+    for name in ("checkpoints", "faults", "programs", "remote_faults", "same_update", "stream")
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from outrider.commands import make_parser
 from outrider.errors import ConfigError, OutriderError
 from outrider.printing import say
-from outrider.stopping import lost_interruptions_return, second_signal_ends
+from outrider.stopping import is_interruption, lost_interruptions_return, second_signal_ends
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -26,19 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Command = parsed.command
         with second_signal_ends(_how_to_go_on(parsed)), lost_interruptions_return():
             return command(parsed)
-    except ConfigError as error:
-        say(f"outrider: {error}", to_stderr=True)
-        return 2
-    except OutriderError as error:
-        say(f"outrider: {error}", to_stderr=True)
-        return 1
-    except OSError as error:  # a full disk, a folder without permission
-        where = f": {error.filename}" if error.filename else ""
-        say(f"outrider: {error.strerror or error}{where}", to_stderr=True)
-        return 1
-    except KeyboardInterrupt:
-        say(f"outrider: interrupted{_how_to_go_on(parsed) if parsed is not None else ''}", to_stderr=True)
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        if is_interruption(error):
+            told, status = f"interrupted{_how_to_go_on(parsed) if parsed is not None else ''}", 130
+        elif isinstance(error, OutriderError):
+            told, status = str(error), 2 if isinstance(error, ConfigError) else 1
+        elif isinstance(error, OSError):  # a full disk, a folder without permission
+            where = f": {error.filename}" if error.filename else ""
+            told, status = f"{error.strerror or error}{where}", 1
+        else:
+            raise
+    say(f"outrider: {told}", to_stderr=True)
+    return status
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

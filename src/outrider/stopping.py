@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
+from pydantic_core import SchemaError
+
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _REPEAT_S: Final = 0.1  # `timeout` signals its child and the child's group: one request, which comes twice
 _BEHIND_S: Final = 0.001  # what Python calls back ends within it, mostly; else once more
@@ -84,6 +86,20 @@ def _interrupt_again() -> None:
     main = threading.main_thread().ident
     if main is not None:  # a signal: interrupt_main() would not wake one that waits for a lock or a socket
         signal.pthread_kill(main, signal.SIGINT)
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether an error is a KeyboardInterrupt, also in other words: one that meets pydantic while it builds a
+    schema becomes the text of its error, which an import then fails with.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, KeyboardInterrupt):
+            return True
+        if isinstance(seen, SchemaError) and str(seen).rstrip().endswith("KeyboardInterrupt:"):
+            return True
+        seen = seen.__cause__
+    return False
 
 
 def cleared_before_the_end(clear: Callable[[], None]) -> Callable[[], None]:

@@ -23,6 +23,7 @@ from outrider.plugins.record import plugin_digests  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.types import Message  # noqa: E402
 
+TAXI = "Taxi-v4" if "Taxi-v4" in gymnasium.registry else "Taxi-v3"  # of Gymnasium 1.0
 WORLDS = "tests.environments.gym_worlds"
 LAKE = GymConfig(id="FrozenLake-v1", actions=("left", "down", "right", "up"), kwargs={"is_slippery": False})
 
@@ -48,7 +49,7 @@ def say(environment: Any, text: str) -> Any:
     "config",
     [
         LAKE,
-        GymConfig(id="Taxi-v4"),
+        GymConfig(id=TAXI),
         GymConfig(id="Blackjack-v1", actions=("stick", "hit")),
         GymConfig(id="CartPole-v1"),
         of("Echo"),

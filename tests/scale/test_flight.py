@@ -320,3 +320,27 @@ def test_groups_take_places_in_their_order_and_a_large_one_plays_alone() -> None
     with room.of(3), room.of(1):
         assert not room._free.acquire(blocking=False)
     assert sum(room._free.acquire(blocking=False) for _ in range(6)) == 4
+
+
+def test_a_group_plays_as_many_at_a_time_as_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else programs, or sessions of a server, would be more than there may be."""
+    pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
+    from outrider.scale.worker import RolloutWorker
+
+    worker, jobs = RolloutWorker(0, ["engine"]), list[Job]()
+    worker._room, worker._idle = Room(2), [object()]  # type: ignore[list-item]
+    worker._asked = {"client": "worker 0", "tokenizer": None, "context_length": 8, "timeout_s": 1.0}
+    report = RolloutReport(traces=[], num_batches=0, num_retries=0)
+
+    def play(job: Job, *given: Any) -> Played:
+        jobs.append(job)
+        return Played(report=report, gathered=[])
+
+    monkeypatch.setattr(worker, "_play", play)
+    for num in (1, 2, 5):
+        job = Job(
+            tasks=[Task(key="a", question="")], modes=[("plain",) * num], training_step=0, continued=False,
+            is_training=True, version=0, snapshots=(), calls=(0, 0, 1), num_spent=0, max_concurrent=num,
+        )  # fmt: skip
+        worker.play(job, ["known"])
+    assert [job.max_concurrent for job in jobs] == [1, 2, 2]

@@ -15,12 +15,15 @@ import pytest
 
 from outrider.config import validate
 from outrider.engines.base import FinishReason, Generation, LocalSettings, Request
-from outrider.errors import CheckpointError, ClusterFault, NoRepair, ProcessGone
+from outrider.environments.factbook.family import FactbookConfig
+from outrider.errors import CheckpointError, ClusterFault, ConfigError, NoRepair, ProcessGone
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.plugins.record import server_digests
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.pool import DirectPool, EnginePool
 from outrider.scale.probes import probes
+from outrider.scale.recipe import Recipe
 from outrider.scale.remote import Remote
 from outrider.scale.repairs import Repairs
 from outrider.scale.rollouts import RemoteRollouts
@@ -287,7 +290,8 @@ def test_a_worker_that_takes_a_place_sees_the_buffer_as_it_is_now(tmp_path: Path
     buffer.add_trajectories([trajectory("b")])
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=7)))
     learner = SimpleNamespace(language_model=SimpleNamespace(model=model))
-    parts: Any = SimpleNamespace(learner=learner, buffer=buffer, train_tasks=[TASK])
+    settings = SimpleNamespace(environment=FactbookConfig())
+    parts: Any = SimpleNamespace(learner=learner, buffer=buffer, train_tasks=[TASK], settings=settings)
     recipe: Any = None
     before = WorkerSettings.of(parts, recipe, context_length=8)
     buffer.rollback(revision)
@@ -298,6 +302,25 @@ def test_a_worker_that_takes_a_place_sees_the_buffer_as_it_is_now(tmp_path: Path
     with StepTraceBuffer(now.buffer[0], load_embedder("hash"), mode="read", revision=now.buffer[1]) as reader:
         assert reader.revision == revision
     buffer.close()
+
+
+def test_a_worker_whose_tool_server_is_another_one_says_so(tmp_path: Path) -> None:
+    """Another node may have another version of it."""
+    pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    server = {"type": "mcp", "name": "numbers", "script": "tests/tools/mcp/server.py"}
+    environment = {"type": "tools", "tools": [server], "train": {"path": tmp_path / "rows.jsonl"}}
+    settings = validate(RunSettings, {"environment": environment, "algorithm": {"type": "grpo"}})
+    here = server_digests(settings.environment)
+    assert here["tools.numbers"] == "numbers 1.0" and len(here["tools.numbers.add"]) == 64
+    given = WorkerSettings(
+        recipe=Recipe.of(settings), vocabulary_size=8, context_length=8, train_tasks=[], buffer=None,
+        servers={**here, "tools.numbers": "numbers 0.9"},
+    )  # fmt: skip
+    told = r"rollout worker 3 has another environment.tools.numbers \(numbers 1.0\) than .* \(numbers 0.9\)"
+    with pytest.raises(ConfigError, match=told):
+        RolloutWorker(3, []).build(given)
 
 
 def prompted(num_tokens: int) -> Trace:

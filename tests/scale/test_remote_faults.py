@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from outrider.train.cluster_restarts import Allowance
 from outrider.train.components import Components
 from outrider.train.models import local_learner
 from outrider.train.settings import RunSettings
+from tests.scale.processes import lives
 
 if TYPE_CHECKING:
     from outrider.scale.remote import Remote
@@ -72,6 +73,20 @@ class Crew:
         finally:
             assert time.monotonic() - began < limit_s
 
+    def play_here(self) -> RolloutReport:
+        """The same groups in this process."""
+        parts = self.parts
+        local = LocalEngine(parts.learner.language_model)
+        local.load(self.remote.engine.weight_version)
+        return Scheduler(
+            engine=local,
+            renderer=parts.renderer,
+            factory=parts.factory,
+            limits=parts.settings.limits,
+            sampling=Sampling(temperature=1.0, stop=parts.family.stop),
+            run_seed=parts.settings.seed,
+        ).run(parts.train_tasks[:4], modes=("plain",) * 2, training_step=0)
+
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
@@ -79,13 +94,17 @@ def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
-@contextmanager
-def crew_of(session: "Session", folder: Path, place: Path, **changed: Any) -> Iterator[Crew]:
+def crew_of(session: "Session", folder: Path, place: Path, **changed: Any) -> AbstractContextManager[Crew]:
     """With these fields of the section ``cluster``."""
+    return crew_with(session, settings_of(folder, **changed), place)
+
+
+@contextmanager
+def crew_with(session: "Session", settings: RunSettings, place: Path) -> Iterator[Crew]:
     from outrider.scale.remote import Remote
 
     parts = build(
-        settings_of(folder, **changed),
+        settings,
         buffer_path=place / "buffer.sqlite",
         resumed=False,
         on_tokens=lambda num: None,
@@ -123,18 +142,7 @@ def test_groups_come_in_the_order_asked_and_equal_ones_to_the_same_bits(crew: Cr
 
 def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
     """Log-probs may differ in their last bits: they depend on which requests share a batch."""
-    parts = crew.parts
-    local = LocalEngine(parts.learner.language_model)
-    local.load(crew.remote.engine.weight_version)
-    alone = Scheduler(
-        engine=local,
-        renderer=parts.renderer,
-        factory=parts.factory,
-        limits=parts.settings.limits,
-        sampling=Sampling(temperature=1.0, stop=parts.family.stop),
-        run_seed=parts.settings.seed,
-    ).run(parts.train_tasks[:4], modes=("plain",) * 2, training_step=0)
-    elsewhere = crew.play()
+    alone, elsewhere = crew.play_here(), crew.play()
     mine, theirs = ([n for trace in each.traces for n in trace.nodes] for each in (alone, elsewhere))
     assert len(mine) == len(theirs) == 12
     for one, other in zip(mine, theirs, strict=True):
@@ -301,6 +309,11 @@ def test_processors_that_are_not_there_are_named(session: "Session", folder: Pat
     [
         ({"model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
         ({"train": {"tasks_per_step": 1}}, "num_rollout_workers 2 exceeds train.tasks_per_step 1"),
+        ({"train": {"max_concurrent": 1}}, "num_rollout_workers 2 exceeds the 1 episodes at a time"),
+        (
+            {"environment": {"type": "agent", "command": ["true"], "max_programs": 1}},
+            "num_rollout_workers 2 exceeds the 1 episodes at a time",
+        ),
         ({"cluster": {"weights": "nccl"}}, "weights = nccl needs engine.type = vllm and model.device = cuda"),
     ],
 )
@@ -313,10 +326,3 @@ def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, Any], mess
     validate(RunSettings, recipe)
     with pytest.raises(ConfigError, match=message):
         validate(RunSettings, {**recipe, **{key: recipe.get(key, {}) | one for key, one in changed.items()}})
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
-    except OSError:
-        return False

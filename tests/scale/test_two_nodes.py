@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scale.processes import command_of, descendants
 from tests.train.tool_run import start_outrider
 from tests.train.whole_runs import command, write_data
 
@@ -65,27 +66,17 @@ class Nodes:
                 os.kill(pid, signal.SIGKILL)
         node.wait()
 
+    def workers(self) -> list[int]:
+        """The rollout workers of a run; there are two."""
+        pids = [pid for node in self._begun for pid in descendants(node.pid)]
+        found = [pid for pid in pids if "ray::RolloutWorker" in command_of(pid)]
+        assert len(found) == 2
+        return found
+
     def close(self) -> None:
         for one in reversed(self._begun):
             if one.poll() is None:
                 self.lose(one)
-
-
-def descendants(pid: int) -> list[int]:
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                told = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it ended meanwhile
-                continue
-            parents.setdefault(int(told[1]), []).append(int(entry.name))
-    found, left = [], [pid]
-    while left:
-        own = parents.get(left.pop(), [])
-        found += own
-        left += own
-    return found
 
 
 @pytest.fixture
@@ -114,6 +105,9 @@ def test_what_was_on_a_lost_node_is_placed_anew_or_the_run_ends(nodes: Nodes, tm
     process = start_outrider(*given, environment=TOKEN)
     try:
         wait_for(process, lambda: len(steps_of(run)) >= 2)  # it has joined, and plays on both
+        for worker in nodes.workers():  # Ray leaves what they start to them, as a Ray of the run's own does
+            environment = Path(f"/proc/{worker}/environ").read_bytes()
+            assert b"RAY_kill_child_processes_on_worker_exit=0" in environment.split(b"\0")
         nodes.lose(second)
         third = nodes.begin()
         num_before = len(steps_of(run))

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+from pydantic_core import SchemaError
 
 from outrider import cli
 from outrider.commands import buffers, training, viewing
 from outrider.commands.training import stoppable
+from outrider.errors import ConfigError
 from outrider.stopping import second_signal_ends
 
 Install = Callable[[Callable[[], None]], None]
@@ -176,6 +178,29 @@ def test_e8_an_interrupted_command_says_how_it_goes_on_where_it_does(
         monkeypatch.setattr(module, command, interrupted)
     assert cli.main(arguments) == 130
     assert capsys.readouterr().err == told
+
+
+def test_an_interruption_that_pydantic_tells_in_words_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that met a schema while it was built: the import of a module of ours failed, with status 2."""
+    said = 'Error building "default" validator:\n  SchemaError: Error building "literal" validator:\n  {}: '
+
+    def interrupted(*_: object) -> int:
+        try:
+            raise SchemaError(said.format(kind))
+        except SchemaError as error:
+            raise ConfigError("the module 'mine' cannot be imported") from error
+
+    monkeypatch.setattr(training, "_train", interrupted)
+    kind = "KeyboardInterrupt"
+    assert cli.main(["train", "--resume", "r"]) == 130
+    kind = "ValueError"
+    assert cli.main(["train", "--resume", "r"]) == 2
+    assert capsys.readouterr().err == (
+        "outrider: interrupted; continue with: outrider train --resume r\n"
+        "outrider: the module 'mine' cannot be imported\n"
+    )
 
 
 class Lost:

@@ -26,6 +26,7 @@ def kept(command: Sequence[str], *, given: int | None = None, told: int = 2) -> 
 def _keep(given: int, told: int, command: list[str]) -> None:
     """Never returns: the group's end is this process's."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and what they start
     stdin = subprocess.DEVNULL if given < 0 else given
     try:
         child = subprocess.Popen(command, stdin=stdin, preexec_fn=_listens)

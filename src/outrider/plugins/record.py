@@ -72,6 +72,17 @@ def plugin_digests(settings: Settings) -> dict[str, str]:
     }
 
 
+def server_digests(settings: Settings, prefix: str = "") -> dict[str, str]:
+    """What the servers that the settings name say of themselves now, by dotted key: a process that starts its
+    own may find another version."""
+    found = {f"{prefix}{key}": one.digest or "" for key, one in settings.origins().items()}
+    for key, value in settings:
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Settings):
+                found |= server_digests(one, f"{prefix}{key}.")
+    return found
+
+
 def write_origins(settings: Settings, folder: Path) -> None:
     """``plugins.json`` in ``folder``, where any plug-in is not built in: package and version, or file, each
     with its digest."""

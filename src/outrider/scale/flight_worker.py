@@ -52,14 +52,14 @@ class Room:
     """
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
         self._free = threading.Semaphore(size)
         self._door = threading.Lock()
 
     @contextmanager
     def of(self, num: int) -> Iterator[None]:
         """Wait for the places of ``num`` rollouts, and have them."""
-        num = min(num, self._size)
+        num = min(num, self.size)
         with self._door:  # who waits here holds up those behind
             for _ in range(num):
                 self._free.acquire()

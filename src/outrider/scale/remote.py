@@ -131,7 +131,7 @@ class Remote:
         """Beside the engines. One thread plays, or one a group where weights come in between; others are
         asked for beats and for the end.
         """
-        settings, asked = self._settings, {}
+        settings, asked = self._settings, self._session.own_end
         if settings.cluster.in_flight:
             num = max(1, settings.num_concurrent // settings.cluster.num_rollout_workers)
             asked["concurrency_groups"] = {"play": min(num, _MOST_GROUPS)}

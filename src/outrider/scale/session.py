@@ -21,6 +21,7 @@ _PREFIX: Final = "outrider-ray-"
 _KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}  # what is asked of Ray
 _ASK_S: Final = 5.0  # for one answer
 _STORE_BYTES: Final = 2**30  # traces of a step and small weights: what does not fit Ray writes to disk
+_OWN_END: Final = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
 class Session:
@@ -42,6 +43,8 @@ class Session:
         # of several processes that broke, the first one's error is told, in a line
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: the ranks are the work, not beside it
+        for name, value in _OWN_END.items():
+            os.environ.setdefault(name, value)
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if self.is_local:
             _remove_stale()
@@ -91,6 +94,13 @@ class Session:
                 if not self.is_local or time.monotonic() > until:
                     raise
                 self.ray.shutdown()
+
+    @property
+    def own_end(self) -> dict[str, Any]:
+        """Options of an actor that starts processes: Ray is not to kill them when it ends the actor. They see
+        its end, and end what they have started in turn; launchers that are killed would leave that behind.
+        """
+        return {} if self.is_local else {"runtime_env": {"env_vars": dict(_OWN_END)}}
 
     def places(self, asked: Sequence[Mapping[str, float]], *, of: str) -> Any:
         """So many processors and GPUs at each of several places; ``of`` says who asks. Raises ClusterFault

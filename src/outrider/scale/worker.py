@@ -5,8 +5,8 @@ with the scheduler of a run in one process.
 import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -15,8 +15,10 @@ from outrider.algorithms.algorithm import Algorithm
 from outrider.engines.local.model import resolve_model
 from outrider.environments.base import CallCapped
 from outrider.environments.families import make_family
+from outrider.errors import ConfigError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
+from outrider.plugins.record import server_digests
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Portable
 from outrider.rollout.scheduler import RolloutReport, Scheduler
@@ -34,7 +36,7 @@ from outrider.types import Task
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """What a worker has to know of a run. ``buffer`` is the path and the revision of the step-trace
-    buffer.
+    buffer, ``servers`` what tool servers say of themselves where the run was started.
     """
 
     recipe: Recipe
@@ -42,6 +44,7 @@ class WorkerSettings:
     context_length: int
     train_tasks: Sequence[Task]
     buffer: tuple[str, int] | None
+    servers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parts: Components, recipe: Recipe, *, context_length: int) -> "WorkerSettings":
@@ -53,6 +56,7 @@ class WorkerSettings:
             context_length=context_length,
             train_tasks=list(parts.train_tasks),
             buffer=None if buffer is None else (str(buffer.path.resolve()), buffer.revision),
+            servers=server_digests(parts.settings.environment),
         )
 
 
@@ -114,11 +118,14 @@ class RolloutWorker:
         self._leaves = threading.Event()
 
     def build(self, given: WorkerSettings) -> int:
-        """Make everything that a run makes for its rollouts, from the settings; the process id."""
+        """Make everything that a run makes for its rollouts, from the settings; the process id. Raises
+        ConfigError where a tool server is another one here.
+        """
         import ray
 
         settings = self._settings = given.recipe.settings()
         self._given = given
+        _require_same_servers(given.servers, server_digests(settings.environment), self._number)
         set_threads(settings.num_threads, device="cpu")
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model.name))
         self._renderer = make_renderer(tokenizer, settings.model, settings.environment)
@@ -182,7 +189,10 @@ class RolloutWorker:
             except IndexError:
                 algorithm = self._new_algorithm()
             try:
-                played = self._play(replace(job, snapshots=snapshots), algorithm, engine)
+                mine = replace(
+                    job, snapshots=snapshots, max_concurrent=min(job.max_concurrent, self._room.size)
+                )
+                played = self._play(mine, algorithm, engine)
             finally:
                 self._idle.append(algorithm)
             return replace(played, seconds=time.perf_counter() - began)
@@ -245,3 +255,13 @@ class RolloutWorker:
     def close(self) -> None:
         """End what environments and tools have started."""
         self._factory.close()
+
+
+def _require_same_servers(there: Mapping[str, str], here: Mapping[str, str], number: int) -> None:
+    """Raises ConfigError: another node may have another version of a server."""
+    if other := [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]:
+        name = other[0]
+        raise ConfigError(
+            f"rollout worker {number} has another environment.{name} ({here.get(name, 'none')}) than the "
+            f"process that was started ({there.get(name, 'none')}): every machine needs the same server"
+        )

@@ -329,6 +329,12 @@ class RunSettings(Settings):
             )
         if self.evaluation.num_trials:
             raise ValueError(f"{asked} are for training: an adaptation plays in one process")
+        if self.cluster.num_rollout_workers > self.num_concurrent:
+            raise ValueError(
+                f"cluster.num_rollout_workers {self.cluster.num_rollout_workers} exceeds the "
+                f"{self.num_concurrent} episodes at a time (train.max_concurrent, or what the environment "
+                "has room for): each worker plays at least one"
+            )
         if self.cluster.num_rollout_workers > self.train.tasks_per_step:
             raise ValueError(
                 f"cluster.num_rollout_workers {self.cluster.num_rollout_workers} exceeds "

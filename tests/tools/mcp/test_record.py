@@ -11,6 +11,8 @@ from outrider.cli import main  # noqa: E402
 from outrider.errors import CheckpointError, PackError  # noqa: E402
 from outrider.evals.pack.panels import read_recipe  # noqa: E402
 from outrider.tools.mcp import asking  # noqa: E402
+from outrider.tools.mcp.listing import Listing, origins  # noqa: E402
+from outrider.tools.mcp.settings import McpConfig  # noqa: E402
 from outrider.tools.once import Once  # noqa: E402
 from outrider.train.launch import run_training  # noqa: E402
 from outrider.train.state.run_directory import RunDirectory  # noqa: E402
@@ -53,6 +55,20 @@ def test_the_record_has_the_server_its_script_and_its_tools(run: Path) -> None:
     inputs = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())["inputs"]
     assert inputs["plug-in environment.tools.numbers"] == "numbers 1.0"
     assert len(inputs["plug-in environment.tools.numbers.n_add"]) == 64
+
+
+@pytest.mark.parametrize("place", ["own.py", "./own.py", "servers/own.py", "{folder}/own.py"])
+def test_a_script_is_looked_for_where_it_was(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose whole path the recipe names."""
+    (tmp_path / "servers").mkdir()
+    for one in ("own.py", "servers/own.py"):
+        (tmp_path / one).touch()
+    monkeypatch.chdir(tmp_path)
+    settings = McpConfig(name="own", script=place.format(folder=tmp_path))
+    found = origins(settings, Listing(server="own", version="1", tools={}))["own.script"]
+    assert found.folder == str(tmp_path)
 
 
 def test_the_same_server_goes_on_and_others_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def main(given: str) -> None:
     sock = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and what they start
     settings = json.loads(given)
     try:
         run = _runner(settings)

@@ -41,7 +41,7 @@ class ProgramConfig(EnvironmentSettings):
     Tree-GRPO) need it.
     """
     max_programs: Annotated[int, Field(ge=1)] | None = None
-    """Programs at a time."""
+    """Programs at a time, of all rollout workers together."""
 
     @property
     def has_experts(self) -> bool:

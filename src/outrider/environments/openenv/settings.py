@@ -35,7 +35,9 @@ class OpenEnvConfig(SeedSettings):
     seed is sent, the rollouts of a group may play different games, and nothing can be forked.
     """
     num_sessions: Annotated[int, Field(ge=1)] = 1
-    """Sessions at a time; the server's own limit (``max_concurrent_envs``) must be at least this."""
+    """Sessions at a time, of all rollout workers together; the server's own limit (``max_concurrent_envs``)
+    must be at least this.
+    """
     start_limit_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds in which the server has to be ready, and to accept a connection."""
     borrow_limit_s: Annotated[float, Field(gt=0)] = 60.0

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ConfigError, ToolUnavailable
@@ -102,11 +103,12 @@ def origins(settings: "McpConfig", listing: Listing) -> dict[str, Origin]:
         f"{settings.name}.tools": Origin(target=place, digest=", ".join(listing.tools)),
     }
     if settings.script is not None:
-        path = settings.script_path().absolute()
+        path, named = settings.script_path().absolute(), PurePath(settings.script)
+        num_up = 0 if named.is_absolute() else len(named.parts) - 1
         found[f"{settings.name}.script"] = Origin(
             target=settings.script,
             file=str(path),
-            folder=str(path.parents[settings.script.replace("\\", "/").count("/")]),
+            folder=str(path.parents[num_up]),
             digest=hashlib.sha256(path.read_bytes()).hexdigest(),
         )
     tools = listing.tools.items()

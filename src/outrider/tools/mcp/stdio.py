@@ -30,8 +30,9 @@ _WORDS: Final = 200  # characters of it that are told
 _GRACE_S: Final = 2.0  # for a server to end by itself once its stdin is closed, and again once it is asked to
 _TICK_S: Final = 0.01
 # The kernel ends the server when this process is killed; the process that asks for it becomes the server.
+# What a worker of Ray's starts has SIGINT blocked.
 _TIED: Final = (
-    "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9);"
+    "import ctypes,os,signal,sys;ctypes.CDLL(None).prctl(1,9);signal.pthread_sigmask(2,());"
     "os.getppid()==int(sys.argv[1]) or os._exit(1);os.execv(sys.argv[2],sys.argv[2:])"
 )
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -28,6 +29,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and what they start
     lines = sock.makefile("rb")
     given = json.loads(lines.readline())
     sys.path += [folder for folder in given["path"] if folder not in sys.path]
