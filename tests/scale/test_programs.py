@@ -151,12 +151,14 @@ def test_each_worker_plays_verifiers_in_a_process_of_its_own(
             [0.75, 0.75], [0.5, 0.5], [None, None], [0.75, 0.75],
         ]  # fmt: skip
         assert {leaf.outcome for leaf in leaves[2]} == {Outcome.ENVIRONMENT_FAULT}
-        players = [player for pid in crew.remote.worker_pids for player in started_by(pid, "player.py")]
+        players = [
+            player for pid in crew.remote.worker_pids for player in started_by(pid, "verifiers/player")
+        ]
         assert len(players) == 2
         os.kill(crew.remote.worker_pids[0], signal.SIGKILL)
         wait_until_ended(players[:1])
         assert bits(crew.play()) == bits(unbroken)
-        players[:1] = started_by(crew.remote.worker_pids[0], "player.py")
+        players[:1] = started_by(crew.remote.worker_pids[0], "verifiers/player")
     wait_until_ended(players)
 
 
