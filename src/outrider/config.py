@@ -4,6 +4,7 @@ import copy
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, get_args
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from outrider.config_problems import problem_line
 from outrider.errors import ConfigError
-from outrider.plugins.imports import search_in
+from outrider.plugins.imports import import_target, search_in
 
 if TYPE_CHECKING:
     from outrider.plugins.origin import Origin
@@ -40,6 +41,12 @@ class Settings(BaseModel):
         as a plug-in's does, and is recorded with theirs.
         """
         return {}
+
+    def named(self) -> Mapping[str, Callable[[], object]]:
+        """Fields that name what others have made, each with what raises ConfigError unless that is there.
+        ``--dry-run`` calls them: they import, and start nothing.
+        """
+        return {key: partial(import_target, path) for key, path in self.imported().items()}
 
     def origins(self) -> "Mapping[str, Origin]":
         """What else decides a run and comes from others, by name, with where it comes from: servers, which

@@ -114,6 +114,17 @@ def test_what_only_a_server_writes_is_asked_for_again(calls: object) -> None:
     assert played.success and len(server.asked) == 2
 
 
+def test_a_turn_that_breaks_its_reader_is_a_fault_of_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forms of calls and schemas of tools may be somebody else's."""
+
+    def broken(*_: Any) -> Any:
+        raise TypeError("'int' object is not iterable")
+
+    monkeypatch.setattr("outrider.rollout.endpoint_turns.read_turn", broken)
+    played, _, _ = play(ANSWER)
+    assert played.outcome == Outcome.ENVIRONMENT_FAULT and "not iterable" in played.detail
+
+
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
 def test_thinking_that_stands_apart_goes_back_apart(key: str) -> None:
     look = served(("a1", "search", '{"input": "tower"}'), **{key: "Hm."})

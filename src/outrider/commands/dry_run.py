@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.config import Settings
+from outrider.plugins.record import require_named
 from outrider.printing import say
 from outrider.resolved import given_by, leaves
 from outrider.resolved import show as as_toml
@@ -18,8 +19,9 @@ def show(
     smoke: Sequence[str] = (),
 ) -> int:
     """The resolved configuration, which :func:`load_settings` reads back, and who set what of it:
-    ``smoke`` are the overrides of ``--smoke``.
+    ``smoke`` are the overrides of ``--smoke``. Raises ConfigError where something that it names is not there.
     """
+    require_named(settings)
     from outrider.train.state.same_settings import UNSEEN
 
     given = given_by(recipe, overrides) | dict.fromkeys(given_by(None, smoke), "smoke")

@@ -1,11 +1,12 @@
 """The environment contract: one task in, messages out, and the environment keeps the record of the return."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from outrider.config import Settings
 from outrider.environments.conversing import OwnConversations
+from outrider.errors import EnvironmentFault, ToolFault
 from outrider.tokens.calls import form_named, read_turn
 from outrider.types import Message, Step, Task, ToolSchema
 
@@ -170,11 +171,28 @@ def tools_of(environment: Environment) -> Sequence[ToolSchema]:
 
 
 def turn_message(environment: Environment, text: str) -> Message:
-    """A turn of the policy as an environment is given it, from its text."""
+    """A turn of the policy as an environment is given it, from its text. Raises EnvironmentFault for
+    whatever breaks in an environment that reads turns itself or names tools.
+    """
     if isinstance(environment, OwnConversations):
-        return environment.read(text)
+        return _guarded(environment, lambda: environment.read(text))
     if not isinstance(environment, NativeTools):
         return Message(role="assistant", content=text)
+    return _guarded(environment, lambda: _read_calls(environment, text))
+
+
+def _guarded(environment: Environment, read: Callable[[], Message]) -> Message:
+    """Of one rollout, what would end the run."""
+    try:
+        return read()
+    except (ToolFault, EnvironmentFault):
+        raise
+    except (Exception, SystemExit) as error:  # a plug-in's code
+        kind = type(environment).__name__
+        raise EnvironmentFault(f"{kind} cannot read a turn: {type(error).__name__}: {error}") from error
+
+
+def _read_calls(environment: NativeTools, text: str) -> Message:
     turn = read_turn(text, form_named(environment.call_format), environment.tool_schemas)
     return Message(
         role="assistant",

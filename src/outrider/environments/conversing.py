@@ -12,13 +12,15 @@ from outrider.types import Message, ToolSchema
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """What the policy is asked. ``tools`` are those that this one question tells of. The turn ends after
-    ``max_tokens`` (None: the rollout's own limit) or at one of the strings in ``stop``.
+    ``max_tokens`` (None: the rollout's own limit) or at one of the strings in ``stop``. ``one_call``: of the
+    tool calls of a turn, more than one cannot be taken.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    one_call: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

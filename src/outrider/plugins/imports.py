@@ -2,9 +2,11 @@
 line where that fails."""
 
 import importlib
+import inspect
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -51,6 +53,31 @@ def import_target(target: str) -> Any:
                 f"{name} ({_place(module)}) has no {attribute!r}{did_you_mean(part, known)}",
             )
         found = getattr(found, part)
+    return found
+
+
+def import_function(target: str, *arguments: str) -> Callable[..., Any]:
+    """A function that is called with these arguments, in their order, and gives what it returns. Raises
+    ConfigError where nothing of the kind is there.
+    """
+    named = import_target(target)
+    if isinstance(named, type):
+        raise ConfigError(f"{target} is a class: name a function, or an object that can be called")
+    if not callable(named):
+        raise ConfigError(f"{target} is a {type(named).__name__}, which cannot be called")
+    found: Callable[..., Any] = named
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise ConfigError(f"{target} yields: it has to return")
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # one that is compiled may not say how it is called
+        return found
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{target} is called with ({', '.join(arguments)}) and takes {signature}: {error}"
+        ) from error
     return found
 
 

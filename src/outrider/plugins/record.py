@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 from outrider.atomic_io import replace_file
 from outrider.config import Settings
+from outrider.errors import ConfigError
 from outrider.plugins.fields import markers_of
 from outrider.plugins.imports import ORIGINS_FILE, import_target
 from outrider.plugins.names import Kind, is_known
@@ -34,6 +35,21 @@ def used(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Kind, Orig
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, Settings):
                 yield from used(one, f"{prefix}{key}.")
+
+
+def require_named(settings: Settings, prefix: str = "") -> None:
+    """Look at all that the settings name and that is imported in a run only. Raises ConfigError with the
+    dotted key.
+    """
+    for key, look in settings.named().items():
+        try:
+            look()
+        except ConfigError as error:
+            raise ConfigError(f"{prefix}{key}: {error}") from error
+    for key, value in settings:
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Settings):
+                require_named(one, f"{prefix}{key}.")
 
 
 def _names(value: Any) -> Iterator[str]:

@@ -201,7 +201,7 @@ class Collector:
                 outcome = Outcome.TRUNCATED_TOKENS
                 break
             num_tokens += reply.num_tokens
-            turn = endpoint_turn(reply, environment)
+            turn = self._timed(endpoint_turn, reply, environment)
             self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
             result: StepResult = self._timed(environment.step, turn.said)
             steps.append(step_of(turn.text, result))

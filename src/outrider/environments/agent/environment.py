@@ -1,11 +1,10 @@
 """One episode: a program that asks, and a policy that answers."""
 
-import json
 import queue
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from outrider.environments.agent.launched import ProgramRunner, Report
 from outrider.environments.agent.session import (
@@ -18,7 +17,7 @@ from outrider.environments.agent.session import (
     read_reward,
 )
 from outrider.environments.agent.settings import ProgramConfig
-from outrider.environments.agent.wire import Answer
+from outrider.environments.agent.wire import Answer, read_json
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn, before_stop
 from outrider.errors import EnvironmentFault
@@ -28,6 +27,8 @@ from outrider.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
     from outrider.environments.agent.gateway import Gateway
+
+_ONE_CALL: Final = "The program takes one tool call a turn (parallel_tool_calls = false)."
 
 
 class AgentEnvironment:
@@ -57,7 +58,10 @@ class AgentEnvironment:
         self.close()
         self._reward, self._has_failed, self._turn = None, False, None
         self._num_turns, self._left_s = 0, self._config.time_limit_s
-        session = self._gateway.open(takes_tools=self._config.tool_calls is not None)
+        session = self._gateway.open(
+            takes_tools=self._config.tool_calls is not None,
+            ignores_formats=self._config.response_format == "ignore",
+        )
         self._session = session
         variables = {
             "OPENAI_BASE_URL": self._gateway.url,
@@ -69,7 +73,8 @@ class AgentEnvironment:
         )
         event = self._next()
         if not isinstance(event, OpenQuestion):
-            raise EnvironmentFault("the program ended without asking the policy anything")
+            why = f": {event.problem}" if isinstance(event, Ended) and event.problem else ""
+            raise EnvironmentFault(f"the program ended without asking the policy anything{why}")
         self._question = event
         return self.asked.messages
 
@@ -97,9 +102,9 @@ class AgentEnvironment:
         name = self._config.tool_calls
         form = None if name is None else form_named(name)
         turn = read_turn(text, form, asked.tools)
-        if turn.problems:
+        if problems := turn.problems or self._too_many(turn.tool_calls):
             reasoning, words, _ = split_thinking(text, form)
-            return Message(role="assistant", content=words, reasoning=reasoning, problems=turn.problems)
+            return Message(role="assistant", content=words, reasoning=reasoning, problems=problems)
         calls = self._told(turn.tool_calls)
         return Message(role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=calls)
 
@@ -110,6 +115,21 @@ class AgentEnvironment:
         return tuple(
             replace(call, call_id=f"c{self._num_turns:04d}{number:04d}") for number, call in enumerate(calls)
         )
+
+    def _too_many(self, calls: Sequence[ToolCall]) -> tuple[str, ...]:
+        """Of calls a program may take one alone. It is given none then: to give it the first would train on
+        calls that it never saw.
+        """
+        return (_ONE_CALL,) if self.asked.one_call and len(calls) > 1 else ()
+
+    def _taken(self, message: Message) -> Message:
+        """A turn as the program takes it. Calls that a server read have other ids, and may be too many."""
+        form, problems = self._config.tool_calls, self._too_many(message.tool_calls)
+        if form is None or not problems:
+            return replace(message, tool_calls=self._told(message.tool_calls))
+        written = form_named(form).write(message.tool_calls)
+        words = "\n".join(one for one in (message.content, written) if one)
+        return replace(message, content=words, tool_calls=(), problems=(*message.problems, *problems))
 
     def sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """See :class:`~outrider.environments.conversing.OwnConversations`."""
@@ -122,7 +142,7 @@ class AgentEnvironment:
             raise EnvironmentFault("the program asks nothing")
         if question.ask.wants_logprobs and not isinstance(turn, SampledTurn):
             raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
-        message = replace(message, tool_calls=self._told(message.tool_calls))  # a server's have other ids
+        message = self._taken(message)
         self._num_turns += 1
         invalid = bool(message.problems)
         if not question.give(Answer(message=message, turn=turn)):
@@ -153,6 +173,8 @@ class AgentEnvironment:
             "num_refused_requests": float(session.num_refused if session else 0),
             "num_failed": float(self._has_failed),
         }
+        if self._config.response_format == "ignore":
+            counted["num_ignored_formats"] = float(session.num_ignored_formats if session else 0)
         return EpisodeResult(
             episode_return=reward.value,
             success=success and self._reward is not None,
@@ -203,8 +225,10 @@ def ended(report: Report) -> Ended:
     """What a report says of an episode."""
     tail = report.tail.strip().rpartition("\n")[2][-300:]
     try:
-        found = json.loads(report.result)
-    except ValueError:
+        found = read_json(report.result)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):  # the program has written there itself
         found = None
     if found is not None and "fault" in found:
         return Ended(reward=None, problem=str(found["fault"])[:300], is_fault=True)
@@ -212,6 +236,9 @@ def ended(report: Report) -> Ended:
         return Ended(reward=None, problem=f"it was ended by signal {-report.status} ({tail or 'no output'})")
     if found is None:
         return Ended(reward=None, problem=f"it ended with status {report.status} ({tail or 'no output'})")
+    if "failed" in found:
+        words = [str(found["failed"])[:300], *([tail] if tail else ())]
+        return Ended(reward=None, problem=": ".join(words))
     if "error" in found:
         return Ended(reward=None, problem=str(found["error"])[:300])
     if found.get("value") is None:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
 from outrider.environments.agent.factory import ProgramFactory
+from outrider.environments.agent.named import function_of
 from outrider.environments.agent.programs import Programs
 from outrider.environments.agent.settings import AgentConfig
 from outrider.environments.tool_qa.datasets import load_tasks
 from outrider.errors import DataError, EnvironmentFault
-from outrider.plugins.imports import import_target
 from outrider.types import Message, Step, Task
 
 _MAX_EXPERT_TURNS: Final = 1000
@@ -83,7 +83,7 @@ class AgentFamily:
 
     def _said(self, task: Task, messages: Sequence[Message]) -> str:
         if self._answer is None:
-            self._answer = import_target(str(self.config.expert))
+            self._answer = function_of("expert", str(self.config.expert))
         asked = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return str(self._answer(task, asked))

@@ -9,20 +9,26 @@ from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from outrider.environments.agent.completions import completion, events
+from outrider.environments.agent.fields import BadRequest
 from outrider.environments.agent.responses import read_response, response, response_events
-from outrider.environments.agent.session import Ended, Refused, Session, read_reward
-from outrider.environments.agent.wire import MODEL, Answer, Ask, BadRequest, read_chat, read_json
+from outrider.environments.agent.session import Ended, Refused, Reward, Session, read_reward
+from outrider.environments.agent.wire import MODEL, Answer, Ask, read_chat, read_json
 from outrider.errors import EnvironmentFault
 
 MAX_BYTES: Final = 16 << 20
 """Of one request."""
 _START_S: Final = 30.0
 _KEEP_ALIVE_S: Final = 24 * 3600  # a program's connections end with it: closed earlier, a request may be lost
+_PATHS: Final = (
+    "the policy is asked by POST /v1/chat/completions or /v1/responses; there are GET /v1/models and "
+    "POST /v1/reward beside them"
+)
 
 Read = Callable[..., Ask]
 Write = Callable[[Ask, list[Answer], str], Response]
@@ -49,9 +55,9 @@ class Gateway:
         if not self._started.wait(_START_S) or not self._thread.is_alive():
             raise EnvironmentFault("the server for agent programs did not start")
 
-    def open(self, *, takes_tools: bool) -> Session:
+    def open(self, *, takes_tools: bool, ignores_formats: bool = False) -> Session:
         """A session with a key that nobody else has."""
-        session = Session(takes_tools=takes_tools)
+        session = Session(takes_tools=takes_tools, ignores_formats=ignores_formats)
         self._sessions[session.key] = session
         return session
 
@@ -113,8 +119,10 @@ class Gateway:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/responses", self._responses, methods=["POST"]),
                 Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
                 Route("/v1/reward", self._reward, methods=["POST"]),
-            ]
+            ],
+            exception_handlers={HTTPException: self._nothing_there},
         )
 
     async def _chat(self, request: Request) -> Response:
@@ -134,37 +142,64 @@ class Gateway:
         return await self._answer(request, read_response, write)
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "outrider"}
         try:
             self._session(request)
         except Refused as refused:
             return _error(refused)
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [_described(MODEL)]})
+
+    async def _model(self, request: Request) -> Response:
+        """Requests may name any, so each of them is one."""
+        try:
+            self._session(request)
+        except Refused as refused:
+            return _error(refused)
+        return JSONResponse(_described(request.path_params["name"]))
+
+    async def _nothing_there(self, request: Request, error: Exception) -> Response:
+        """A path that is none, or another method than its own."""
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        code, what = ("method_not_allowed", "is not what this path takes") if status == 405 else (
+            "not_found", "is not here"
+        )  # fmt: skip
+        with contextlib.suppress(Refused):
+            self._session(request).num_refused += 1
+        words = f"{request.method} {request.url.path} {what}: {_PATHS}"
+        return _error(Refused(status, code, words))
 
     async def _reward(self, request: Request) -> Response:
         try:
-            session = self._session(request)
-            try:
-                with session.reading():
-                    session.hand_in(read_reward(await _body(request)))
-            except (ValueError, BadRequest) as error:
-                session.num_refused += 1
-                raise Refused(400, "invalid_request_error", str(error)) from error
+            with self._counted(request) as session, session.reading():
+                session.hand_in(_reward_of(await _body(request)))
         except Refused as refused:
             return _error(refused)
+        except ClientDisconnect:  # a program that is killed while it writes
+            return Response(status_code=499)
         return JSONResponse({"status": "ok"})
+
+    @contextlib.contextmanager
+    def _counted(self, request: Request) -> Iterator[Session]:
+        """The session of a request; raises Refused, which it counts."""
+        session = self._session(request)
+        try:
+            yield session
+        except BadRequest as error:
+            session.num_refused += 1
+            raise Refused(400, "invalid_request_error", str(error)) from error
+        except Refused:
+            session.num_refused += 1
+            raise
 
     async def _answer(self, request: Request, read: Read, write: Write) -> Response:
         try:
-            session = self._session(request)
-            try:
-                with session.reading():
-                    ask = read(await _body(request), takes_tools=session.takes_tools)
-                    question = session.ask(ask)
+            with self._counted(request) as session, session.reading():
+                ask = read(
+                    await _body(request),
+                    takes_tools=session.takes_tools,
+                    ignores_formats=session.ignores_formats,
+                )
+                question = session.ask(ask)
                 number = session.num_requests
-            except BadRequest as error:
-                session.num_refused += 1
-                raise Refused(400, "invalid_request_error", str(error)) from error
             hung_up = asyncio.ensure_future(request.receive())
             answered = asyncio.ensure_future(question.answers())
             await asyncio.wait({hung_up, answered}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,6 +210,8 @@ class Gateway:
             return write(ask, answered.result(), f"turn-{number}")
         except Refused as refused:
             return _error(refused)
+        except ClientDisconnect:
+            return Response(status_code=499)
 
     def _session(self, request: Request) -> Session:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -185,19 +222,27 @@ class Gateway:
 
 
 async def _body(request: Request) -> Any:
-    """The JSON of a request. Raises BadRequest, Refused where it is too long."""
+    """The JSON of a request. Raises BadRequest, Refused where it is too long, ClientDisconnect."""
     data = bytearray()
-    try:
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > MAX_BYTES:
-                raise Refused(413, "request_too_large", f"a request has at most {MAX_BYTES} bytes")
-    except ClientDisconnect as error:  # a program that is killed while it writes
-        raise Refused(499, "hung_up", "the program has hung up") from error
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BYTES:
+            raise Refused(413, "request_too_large", f"a request has at most {MAX_BYTES} bytes")
     try:
         return read_json(bytes(data))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
+
+
+def _reward_of(value: Any) -> Reward:
+    try:
+        return read_reward(value)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+
+
+def _described(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "outrider"}
 
 
 def _error(refused: Refused) -> Response:

@@ -21,15 +21,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
+from outrider.environments.agent.came_back import as_text, paid, told, words_of
+from outrider.environments.agent.named import function_of
 from outrider.environments.keeper import ENDED, kept
 from outrider.errors import OutriderError
-from outrider.plugins.imports import import_target
 from outrider.tools import sandbox
 from outrider.types import Task
 
 _TAIL_BYTES: Final = 8 << 10  # of what a program prints
 _MAX_RESULT: Final = 4 << 20
 _EVERY_S: Final = 0.2  # how often a child is looked for whose pipe somebody else holds open
+
+
+class CommandFailed(Exception):
+    """A command has ended badly: its last words say why, and no traceback of ours stands behind them."""
 
 
 @dataclass(slots=True)
@@ -55,7 +60,7 @@ def main(given: str) -> None:
     settings = json.loads(given)
     try:
         run = _runner(settings)
-        reward = import_target(settings["reward"]) if settings["reward"] else None
+        reward = function_of("reward", settings["reward"]) if settings["reward"] else None
     except (OutriderError, Exception, SystemExit) as error:
         _say(sock, {"failed": f"{type(error).__name__}: {error}"})
         return
@@ -69,7 +74,7 @@ def main(given: str) -> None:
 def _runner(settings: Mapping[str, Any]) -> Callable[[Task], Any]:
     command: Sequence[str] = settings["command"]
     if not command:
-        return import_target(settings["function"])  # type: ignore[no-any-return]
+        return function_of("function", settings["function"])
 
     def run(task: Task) -> str:
         """The program's standard output is its answer; the task is its standard input, as JSON."""
@@ -87,7 +92,7 @@ def _runner(settings: Mapping[str, Any]) -> Callable[[Task], Any]:
 
 def _output_of(words: Sequence[str], given: str) -> str:
     """What a command prints. It runs under a keeper whose input this process holds: the kernel ends this one
-    with the launcher, but nothing that a command has started. Raises ChildProcessError where it fails.
+    with the launcher, but nothing that a command has started. Raises CommandFailed where it fails.
     """
     told, tells = os.pipe()
     with tempfile.TemporaryFile() as stdin, open(told, encoding="utf-8", errors="replace") as line:
@@ -104,7 +109,7 @@ def _output_of(words: Sequence[str], given: str) -> str:
             output = process.stdout.read() if process.stdout is not None else b""
             ended = line.read().strip() or f"{words[0]} was killed"
     if not ended.endswith(f"{ENDED}0"):
-        raise ChildProcessError(ended)
+        raise CommandFailed(ended)
     return output.decode("utf-8", "replace")
 
 
@@ -159,13 +164,12 @@ class _Launcher:
         output, output_end = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._sock.close()
-            self._waiting.close()
-            for child in self._children.values():
-                os.close(child.result)
-                os.close(child.output)
-            os.close(result)
-            _become(request, result_end, output_end, self._run, self._reward)
+            try:
+                self._leave()
+                os.close(result)
+                _become(request, result_end, output_end, self._run, self._reward)
+            finally:  # what ran up from here would end in this copy of serve(), which kills every sibling
+                os._exit(1)
         os.close(result_end)
         os.close(output_end)
         child = _Child(request["name"], pid, result, output)
@@ -173,6 +177,14 @@ class _Launcher:
         for one in (result, output):
             os.set_blocking(one, False)
             self._waiting.register(one, selectors.EVENT_READ, child)
+
+    def _leave(self) -> None:
+        """In a child: close what is the launcher's."""
+        self._sock.close()
+        self._waiting.close()
+        for child in self._children.values():
+            os.close(child.result)
+            os.close(child.output)
 
     def _read_pipe(self, child: _Child, pipe: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -228,26 +240,24 @@ def _become(
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         fields = request["task"]
         task = Task(**{**fields, "answers": tuple(fields["answers"])})
-        found = {"value": _called(run, task)}
-        if reward is not None:
-            found = {"value": _called(reward, task, found["value"])}
+        value = _called(run, task)
+        found: dict[str, Any] = {"value": paid(value if reward is None else _called(reward, task, value))}
         status = 0
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1 if error.code else 0
-        found = {"error": f"it exited with status {status}"} if status else {"value": None}
+        status = error.code & 0xFF if isinstance(error.code, int) else 1 if error.code else 0
+        said = "" if isinstance(error.code, int) else f": {words_of(error.code)}"
+        found = {"error": f"it exited with status {status}{said}"} if status else {"value": None}
+    except CommandFailed as error:
+        found = {"failed": words_of(error)}
     except BaseException as error:
-        traceback.print_exc()
-        reason = " ".join(str(error).split())
-        found = {"error": f"{type(error).__name__}: {reason}"}
+        with contextlib.suppress(BaseException):  # it may have closed its standard error
+            traceback.print_exc()
+        found = {"error": told(error)}
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()
-    try:
-        text = json.dumps(found)
-    except (TypeError, ValueError):
-        text = json.dumps({"error": f"what came back is no JSON: {type(found.get('value')).__name__}"})
     with contextlib.suppress(OSError), open(result, "wb") as pipe:
-        pipe.write(text.encode())
+        pipe.write(as_text(found).encode())
     os._exit(status)
 
 

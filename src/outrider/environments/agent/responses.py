@@ -7,18 +7,17 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
+from outrider.environments.agent.asked_tools import read_tools
 from outrider.environments.agent.completions import usage
+from outrider.environments.agent.fields import BadRequest, count, mapping
 from outrider.environments.agent.wire import (
     MODEL,
     Answer,
     Ask,
-    BadRequest,
     checked,
-    count,
-    mapping,
     named_results,
     read_call,
-    read_tools,
+    read_format,
     text_of_content,
 )
 from outrider.environments.conversing import Conversation, SampledTurn
@@ -33,15 +32,14 @@ _ROLES: Final[dict[str, Role]] = {
 }
 
 
-def read_response(body: Any, *, takes_tools: bool) -> Ask:
+def read_response(body: Any, *, takes_tools: bool, ignores_formats: bool = False) -> Ask:
     """A body of ``/v1/responses``. Raises BadRequest."""
     fields = mapping(body, "the body")
     if fields.get("previous_response_id") or fields.get("conversation"):
         raise BadRequest("previous_response_id: nothing is kept here, send the whole input each time")
     text = mapping(fields.get("text") or {}, "text")
-    kind = mapping(text.get("format") or {"type": "text"}, "text.format").get("type")
-    if kind != "text":
-        raise BadRequest(f"text.format {kind!r}: a policy in training writes freely")
+    wants_json = read_format(text.get("format"), "text.format", ignores=ignores_formats)
+    asked = read_tools(fields, takes_tools=takes_tools)
     messages: list[Message] = []
     if fields.get("instructions"):
         messages.append(Message(role="system", content=text_of_content(fields["instructions"])))
@@ -56,10 +54,16 @@ def read_response(body: Any, *, takes_tools: bool) -> Ask:
         raise BadRequest("the input holds no message")
     conversation = Conversation(
         messages=checked(named_results(messages)),
-        tools=read_tools(fields, takes_tools=takes_tools),
+        tools=asked.tools,
+        one_call=asked.one_call,
         max_tokens=count(fields, "max_output_tokens"),
     )
-    return Ask(conversation=conversation, streams=bool(fields.get("stream")))
+    return Ask(
+        conversation=conversation,
+        streams=bool(fields.get("stream")),
+        tool_choice=asked.choice,
+        ignores_format=wants_json,
+    )
 
 
 def _add(messages: list[Message], item: dict[str, Any]) -> None:
@@ -135,10 +139,10 @@ def response(ask: Ask, answer: Answer, name: str) -> dict[str, Any]:
         "instructions": None,
         "metadata": {},
         "output": _items(answer, name),
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": not ask.conversation.one_call,
         "temperature": None,
         "top_p": None,
-        "tool_choice": "auto",
+        "tool_choice": ask.tool_choice,
         "tools": [{"type": "function", "strict": False, **tool} for tool in ask.conversation.tools],
         "usage": _usage(answer),
     }
@@ -175,7 +179,9 @@ def response_events(ask: Ask, answer: Answer, name: str) -> Iterator[str]:
     """The same as server-sent events."""
     whole = response(ask, answer, name)
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    told: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
+    told: list[dict[str, Any]] = [
+        {"type": f"response.{how}", "response": begun} for how in ("created", "in_progress")
+    ]
     for number, item in enumerate(whole["output"]):
         told += _item_events(item, number)
     last = "response.incomplete" if whole["incomplete_details"] else "response.completed"

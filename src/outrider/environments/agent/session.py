@@ -16,6 +16,8 @@ from outrider.environments.agent.wire import Answer, Ask
 MAX_WAITING: Final = 64
 """Requests of one program that wait for an answer at a time."""
 OVER: Final = "the episode has ended"
+COUNTED: Final = frozenset({"num_requests", "num_refused_requests", "num_ignored_formats", "num_failed"})
+"""Metrics of an episode that are counted here, and that no program hands in."""
 
 
 class Refused(Exception):
@@ -103,11 +105,13 @@ Event = OpenQuestion | Reward | Ended | Closed
 class Session:
     """A key and what comes under it. Requests are put in by the server, events taken out by the episode."""
 
-    def __init__(self, *, takes_tools: bool) -> None:
+    def __init__(self, *, takes_tools: bool, ignores_formats: bool = False) -> None:
         self.key = secrets.token_urlsafe(24)
         self.takes_tools = takes_tools
+        self.ignores_formats = ignores_formats
         self.num_requests = 0
         self.num_refused = 0
+        self.num_ignored_formats = 0
         self._reading: set[asyncio.Future[None]] = set()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._waiting: deque[OpenQuestion] = deque()
@@ -123,6 +127,7 @@ class Session:
             if len(self._waiting) >= MAX_WAITING:
                 raise Refused(400, "too_many_requests", f"{MAX_WAITING} requests are waiting already")
             self.num_requests += 1
+            self.num_ignored_formats += ask.ignores_format
             question = OpenQuestion(ask)
             self._waiting.append(question)
         self._events.put(question)
@@ -180,6 +185,10 @@ def read_reward(value: Any) -> Reward:
         if not isinstance(metrics, Mapping):
             raise ValueError("metrics is an object of numbers")
         named = {str(name): _number(one, f"the metric {name}") for name, one in metrics.items()}
+        if not all(name.strip() for name in named):
+            raise ValueError("a metric has an empty name")
+        if taken := sorted(COUNTED & named.keys()):
+            raise ValueError(f"the metric {taken[0]} is counted here: give yours another name")
         return Reward(value=_number(value["reward"], "the reward"), success=success, metrics=named)
     return Reward(value=_number(value, "the reward"))
 

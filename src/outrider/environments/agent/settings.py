@@ -1,10 +1,12 @@
 """Which program is the agent, what it works on, and how an episode of it is paid."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from outrider.environments.agent.named import Named, function_of
 from outrider.environments.base import EnvironmentSettings
 from outrider.environments.tool_qa.datasets import DatasetConfig
 from outrider.plugins.names import is_import_path
@@ -14,10 +16,16 @@ from outrider.tokens.calls import CallFormatName
 class ProgramConfig(EnvironmentSettings):
     """How an episode is paid whose policy is asked by a program, and what such a program may take."""
 
-    details: ClassVar[frozenset[str]] = frozenset({"max_programs", "failed_return", "cut_return"})
+    details: ClassVar[frozenset[str]] = frozenset(
+        {"max_programs", "failed_return", "cut_return", "response_format"}
+    )
 
     tool_calls: CallFormatName | None = None
     """The form of the policy's native tool calls. None: requests with tools are refused."""
+    response_format: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of requests whose answer has to be JSON (``response_format``, ``text.format``), to which
+    nothing holds the policy. ``ignore``: they are answered and counted (``num_ignored_formats``).
+    """
     success_at: float = 1.0
     """An episode with at least this return is a success, where the reward does not say so itself."""
     time_limit_s: Annotated[float, Field(gt=0)] = 300.0
@@ -110,5 +118,14 @@ class AgentConfig(ProgramConfig):
 
     def imported(self) -> Mapping[str, str]:
         """The functions that the recipe names."""
-        named = {"function": self.function, "reward": self.reward, "expert": self.expert}
+        return {str(key): path for key, path in self._functions().items()}
+
+    def named(self) -> Mapping[str, Callable[[], object]]:
+        """They, as they are called."""
+        return {key: partial(function_of, key, path) for key, path in self._functions().items()}
+
+    def _functions(self) -> Mapping[Named, str]:
+        named: dict[Named, str | None] = {
+            "function": self.function, "reward": self.reward, "expert": self.expert
+        }  # fmt: skip
         return {key: path for key, path in named.items() if path is not None}

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from outrider.environments.agent.asked_tools import read_tools
+from outrider.environments.agent.fields import BadRequest, count, mapping
 from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn
-from outrider.types import Message, Role, ToolCall, ToolSchema, is_text
+from outrider.types import Message, Role, ToolCall, is_text
 
 MODEL: Final = "policy"
 """The name of the one model that is served; requests may name any."""
@@ -24,19 +26,19 @@ _ROLES: Final[Mapping[str, Role]] = {
 }
 
 
-class BadRequest(Exception):
-    """A request that cannot be served; the text tells the program why."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request read: the conversation, how many answers, and how they are wanted."""
+    """A request read: the conversation, how many answers, and how they are wanted. ``ignores_format``: it
+    wanted JSON, which nobody holds the policy to.
+    """
 
     conversation: Conversation
     num_answers: int = 1
     streams: bool = False
     wants_logprobs: bool = False
     wants_usage: bool = False
+    tool_choice: Any = "auto"
+    ignores_format: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +66,11 @@ class Answer:
         return "stop" if finish in ("stop", "tool_calls") else None
 
 
-def read_chat(body: Any, *, takes_tools: bool) -> Ask:
+def read_chat(body: Any, *, takes_tools: bool, ignores_formats: bool = False) -> Ask:
     """A body of ``/v1/chat/completions``. Raises BadRequest."""
     fields = mapping(body, "the body")
-    tools = read_tools(fields, takes_tools=takes_tools)
-    kind = mapping(fields.get("response_format") or {"type": "text"}, "response_format").get("type")
-    if kind != "text":
-        raise BadRequest(f"response_format {kind!r}: a policy in training writes freely")
+    asked = read_tools(fields, takes_tools=takes_tools)
+    wants_json = read_format(fields.get("response_format"), "response_format", ignores=ignores_formats)
     if fields.get("top_logprobs"):
         raise BadRequest("top_logprobs: only the log-probs of the drawn tokens are known")
     messages = fields.get("messages")
@@ -78,7 +78,8 @@ def read_chat(body: Any, *, takes_tools: bool) -> Ask:
         raise BadRequest("messages must be a list with at least one message")
     conversation = Conversation(
         messages=checked(named_results([_message(one) for one in messages])),
-        tools=tools,
+        tools=asked.tools,
+        one_call=asked.one_call,
         max_tokens=count(fields, "max_completion_tokens") or count(fields, "max_tokens"),
         stop=_stop(fields.get("stop")),
     )
@@ -92,7 +93,24 @@ def read_chat(body: Any, *, takes_tools: bool) -> Ask:
         streams=bool(fields.get("stream")),
         wants_logprobs=bool(fields.get("logprobs")),
         wants_usage=bool(options.get("include_usage")),
+        tool_choice=asked.choice,
+        ignores_format=wants_json,
     )
+
+
+def read_format(value: Any, what: str, *, ignores: bool) -> bool:
+    """Whether the answer should be JSON, which nothing enforces. Raises BadRequest, also where that is not
+    to be ignored.
+    """
+    kind = mapping(value or {"type": "text"}, what).get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise BadRequest(f"{what} {kind!r}: known are text, json_object and json_schema")
+    if kind != "text" and not ignores:
+        raise BadRequest(
+            f"{what} {kind!r}: a policy in training writes freely; with environment.response_format = ignore "
+            "the request is answered, and the policy has to learn it"
+        )
+    return bool(kind != "text")
 
 
 def checked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -111,36 +129,6 @@ def named_results(messages: Sequence[Message]) -> tuple[Message, ...]:
         name = names.get(message.tool_call_id, "") if message.role == "tool" else ""
         found.append(replace(message, tool_name=name) if name else message)
     return tuple(found)
-
-
-def read_tools(fields: Mapping[str, Any], *, takes_tools: bool) -> tuple[ToolSchema, ...]:
-    """The tools of a request, in the nested form or the flat one of ``/v1/responses``. Raises BadRequest."""
-    tools = fields.get("tools") or []
-    if not isinstance(tools, list):
-        raise BadRequest("tools must be a list")
-    if tools and not takes_tools:
-        raise BadRequest(
-            "tools: name the form of the policy's calls in the recipe (environment.tool_calls = hermes, say)"
-        )
-    if fields.get("tool_choice") == "none":
-        return ()
-    return tuple(_tool(one) for one in tools)
-
-
-def _tool(value: Any) -> ToolSchema:
-    tool = mapping(value, "a tool")
-    if tool.get("type") != "function":
-        raise BadRequest(f"a tool of type {tool.get('type')!r}: only functions can be called")
-    function = mapping(tool.get("function", tool), "a tool's function")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRequest("a tool's function has no name")
-    return {
-        "name": function["name"],
-        "description": str(function.get("description") or ""),
-        "parameters": mapping(
-            function.get("parameters") or {"type": "object", "properties": {}}, "parameters"
-        ),
-    }
 
 
 def _message(value: Any) -> Message:
@@ -216,23 +204,6 @@ def _stop(value: Any) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise BadRequest("stop is a text, or a list of texts")
     return tuple(one for one in found if one)
-
-
-def count(fields: Mapping[str, Any], name: str) -> int | None:
-    """A number of at least one, where it is given. Raises BadRequest."""
-    value = fields.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadRequest(f"{name} must be a whole number of at least 1")
-    return value
-
-
-def mapping(value: Any, what: str) -> dict[str, Any]:
-    """A JSON object. Raises BadRequest."""
-    if not isinstance(value, dict):
-        raise BadRequest(f"{what} must be a JSON object")
-    return value
 
 
 def written_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

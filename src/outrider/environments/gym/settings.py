@@ -1,10 +1,12 @@
 """Which Gymnasium or GEM environment is played, and how its actions and observations are written."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from outrider.environments.gym.registered import require_registered
 from outrider.environments.seeds import SeedSettings
 from outrider.plugins.names import is_import_path
 
@@ -75,3 +77,8 @@ class GymConfig(SeedSettings):
         """The function that makes environments, and the expert's."""
         made = {"id": self.id} if self.source == "factory" else {}
         return {**made, **super().imported()}
+
+    def named(self) -> Mapping[str, Callable[[], object]]:
+        """They, or the id that Gymnasium has to know."""
+        known = {"id": partial(require_registered, self.id)} if self.source == "gymnasium" else {}
+        return {**known, **super().named()}

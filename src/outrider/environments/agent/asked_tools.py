@@ -1,0 +1,107 @@
+"""The tools of a request, and what it wants of the calls. Nothing asked for is left out in silence."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outrider.environments.agent.fields import BadRequest, mapping
+from outrider.types import ToolSchema
+
+_MAX_DEPTH: Final = 64  # of a schema; templates write it, and readers walk through it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedTools:
+    """``choice`` is as the request has it; ``one_call``: a turn may hold one call at most."""
+
+    tools: tuple[ToolSchema, ...]
+    choice: Any
+    one_call: bool
+
+
+def read_tools(fields: Mapping[str, Any], *, takes_tools: bool) -> AskedTools:
+    """The tools of a request, in the nested form or the flat one of ``/v1/responses``. Raises BadRequest."""
+    for name in ("functions", "function_call"):
+        if fields.get(name):
+            raise BadRequest(f"{name}: send tools and tool_choice, which have taken its place")
+    tools = fields.get("tools") or []
+    if not isinstance(tools, list):
+        raise BadRequest("tools must be a list")
+    if tools and not takes_tools:
+        raise BadRequest(
+            "tools: name the form of the policy's calls in the recipe (environment.tool_calls = hermes, say)"
+        )
+    read = tuple(_tool(one) for one in tools)
+    choice = fields.get("tool_choice") or "auto"
+    _require_choice(choice, [str(one["name"]) for one in read])
+    several = fields.get("parallel_tool_calls")
+    if not isinstance(several, bool | None):
+        raise BadRequest("parallel_tool_calls is true or false")
+    return AskedTools(tools=() if choice == "none" else read, choice=choice, one_call=several is False)
+
+
+def _require_choice(choice: Any, names: list[str]) -> None:
+    if choice in ("auto", "none") or (choice == "required" and names):
+        return
+    if not isinstance(choice, dict):
+        words = "no tools are sent" if choice == "required" else "known are auto, none, required, a function"
+        raise BadRequest(f"tool_choice {choice!r}: {words}")
+    if choice.get("type") != "function":
+        raise BadRequest(f"a tool_choice of the type {choice.get('type')!r}: only a function can be named")
+    name = mapping(choice.get("function", choice), "tool_choice's function").get("name")
+    if name not in names:
+        raise BadRequest(f"tool_choice names {name!r}; the tools are {', '.join(names) or 'none'}")
+
+
+def _tool(value: Any) -> ToolSchema:
+    tool = mapping(value, "a tool")
+    if tool.get("type") != "function":
+        raise BadRequest(f"a tool of type {tool.get('type')!r}: only functions can be called")
+    function = mapping(tool.get("function", tool), "a tool's function")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRequest("a tool's function has no name")
+    name = function["name"]
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    _require_schema(mapping(parameters, f"the parameters of {name}"), name)
+    return {"name": name, "description": str(function.get("description") or ""), "parameters": parameters}
+
+
+def _require_schema(schema: Mapping[str, Any], name: str) -> None:
+    """The form of what reads calls and of what templates write; a schema may say more than that."""
+    where = f"the schema of {name}'s parameters"
+    waiting: list[tuple[Any, int]] = [(schema, 0)]  # no recursion: how deep it goes, the program decides
+    while waiting:
+        one, depth = waiting.pop()
+        if depth > _MAX_DEPTH:
+            raise BadRequest(f"{where} has more than {_MAX_DEPTH} levels")
+        if isinstance(one, bool):
+            continue  # anything, or nothing
+        if not isinstance(one, dict):
+            raise BadRequest(f"{where} holds {one!r:.40}, which is no schema")
+        for key, is_right in _FORMS.items():
+            if one.get(key) is not None and not is_right(one[key]):
+                raise BadRequest(f"{where}: {key} cannot be {one[key]!r:.40}")
+        waiting += [(inner, depth + 1) for inner in _inner(one)]
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+_FORMS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "type": lambda value: isinstance(value, str) or _is_texts(value),
+    "required": _is_texts,
+    "enum": lambda value: isinstance(value, list),
+    "properties": lambda value: isinstance(value, dict),
+    "description": lambda value: isinstance(value, str),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf"), lambda value: isinstance(value, list)),
+}
+
+
+def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
+    yield from (schema.get("properties") or {}).values()
+    for key in ("anyOf", "oneOf", "allOf"):
+        yield from schema.get(key) or []
+    for key in ("items", "additionalProperties"):
+        if schema.get(key) is not None:
+            yield schema[key]

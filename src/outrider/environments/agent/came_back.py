@@ -1,0 +1,55 @@
+"""What a program came back with, as the JSON text that its launcher is told: some text whatever it is."""
+
+import json
+import numbers
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class _Scalar(Protocol):
+    """A number of NumPy's, PyTorch's or another library's."""
+
+    def item(self) -> Any:
+        """As Python's own. Raises ValueError where it is several."""
+        ...
+
+
+def paid(value: Any) -> Any:
+    """A reward as :func:`~outrider.environments.agent.session.read_reward` takes it: a pair of a number and
+    a mapping is a reward with its metrics, as many libraries give it.
+    """
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        return {"reward": value[0], "metrics": dict(value[1])}
+    return value
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """``found`` as JSON; where that cannot be, why not, under ``error``."""
+    try:
+        return json.dumps(found, default=_plain)
+    except Exception as error:  # somebody else's object may raise anything
+        kind = type(found.get("value")).__name__
+        return json.dumps({"error": f"what came back cannot be written as JSON ({kind}): {words_of(error)}"})
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {words_of(error)}"
+
+
+def words_of(said: object) -> str:
+    """The words of an object, such as an exception, in one line."""
+    try:
+        return " ".join(str(said).split())
+    except BaseException:  # what a program wrote is as total as it wants
+        return "(it has no words)"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, numbers.Real):
+        return float(value)
+    found = value.item() if isinstance(value, _Scalar) else None
+    if not isinstance(found, int | float):
+        raise TypeError(f"{type(value).__name__} is no number")
+    return found
