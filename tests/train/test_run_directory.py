@@ -55,6 +55,40 @@ def test_a_folder_in_which_a_kill_left_only_the_beginning_of_a_run_is_free(tmp_p
     assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "lock"]
 
 
+def test_so_is_one_of_a_run_with_plug_ins(tmp_path: Path) -> None:
+    """Theirs is the first file; what it said is not the new run's."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("lock", "plugins.json", "plugins.json.0a1b.tmp", "config.toml.0a1b.tmp"):
+        (folder / name).touch()
+    RunDirectory.create(folder, load_settings(RunSettings, file=RECIPE))
+    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "lock"]
+
+
+def test_plug_ins_without_a_lock_are_somebodys_file(tmp_path: Path) -> None:
+    (tmp_path / "plugins.json").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))
+    assert (tmp_path / "plugins.json").read_text() == "mine"
+
+
+def test_what_a_kill_has_left_in_a_checkpoint_goes_and_a_link_is_not_followed(tmp_path: Path) -> None:
+    """The records of a checkpoint are written anew at a run's end."""
+    run = RunDirectory.create(tmp_path / "run", load_settings(RunSettings, file=RECIPE))
+    run.release()
+    step, other = run.checkpoints / "step-000004", tmp_path / "other"
+    step.mkdir(parents=True)
+    other.mkdir()
+    for folder in (step, other):
+        (folder / "records.json.0a1b.tmp").touch()
+        (folder / "records.json").touch()
+    (run.checkpoints / "step-000005").symlink_to(other)
+    again, _ = RunDirectory.open(run.path)
+    again.release()
+    assert [one.name for one in step.iterdir()] == ["records.json"]
+    assert len(list(other.iterdir())) == 2
+
+
 def test_a_folder_with_files_of_others_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("text")
     with pytest.raises(ConfigError, match="is not empty"):

@@ -76,6 +76,7 @@ class RunDirectory:
             raise
         run._created = not existed
         try:
+            (path / ORIGINS_FILE).unlink(missing_ok=True)  # of a beginning that was killed
             write_origins(settings, path)
             replace_file(path / "config.toml", content)
         except BaseException:
@@ -141,6 +142,9 @@ class RunDirectory:
         except BlockingIOError as error:
             raise ConfigError(f"{self.path} is in use by another process") from error
         remove_leftovers(self.path)  # a reader may be writing a report
+        for checkpoint in self.checkpoints.glob("step-*"):  # whose records are written anew at a run's end
+            if checkpoint.is_dir() and not checkpoint.is_symlink():
+                remove_leftovers(checkpoint)
 
     def release(self) -> None:
         """Let the next process in; may be called twice."""
@@ -241,7 +245,9 @@ def _is_beginning(entry: Path) -> bool:
     """Whether it is all that a process leaves which was killed before it wrote its configuration."""
     if entry.name == "lock":
         return entry.is_file() and not entry.stat().st_size
-    return entry.name.startswith("config.toml.") and entry.match(TEMPORARY)
+    if entry.name == ORIGINS_FILE:  # else somebody's own
+        return entry.with_name("lock").exists()
+    return entry.name.startswith(("config.toml.", f"{ORIGINS_FILE}.")) and entry.match(TEMPORARY)
 
 
 def _is_of_setup(entry: Path) -> bool:
