@@ -35,6 +35,7 @@ class SampledTurn:
     finish: Literal["stop", "eos", "length"]
     num_context_tokens: int
     opened: str = ""
+    kind: Literal["drawn"] = "drawn"
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +52,7 @@ class ServedTurn:
     finish: str | None = None
     num_tokens: int | None = None
     num_context_tokens: int | None = None
+    kind: Literal["served"] = "served"
 
 
 def before_stop(text: str, stop: Sequence[str], *, opened: int = 0) -> str:

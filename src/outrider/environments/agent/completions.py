@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outrider.environments.agent.wire import MODEL, Answer, Ask, written_calls
-from outrider.environments.conversing import SampledTurn
 
 
 def completion(ask: Ask, answers: Sequence[Answer], name: str) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 
 def _logprobs(answer: Answer) -> dict[str, Any]:
-    if not isinstance(answer.turn, SampledTurn):
+    if answer.turn is None or answer.turn.kind != "drawn":
         return {"content": []}
     pairs = zip(answer.turn.tokens, answer.turn.logprobs, strict=True)
     return {

@@ -95,7 +95,7 @@ class AgentEnvironment:
         read is words to the program, as servers give it.
         """
         asked, drawn = self.asked, self._turn
-        if not isinstance(drawn, SampledTurn):
+        if drawn is None or drawn.kind != "drawn":
             text = before_stop(text, asked.stop)
         elif drawn.finish == "stop":  # else none of them is in what the policy wrote
             text = before_stop(text, asked.stop, opened=len(drawn.opened))
@@ -140,7 +140,7 @@ class AgentEnvironment:
         question, turn, self._turn = self._question, self._turn, None
         if question is None:
             raise EnvironmentFault("the program asks nothing")
-        if question.ask.wants_logprobs and not isinstance(turn, SampledTurn):
+        if question.ask.wants_logprobs and (turn is None or turn.kind != "drawn"):
             raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
         message = self._taken(message)
         self._num_turns += 1

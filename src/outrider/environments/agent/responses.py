@@ -20,7 +20,7 @@ from outrider.environments.agent.wire import (
     read_format,
     text_of_content,
 )
-from outrider.environments.conversing import Conversation, SampledTurn
+from outrider.environments.conversing import Conversation
 from outrider.tokens.parsed import THINKING_END
 from outrider.types import Message, Role
 
@@ -165,7 +165,7 @@ def _num_thinking(answer: Answer) -> int:
     """Tokens up to the end of the thinking; 0 where there is none, or an endpoint plays the policy, which
     says nothing of them.
     """
-    if not answer.message.reasoning or not isinstance(answer.turn, SampledTurn):
+    if not answer.message.reasoning or answer.turn is None or answer.turn.kind != "drawn":
         return 0
     end = ""
     for number, token in enumerate(answer.turn.tokens, start=1):

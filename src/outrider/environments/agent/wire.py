@@ -51,7 +51,7 @@ class Answer:
     @property
     def finish(self) -> str | None:
         """OpenAI's word for why it ended; None where the endpoint that plays the policy does not say."""
-        if isinstance(self.turn, ServedTurn):
+        if self.turn is not None and self.turn.kind == "served":
             return self._served(self.turn.finish)
         if self.message.tool_calls:
             return "tool_calls"
