@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Final
 
 from pydantic_core import SchemaError
@@ -30,6 +30,7 @@ _TOLD: Final = (
     b"A second signal ends at once.\n"
 )
 _live: set[Callable[[], None]] = set()
+_own: list[None] = []  # an element for every signal of ours on its way, which is no second one
 
 
 @contextmanager
@@ -44,6 +45,7 @@ def second_signal_ends(how_to_go_on: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _own.clear()  # of a time when nobody listened
     heard, told = os.pipe()
     os.set_blocking(told, False)
     before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
@@ -72,7 +74,7 @@ def lost_interruptions_return() -> Iterator[None]:
             before(lost)
             return
         # No Thread object: whoever was called back may hold the locks that one takes.
-        _thread.start_new_thread(_interrupt_again, ())
+        _thread.start_new_thread(_interrupt_again, (hook.__code__,))
 
     sys.unraisablehook = hook
     try:
@@ -81,11 +83,23 @@ def lost_interruptions_return() -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _interrupt_again() -> None:
+def _interrupt_again(lost_in: CodeType) -> None:
+    """Once the main thread has left the hook, which would lose it too: on a busy machine it takes a while."""
     time.sleep(_BEHIND_S)
-    main = threading.main_thread().ident
-    if main is not None:  # a signal: interrupt_main() would not wake one that waits for a lock or a socket
-        signal.pthread_kill(main, signal.SIGINT)
+    while _is_in(lost_in):
+        time.sleep(_BEHIND_S)
+    _own.append(None)
+    # A signal: interrupt_main() would not wake a main thread that waits for a lock or a socket. One of the
+    # process and not of that thread, which may have it blocked.
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _is_in(code: CodeType) -> bool:
+    """Whether the main thread runs it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -145,6 +159,9 @@ def _listen(heard: int, how_to_go_on: str) -> None:
         while read := numbers.read(1):
             number, now = read[0], time.monotonic()
             if number not in _SIGNALS:
+                continue
+            if number == signal.SIGINT and _own:
+                _own.pop()
                 continue
             if first is None:
                 first = number, now

@@ -1,6 +1,7 @@
 """Stops: the first signal asks for a checkpoint, a second one ends at once, and nothing stays installed in
 the process (E1)."""
 
+import _thread
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from pydantic_core import SchemaError
@@ -226,6 +228,31 @@ def test_an_interruption_that_python_would_print_and_forget_is_one_line(
     before, began = sys.unraisablehook, time.monotonic()
     assert cli.main(["report", "r"]) == 130 and time.monotonic() - began < 60
     assert capsys.readouterr().err == "outrider: interrupted\n" and sys.unraisablehook is before
+
+
+def test_an_interruption_is_not_lost_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a busy machine the main thread may still be where the first one was lost."""
+    started = _thread.start_new_thread
+
+    def slow(*given: Any) -> int:
+        name = started(*given)
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until:
+            pass
+        return name
+
+    def command(*_: object) -> int:
+        monkeypatch.setattr(_thread, "start_new_thread", slow)
+        lost = Lost()
+        del lost
+        return int(not threading.Event().wait(10))
+
+    monkeypatch.setattr(viewing, "_report", command)
+    with second_signal_ends("r"):  # which it is not, although it comes late
+        assert cli.main(["report", "r"]) == 130
+    assert capsys.readouterr().err == "outrider: interrupted\n"
 
 
 def test_what_else_python_forgets_is_still_printed(monkeypatch: pytest.MonkeyPatch) -> None:
