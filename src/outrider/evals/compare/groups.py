@@ -15,7 +15,8 @@ _SAME_TRAINING: Final = frozenset((
 STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))
 _BUDGET: Final = "train.max_policy_tokens"  # it follows what another run spent: whether there is one counts
 _ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
-_NO_STAGES: Final = ("train.stages", "[]")  # runs of earlier versions do not have it
+# settings that came later, with the value that says what earlier versions did
+_ADDED: Final = frozenset((("train.stages", "[]"), ("environment.response_format", "refuse")))
 _NUM_DIGITS: Final = 6  # of a hash in a label
 
 
@@ -70,7 +71,7 @@ def comparable(config: Mapping[str, str]) -> dict[str, str]:
         key: ("none" if value == "none" else "given") if key in named else value
         for key, value in {_BUDGET: "none", **config}.items()
         if key not in _SAME_TRAINING
-        and (key, value) != _NO_STAGES
+        and (key, value) not in _ADDED
         and (not key.startswith("evaluation.") or key in _ADAPTATION)
     }
 
