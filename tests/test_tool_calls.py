@@ -256,6 +256,29 @@ def test_calls_inside_thinking_are_thoughts() -> None:
     assert turn.tool_calls == () and turn.content == "Done."
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_that_thinking_rehearses_are_thoughts_whoever_opened_it(name: CallFormatName) -> None:
+    """A template may have opened it, and a server that serves the text does not say so."""
+    if name in ("hermes", "qwen3_coder"):
+        said = f"Maybe {GOOD[name]} or not.</think>Done."
+    else:
+        said = f"Maybe {GOOD['hermes']} or {GOOD['pythonic']}?</think>Done."
+    turn = read_turn(said, CALL_FORMATS[name], TOOLS)
+    assert turn.tool_calls == () and turn.content == "Done."
+
+
+@pytest.mark.parametrize(("before", "behind"), [("Use", " to do it."), ("```json", "\n```")])
+def test_words_behind_a_call_behind_words_are_no_fault(before: str, behind: str) -> None:
+    said = f'{before}\n{{"name": "add", "parameters": {{"a": 1, "b": 2}}}}{behind}'
+    turn = read_turn(said, CALL_FORMATS["llama3_json"], TOOLS)
+    assert (turn.tool_calls, turn.problems, turn.content) == ((ADD,), (), before)
+
+
+def test_a_turn_of_blanks_is_read_at_once() -> None:
+    blanks = "\n" * 300_000
+    assert split_thinking(blanks, CALL_FORMATS["llama3_json"]) == ("", blanks, ())
+
+
 def test_a_type_outside_the_named_ones_is_told() -> None:
     tool = {"name": "pick", "description": "d", "parameters": {
         "type": "object", "properties": {"unit": {"type": "string", "enum": ["km", "mile"]}},

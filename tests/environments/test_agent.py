@@ -441,6 +441,22 @@ def test_a_request_that_has_arrived_is_a_turn_whether_or_not_the_program_waits(w
     assert "second" in seen[1][1]
 
 
+def test_half_a_request_holds_no_end_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.environments.agent.gateway._CAUGHT_UP_S", 0.3)
+    gateway = Gateway()
+    try:
+        session = gateway.open(takes_tools=False)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+        where = urlsplit(gateway.url)
+        with socket.create_connection((str(where.hostname), int(where.port or 0))) as begun:
+            begun.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            wait_for(lambda: bool(session._reading))
+            gateway.end(session, Ended(reward=None))
+            assert isinstance(session.next(60.0), Ended)
+    finally:
+        gateway.close()
+
+
 def test_what_a_program_sent_before_its_end_comes_before_it() -> None:
     gateway = Gateway()
     held = threading.Event()

@@ -73,6 +73,7 @@ def test_schemas_that_clients_send() -> None:
         "b": {"type": ["array", "null"], "items": {"$ref": "#/$defs/B"}},
         "c": True,
         "d": {"type": "object", "additionalProperties": {"type": "number"}},
+        "e": {"type": "array", "items": [{"type": "string"}, {"type": "integer"}]},
     }
     [tool] = of(tools=look(type="object", properties=properties, required=None)).conversation.tools
     assert tool["parameters"]["properties"] == properties

@@ -11,12 +11,14 @@ if TYPE_CHECKING:
 
 _OPEN: Final = "<think>"
 THINKING_END: Final = "</think>"
-_CALL: Final = re.compile(
-    r"<tool_call>|<function=|<\|tool_call_start\|>|<\|python_tag\|>"
-    r"|\A\s*\[?\s*\{\s*\"name\"|\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:parameters|arguments)\""
+_PYTHON_TAG: Final = "<|python_tag|>"
+_CALL: Final = re.compile(rf"<tool_call>|<function=|<\|tool_call_start\|>|{re.escape(_PYTHON_TAG)}")
+_CALL_END: Final = re.compile(r"</tool_call>|</function>|<\|tool_call_end\|>")
+_BARE_CALL: Final = re.compile(
+    r"\A\s*(?:\[\s*)?\{\s*\"name\"|\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:parameters|arguments)\""
     r"|\A\s*\[\s*[A-Za-z_][\w.]*\s*\("
 )
-"""What calls begin with: anywhere, or at the beginning of a turn."""
+"""Of the forms that need no tag, which are those that know Llama's."""
 UNCLOSED: Final = f"The thinking was not closed with {THINKING_END}."
 
 
@@ -38,14 +40,23 @@ def split_thinking(text: str, form: "CallFormat | None" = None) -> tuple[str, st
     arguments.
     """
     before, closed, behind = text.partition(THINKING_END)
-    words = before.partition(_OPEN)[0]
-    is_in_call = _CALL.search(words) or (form is not None and any(one in words for one in form.markers))
-    if closed and not is_in_call:
+    if closed and not _is_in_call(before.partition(_OPEN)[0], form):
         return before.replace(_OPEN, "", 1).strip(), behind.lstrip("\n"), ()
     head, opened, thinking = text.partition(_OPEN)
     if opened and not head.strip():
         return thinking.strip(), "", (UNCLOSED,)
     return "", text, ()
+
+
+def _is_in_call(words: str, form: "CallFormat | None") -> bool:
+    """Whether a call has begun in these words and is still open at their end: thinking may rehearse one."""
+    ends = [found.end() for found in _CALL_END.finditer(words)]
+    words = words[ends[-1] :] if ends else words
+    if _CALL.search(words) or form is None:
+        return _CALL.search(words) is not None
+    own = [one for one in form.markers if not _CALL_END.fullmatch(one)]
+    is_bare = _PYTHON_TAG in form.markers and _BARE_CALL.search(words) is not None
+    return is_bare or any(one in words for one in own)
 
 
 def opened_thinking(text: str) -> str:

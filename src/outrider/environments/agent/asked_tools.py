@@ -103,5 +103,8 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[Any]:
     for key in ("anyOf", "oneOf", "allOf"):
         yield from schema.get(key) or []
     for key in ("items", "additionalProperties"):
-        if schema.get(key) is not None:
-            yield schema[key]
+        inner = schema.get(key)
+        if key == "items" and isinstance(inner, list):  # a tuple's, up to draft 7
+            yield from inner
+        elif inner is not None:
+            yield inner

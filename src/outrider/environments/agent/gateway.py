@@ -24,6 +24,7 @@ from outrider.errors import EnvironmentFault
 MAX_BYTES: Final = 16 << 20
 """Of one request."""
 _START_S: Final = 30.0
+_CAUGHT_UP_S: Final = 10.0  # for what a program that has ended had sent
 _KEEP_ALIVE_S: Final = 24 * 3600  # a program's connections end with it: closed earlier, a request may be lost
 _PATHS: Final = (
     "the policy is asked by POST /v1/chat/completions or /v1/responses; there are GET /v1/models and "
@@ -45,7 +46,7 @@ class Gateway:
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         config = uvicorn.Config(
-            self._app(), log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1,
+            self._app(), log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=1,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
@@ -81,17 +82,21 @@ class Gateway:
 
     async def _end(self, session: Session, ended: Ended) -> None:
         if session.key in self._sessions:
-            await self._caught_up()
-            await session.all_read()
+            with contextlib.suppress(TimeoutError):  # half a request may stay that for ever
+                async with asyncio.timeout(_CAUGHT_UP_S):
+                    await self._caught_up()
+                    await session.all_read()
             session.end(ended)
 
     async def _caught_up(self) -> None:
         """Answer a request of our own: those that were sent before it have come so far, too."""
         with contextlib.suppress(OSError):  # closing
             reader, writer = await asyncio.open_connection(*self._socket.getsockname())
-            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            await reader.read()
-            writer.close()
+            try:
+                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                await reader.read()
+            finally:
+                writer.close()
 
     def close(self) -> None:
         """Stop serving. May be called twice."""

@@ -128,7 +128,7 @@ def _observation(config: GymConfig, one: Any, maker: Callable[..., Any]) -> tupl
     try:
         close(maker(**_own(config), render_mode="ansi"))
     except Exception as error:  # a function of one's own that takes none
-        if chosen == "auto":
+        if chosen == "auto" and config.source == "factory":
             return "json", {}
         raise ConfigError(f"{config.id} cannot be made with render_mode{told_of(error)}") from error
     return "render", {"render_mode": "ansi"}

@@ -35,8 +35,9 @@ def turn(text: str, form: str | None, tools: tuple[str, ...] = ()) -> Said:
     """
     if form is None:
         return Said(role="assistant", text=text, tools=tools)
-    thinking, words, _ = split_thinking(text)
-    found = form_named(form).read(words, ())
+    call_format = form_named(form)
+    thinking, words, _ = split_thinking(text, call_format)
+    found = call_format.read(words, ())
     return Said(
         role="assistant", text=found.content, thinking=thinking, calls=found.calls, problems=found.problems
     )
