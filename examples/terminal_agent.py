@@ -24,6 +24,7 @@ ENGINE = os.environ.get("CONTAINER_COMMAND", "docker").split()
 OPTIONS = os.environ.get("CONTAINER_OPTIONS", "--network=none").split()
 MAX_TURNS = 20
 COMMAND_S = 60  # of one command
+TESTS_S = 300
 LIFE_S = 1800  # a container ends itself where the agent was killed
 SHOWN = 2000  # characters of what a command printed
 SHELL = {
@@ -80,12 +81,19 @@ def shell(name: str, command: str) -> str:
 
 
 def tested(name: str, folder: Path) -> float:
-    """Copy the tests in, which the model has not seen, run them, and read the reward."""
+    """Copy the tests in, which the model has not seen, run them, and read the reward. A machine that runs and
+    has none was left in such a state by the model: that is worth nothing. One that is gone is a fault.
+    """
     checked(engine("cp", str(folder / "tests"), f"{name}:/tests"))
-    checked(engine("exec", name, "mkdir", "-p", "/logs/verifier"))
-    checked(engine("exec", name, "chmod", "+x", "/tests/test.sh"))
-    engine("exec", name, "/tests/test.sh", timeout=LIFE_S)  # its status says nothing: the file does
-    return float(checked(engine("exec", name, "cat", "/logs/verifier/reward.txt")))
+    try:
+        checked(engine("exec", name, "mkdir", "-p", "/logs/verifier"))
+        checked(engine("exec", name, "chmod", "+x", "/tests/test.sh"))
+        engine("exec", name, "/tests/test.sh", timeout=TESTS_S)  # its status says nothing: the file does
+        return float(checked(engine("exec", name, "cat", "/logs/verifier/reward.txt")))
+    except (RuntimeError, ValueError, subprocess.TimeoutExpired):
+        if checked(engine("inspect", "--format", "{{.State.Running}}", name)).strip() != "true":
+            raise
+        return 0.0
 
 
 @contextmanager

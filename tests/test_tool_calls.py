@@ -274,6 +274,12 @@ def test_words_behind_a_call_behind_words_are_no_fault(before: str, behind: str)
     assert (turn.tool_calls, turn.problems, turn.content) == ((ADD,), (), before)
 
 
+def test_parameters_without_an_end_are_read_at_once() -> None:
+    said = f"<tool_call><function=lookup>{'<parameter=key>' * 100_000}</function></tool_call>"
+    turn = read_turn(said, CALL_FORMATS["qwen3_coder"], TOOLS)
+    assert turn.tool_calls == () and "something else than <parameter=KEY>" in turn.problems[0]
+
+
 def test_a_turn_of_blanks_is_read_at_once() -> None:
     blanks = "\n" * 300_000
     assert split_thinking(blanks, CALL_FORMATS["llama3_json"]) == ("", blanks, ())

@@ -29,7 +29,7 @@ from outrider.environments.agent.family import AgentFactory, AgentFamily  # noqa
 from outrider.environments.agent.gateway import Gateway  # noqa: E402
 from outrider.environments.agent.launched import Report  # noqa: E402
 from outrider.environments.agent.programs import Programs  # noqa: E402
-from outrider.environments.agent.session import Ended, OpenQuestion  # noqa: E402
+from outrider.environments.agent.session import Ended, OpenQuestion, Session  # noqa: E402
 from outrider.environments.agent.settings import AgentConfig  # noqa: E402
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
@@ -403,14 +403,20 @@ def test_long_tasks_and_long_results_pass_each_other() -> None:
         programs.close()
 
 
+@contextmanager
+def half_a_request(gateway: Gateway, session: Session) -> Iterator[None]:
+    where = urlsplit(gateway.url)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+    with socket.create_connection((str(where.hostname), int(where.port or 0))) as begun:
+        begun.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        yield
+
+
 def test_a_request_that_breaks_off_is_nobody_s_traceback(capfd: pytest.CaptureFixture[str]) -> None:
     gateway = Gateway()
     try:
         session = gateway.open(takes_tools=False)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
-        where = urlsplit(gateway.url)
-        with socket.create_connection((str(where.hostname), int(where.port or 0))) as begun:
-            begun.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        with half_a_request(gateway, session):
             time.sleep(0.2)  # until it is read; a faster end would only be seen as less
         key = {"Authorization": f"Bearer {session.key}"}
         whole = urllib.request.Request(f"{gateway.url}/models", headers=key)
@@ -446,10 +452,7 @@ def test_half_a_request_holds_no_end_up(monkeypatch: pytest.MonkeyPatch) -> None
     gateway = Gateway()
     try:
         session = gateway.open(takes_tools=False)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
-        where = urlsplit(gateway.url)
-        with socket.create_connection((str(where.hostname), int(where.port or 0))) as begun:
-            begun.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        with half_a_request(gateway, session):
             wait_for(lambda: bool(session._reading))
             gateway.end(session, Ended(reward=None))
             assert isinstance(session.next(60.0), Ended)

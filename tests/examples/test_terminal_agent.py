@@ -33,6 +33,7 @@ run) mkdir "$MACHINES/$4" ;;
 exec) name=$1; shift; cd "$MACHINES/$name" || exit 125
   for word; do shift; case $word in /tests*|/logs*) word=$PWD$word ;; esac; set -- "$@" "$word"; done; "$@" ;;
 cp) cp -r "$1" "$MACHINES/${2%:*}${2#*:}" ;;
+inspect) test -d "$MACHINES/$3" && echo true ;;
 kill) rm -r "$MACHINES/$1" ;;
 esac
 """
@@ -103,6 +104,7 @@ def machines() -> list[str]:
         ("printf blue > colour.txt; ls", "colour.txt", 1.0),
         ("printf red > colour.txt; ls nowhere", "(status ", 0.0),
         ("ls /tests; exit 3", "(status 3)", 0.0),
+        ("printf blue > colour.txt; touch logs", "", 0.0),  # there is no place for its reward
     ],
 )
 def test_what_the_commands_leave_is_paid(

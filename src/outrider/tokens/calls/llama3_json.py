@@ -39,8 +39,8 @@ class Llama3Json:
         while position < len(said):
             decoded = decode_json(said, position)
             if isinstance(decoded, str):
-                is_told = bool(calls and words) and _TAG not in text
-                return found() if is_told else found(f"The call is not JSON: {decoded}.")
+                is_behind_words = bool(calls and words) and _TAG not in text
+                return found() if is_behind_words else found(f"The call is not JSON: {decoded}.")
             value, position = decoded
             for one in value if isinstance(value, list) else [value]:
                 call = call_of(one, len(calls), keys=_KEYS)

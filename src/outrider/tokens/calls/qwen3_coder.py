@@ -17,7 +17,7 @@ from outrider.types import Json, ToolCall, ToolSchema
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _START = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]*)>|<tool_call>")
 _END = re.compile(r"</function>\s*(?:</tool_call>)?")
-_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER, _PARAMETER_END = re.compile(r"<parameter=([^<>\s]+)>"), "</parameter>"
 _NAME = re.compile(r"[^<>\s]+")
 _ANY = Accepted(types=tuple(TYPES))
 
@@ -58,15 +58,32 @@ def _block(opened: re.Match[str], number: int, *, tools: Sequence[ToolSchema]) -
     return (f"{_OPEN}: {found}." if isinstance(found, str) else found), end.end()
 
 
+def _parameters(inside: str) -> tuple[list[tuple[str, str]], str]:
+    """Keys with their texts, and what stands beside them. Without a closing tag there are no more: a search
+    from every opening one would take the square of their number.
+    """
+    found: list[tuple[str, str]] = []
+    left: list[str] = []
+    position = 0
+    while (opened := _PARAMETER.search(inside, position)) is not None:
+        end = inside.find(_PARAMETER_END, opened.end())
+        if end < 0:
+            break
+        left.append(inside[position : opened.start()])
+        found.append((opened[1], inside[opened.end() : end]))
+        position = end + len(_PARAMETER_END)
+    return found, "".join([*left, inside[position:]])
+
+
 def _call(name: str | None, inside: str, number: int, tools: Sequence[ToolSchema]) -> ToolCall | str:
     if not name:
         return "a call needs <function=NAME>"
-    left = _PARAMETER.sub("", inside).strip()
-    if left:
+    found, left = _parameters(inside)
+    if left.strip():
         return f"{name} holds something else than <parameter=KEY>value</parameter>"
     known = Arguments.of(next((tool for tool in tools if tool.get("name") == name), {}))
     arguments: dict[str, Json] = {}
-    for key, text in _PARAMETER.findall(inside):
+    for key, text in found:
         accepted = known.accepted(key)
         # of an argument that nobody has declared nothing says that it is more than its text
         is_any = accepted is None and key in known.properties
