@@ -25,6 +25,7 @@ from tests.tiny import save_tiny_model, tiny_tokenizer
 
 from outrider.planning.memory import MARGIN, Training, rank_bytes
 from outrider.planning.read_shape import find_shape
+from outrider.train.learning_settings import LoraSettings
 
 _LIMIT_S = 400.0
 MODELS: dict[str, dict[str, Any]] = {
@@ -49,6 +50,8 @@ class Job:
     reference: bool = False
     ranks: int = 1
     max_tokens: int = 1024
+    lora_rank: int | None = None
+    trained_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,15 @@ JOBS = (
         for precision in ("float32", "bfloat16")
         for reference in (False, True)
     ),
+    *(
+        Job(model=model, precision=precision, checkpoint=False, **part)
+        for model, precision in (("42M, tied", "float32"), ("60M, deep, own head", "bfloat16"))
+        for part in ({"lora_rank": 16}, {"trained_layers": 4})
+    ),
+    *(
+        Job(model="60M, deep, own head", ranks=2, checkpoint=False, **part)
+        for part in ({"lora_rank": 16}, {"trained_layers": 4})
+    ),
 )
 
 
@@ -103,7 +115,8 @@ def measure(job: Job, folder: Path, tiny: Path) -> Row:
         shape,
         Training(
             ranks=job.ranks, max_tokens=job.max_tokens, precision=job.precision,
-            checkpointed=job.checkpoint, has_reference=job.reference,
+            checkpointed=job.checkpoint, has_reference=job.reference, lora_rank=job.lora_rank,
+            lora_targets=LoraSettings().target_modules, trained_layers=job.trained_layers,
         ),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
@@ -161,16 +174,22 @@ def rows(jobs: tuple[Job, ...]) -> Iterator[Row]:
             yield measure(job, folders[job.model], tiny)
 
 
+def _trained(job: Job) -> str:
+    if job.lora_rank is not None:
+        return f"LoRA, rank {job.lora_rank}"
+    return "all" if job.trained_layers is None else f"{job.trained_layers} layers"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two rows")
-    print("| model | ranks | precision | activations | reference | measured MB | plan MB | off |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| model | trained | ranks | precision | activations | reference | measured MB | plan MB | off |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows(QUICK if parser.parse_args().quick else JOBS):
         job = row.job
         print(
-            f"| {job.model} | {job.ranks} | {job.precision} | {'again' if job.checkpoint else 'kept'} "
-            f"| {'yes' if job.reference else 'no'} | {row.measured / 1e6:,.0f} | {row.planned / 1e6:,.0f} "
+            f"| {job.model} | {_trained(job)} | {job.ranks} | {job.precision} "
+            f"| {'again' if job.checkpoint else 'kept'} | {'yes' if job.reference else 'no'} | {row.measured / 1e6:,.0f} | {row.planned / 1e6:,.0f} "
             f"| {row.off:+.1%} |",
             flush=True,
         )

@@ -13,7 +13,12 @@ from tests.scale.groups import groups
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.engines.local.model import load_model
-from outrider.train.learning_settings import ColdStartSettings, OptimizerSettings, UpdateSettings
+from outrider.train.learning_settings import (
+    ColdStartSettings,
+    LoraSettings,
+    OptimizerSettings,
+    UpdateSettings,
+)
 from outrider.train.update.policy import Policy, set_threads
 from outrider.train.update.update import update
 
@@ -39,10 +44,17 @@ def settings_of(job: dict[str, Any]) -> UpdateSettings:
     )
 
 
+def lora_of(job: dict[str, Any]) -> LoraSettings | None:
+    return None if job["lora_rank"] is None else LoraSettings(rank=job["lora_rank"])
+
+
 def alone(job: dict[str, Any], folder: str) -> Any:
     """A policy in this process, and its reference, where the job has one."""
     model = load_model(folder, precision=job["precision"])
-    policy = Policy(model, OptimizerSettings(), checkpoint_activations=job["checkpoint"])
+    policy = Policy(
+        model, OptimizerSettings(), lora=lora_of(job), trained_layers=job["trained_layers"],
+        checkpoint_activations=job["checkpoint"],
+    )  # fmt: skip
     return policy, policy.frozen_copy() if job["reference"] else None
 
 
@@ -56,6 +68,8 @@ def sharded(job: dict[str, Any], folder: str, rank: int) -> Any:
             precision=job["precision"],
             initial=None,
             has_reference=job["reference"],
+            lora=lora_of(job),
+            trained_layers=job["trained_layers"],
             optimizer=OptimizerSettings(),
             update=settings_of(job),
             cold_start=ColdStartSettings(),
@@ -88,7 +102,7 @@ def main() -> None:
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     set_threads(1)
     # Libraries, thread pools and the code of all operations are not what plan counts.
-    train({**job, "ranks": 1}, job["tiny"], 0)
+    train({**job, "ranks": 1, "trained_layers": None}, job["tiny"], 0)
     before = resident("VmRSS")
     forget_peak()
     train(job, job["folder"], rank)

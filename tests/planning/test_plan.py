@@ -5,6 +5,7 @@ longer context can do.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.cli import main
 from outrider.config import validate
-from outrider.errors import ModelError
+from outrider.errors import ConfigError, ModelError
 from outrider.planning.change import smallest
 from outrider.planning.fit import Layout, fit
 from outrider.planning.memory import Training, rank_bytes
 from outrider.planning.read_shape import find_shape, known_models, shape_of
 from outrider.planning.workload import Workload, workload_of
+from outrider.train.learning_settings import LoraSettings
 from outrider.train.settings import RunSettings
+from outrider.train.update.adapters import choose_trained
 
 MEMORY = 80e9
 WORK = Workload(
@@ -122,3 +125,112 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "7,615,616,512" in out and "(colocate)" in out
     assert main(["plan", recipe, "--gpus", "8", "--tensor-parallel", "3"]) == 2
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    main(["plan", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+REASONING = str(RECIPES / "tool-reasoning.toml")
+
+
+def test_vllm_has_room_for_keys_and_values_in_its_share_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    seven = (REASONING, "--model", "Qwen/Qwen2.5-7B-Instruct", "--gpus", "8")
+    default, half, tiny = (
+        planned(capsys, *seven, *share) for share in ((), ("engine.memory=0.5",), ("engine.memory=0.01",))
+    )
+    # 0.3 of 80 GB less 1.1 times the weights, over 57,344 bytes for each of 5,120 tokens
+    assert default["episodes"] == int((24e9 - 1.1 * 2 * 7_615_616_512) // (57_344 * 5120)) == 24
+    assert half["episodes"] > default["episodes"] and half["fits"]
+    assert tiny["episodes"] == 0 and not tiny["fits"]
+    assert [one for one in tiny["change"] if one.startswith("engine.memory=0.")]
+    assert main(["plan", *seven, "engine.memory=3"]) == 2
+
+
+def test_an_engine_that_shares_the_trainer_s_weights_has_all_that_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    local = planned(capsys, REASONING, "--model", "Qwen/Qwen3-0.6B", "engine.type=local")
+    vllm = planned(capsys, REASONING, "--model", "Qwen/Qwen3-0.6B")
+    assert local["engine_memory_share"] is None and vllm["engine_memory_share"] == 0.3
+    assert local["episodes"] > vllm["episodes"] > 0
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), LoraSettings().target_modules, ("all-linear",)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_those_that_the_policy_trains(
+    family: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(family, **SMALL)
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    names = LoraSettings().target_modules if targets == ("all-linear",) else targets
+    choose_trained(model, lora=LoraSettings(rank=3, target_modules=names), trained_layers=None)
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    plan = Training(max_tokens=64, lora_rank=3, lora_targets=targets)
+    assert plan.trained_parameters(find_shape(str(tmp_path))) == trained
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_layers_are_those_that_the_policy_trains(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family, **SMALL)
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    choose_trained(model, lora=None, trained_layers=2)
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    shape = find_shape(str(tmp_path))
+    assert Training(max_tokens=64, trained_layers=2).trained_parameters(shape) == trained
+    with pytest.raises(ConfigError, match="has 3 layers"):
+        Training(max_tokens=64, trained_layers=4).trained_parameters(shape)
+
+
+def test_adapters_of_a_matrix_that_is_not_known_are_refused() -> None:
+    shape = find_shape_of("Qwen/Qwen3-8B")
+    with pytest.raises(ConfigError, match="c_attn"):
+        Training(max_tokens=64, lora_rank=8, lora_targets=("c_attn",)).trained_parameters(shape)
+
+
+def test_a_frozen_model_has_neither_masters_nor_moments() -> None:
+    """1.7B with adapters of rank 16: 3.44 GB of weights, about 0.3 GB of states."""
+    shape = find_shape_of("Qwen/Qwen3-1.7B")
+    adapters = Training(max_tokens=5120, lora_rank=16, lora_targets=LoraSettings().target_modules)
+    rank = rank_bytes(shape, adapters)
+    assert rank["frozen weights"] == 2 * shape.num_parameters
+    states = sum(rank[name] for name in ("masters", "moments", "gradients", "working copy"))
+    assert states == 18 * adapters.trained_parameters(shape) < 0.4e9
+    whole = rank_bytes(shape, Training(max_tokens=5120))
+    assert whole["frozen weights"] == 0 and whole["activations kept"] == rank["activations kept"]
+    assert sum(whole.values()) - sum(rank.values()) > 14 * shape.num_parameters
+
+
+@given(st.sampled_from(sorted(known_models())), st.integers(1, 8), st.booleans())
+def test_fewer_trained_layers_never_need_more_memory(name: str, ranks: int, checkpointed: bool) -> None:
+    shape = find_shape_of(name)
+    sums = [
+        sum(
+            rank_bytes(
+                shape,
+                Training(max_tokens=2048, ranks=ranks, checkpointed=checkpointed, trained_layers=layers),
+            ).values()
+        )
+        for layers in (1, shape.num_layers // 2, shape.num_layers)
+    ]
+    whole = rank_bytes(shape, Training(max_tokens=2048, ranks=ranks, checkpointed=checkpointed))
+    assert sums == sorted(sums) and sums[-1] <= sum(whole.values())
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-cluster"])
+def test_a_recipe_for_the_cpu_is_planned_for_this_machine(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(RECIPES / f"{name}.toml")
+    plan = planned(capsys, recipe, "--gpu-memory", "24")
+    assert plan["fits"] and plan["device"]["is_cpu"] and plan["update_seconds"] is None
+    assert not planned(capsys, recipe, "--gpu-memory", "1")["fits"]
+    assert not planned(capsys, recipe, "--device", "A100")["device"]["is_cpu"]
+    main(["plan", recipe])
+    out = capsys.readouterr().out
+    assert "GPU" not in out and "on the CPU" in out
+    assert main(["plan", recipe, "--device", "cpu", "--gpus", "2"]) == 2

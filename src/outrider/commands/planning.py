@@ -13,7 +13,7 @@ from outrider.printing import say
 if TYPE_CHECKING:
     from outrider.planning.plan import Asked, Plan
 
-_DEVICES = ("A100", "H100", "H200")
+_DEVICES = ("cpu", "A100", "H100", "H200")
 
 
 def add(commands: Commands) -> None:
@@ -24,8 +24,14 @@ def add(commands: Commands) -> None:
     parser.add_argument("recipe", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--model", help="short for model.name=...")
-    parser.add_argument("--device", choices=_DEVICES, default="H100", help="memory and peak rate of its kind")
-    parser.add_argument("--gpu-memory", type=_above_zero, metavar="GB", help="10^9 bytes per GPU")
+    parser.add_argument(
+        "--device",
+        choices=_DEVICES,
+        help="its memory and peak rate (default: cpu if the recipe trains on it, else H100)",
+    )
+    parser.add_argument(
+        "--gpu-memory", type=_above_zero, metavar="GB", help="10^9 bytes per GPU, or of the CPU"
+    )
     parser.add_argument("--peak", type=_above_zero, metavar="TFLOP/s", help="peak rate per GPU in bfloat16")
     parser.add_argument("--gpus", type=positive, help="of all nodes (default: the recipe's [cluster])")
     parser.add_argument("--gpus-per-node", type=positive, default=8)
@@ -51,8 +57,9 @@ def _plan(parsed: argparse.Namespace) -> int:
     from outrider.planning.table import as_json, lines
 
     given = overrides(parsed)
-    plan = make_plan(api.run_settings(parsed.recipe, overrides=given), asked_of(parsed))
-    refused = _refused(parsed.recipe, given, plan)
+    settings = api.run_settings(parsed.recipe, overrides=given)
+    plan = make_plan(settings, asked_of(parsed, recipe_device=settings.model.device))
+    refused = None if plan.asked.device.is_cpu else _refused(parsed.recipe, given, plan)
     if parsed.json:
         say(json.dumps({**as_json(plan), "refused": refused}))
     else:
@@ -60,12 +67,18 @@ def _plan(parsed: argparse.Namespace) -> int:
     return 0 if plan.fit.fits else 1
 
 
-def asked_of(parsed: argparse.Namespace) -> "Asked":
-    """The command line's numbers in bytes and operations per second."""
-    from outrider.planning.devices import DEVICES, GB
+def asked_of(parsed: argparse.Namespace, *, recipe_device: str) -> "Asked":
+    """The command line's numbers in bytes and operations per second.
+
+    Without a device on the command line a recipe for the CPU is planned for this machine, unless options of
+    GPUs are there.
+    """
+    from outrider.planning.devices import DEVICES, GB, this_cpu
     from outrider.planning.plan import Asked
 
-    device = DEVICES[parsed.device]
+    for_gpus = parsed.gpus or parsed.placement or parsed.tensor_parallel or recipe_device != "cpu"
+    name = parsed.device or ("H100" if for_gpus else "cpu")
+    device = this_cpu() if name == "cpu" else DEVICES[name]
     if parsed.gpu_memory:
         device = replace(device, memory=parsed.gpu_memory * GB)
     if parsed.peak:

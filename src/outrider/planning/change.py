@@ -49,6 +49,15 @@ def largest_tokens(shape: ModelShape, work: Workload, layout: Layout, *, gpu_mem
     return None
 
 
+def smallest_share(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> float | None:
+    """The smallest ``engine.memory`` in steps of 0.05 with room for an episode, None if no share fits."""
+    for twentieths in range(1, 20):
+        larger = replace(work, engine_memory=twentieths / 20)
+        if fit(shape, larger, layout, gpu_memory=gpu_memory).fits:
+            return twentieths / 20
+    return None
+
+
 def _numbers(gpus_per_node: int) -> Iterator[int]:
     number = 1
     while number < gpus_per_node:

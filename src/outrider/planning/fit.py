@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
+from outrider.errors import ConfigError
 from outrider.planning.memory import (
     MARGIN,
+    PROCESS_BYTES,
     SLEEPING_BYTES,
     rank_bytes,
     token_bytes,
@@ -15,6 +17,10 @@ from outrider.planning.memory import (
 from outrider.planning.shape import ModelShape
 from outrider.planning.workload import Workload
 
+GIB: Final = 2**30
+# engine.memory where a recipe does not set it: beside a trainer, on a GPU of its own, GiB on a CPU
+# (outrider.engines.vllm_requests.options, outrider.scale.vllm)
+_SHARE_BESIDE, _SHARE_ALONE, _CPU_GIB = 0.3, 0.9, 2.0
 Placement = Literal["process", "colocate", "disaggregate"]
 
 
@@ -51,9 +57,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Bytes of a layout. ``rank``: of one trainer rank by what they are for; ``trainer_gpu`` and
-    ``engine_gpu``: the whole of such a GPU without keys and values (the same where both are one);
-    ``episodes``: how many of the longest ones an engine has room for at a time.
+    """Bytes of a layout. ``rank``: of one trainer rank by purpose; ``trainer_gpu`` and ``engine_gpu``: all of
+    such a GPU without keys and values (the same if both are one; on a CPU both are the sum of all processes);
+    ``episodes``: how many of the longest ones an engine has room for at a time; ``engine_share``: the share
+    of a GPU that vLLM uses (``engine.memory``), None for an engine that takes what the trainer leaves.
     """
 
     layout: Layout
@@ -64,6 +71,7 @@ class Fit:
     token: float
     episodes: int
     gpu_memory: float
+    engine_share: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -76,7 +84,8 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
     (:func:`outrider.planning.memory.with_margin`); what is left is for keys and values.
 
     A colocated GPU counts the trainer's peak, the engine's weights and what a sleeping engine leaves: both at
-    once, an upper bound.
+    once, an upper bound. vLLM uses at most its share ``engine.memory`` of a GPU: 1.1 times its weights, and
+    keys and values in the rest. Raises ConfigError if ``engine.memory`` is no share.
     """
     rank = rank_bytes(shape, replace(work.training, ranks=layout.trainers))
     trainer, tp = sum(rank.values()), layout.tensor_parallel
@@ -90,6 +99,9 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
     engine = both if together else with_margin(weights)
     token = token_bytes(shape, tensor_parallel=tp, value_bytes=value_bytes)
     room = max(0.0, gpu_memory - engine) / MARGIN
+    share = _engine_share(work, layout)
+    if share is not None:
+        room = min(room, max(0.0, share * gpu_memory - MARGIN * weights))
     return Fit(
         layout=layout,
         rank=rank,
@@ -99,4 +111,38 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
         token=token,
         episodes=int(room // (token * work.context)),
         gpu_memory=gpu_memory,
+        engine_share=share,
     )
+
+
+def fit_cpu(shape: ModelShape, work: Workload, layout: Layout, *, memory: float) -> Fit:
+    """Count the processes of a run on a CPU, which share ``memory`` bytes: 1.1 times their tensors and 0.5 GB
+    each; keys and values get the rest, or ``engine.memory`` GiB of vLLM.
+    """
+    rank = rank_bytes(shape, replace(work.training, ranks=layout.trainers))
+    shared = layout.placement == "process" and work.shares_weights
+    value_bytes = work.training.value_bytes
+    weights = 0.0 if shared else weight_bytes(shape, tensor_parallel=1, value_bytes=value_bytes)
+    engines = layout.engines if weights else 0
+    num_processes = layout.trainers + (engines if layout.placement != "process" else 0)
+    total = (
+        MARGIN * (layout.trainers * sum(rank.values()) + engines * weights) + num_processes * PROCESS_BYTES
+    )
+    token = token_bytes(shape, tensor_parallel=1, value_bytes=value_bytes)
+    room = max(0.0, memory - total) / MARGIN / layout.engines
+    if work.has_vllm:
+        room = min(room, GIB * (work.engine_memory or _CPU_GIB))
+    return Fit(
+        layout=layout, rank=rank, weights=weights, trainer_gpu=total, engine_gpu=total, token=token,
+        episodes=int(room // (token * work.context)), gpu_memory=memory,
+    )  # fmt: skip
+
+
+def _engine_share(work: Workload, layout: Layout) -> float | None:
+    if not work.has_vllm:
+        return None
+    default = _SHARE_ALONE if layout.placement == "disaggregate" else _SHARE_BESIDE
+    share = default if work.engine_memory is None else work.engine_memory
+    if share > 1:
+        raise ConfigError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")
+    return share

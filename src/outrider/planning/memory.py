@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.errors import ConfigError
 from outrider.planning.shape import ModelShape
 
 MARGIN: Final = 1.1  # allocator's gaps, and buffers that no formula has
 CONTEXT_BYTES: Final = 2_000_000_000  # CUDA's context, kernels and NCCL's buffers, per GPU
+PROCESS_BYTES: Final = 500_000_000  # on a CPU: interpreter and libraries of one process
 SLEEPING_BYTES: Final = 2_000_000_000  # what an engine that sleeps leaves on its GPU
 HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.train.update.chunked_logprobs
 
@@ -33,11 +35,39 @@ class Training:
     precision: str = "bfloat16"
     checkpointed: bool = False
     has_reference: bool = False
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = ()
+    trained_layers: int | None = None
 
     @property
     def value_bytes(self) -> int:
         """b."""
         return VALUE_BYTES[self.precision]
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether every weight of the model has a gradient."""
+        return self.lora_rank is None and self.trained_layers is None
+
+    def trained_parameters(self, shape: ModelShape) -> int:
+        """Parameters with a gradient: all of the model, the adapters, or the last layers and the last norm.
+
+        Raises ConfigError for adapters of a matrix that plan does not know, or more layers than there are.
+        """
+        if self.lora_rank is not None:
+            return shape.adapter_parameters(self.lora_rank, self.lora_targets)
+        if self.trained_layers is not None:
+            if self.trained_layers > shape.num_layers:
+                raise ConfigError(
+                    f"model.trained_layers = {self.trained_layers}, but {shape.name} has "
+                    f"{shape.num_layers} layers"
+                )
+            return self.trained_layers * shape.layer_parameters + shape.width
+        return shape.num_parameters
+
+    def layers_with_gradients(self, shape: ModelShape) -> int:
+        """Layers whose activations the backward pass reads: with ``trained_layers`` only those."""
+        return shape.num_layers if self.trained_layers is None else self.trained_layers
 
 
 def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
@@ -45,31 +75,42 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
     :data:`MARGIN`.
     """
     share, b = shape.num_parameters / training.ranks, training.value_bytes
+    trained = training.trained_parameters(shape) / training.ranks
+    # adapters are parameters beside those of the model
+    frozen = share if training.lora_rank is not None else share - trained
     alone = training.ranks == 1
+    head_gradient = head_gradient_bytes(shape, b) if alone and training.trains_all else 0.0
     return {
-        "masters": MASTER * share,
-        "moments": MOMENTS * share,
-        "gradients": GRADIENT * share,
+        # one process has frozen weights in the working precision, ranks in float32 shards
+        "frozen weights": (b if alone else MASTER) * frozen,
+        "masters": MASTER * trained,
+        "moments": MOMENTS * trained,
+        "gradients": GRADIENT * trained,
         # in float32 masters and working copy are one memory
-        "working copy": b * share if alone and b < MASTER else 0.0,
+        "working copy": b * trained if alone and b < MASTER else 0.0,
         # one process copies its working copy; ranks hold theirs in float32 shards (outrider.scale.rank)
         "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
-        "gathered layers": 0.0 if alone else gathered_bytes(shape, b),
+        "gathered layers": 0.0 if alone else gathered_bytes(shape, training),
         "activations kept": kept_bytes(shape, training),
         # the head's backward pass is over when that of the last layer begins
         "pass in work": max(
             layer_bytes(shape, training),
-            head_bytes(shape, b) + (head_gradient_bytes(shape, b) if alone else 0.0),
+            head_bytes(shape, b) + head_gradient,
         ),
     }
 
 
-def gathered_bytes(shape: ModelShape, value_bytes: int) -> float:
+def gathered_bytes(shape: ModelShape, training: Training) -> float:
     """FSDP2's gathers: the root's weights, two layers (one computed, one on its way), and the gradient of
     the larger of them in float32 before ranks sum it: ``b P_root + 2 b P_layer + 4 max(P_root, P_layer)``.
+    A frozen root or layer has no gradient.
     """
     root, layer = shape.root_parameters, shape.layer_parameters
-    return value_bytes * (root + 2 * layer) + GRADIENT * max(root, layer)
+    if training.lora_rank is not None:
+        gradient = training.trained_parameters(shape) // shape.num_layers
+    else:
+        gradient = max(root, layer) if training.trains_all else layer
+    return training.value_bytes * (root + 2 * layer) + GRADIENT * gradient
 
 
 def head_gradient_bytes(shape: ModelShape, value_bytes: int) -> float:
@@ -81,10 +122,10 @@ def head_gradient_bytes(shape: ModelShape, value_bytes: int) -> float:
 
 def kept_bytes(shape: ModelShape, training: Training) -> float:
     """Between forward and backward pass: checkpointed the inputs of all layers, ``b L d T``, else what their
-    backward passes read.
+    backward passes read. Layers below the first trained one keep nothing.
     """
     per_token = shape.width if training.checkpointed else kept_per_token(shape)
-    return training.value_bytes * shape.num_layers * per_token * training.max_tokens
+    return training.value_bytes * training.layers_with_gradients(shape) * per_token * training.max_tokens
 
 
 def layer_bytes(shape: ModelShape, training: Training) -> float:

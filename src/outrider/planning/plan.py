@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.errors import ConfigError
-from outrider.planning.change import fits_if_checkpointed, largest_tokens, smallest
+from outrider.planning.change import fits_if_checkpointed, largest_tokens, smallest, smallest_share
 from outrider.planning.devices import Device
-from outrider.planning.fit import Fit, Layout, Placement, fit
+from outrider.planning.fit import Fit, Layout, Placement, fit, fit_cpu
 from outrider.planning.memory import weight_bytes
 from outrider.planning.read_shape import find_shape
 from outrider.planning.shape import ModelShape
@@ -53,12 +53,21 @@ class Plan:
 def make_plan(settings: RunSettings, asked: Asked) -> Plan:
     """Read the model's shape and count. Raises ModelError for a model whose shape is not here, ConfigError
     for a layout that cannot be, or settings that plan does not count.
+
+    The device decides where the run is counted: a recipe for a CPU can be planned for a GPU and back.
     """
-    if settings.model.lora is not None or settings.model.trained_layers is not None:
-        raise ConfigError("plan counts full fine-tuning: without model.lora and model.trained_layers")
+    is_cpu = asked.device.is_cpu
+    if is_cpu and (asked.gpus or asked.placement or asked.tensor_parallel):
+        raise ConfigError("--gpus, --placement and --tensor-parallel are of GPUs: name one with --device")
+    if is_cpu != (settings.model.device == "cpu"):
+        model = settings.model.model_copy(update={"device": "cpu" if is_cpu else "cuda"})
+        settings = settings.model_copy(update={"model": model})
     shape = find_shape(settings.model.name)
     work = workload_of(settings, prompt_tokens=asked.prompt_tokens, longest=shape.longest)
     layout, memory = layout_of(settings, asked, shape), asked.device.memory
+    if is_cpu:
+        found = fit_cpu(shape, work, layout, memory=memory)
+        return Plan(shape=shape, work=work, asked=asked, fit=found, fewest=[], advice=[])
     found = fit(shape, work, layout, gpu_memory=memory)
     fewest = [
         one
@@ -103,4 +112,6 @@ def _advice(shape: ModelShape, work: Workload, layout: Layout, memory: float) ->
         found.append("update.checkpoint_activations=true")
     if (tokens := largest_tokens(shape, work, layout, gpu_memory=memory)) is not None:
         found.append(f"update.max_tokens={tokens}")
+    if work.has_vllm and (share := smallest_share(shape, work, layout, gpu_memory=memory)) is not None:
+        found.append(f"engine.memory={share:g}")
     return found

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from outrider.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -47,6 +49,25 @@ class ModelShape:
         matrices = d * a + 2 * d * k + a * d + 3 * d * f
         biases = (a + 2 * k) * self.has_qkv_bias + d * self.has_output_bias + (2 * f + d) * self.has_mlp_bias
         return matrices + biases + self.num_norms * d + 2 * self.head_size * self.has_head_norms
+
+    def adapter_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
+        """Parameters of LoRA adapters: ``r (inputs + outputs)`` of each targeted matrix of each layer.
+
+        Raises ConfigError for a name that is no matrix of these families.
+        """
+        d, f, a, k = self.width, self.mlp_width, self.attention_width, self.kv_width
+        sizes = {
+            "q_proj": d + a, "k_proj": d + k, "v_proj": d + k, "o_proj": a + d,
+            "gate_proj": d + f, "up_proj": d + f, "down_proj": f + d,
+        }  # fmt: skip
+        names = tuple(sizes) if targets == ("all-linear",) else targets
+        if unknown := [name for name in names if name not in sizes and name != "lm_head"]:
+            raise ConfigError(
+                f"plan cannot count adapters of {', '.join(unknown)} (model.lora.target_modules); "
+                f"it counts {', '.join(sizes)}, lm_head and all-linear"
+            )
+        in_layers = rank * self.num_layers * sum(sizes[name] for name in names if name in sizes)
+        return in_layers + rank * (d + self.vocabulary) * ("lm_head" in names)
 
     @property
     def embedding_parameters(self) -> int:

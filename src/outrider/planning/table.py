@@ -17,16 +17,21 @@ def lines(plan: Plan) -> Iterator[str]:
     shape, work, found = plan.shape, plan.work, plan.fit
     yield _line("model", shape.name, shape.family)
     yield _line("parameters", f"{shape.num_parameters:,}")
-    yield _line("layout", layout_words(found), f"{plan.asked.device.memory / GB:g} GB per GPU")
+    device = plan.asked.device
+    where = "GB of this CPU's memory" if device.is_cpu else "GB per GPU"
+    yield _line("layout", layout_words(plan), f"{device.memory / GB:,.4g} {where}")
+    if (trained := work.training.trained_parameters(shape)) != shape.num_parameters:
+        yield _line("trained parameters", f"{trained:,}", _trained_words(plan))
     yield _line("trainer rank", _gb(sum(found.rank.values())), "at its peak, of which:")
     for name, size in found.rank.items():
         if size:
             yield _line(f"  {name}", _gb(size))
-    shared = "the model that trains" if not found.weights else "bfloat16"
-    yield _line("engine GPU, weights", _gb(found.weights), shared)
+    shared = "the model that trains" if not found.weights else _precision(plan)
+    yield _line("engine, weights" if device.is_cpu else "engine GPU, weights", _gb(found.weights), shared)
     yield _line("  keys and values", f"{found.token / 1e3:,.1f} kB", "per token")
     yield from _gpus(plan)
-    yield _line("episodes at a time", f"{found.episodes:,}", f"per engine, of {work.context:,} tokens")
+    share = f", engine.memory = {found.engine_share:g}" if found.engine_share is not None else ""
+    yield _line("episodes at a time", f"{found.episodes:,}", f"per engine, of {work.context:,} tokens{share}")
     yield _line("tokens per step", f"{work.step_tokens:,}", f"at most: {work.episodes:,} episodes")
     yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
     if plan.asked.device.peak:
@@ -36,7 +41,11 @@ def lines(plan: Plan) -> Iterator[str]:
 
 def _gpus(plan: Plan) -> Iterator[str]:
     found, words = plan.fit, "with 10 % and 2 GB more, without keys and values"
-    if found.layout.placement == "disaggregate":
+    if plan.asked.device.is_cpu:
+        yield _line(
+            "all processes", _gb(found.trainer_gpu), "with 10 % and 0.5 GB each more, without keys and values"
+        )
+    elif found.layout.placement == "disaggregate":
         yield _line("a trainer's GPU", _gb(found.trainer_gpu), "with 10 % and 2 GB more")
         yield _line("an engine's GPU", _gb(found.engine_gpu), words)
     else:
@@ -47,26 +56,51 @@ def _verdict(plan: Plan) -> Iterator[str]:
     yield _line("fits", "yes" if plan.fit.fits else "no", "" if plan.fit.fits else _why(plan.fit))
     for advice in plan.advice:
         yield _line("change", advice, "would fit")
+    if plan.asked.device.is_cpu:
+        return
     for one in plan.fewest:
-        yield _line("fewest GPUs", str(one.layout.num_gpus), layout_words(one))
+        yield _line("fewest GPUs", str(one.layout.num_gpus), _gpu_words(one))
     if not plan.fewest:
         yield _line("fewest GPUs", "none", "no number of them fits: the pass or the vocabulary is too large")
 
 
 def _why(found: Fit) -> str:
     if max(found.trainer_gpu, found.engine_gpu) > found.gpu_memory:
-        return "more than a GPU has"
+        return "more than there is"
     return "no room for the keys and values of one episode"
 
 
-def layout_words(found: Fit) -> str:
+def _trained_words(plan: Plan) -> str:
+    training = plan.work.training
+    if training.lora_rank is not None:
+        return f"adapters of rank {training.lora_rank}"
+    return f"the last {training.trained_layers} layers and the norm behind them"
+
+
+def _precision(plan: Plan) -> str:
+    return plan.work.training.precision if plan.asked.device.is_cpu else "bfloat16"
+
+
+def layout_words(plan: Plan) -> str:
     """Processes in words."""
+    layout = plan.fit.layout
+    if not plan.asked.device.is_cpu:
+        return _gpu_words(plan.fit)
+    if layout.placement == "process":
+        return "one process on the CPU"
+    ranks = f"{layout.trainers} trainer ranks" if layout.trainers > 1 else "1 trainer"
+    engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
+    return f"{ranks} and {engines} on the CPU"
+
+
+def _gpu_words(found: Fit) -> str:
     layout = found.layout
     if layout.placement == "process":
         return "one process on one GPU"
     engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
     if layout.placement == "colocate":
-        return f"{layout.trainers} GPUs, {engines} of {layout.tensor_parallel} on them (colocate)"
+        gpus = f"{layout.trainers} GPUs" if layout.trainers > 1 else "1 GPU"
+        return f"{gpus}, {engines} of {layout.tensor_parallel} on the same (colocate)"
     ranks = f"{layout.trainers} trainer ranks" if layout.trainers > 1 else "1 trainer"
     return f"{ranks}, {engines} of {layout.tensor_parallel} beside them (disaggregate)"
 
@@ -92,6 +126,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Bytes, tokens and seconds; keys are stable."""
     work, found = plan.work, plan.fit
     return {
+        "trained_parameters": work.training.trained_parameters(plan.shape),
         "model": asdict(plan.shape) | {"num_parameters": plan.shape.num_parameters},
         "device": asdict(plan.asked.device),
         "training": asdict(work.training) | {"ranks": found.layout.trainers},
@@ -115,4 +150,5 @@ def _fit_json(found: Fit) -> dict[str, Any]:
         "trainer_gpu_bytes": found.trainer_gpu,
         "engine_gpu_bytes": found.engine_gpu,
         "episodes": found.episodes,
+        "engine_memory_share": found.engine_share,
     }

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.engines.base import VllmSettings
 from outrider.planning.memory import Training
 from outrider.planning.shape import ModelShape
 from outrider.train.settings import RunSettings
@@ -15,6 +16,7 @@ class Workload:
     """``context``: tokens of the longest episode, prompt and response. ``shares_weights``: the engine is the
     model that trains. ``extra_forwards``: passes without a gradient over the tokens of an update.
     ``contexts``: samples that an episode may become at most, which are one micro-batch together.
+    ``engine_memory``: ``engine.memory`` of the vLLM engine; ``has_vllm``: whether there is one.
     """
 
     training: Training
@@ -23,6 +25,8 @@ class Workload:
     shares_weights: bool
     extra_forwards: int
     contexts: int = 1
+    has_vllm: bool = False
+    engine_memory: float | None = None
 
     @property
     def episode_tokens(self) -> int:
@@ -37,9 +41,14 @@ class Workload:
     def update_seconds(self, shape: ModelShape, *, ranks: int, peak: float) -> float:
         """Estimate ``(6 + 2 c + 2 m) P U / (0.35 N peak)``: forward and backward pass are 6 operations per
         parameter and token, a pass computed again (c) and each of m extra forwards 2. Attention's products
-        are not counted.
+        are not counted. With adapters the backward pass has 2 of its 4 operations, because frozen weights
+        have no gradient; with ``trained_layers`` it runs through these layers only.
         """
-        per_parameter = 6 + 2 * self.training.checkpointed + 2 * self.extra_forwards
+        training = self.training
+        backward = 4.0 if training.lora_rank is None else 2.0
+        if training.trained_layers is not None:
+            backward *= training.trained_parameters(shape) / shape.num_parameters
+        per_parameter = 2 + backward + 2 * training.checkpointed + 2 * self.extra_forwards
         operations = per_parameter * shape.num_parameters * self.step_tokens
         return operations / (USED_SHARE * ranks * peak)
 
@@ -50,6 +59,7 @@ def workload_of(settings: RunSettings, *, prompt_tokens: int, longest: int | Non
     ``precision = "auto"`` counts as bfloat16 on a GPU and float32 on a CPU.
     """
     device, update, algorithm = settings.model.device, settings.update, settings.algorithm
+    engine, lora = settings.engine, settings.model.lora
     precision = settings.model.precision
     if precision == "auto":
         precision = "float32" if device == "cpu" else "bfloat16"
@@ -65,10 +75,15 @@ def workload_of(settings: RunSettings, *, prompt_tokens: int, longest: int | Non
             precision=precision,
             checkpointed=update.checkpoint_activations,
             has_reference=algorithm.needs_reference,
+            lora_rank=None if lora is None else lora.rank,
+            lora_targets=() if lora is None else tuple(lora.target_modules),
+            trained_layers=settings.model.trained_layers,
         ),
         context=context,
         episodes=settings.train.tasks_per_step * algorithm.group_size,
         shares_weights=settings.engine.is_exact,
         extra_forwards=several + algorithm.needs_reference,
         contexts=contexts,
+        has_vllm=isinstance(engine, VllmSettings),
+        engine_memory=engine.memory if isinstance(engine, VllmSettings) else None,
     )

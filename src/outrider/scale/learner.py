@@ -68,9 +68,11 @@ class ShardedLearner:
             "update", list(traces), algorithm.objective, _own_loss(algorithm), version, list(probes)
         )
         report: UpdateReport
+        num_steps_before = self.num_steps
         report, self.num_steps, self.learning_rate = first
         on_batch(report.num_scored_tokens)
-        self._moved()
+        if self.num_steps != num_steps_before:  # without a signal there is no step, and nothing to gather
+            self._moved()
         return report
 
     def score(self, traces: Sequence[Trace]) -> None:
