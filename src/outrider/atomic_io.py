@@ -16,6 +16,8 @@ from outrider.file_lock import FileLock, wait_for_lock
 TEMPORARY = "*.tmp"
 """Pattern of the files that a kill can leave behind."""
 
+_PARTIAL: Final = ".partial"
+_REMOVED: Final = ".removed"
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
@@ -73,7 +75,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
     One writer at a time: what a kill has left of an earlier one is removed.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}{_PARTIAL}")
     remove(partial)
     try:
         partial.mkdir(parents=True)
@@ -101,8 +103,15 @@ def first_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Whatever has this name, and nothing where nothing has."""
+    """Remove the file, link or folder at ``path``, if there is one. Raises OSError.
+
+    A folder is renamed first, so that a kill leaves no half of it under its name;
+    :func:`remove_leftovers` removes what is left under the other one.
+    """
     if path.is_dir() and not path.is_symlink():
+        if not path.name.endswith(_REMOVED):
+            path = path.rename(path.with_name(f".{path.name}.{secrets.token_hex(8)}{_REMOVED}"))
+            sync(path.parent)  # after a power failure too
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -126,8 +135,10 @@ def _new_temporary(path: Path) -> tuple[Path, int]:
         os.close(descriptor)  # taken for a leftover before it was locked
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove what kills have left in a folder; what is being written stays."""
+def remove_leftovers(directory: Path, *, is_only_writer: bool = False) -> None:
+    """Remove what kills have left in a folder; what is being written stays. Folders that were being written
+    go only if this process is the only writer: nobody can tell whether others are still at work.
+    """
     for left in directory.glob(TEMPORARY):
         if left.is_symlink():  # no writer of ours makes one
             left.unlink(missing_ok=True)
@@ -137,6 +148,11 @@ def remove_leftovers(directory: Path) -> None:
             FileLock(left, flags=os.O_RDONLY | os.O_NONBLOCK),
         ):
             left.unlink(missing_ok=True)
+    removed = f".*.{'[0-9a-f]' * 16}{_REMOVED}"
+    for pattern in (removed, f".*{_PARTIAL}") if is_only_writer else (removed,):
+        for half in directory.glob(pattern):
+            with contextlib.suppress(OSError):
+                remove(half)
 
 
 def append(path: Path, content: bytes) -> None:

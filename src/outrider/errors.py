@@ -58,6 +58,7 @@ class ProcessGone(ClusterFault):
         super().__init__(message, who, is_silent)  # what pickle makes it of again
         self.who = who
         self.is_silent = is_silent
+        self.is_charged = True  # whether its repair counts in cluster.max_restarts
 
     def __str__(self) -> str:
         return str(self.args[0])

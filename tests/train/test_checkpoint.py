@@ -1,5 +1,8 @@
 """Checkpoints on disk: which ones are kept, and that damage is found before weights are used."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from outrider.train.state.checkpoint import (
     save_checkpoint,
 )
 from outrider.train.state.reference import load_reference, save_reference
+from outrider.train.state.run_directory import RunDirectory
 from outrider.train.update.policy import OptimizerSettings, Policy
 from tests.tiny import tiny_model
 
@@ -72,6 +76,44 @@ def test_a_checkpoint_that_a_kill_left_half_written_goes_with_the_next_one(tmp_p
     save_checkpoint(tmp_path / "step-000010", policy(), {"step": 10})
     prune_checkpoints(tmp_path, keep=1, newest=10)
     assert folders(tmp_path) == ["step-000010"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from outrider.train.state.checkpoint import prune_checkpoints
+num_gone, unlink, rmdir = [0], os.unlink, os.rmdir
+def counted(real):
+    def call(*a, **k):
+        real(*a, **k)
+        num_gone[0] += 1
+        if num_gone[0] == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return call
+os.unlink, os.rmdir = counted(unlink), counted(rmdir)
+prune_checkpoints(Path(sys.argv[1]), keep=1, newest=2)
+"""
+
+
+@pytest.mark.parametrize("num_removed", [1, 2, 3, 4])
+def test_a_kill_while_a_checkpoint_is_removed_leaves_it_whole_or_nothing(
+    tmp_path: Path, num_removed: int
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    for step in (1, 2):
+        folder = checkpoints / f"step-{step:06d}"
+        (folder / "queue").mkdir(parents=True)
+        for name in ("state.json", "masters.safetensors", "queue/rows.json"):
+            (folder / name).write_text("x")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(checkpoints), str(num_removed)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert checkpoints_newest_first(checkpoints) == [checkpoints / "step-000002"]
+    assert folders(checkpoints)[1:] == ["step-000002"]  # and one that is hidden
+    run = RunDirectory(tmp_path)
+    run.lock()  # as every command that goes on with a run does
+    run.release()
+    assert folders(checkpoints) == ["step-000002"]
+    assert len([path for path in (checkpoints / "step-000002").rglob("*") if path.is_file()]) == 3
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:

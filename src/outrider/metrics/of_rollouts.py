@@ -67,6 +67,10 @@ OF_ROLLOUTS: Final[tuple[Metric, ...]] = (
          "above 0 with retrieval, else 0", "retrieval/rate"),
         ("num_invalid_actions", "actions", "policy turns that the environment could not read as an action",
          "falls towards 0", "the prompt, stop strings and the cold start"),
+        ("num_undecided_answers", "answers",
+         ("comparisons with an accepted answer that could not be decided (too slow to evaluate, or not safe) "
+          "and count as wrong; only if there were any"), "rare",
+         "sample rollouts in the report; answers that are long unevaluated expressions"),
         ("num_observations_cut", "observations",
          "observations that were longer than their limit and lost their middle", "rare",
          "rollout.max_observation_tokens"),

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 from outrider.errors import EnvironmentFault, ToolFault
+from outrider.tools.call_clock import CallClock
 
 ResultT = TypeVar("ResultT")
+_TICK = 0.05  # seconds between two looks at a clock that stands still
 _Outcome: TypeAlias = tuple[ResultT, None] | tuple[None, BaseException]
 
 
@@ -18,17 +20,20 @@ async def guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: f
 
     Raises ToolFault or EnvironmentFault and nothing else; a cancellation always gets through. The thread is a
     daemon and not one of a pool: a call that hangs can take no place from others (whose wait would then look
-    like slowness) and cannot keep the process alive.
+    like slowness) and cannot keep the process alive. Waiting for shared processes is not counted
+    (:mod:`outrider.tools.call_clock`); a call that nobody waits for any more leaves their queues.
     """
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[_Outcome[ResultT]] = loop.create_future()
+    clock = CallClock(timeout_s)
 
     def deliver(outcome: _Outcome[ResultT]) -> None:
         if not answered.done():
             answered.set_result(outcome)
 
     def run() -> None:
-        outcome = _called(call, *arguments)
+        with clock.running_here():
+            outcome = _called(call, *arguments)
         # the loop is closed: nobody waits for a call that outlived the run
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(deliver, outcome)
@@ -36,26 +41,38 @@ async def guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: f
     threading.Thread(target=run, daemon=True).start()
     try:
         # Not asyncio.wait_for: on Python 3.11 it swallows a cancellation that comes once the answer is there,
-        # and a worker that goes on after a stop waits for a batch that never forms.
-        async with asyncio.timeout(timeout_s):
-            outcome = await answered
-    except TimeoutError as late:
-        # A loop that was busy for longer than the limit sees the answer and the limit in one go: the answer
-        # counts.
-        if answered.cancelled():  # by the limit; nobody else can take this future
-            raise EnvironmentFault(f"no answer within {timeout_s:g} s") from late
-        outcome = answered.result()
-    return _result_of(outcome)
+        # and a worker that goes on after a stop waits for a batch that never forms. A loop that was busy for
+        # longer than the limit sees the answer and the limit in one go: the answer counts.
+        while not answered.done() and (left := clock.seconds_left()) > 0:
+            await asyncio.wait({answered}, timeout=max(left, _TICK))
+        if not answered.done():
+            raise EnvironmentFault(f"no answer within {timeout_s:g} s")
+    finally:
+        if not answered.done():
+            clock.abandon()
+    return _result_of(answered.result())
 
 
 def timed(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
     """:func:`guarded` for code outside of an event loop: it blocks, and raises the same."""
     answered: queue.SimpleQueue[_Outcome[ResultT]] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answered.put(_called(call, *arguments)), daemon=True).start()
+    clock = CallClock(timeout_s)
+
+    def run() -> None:
+        with clock.running_here():
+            answered.put(_called(call, *arguments))
+
+    threading.Thread(target=run, daemon=True).start()
+    outcome: _Outcome[ResultT] | None = None
     try:
-        outcome = answered.get(timeout=timeout_s)
-    except queue.Empty as late:
-        raise EnvironmentFault(f"no answer within {timeout_s:g} s") from late
+        while outcome is None and (left := clock.seconds_left()) > 0:
+            with contextlib.suppress(queue.Empty):
+                outcome = answered.get(timeout=max(left, _TICK))
+    finally:
+        if outcome is None:
+            clock.abandon()
+    if outcome is None:
+        raise EnvironmentFault(f"no answer within {timeout_s:g} s")
     return _result_of(outcome)
 
 

@@ -2,16 +2,16 @@
 and engine g mod E's.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from outrider.errors import ProcessGone
 from outrider.rollout.hooks import Hook
 from outrider.rollout.whereabouts import Whereabouts
-from outrider.scale.rollouts import Beats, Crew, portable, who
-from outrider.scale.waiting import answered
+from outrider.scale.rollouts import Beats, Crew, Part, portable, who
+from outrider.scale.waiting import answered, located
 from outrider.scale.worker import Job, Played
 from outrider.train.in_flight import GroupName
 from outrider.train.state.flight_queue import OpenStep, PlayedGroup
@@ -24,14 +24,15 @@ class _Call:
     """A group that plays, and how often each process had been replaced when it began."""
 
     name: GroupName
-    job: Job
+    part: Part
     snapshots: Any
     before: Counter[str]
 
 
 class RemoteFlight:
     """See :class:`outrider.train.in_flight.GroupPlayer`. Where a process is gone another one takes its place,
-    and the groups that it broke are begun again.
+    and the groups that it broke are begun again: beside others at first, then alone on their worker; a group
+    that breaks it alone is masked.
     """
 
     def __init__(
@@ -43,10 +44,15 @@ class RemoteFlight:
         version: Callable[[], int],
         heartbeat_s: float,
         whereabouts: Whereabouts,
+        busy_s: float = 0.0,
+        pid_of: Callable[[str], int | None] = lambda name: None,
     ) -> None:
+        self._busy_s, self._pid_of = busy_s, pid_of
         self._ray, self._crew, self._copied = ray, crew, portable(hooks)
         self._version, self._heartbeat_s, self._whereabouts = version, heartbeat_s, whereabouts
         self._calls: dict[Any, _Call] = {}
+        self._waiting: dict[int, deque[_Call]] = {}  # by worker, in their order
+        self._last_faults: dict[str, ProcessGone] = {}
         self._beats = self._new_beats()
 
     def begin(self, step: OpenStep, groups: Sequence[int], *, is_again: bool) -> None:
@@ -66,20 +72,33 @@ class RemoteFlight:
                 max_concurrent=max(1, len(step.modes[number])),
                 engine=number,
             )
-            self._send((step.step, number), job, snapshots)
+            self._enqueue((step.step, number), Part(job), snapshots)
+        self._send()
         if is_again:
             self._crew.replace({}, num_groups=len(groups))
 
-    def _send(self, name: GroupName, job: Job, snapshots: Any) -> None:
-        worker = self._crew.workers[name[1] % len(self._crew.workers)]
-        call = worker.play.options(concurrency_group="play").remote(job, snapshots)
-        before = Counter(self._crew.num_replaced)
-        self._calls[call] = _Call(name=name, job=job, snapshots=snapshots, before=before)
+    def _enqueue(self, name: GroupName, part: Part, snapshots: Any) -> None:
+        call = _Call(name=name, part=part, snapshots=snapshots, before=Counter())
+        self._waiting.setdefault(self._worker(call), deque()).append(call)
+
+    def _send(self) -> None:
+        """Begin what is waiting; a group that has to play alone waits for its worker, and others for it."""
+        for number, waiting in self._waiting.items():
+            while waiting:
+                now = [call for call in self._calls.values() if self._worker(call) == number]
+                if any(call.part.is_alone for call in now) or (waiting[0].part.is_alone and now):
+                    break
+                call = replace(waiting.popleft(), before=Counter(self._crew.num_replaced))
+                play = self._crew.workers[number].play.options(concurrency_group="play")
+                self._calls[play.remote(call.part.job, call.snapshots)] = call
+
+    def _worker(self, call: _Call) -> int:
+        return call.name[1] % len(self._crew.workers)
 
     def ended(self, *, waits: bool) -> Mapping[GroupName, PlayedGroup]:
         """See :class:`outrider.train.in_flight.GroupPlayer`."""
         found: dict[GroupName, PlayedGroup] = {}
-        broken: list[_Call] = []
+        broken: list[tuple[_Call, ProcessGone]] = []
         if self._asked_when != self._crew.num_replaced:  # an evaluation has other workers now
             self._beats = self._new_beats()
         gone = dict(self._beats())
@@ -92,24 +111,48 @@ class RemoteFlight:
                 call = self._calls.pop(reference)
                 outcome = answered(self._ray, reference, self._who(call), "its rollouts")
                 if isinstance(outcome, ProcessGone):
-                    broken.append(call)
                     # else it has been replaced since this group began: of that it broke as well
                     if self._crew.num_replaced[outcome.who] == call.before[outcome.who]:
-                        gone[outcome.who] = outcome
+                        outcome = located(outcome, self._beats.place_of(outcome.who))
+                        gone.setdefault(outcome.who, outcome)
+                    else:
+                        outcome = self._last_faults.get(outcome.who, outcome)
+                    broken.append((call, gone.get(outcome.who, outcome)))
                 else:
                     found[call.name] = _group(outcome)
+        for who_broke, fault in gone.items():
+            near = [call.part for call in [*self._calls.values(), *(call for call, _ in broken)]
+                    if who(self._worker(call)) == who_broke]  # fmt: skip
+            fault.is_charged = not any(part.num_breaks or part.is_alone for part in near)
+        self._last_faults |= gone
         if gone or broken:
             self._crew.replace(gone, num_groups=len(broken))
             self._beats = self._new_beats()
-        for call in broken:
-            self._send(call.name, call.job, call.snapshots)
+        for call, fault in broken:
+            if (masked := self._again(call, fault)) is not None:
+                found[call.name] = masked
+        self._send()
         return found
+
+    def _again(self, call: _Call, fault: ProcessGone) -> PlayedGroup | None:
+        """Begin a group once more that broke with this fault, or mask it."""
+        part = call.part
+        if fault.who == self._who(call):
+            part.num_breaks += 1
+            part.faults.append(fault)
+        if part.is_spent and part.is_alone:
+            self._crew.refund(1)
+            return _group(part.masked())
+        again = Part(part.job, is_alone=True) if part.is_spent else part
+        self._enqueue(call.name, again, call.snapshots)
+        return None
 
     def give_up(self) -> None:
         """See :class:`outrider.train.in_flight.GroupPlayer`."""
         for worker in self._crew.workers:
             worker.leave.remote()
         self._calls.clear()
+        self._waiting.clear()
         self._beats.close()
 
     def _new_beats(self) -> Beats:
@@ -120,10 +163,12 @@ class RemoteFlight:
             limit_s=self._heartbeat_s,
             whereabouts=self._whereabouts,
             on_ended=lambda num_ended: None,
+            busy_s=self._busy_s,
+            pid_of=self._pid_of,
         )
 
     def _who(self, call: _Call) -> str:
-        return who(call.name[1] % len(self._crew.workers))
+        return who(self._worker(call))
 
 
 def _group(played: Played) -> PlayedGroup:

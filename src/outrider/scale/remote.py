@@ -156,6 +156,15 @@ class Remote:
             left |= self._replace(name, fault, is_again=name in done)
             done.add(name)
 
+    def refund(self, num_repairs: int) -> None:
+        """See :class:`outrider.scale.rollouts.Crew`."""
+        self.repairs.refund(num_repairs)
+
+    def _pid_of(self, name: str) -> int | None:
+        """The process of a worker, if it runs on this machine for certain."""
+        number = int(name.rpartition(" ")[2])
+        return self.worker_pids[number] if self._session.is_local else None
+
     def _replace(self, name: str, fault: ProcessGone, *, is_again: bool) -> dict[str, ProcessGone]:
         """Those that are gone since: the new process too, where a node that is being lost took it in. That
         happens once; then all may begin anew.
@@ -253,6 +262,8 @@ class Remote:
             on_finished=on_finished,
             whereabouts=parts.whereabouts,
             ahead=ahead,
+            busy_s=self._settings.limits.step_timeout_s,
+            pid_of=self._pid_of,
         )
 
     def flight(self, parts: Components) -> GroupPlayer:
@@ -264,6 +275,8 @@ class Remote:
             version=lambda: self.engine.weight_version,
             heartbeat_s=self._settings.cluster.heartbeat_s,
             whereabouts=parts.whereabouts,
+            busy_s=self._settings.limits.step_timeout_s,
+            pid_of=self._pid_of,
         )
 
     def probes(self, trace: Trace) -> list[Trace]:

@@ -24,12 +24,16 @@ class Repairs:
         """A process is to be replaced, because of this fault; ``is_another``: one more of those that are gone
         at once, which count once. Raises NoRepair where that is one too many.
         """
-        if not is_another:
+        is_free = isinstance(fault, ProcessGone) and not fault.is_charged
+        if not is_another and not is_free:
             self._number = self._allowance.spend(fault)
         told = str(fault).partition("; ")[0]
-        self._notes.append(
-            f"{told}; replaced, repair {self._number} of {self._allowance.limit} within an hour"
-        )
+        counted = f", repair {self._number} of {self._allowance.limit} within an hour"
+        self._notes.append(f"{told}; replaced{'' if is_free else counted}")
+
+    def refund(self, num: int) -> None:
+        """The newest ``num`` repairs were the fault of a task: they do not count."""
+        self._allowance.refund(num)
 
     def count_process(self, gone: ProcessGone) -> None:
         """An engine or a rollout worker that died or was silent."""

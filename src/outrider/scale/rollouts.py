@@ -3,22 +3,27 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
 from outrider.errors import ConfigError, ProcessGone
+from outrider.rollout.faults import lost
 from outrider.rollout.hooks import Hook, Portable
 from outrider.rollout.loop_lag import largest
 from outrider.rollout.scheduler import Modes, RolloutReport
 from outrider.rollout.whereabouts import Whereabouts
-from outrider.scale.waiting import outcomes, silent, told
+from outrider.scale.vitals import cpu_seconds, last_place
+from outrider.scale.waiting import located, outcomes, silent, told
 from outrider.scale.worker import Beat, Job, Played
 from outrider.trace import Trace
 from outrider.train.overlap import Ahead
-from outrider.types import Task
+from outrider.types import Outcome, Task
 
 _BETWEEN_BEATS_S: Final = 1.0
+_BUSY_SHARE: Final = 0.05  # of one processor
+_MOST_BREAKS: Final = 2  # plays that end with a silent worker, before its groups are played one by one
+_MOST_DEATHS: Final = 4  # the same for workers that die, which others may have killed
 
 
 class Crew(Protocol):
@@ -40,6 +45,10 @@ class Crew(Protocol):
         """
         ...
 
+    def refund(self, num_repairs: int) -> None:
+        """These repairs were the fault of a task, which is masked: they are not counted."""
+        ...
+
 
 class RemoteRollouts:
     """See :class:`outrider.rollout.scheduler.Rollouts`. Hooks act as copies in the workers; those given here
@@ -59,8 +68,10 @@ class RemoteRollouts:
         on_finished: Callable[[int, int], None],
         whereabouts: Whereabouts,
         ahead: Ahead | None = None,
+        busy_s: float = 0.0,
+        pid_of: Callable[[str], int | None] = lambda name: None,
     ) -> None:
-        self._ahead = ahead
+        self._ahead, self._busy_s, self._pid_of = ahead, busy_s, pid_of
         self._ray, self._crew = ray, crew
         self._hooks, self._copied = hooks, portable(hooks)
         self._is_training, self._version = is_training, version
@@ -74,8 +85,8 @@ class RemoteRollouts:
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
     ) -> RolloutReport:
         """See :meth:`outrider.rollout.scheduler.Scheduler.run`. Where a process is gone or silent, another
-        one takes its place and the groups that it broke are played again, to the same bits. Raises
-        ClusterFault where that may not be.
+        one takes its place and the groups that it broke are played again, to the same bits. A group that
+        breaks its worker again and again is masked. Raises ClusterFault where that may not be.
         """
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
@@ -83,48 +94,67 @@ class RemoteRollouts:
         if len({len(one) for one in each}) > 1:
             raise ValueError("groups of one batch differ in size")
         jobs = self._jobs(tasks, each, training_step, continued=continued)
-        played: dict[int, Played] = {}
-        while missing := {number: job for number, job in jobs.items() if number not in played}:
-            gone = self._play(missing, played, num_owed=sum(map(len, each)))
+        # What is left for each worker to play, one part after the other.
+        left = {number: [Part(job)] for number, job in jobs.items()}
+        played: dict[int, list[Played]] = {number: [] for number in jobs}
+        while now := {number: parts[0] for number, parts in left.items() if parts}:
+            found, gone = self._play(now, played, num_owed=sum(map(len, each)))
             self._leave_if_given_up()
+            for number, one in found.items():
+                played[number].append(one)
+                del left[number][0]
+            broken = {number: part for number, part in now.items() if number not in found}
+            for number, part in broken.items():
+                part.note(gone.get(who(number)))
             if gone:
-                again = {number: job for number, job in jobs.items() if number not in played}
-                self._crew.replace(gone, num_groups=sum(len(job.tasks) for job in again.values()))
-                jobs |= {number: replace(job, is_again=True) for number, job in again.items()}
+                self._crew.replace(gone, num_groups=sum(len(part.job.tasks) for part in broken.values()))
+            for number, part in broken.items():
+                if part.is_lost:
+                    played[number].append(part.masked())
+                    self._crew.refund(part.num_charged)
+                left[number][:1] = part.again()
         if self._ahead is not None:
             self._ahead.ended()
-        self._num_spent |= {number: one.num_spent for number, one in played.items()}
+        self._num_spent |= {
+            number: job.num_spent + sum(one.num_spent - job.num_spent for one in played[number])
+            for number, job in jobs.items()
+        }
         # by worker, and not by who came to an end first
-        return self._merged({number: played[number] for number in jobs}, len(tasks))
+        return self._merged(played, len(tasks))
 
     def _play(
-        self, jobs: Mapping[int, Job], played: dict[int, Played], *, num_owed: int
-    ) -> dict[str, ProcessGone]:
-        """Let the workers play; ``played`` gets what they bring. The processes that are gone."""
-        workers = {who(number): self._crew.workers[number] for number in jobs}
-        calls = {who(number): workers[who(number)].run.remote(job) for number, job in jobs.items()}
+        self, parts: Mapping[int, "Part"], played: Mapping[int, Sequence[Played]], *, num_owed: int
+    ) -> tuple[dict[int, Played], dict[str, ProcessGone]]:
+        """Let the workers play: what they bring, and the processes that are gone."""
+        workers = {who(number): self._crew.workers[number] for number in parts}
+        calls = {who(number): workers[who(number)].run.remote(part.job) for number, part in parts.items()}
         if self._ahead is not None:
             self._ahead.sent()
-        num_before = sum(_num_rollouts(one) for one in played.values())
+        num_before = sum(_num_rollouts(one) for each in played.values() for one in each)
         beats = Beats(
             self._ray,
             workers,
             limit_s=self._heartbeat_s,
             whereabouts=self._whereabouts,
             on_ended=lambda num: self._on_finished(num_before + num, num_owed),
+            busy_s=self._busy_s,
+            pid_of=self._pid_of,
         )
         try:
-            found = outcomes(self._ray, calls, what="its rollouts", watch=partial(self._watch, beats))
+            outcome_of = outcomes(self._ray, calls, what="its rollouts", watch=partial(self._watch, beats))
         finally:
             beats.close()
+        found: dict[int, Played] = {}
         gone: dict[str, ProcessGone] = {}
-        for number in jobs:
-            outcome = found[who(number)]
-            if isinstance(outcome, ProcessGone):
-                gone[outcome.who] = outcome
+        for number in parts:
+            outcome = outcome_of[who(number)]
+            if not isinstance(outcome, ProcessGone):
+                found[number] = outcome
+            elif outcome.who == who(number) and not outcome.is_silent:
+                gone[outcome.who] = located(outcome, beats.place_of(outcome.who))
             else:
-                played[number] = outcome
-        return gone
+                gone[outcome.who] = outcome
+        return found, gone
 
     def _watch(self, beats: "Beats") -> Mapping[str, ProcessGone]:
         self._leave_if_given_up()
@@ -162,18 +192,22 @@ class RemoteRollouts:
             begin += len(mine)
         return jobs
 
-    def _merged(self, played: Mapping[int, Played], num_groups: int) -> RolloutReport:
+    def _merged(self, played: Mapping[int, Sequence[Played]], num_groups: int) -> RolloutReport:
         size = len(self._crew.workers)
-        traces: list[Trace] = [
-            played[group % size].report.traces[group // size] for group in range(num_groups)
-        ]
-        for one in played.values():
+        traces_of = {
+            number: [trace for one in each for trace in one.report.traces] for number, each in played.items()
+        }
+        traces: list[Trace] = [traces_of[group % size][group // size] for group in range(num_groups)]
+        ended = [one for each in played.values() for one in each]
+        for one in ended:
+            if one.gathered is None:  # masked
+                continue
             for copied, gathered in zip(self._copied, one.gathered, strict=True):
                 copied.absorb(gathered)
         for trace in traces:
             for hook in self._hooks:
                 hook.after_group(trace)
-        reports = [one.report for one in played.values()]
+        reports = [one.report for one in ended]
         return RolloutReport(
             traces=traces,
             num_batches=max((one.num_batches for one in reports), default=0),
@@ -182,6 +216,87 @@ class RemoteRollouts:
             fault_reasons=tuple(reason for one in reports for reason in one.fault_reasons),
             loop_lag_s=largest([one.loop_lag_s for one in reports]),
         )
+
+
+@dataclass(slots=True)
+class Part:
+    """Groups that a worker plays at a time. Those that break it again and again are played one by one, and
+    one that breaks it alone is masked: its task would otherwise end the run, after each resume again.
+    """
+
+    job: Job
+    is_alone: bool = False
+    num_breaks: int = 0
+    num_charged: int = 0
+    faults: list[ProcessGone] = field(default_factory=list)
+
+    def note(self, fault: ProcessGone | None) -> None:
+        """The worker broke with this fault; None: another process did."""
+        self.job = replace(self.job, is_again=True)
+        if fault is None:
+            return
+        self.num_breaks += 1
+        self.faults.append(fault)
+        # Whoever breaks silently does so by what its task computes: that is not the cluster's fault.
+        fault.is_charged = not self.is_alone and self.num_breaks <= (
+            1 if fault.is_silent else _MOST_DEATHS - 1
+        )
+        self.num_charged += fault.is_charged
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it broke the worker too often to be played like this once more."""
+        most = _MOST_BREAKS if self.faults and self.faults[-1].is_silent else _MOST_DEATHS
+        return bool(self.num_breaks) and (self.is_alone or self.num_breaks >= most)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its one group is not played again."""
+        return self.is_spent and len(self.job.tasks) == 1
+
+    def again(self) -> list["Part"]:
+        """What is played now: nothing, each group alone, or all at a time."""
+        if not self.is_spent:
+            return [self]
+        if self.is_lost:
+            return []
+        begin, end, total = self.job.calls
+        is_shared = end - begin == len(self.job.tasks)
+        return [
+            Part(
+                replace(
+                    self.job,
+                    tasks=[task],
+                    modes=[modes],
+                    calls=(begin + index, begin + index + 1, total) if is_shared else self.job.calls,
+                ),
+                is_alone=True,
+            )
+            for index, (task, modes) in enumerate(zip(self.job.tasks, self.job.modes, strict=True))
+        ]
+
+    def masked(self) -> Played:
+        """The group without its rollouts."""
+        return masked_group(self.job, self.faults[-1], num_spent=self.job.num_spent)
+
+
+def masked_group(job: Job, fault: ProcessGone, *, num_spent: int = 0) -> Played:
+    """A group whose rollouts are all lost, because it breaks the worker that plays it."""
+    [task], [modes] = job.tasks, job.modes
+    reason = str(fault).partition("; ")[0]
+    detail = f"not played again, because it breaks its rollout worker: {reason}"
+    trace = Trace(task=task, modes=tuple(modes))
+    for rollout in range(len(modes)):
+        trace.finish(lost(rollout, Outcome.ENVIRONMENT_FAULT, detail))
+    trace.number_by_rollout()
+    report = RolloutReport(
+        traces=[trace],
+        num_batches=0,
+        num_retries=0,
+        faults=Counter({Outcome.ENVIRONMENT_FAULT.value: len(modes)}),
+        fault_reasons=(f"{Outcome.ENVIRONMENT_FAULT.value} in {task.key}: {detail}",),
+    )
+    return Played(report=report, gathered=None, num_spent=num_spent)
 
 
 def _num_rollouts(played: Played) -> int:
@@ -205,9 +320,24 @@ def portable(hooks: Sequence[Hook]) -> list[Portable]:
     return [hook for hook in hooks if isinstance(hook, Portable)]
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A heartbeat that was asked for at ``since``, and the processor time that the worker had used at
+    ``looked``.
+    """
+
+    reference: Any
+    since: float
+    looked: float
+    cpu_s: float | None
+
+
 class Beats:
     """Asks every worker how far it is, again and again; called while its rollouts are waited for, it names
     those that are silent.
+
+    A worker that does not answer but uses the processor is in a call that holds the interpreter's lock (a
+    regular expression, computer algebra): it is silent only ``busy_s`` later.
     """
 
     def __init__(
@@ -218,10 +348,13 @@ class Beats:
         limit_s: float,
         whereabouts: Whereabouts,
         on_ended: Callable[[int], None],
+        busy_s: float = 0.0,
+        pid_of: Callable[[str], int | None] = lambda name: None,
     ) -> None:
         self._ray, self._workers, self._limit_s = ray, workers, limit_s
         self._whereabouts, self._on_ended = whereabouts, on_ended
-        self._asked: dict[str, tuple[Any, float]] = {}
+        self._busy_s, self._pid_of = busy_s, pid_of
+        self._asked: dict[str, _Asked] = {}
         self._known: dict[str, Beat] = {}
         self._silent: dict[str, ProcessGone] = {}
         self._num_told = 0
@@ -232,21 +365,41 @@ class Beats:
             if name in self._silent:
                 continue
             if name not in self._asked:
-                self._asked[name] = worker.beat.remote(), time.monotonic()
+                now = time.monotonic()
+                self._asked[name] = _Asked(worker.beat.remote(), now, now, self._cpu_s(name))
                 continue
-            reference, since = self._asked[name]
-            ready, _ = self._ray.wait([reference], timeout=0)
-            waited = time.monotonic() - since
-            if ready and waited >= _BETWEEN_BEATS_S:
-                self._take(name, reference)
+            asked = self._asked[name]
+            ready, _ = self._ray.wait([asked.reference], timeout=0)
+            now = time.monotonic()
+            if ready and now - asked.since >= _BETWEEN_BEATS_S:
+                self._take(name, asked.reference)
                 del self._asked[name]
-            elif not ready and waited > self._limit_s:
-                self._silent[name] = silent(name, "a heartbeat", self._limit_s, "cluster.heartbeat_s")
+            elif not ready and now - asked.looked > self._limit_s and not self._is_busy(name, asked, now):
+                gone = silent(name, "a heartbeat", self._limit_s, "cluster.heartbeat_s")
+                self._silent[name] = located(gone, self.place_of(name))
         num_ended = sum(beat.num_ended for beat in self._known.values())
         if num_ended > self._num_told:
             self._num_told = num_ended
             self._on_ended(num_ended)
         return self._silent
+
+    def _is_busy(self, name: str, asked: _Asked, now: float) -> bool:
+        used = self._cpu_s(name)
+        if used is None or asked.cpu_s is None or now - asked.since > self._limit_s + self._busy_s:
+            return False
+        is_busy = used - asked.cpu_s > _BUSY_SHARE * (now - asked.looked)
+        asked.looked, asked.cpu_s = now, used
+        return is_busy
+
+    def _cpu_s(self, name: str) -> float | None:
+        pid = self._pid_of(name)
+        return None if pid is None else cpu_seconds(pid)
+
+    def place_of(self, name: str) -> str | None:
+        """Task and place that a worker was last seen at."""
+        pid = self._pid_of(name)
+        beat = self._known.get(name)
+        return (None if pid is None else last_place(pid)) or (None if beat is None else beat.place)
 
     def _take(self, name: str, reference: Any) -> None:
         try:

@@ -72,6 +72,16 @@ def silent(who: str, what: str, limit_s: float, setting: str) -> ProcessGone:
     )
 
 
+def located(gone: ProcessGone, place: str | None) -> ProcessGone:
+    """The same error with the task and the place that the process was last seen at."""
+    if not place:
+        return gone
+    fault, separator, rest = str(gone).partition("; ")
+    return ProcessGone(
+        f"{fault}, last seen at {place.replace('; ', ', ')}{separator}{rest}", gone.who, gone.is_silent
+    )
+
+
 def _got(ray: Any, reference: Any, who: str, what: str) -> Any:
     try:
         return ray.get(reference)

@@ -22,10 +22,10 @@ from outrider.plugins.record import server_digests
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Portable
 from outrider.rollout.scheduler import RolloutReport, Scheduler
-from outrider.rollout.whereabouts import Whereabouts
 from outrider.scale.engine import RemoteEngine
 from outrider.scale.flight_worker import FlightEngine, Room
 from outrider.scale.recipe import Recipe
+from outrider.scale.vitals import RecordedWhereabouts
 from outrider.train.building import make_algorithm
 from outrider.train.components import Components, token_counter
 from outrider.train.rendering import make_renderer
@@ -86,11 +86,12 @@ class Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
     """The groups of a job, what the copies of the hooks have gathered, and the calls that the worker has
-    spent of its part of the batch's cap, where there is one; ``seconds`` it took.
+    spent of its part of the batch's cap, where there is one; ``seconds`` it took. ``gathered`` is None for a
+    group that is masked because it breaks its worker.
     """
 
     report: RolloutReport
-    gathered: list[Any]
+    gathered: list[Any] | None
     num_spent: int = 0
     seconds: float = 0.0
 
@@ -112,7 +113,7 @@ class RolloutWorker:
     def __init__(self, number: int, engines: Sequence[Any]) -> None:
         self._number, self._engines = number, list(engines)
         self._is_built = False
-        self._whereabouts = Whereabouts()
+        self._whereabouts = RecordedWhereabouts()
         self._num_ended = 0
         self._idle: list[Algorithm] = []  # with copies of the hooks, for groups of :meth:`play`
         self._leaves = threading.Event()

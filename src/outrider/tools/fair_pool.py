@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
+from outrider.tools.call_clock import CallAbandoned, is_abandoned, uncounted
+
 ItemT = TypeVar("ItemT")
 
 
@@ -23,6 +25,9 @@ class FairPool(Generic[ItemT]):
     def take(self) -> ItemT:
         """An item for this thread alone; waits behind all who asked before. Give it back with
         :meth:`give`.
+
+        The wait is not part of the time limit of an environment's call. Raises CallAbandoned if nobody waits
+        for that call any more.
         """
         turn: _Turn[ItemT] = _Turn()
         try:
@@ -30,7 +35,10 @@ class FairPool(Generic[ItemT]):
                 if self._idle and not self._waiting:
                     return self._idle.pop()
                 self._waiting.append(turn)
-            turn.came.wait()
+            with uncounted(turn.came.set):
+                turn.came.wait()
+            if is_abandoned():
+                raise CallAbandoned
         except BaseException:  # interrupted: leave the line, or pass on what was handed over just now
             with self._lock:
                 if turn in self._waiting:

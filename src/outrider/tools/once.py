@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from outrider.tools.call_clock import CallAbandoned, is_abandoned, uncounted
+
 ValueT = TypeVar("ValueT")
 
 
@@ -21,7 +23,19 @@ class Once(Generic[ValueT]):
         return len(self._kept)
 
     def get(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
-        """The value of a key, made by the first who asks; the others wait for it, or for its exception."""
+        """The value of a key, made by the first who asks; the others wait for it, or for its exception.
+
+        Their wait is not part of the time limit of an environment's call. If the first one's call is
+        abandoned, the next one makes the value.
+        """
+        while True:
+            try:
+                return self._get(key, make)
+            except CallAbandoned:
+                if is_abandoned():
+                    raise
+
+    def _get(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -32,7 +46,8 @@ class Once(Generic[ValueT]):
                 if len(self._kept) > self._size:
                     self._kept.popitem(last=False)
         if found is not None:
-            return found.result()
+            with uncounted():
+                return found.result()
         try:
             value = make()
         except BaseException as error:

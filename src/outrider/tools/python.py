@@ -9,6 +9,7 @@ from typing import Literal, Self, TypeAlias, cast
 from outrider.config import NONE
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable
 from outrider.tools import sandbox, sandbox_mounts
+from outrider.tools.call_clock import uncounted
 from outrider.tools.fair_pool import FairPool
 from outrider.tools.python_process import ServerLost, ServerProcess
 
@@ -136,7 +137,9 @@ class PythonTool:
         try:
             if self._closed:
                 raise ToolFault("python tool: closed")
-            status, seconds, output = self._call(server, code.encode("utf-8", "surrogatepass"))
+            # What the code takes is limited by the tool, and is not the time of an environment's call.
+            with uncounted():
+                status, seconds, output = self._call(server, code.encode("utf-8", "surrogatepass"))
         finally:
             self._servers.give(server)
         if status == "fault":

@@ -4,8 +4,9 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,6 +19,7 @@ from outrider.config import Settings
 from outrider.errors import DataError, ToolUnavailable
 from outrider.records import read_rows
 from outrider.tools.base import ToolContext, ToolOutput
+from outrider.types import Json
 
 if TYPE_CHECKING:  # its import is slow, and settings are read without an index
     import bm25s
@@ -26,7 +28,14 @@ EMPTY_QUERY = "The search query is empty."
 NO_HITS = "No search results."
 _CUT_MARK = "..."
 # Part of the cache key: raise it whenever terms() or the BM25 parameters change.
-_INDEX_FORMAT = 1
+_INDEX_FORMAT = 2
+# Thai, Lao, Tibetan, Burmese, Hangul, Khmer, Tai scripts, Balinese, Japanese, Chinese, Yi, Javanese.
+_BLOCKS = (
+    "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f"
+    "\u3005-\u3007\u303b\u3040-\u318f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua000-\ua4cf\ua960-\ua9df"
+    "\ua9e0-\ua9ff\uaa60-\uaadf\uac00-\ud7ff\uf900-\ufaff\U0001b000-\U0001b16f\U00020000-\U0003ffff"
+)
+_UNSPACED = re.compile(f"[{_BLOCKS}][{_BLOCKS}\u200b-\u200d\u2060\ufeff\u00ad]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +115,11 @@ class SearchTool:
 
     def run(self, query: str) -> SearchResult:
         """Search once. An empty query or one without hits returns no passages and a text that says so."""
-        words = terms(query)
+        words = query_terms(query)
         if not words:
             return SearchResult(passages=(), scores=(), text=EMPTY_QUERY)
-        vocabulary = self._index.vocab_dict
-        # Sorted, so that float32 sums and therefore ties do not depend on the order of the words.
-        ids = sorted(vocabulary[word] for word in words if word in vocabulary)
+        # Single characters of words that no passage has: better than nothing.
+        ids = self._known(words) or self._known(terms(query))
         if not ids:
             return SearchResult(passages=(), scores=(), text=NO_HITS)
         scores = self._index.get_scores_from_ids(ids)
@@ -125,6 +133,11 @@ class SearchTool:
             num_cut=sum(cut for _, cut in rendered),
         )
 
+    def _known(self, words: Sequence[str]) -> list[int]:
+        vocabulary = self._index.vocab_dict
+        # Sorted, so that float32 sums and therefore ties do not depend on the order of the words.
+        return sorted(vocabulary[word] for word in words if word in vocabulary)
+
     def run_text(self, text: str) -> ToolOutput:
         """The tool contract: only the rendering."""
         return ToolOutput(text=self.run(text).text)
@@ -134,24 +147,78 @@ class SearchTool:
 
 
 def load_passages(path: Path) -> list[Passage]:
-    """Passages of a JSONL or Parquet file with the columns ``id``, ``title`` and ``text``; raises
-    DataError.
+    """Passages of a JSONL or Parquet file with the columns ``id``, ``text`` and, if there is one, ``title``,
+    which may be null or empty. Raises DataError.
     """
     passages: dict[str, Passage] = {}
     for row in read_rows(path):
-        passage = Passage(passage_id=str(row.get("id")), title=str(row.get("title")), text=row.text("text"))
+        if row.get("id") is None:
+            raise DataError(f"{row.place}: column 'id' is null")
+        title = title_of(row.values.get("title"))
+        passage = Passage(passage_id=str(row.get("id")), title=title, text=row.text("text"))
         if passage.passage_id in passages:
             raise DataError(f"{row.place}: duplicate passage id {passage.passage_id!r}")
         passages[passage.passage_id] = passage
     return list(passages.values())
 
 
+def title_of(value: Json) -> str:
+    """The title in a row; empty for none: null, a blank string, or the missing number of a data frame."""
+    is_missing = value is None or value != value
+    return "" if is_missing or not str(value).strip() else str(value)
+
+
 def terms(text: str) -> list[str]:
     """Index terms: letter and digit runs without accents, case folded. Stop words stay, their weight is near
     zero.
+
+    Scripts without blanks between words, and Korean, whose words carry their particles, give every character
+    and every pair of neighbours.
     """
+    return _terms(text, lambda characters: [*characters, *_pairs(characters)])
+
+
+def query_terms(text: str) -> list[str]:
+    """Terms to look up: as :func:`terms`, but single characters only if they stand alone."""
+    return _terms(text, lambda characters: _pairs(characters) or characters)
+
+
+def _terms(text: str, of_run: Callable[[list[str]], list[str]]) -> list[str]:
+    composed = unicodedata.normalize("NFKC", text)
+    found: list[str] = []
+    end = 0
+    for match in _UNSPACED.finditer(composed):
+        found += _words(composed[end : match.start()])
+        end = match.end()
+        for run in _runs(match[0]):
+            found += of_run(run)
+    return found + _words(composed[end:] if end else text)
+
+
+def _words(text: str) -> list[str]:
     folded = unicodedata.normalize("NFKD", text).casefold()
     return re.findall(r"[^\W_]+", "".join(c for c in folded if not unicodedata.combining(c)))
+
+
+def _runs(text: str) -> Iterator[list[str]]:
+    """Letters with the marks that belong to them, up to the next punctuation."""
+    run: list[str] = []
+    for character in text:
+        kind = unicodedata.category(character)
+        if kind[0] in "LN":
+            run.append(character)
+        elif kind[0] == "M" and run:
+            run[-1] += character
+        elif kind != "Cf" and kind[0] != "M":  # Cf: a permitted line break inside a word
+            if run:
+                yield run
+            run = []
+    if run:
+        yield run
+
+
+def _pairs(characters: Sequence[str]) -> list[str]:
+    return [first + second for first, second in pairwise(characters)]
 
 
 def corpus_hash(passages: Sequence[Passage]) -> str:
@@ -175,7 +242,8 @@ def _render(passage: Passage, config: SearchConfig) -> tuple[str, bool]:
     """``title: text`` on one line, and whether it had to be cut."""
     max_chars = config.max_chars
     shown_id = f"[{passage.passage_id}] " if config.show_ids else ""
-    line = " ".join(f"{shown_id}{passage.title}: {passage.text}".split())
+    title = f"{passage.title}: " if passage.title.strip() else ""
+    line = " ".join(f"{shown_id}{title}{passage.text}".split())
     if len(line) <= max_chars:
         return line, False
     kept = line[: max_chars - len(_CUT_MARK)]

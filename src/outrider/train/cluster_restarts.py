@@ -35,6 +35,11 @@ class Allowance:
         self._times.append(now)
         return len(self._times)
 
+    def refund(self, num: int) -> None:
+        """The newest ``num`` repairs do not count."""
+        for _ in range(min(num, len(self._times))):
+            self._times.pop()
+
 
 def restarted(begin: Begin, *, allowance: Allowance, stop: Event, note: Callable[[str], None]) -> None:
     """``begin`` sets a run up, given the number of restarts so far and what closes its parts, and returns

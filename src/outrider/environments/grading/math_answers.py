@@ -17,6 +17,7 @@ from outrider.environments.grading.math_pool import math_pool
 from outrider.environments.grading.math_text import one_spelling, split_unit
 
 MAX_CHARS = 200
+_MAX_REWRITTEN_CHARS = 2000  # longer texts are compared as they are, in time proportional to their length
 _MAX_EXPONENT = 1000
 _MAX_GROUP_EXPONENT = 30
 _MAX_TERMS = 2000  # of the expanded power of a group, by the number of symbols in it
@@ -50,8 +51,8 @@ def compare_math(prediction: str, gold: str) -> Verdict:
 
     Two numbers with different units are different; where one of them has none, the numbers decide. Answers
     that hold a word are compared as text and sign by sign: as products of letters "Paris" and "pairs" would
-    be equal. Raises EnvironmentFault when the grading processes cannot be kept up; whatever the answers are,
-    they raise nothing.
+    be equal. Raises EnvironmentFault when the grading processes cannot be kept up; no answer raises
+    anything. An answer that is too slow to evaluate is undecided.
     """
     return compare_all(prediction, (gold,))[0]
 
@@ -68,6 +69,8 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     """The verdict, where the texts alone give it; else what is to be evaluated."""
     if not prediction.strip() or not gold.strip():
         return Verdict.DIFFERENT
+    if max(len(prediction), len(gold)) > _MAX_REWRITTEN_CHARS:
+        return _by_long_text(prediction, gold)
     (predicted, its_unit), (expected, unit) = (split_unit(one_spelling(text)) for text in (prediction, gold))
     if its_unit and unit and its_unit != unit:
         return Verdict.DIFFERENT
@@ -79,6 +82,14 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     if _has_word(predicted) or _has_word(expected):
         return Verdict.EQUAL if _is_same_wording(predicted, expected) else Verdict.DIFFERENT
     return (predicted, expected) if _is_safe(predicted) and _is_safe(expected) else Verdict.UNDECIDED
+
+
+def _by_long_text(prediction: str, gold: str) -> Verdict:
+    if _is_same_text(prediction, gold):
+        return Verdict.EQUAL
+    if _has_word(prediction) or _has_word(gold):
+        return Verdict.EQUAL if _is_same_wording(prediction, gold) else Verdict.DIFFERENT
+    return Verdict.UNDECIDED
 
 
 def _is_same_text(left: str, right: str) -> bool:

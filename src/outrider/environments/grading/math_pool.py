@@ -9,12 +9,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from outrider.environments.grading.math_worker import WALL_SECONDS
+from outrider.environments.grading.math_worker import ALIVE, STALL_SECONDS
 from outrider.errors import EnvironmentFault
+from outrider.tools.call_clock import uncounted
 from outrider.tools.fair_pool import FairPool
+from outrider.tools.once import Once
 
-_NUM_PROCESSES = 2
+_NUM_PROCESSES = max(2, min(8, (os.cpu_count() or 1) // 4))  # a process starts only if all others are busy
+_MAX_VERDICTS = 65_536
 _CPU_SECONDS = 5  # of a pair; the slowest of the vectors takes 0.3
 _START_SECONDS = 300.0  # a cold disk
 # The worker must be of the same source tree as this module, whatever else is installed.
@@ -53,18 +57,25 @@ class MathPool:
     def __init__(self, num_processes: int = _NUM_PROCESSES, cpu_seconds: int = _CPU_SECONDS) -> None:
         self._num_processes = num_processes
         self._workers = FairPool([_Worker(cpu_seconds) for _ in range(num_processes)])
+        self._verdicts: Once[bool | None] = Once(_MAX_VERDICTS)
 
     def same_values(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """For every pair whether its values are equal; None where that cannot be decided within the limits.
+        """For every pair whether its values are equal; None if that cannot be decided within the limits.
 
-        Raises EnvironmentFault when a process cannot be started or is lost twice in a row.
+        Equal pairs are evaluated once, whoever asks. Neither the wait nor the evaluation, which has limits of
+        its own, is part of the time limit of an environment's call. Raises EnvironmentFault when a process
+        cannot be started or is lost twice in a row.
         """
+        return [self._verdicts.get(pair, functools.partial(self._evaluate, pair)) for pair in pairs]
+
+    def _evaluate(self, pair: tuple[str, str]) -> bool | None:
         worker = self._workers.take()
         try:
-            try:
-                return worker.ask(pairs)
-            except (OSError, ValueError):
-                return worker.ask(pairs)
+            with uncounted():
+                try:
+                    return worker.ask([pair])[0]
+                except (OSError, ValueError):
+                    return worker.ask([pair])[0]
         except (OSError, ValueError) as error:
             raise EnvironmentFault(f"math grading: the process was lost twice: {error}") from error
         finally:
@@ -93,13 +104,14 @@ class _Worker:
             assert process.stdin is not None
             process.stdin.write(json.dumps(pairs).encode() + b"\n")
             process.stdin.flush()
-            verdicts = _line(process, (WALL_SECONDS + 10) * len(pairs))
+            while (verdicts := _line(process, 2 * STALL_SECONDS)) == ALIVE:
+                pass
             done = True
         finally:
             # also when this thread was interrupted: a late answer must not become that of the next call
             if not done:
                 self.stop()
-        return verdicts
+        return list(verdicts)
 
     def _started(self) -> "subprocess.Popen[bytes]":
         if self._process is None:
@@ -126,12 +138,11 @@ class _Worker:
         self._process = None
 
 
-def _line(process: "subprocess.Popen[bytes]", seconds: float) -> list[bool | None]:
+def _line(process: "subprocess.Popen[bytes]", seconds: float) -> Any:
     """The next line of the process, which comes as a whole. TimeoutError, or ValueError when it has ended."""
     assert process.stdout is not None
     ready = select.poll()
     ready.register(process.stdout, select.POLLIN)
     if not ready.poll(1000 * seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
-    found = json.loads(process.stdout.readline())
-    return list(found)
+    return json.loads(process.stdout.readline())

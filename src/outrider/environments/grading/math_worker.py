@@ -1,10 +1,11 @@
 """The grading process: loads the algebra system once, and forks a child that evaluates pairs until one of
 them kills it.
 
-Lines of JSON on standard input and output: a list of pairs of texts in, a list of true, false or null
+Lines of JSON on standard input and output: a list of pairs of texts in; a list of true, false or null
 (undecided) out. The first line out is ``[]``: ready. The limit of a pair is one of processor time, which the
-kernel keeps even inside one call of C, so that a verdict does not depend on what else the machine does; the
-limit of wall time is far above it.
+kernel keeps even inside one call of C, so that a verdict does not depend on what else the machine does. There
+is no limit of wall time: ``"alive"`` is written now and then while the child uses the processor, and a child
+that does not is a fault of the machine.
 """
 
 import json
@@ -16,11 +17,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from outrider.tools.sandbox import die_with_parent
 
-WALL_SECONDS = 60.0
+STALL_SECONDS: Final = 60.0
+ALIVE: Final = "alive"
 _MEMORY_BYTES = 1 << 30  # beyond what is mapped at the start
 _Comparison = Callable[[str, str], bool]
 _VERDICTS = {b"1": True, b"0": False, b"?": None}
@@ -47,19 +49,26 @@ def main(parent: int, cpu_seconds: int) -> None:
             break
         verdicts: list[bool | None] = []
         for left, right in json.loads(line):
-            child = child or _Child(cpu_seconds, is_same_value)
-            verdict = child.ask(left, right)
-            verdicts.append(_VERDICTS.get(verdict))
-            if not verdict:
-                child.end()
+            verdict = b""
+            # A child that was ended by anything but its time limit (memory that earlier pairs have used, the
+            # kernel's killer) has a successor, which evaluates the pair once more.
+            for _ in range(2):
+                child = child or _Child(cpu_seconds, is_same_value)
+                verdict = child.ask(left, right)
+                if verdict:
+                    break
+                ended_by = child.end()
                 child = None
+                if ended_by == signal.SIGPROF:
+                    break
+            verdicts.append(_VERDICTS.get(verdict))
         _say(verdicts)
     if child is not None:
         child.end()
 
 
-def _say(verdicts: list[bool | None]) -> None:
-    sys.stdout.buffer.write(json.dumps(verdicts).encode() + b"\n")
+def _say(line: object) -> None:
+    sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -75,19 +84,28 @@ class _Child:
         theirs.close()
 
     def ask(self, left: str, right: str) -> bytes:
-        """The verdict; empty when the child ended, or did not end its work in time."""
-        self._socket.settimeout(WALL_SECONDS)
+        """The verdict; empty when the child ended. Raises TimeoutError when it neither ends nor works."""
+        self._socket.settimeout(STALL_SECONDS)
+        used = -1
         try:
             self._socket.send(json.dumps([left, right]).encode())
-            return self._socket.recv(16)
-        except OSError:
+            while True:
+                try:
+                    return self._socket.recv(16)
+                except TimeoutError:
+                    used, before = _cpu_ticks(self._pid), used
+                    if used == before:
+                        raise
+                    _say(ALIVE)
+        except ConnectionError:
             return b""
 
-    def end(self) -> None:
-        """Kill it, whatever it does."""
-        os.kill(self._pid, 9)
-        os.waitpid(self._pid, 0)
+    def end(self) -> int:
+        """Kill it, whatever it does; the number of the signal that ended it."""
+        os.kill(self._pid, signal.SIGKILL)
+        _, status = os.waitpid(self._pid, 0)
         self._socket.close()
+        return -os.waitstatus_to_exitcode(status)
 
 
 def _evaluate(pairs: socket.socket, cpu_seconds: int, is_same_value: _Comparison) -> NoReturn:
@@ -103,6 +121,8 @@ def _evaluate(pairs: socket.socket, cpu_seconds: int, is_same_value: _Comparison
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             verdict = _verdict(left, right, is_same_value)
             signal.setitimer(signal.ITIMER_PROF, 0)
+            if not verdict:
+                break
             pairs.send(verdict)
     finally:
         os._exit(0)
@@ -111,12 +131,21 @@ def _evaluate(pairs: socket.socket, cpu_seconds: int, is_same_value: _Comparison
 def _verdict(left: str, right: str, is_same_value: _Comparison) -> bytes:
     try:
         return b"1" if is_same_value(left, right) else b"0"
-    except Exception:  # an exhausted stack or memory, or a fault of the library: no verdict
+    except MemoryError:  # a fresh process has more of it
+        return b""
+    except Exception:  # an exhausted stack, or a fault of the library: no verdict
         return b"?"
 
 
 def _limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
+
+
+def _cpu_ticks(pid: int) -> int:
+    """Processor time that a process has used, in ticks of the kernel."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def _mapped_bytes() -> int:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import DataError
+from outrider.memory.steps.database import connect
+from outrider.memory.steps.format import check_schema
 
 _AT: Final = """
     FROM steps s JOIN trajectories t ON t.trajectory_row = s.trajectory_row
@@ -38,7 +40,8 @@ def steps_at(path: Path, revision: int, words: str, *, limit: int) -> tuple[int,
 
 def _read(path: Path, query: str, given: tuple[object, ...]) -> list[tuple[Any, ...]]:
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        with closing(connect(path, writable=False)) as db:
+            check_schema(path, db)
             return db.execute(query, given).fetchall()
     except sqlite3.Error as error:
         raise DataError(f"{path.name} cannot be read: {error}") from error

@@ -28,6 +28,19 @@ def copy_database(source: Path, target: Path) -> None:
         db.backup(copy)
 
 
+def connect(path: Path, *, writable: bool) -> sqlite3.Connection:
+    """A connection in autocommit mode for any thread. ``path`` may be anybody's file: its schema runs no
+    functions that could do harm. Raises sqlite3.Error; DataError if there is something else than a file.
+    """
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: not a file")
+    # A reader opens read-only: it must not make the file that it misses.
+    uri = f"{path.resolve().as_uri()}?mode={'rwc' if writable else 'ro'}"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0)
+    db.execute("PRAGMA trusted_schema = OFF")
+    return db
+
+
 class Database:
     """A connection in autocommit mode; a writable one creates the file and uses a write-ahead log.
 
@@ -41,11 +54,7 @@ class Database:
         # Reentrant: a guarded call may make another one.
         self._lock = threading.RLock()
         with self._our_errors():
-            # A reader opens read-only: it must not make the file that it misses.
-            uri = f"{path.resolve().as_uri()}?mode={'rwc' if writable else 'ro'}"
-            self.db = sqlite3.connect(
-                uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
-            )
+            self.db = connect(path, writable=writable)
             if writable:
                 self.db.execute("PRAGMA journal_mode = WAL")
                 # A crash of the process loses nothing; StepStore.flush forces what a checkpoint counts on.

@@ -2,7 +2,11 @@
 to prove.
 """
 
+import contextlib
+import functools
+import sqlite3
 from pathlib import Path
+from typing import Final
 
 from outrider.errors import BufferCorrupt, ConfigError, DataError
 from outrider.memory.steps.checksums import COUNTERS, seal_counters
@@ -13,6 +17,7 @@ FORMAT_VERSION = 2
 _READ = (1, 2)
 
 _APPLICATION_ID = 0x4F535442
+_STATISTICS: Final = frozenset({"sqlite_stat1", "sqlite_stat4"})  # of ANALYZE, written by SQLite alone
 # A file keeps this text letter by letter: a long line is continued, not broken.
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -51,6 +56,44 @@ def is_blank(path: Path) -> bool:
         database.close()
 
 
+def check_schema(path: Path, db: sqlite3.Connection) -> None:
+    """Check that the file has our tables and indexes and nothing else, before anything is read from them.
+
+    A view in a table's place may have no end, and triggers, checks, generated columns and expressions run
+    whatever their author likes whenever a row is read or written. Raises DataError for a database that is no
+    step-trace buffer and BufferCorrupt for the first object that is not ours.
+    """
+    if db.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
+        raise DataError(f"{path}: not a step-trace buffer")
+    found = {
+        name: (kind, _one_spelling(sql))
+        # a catalogue of another shape is damage, which SQLite reports itself
+        for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_master")
+        if name not in _STATISTICS
+    }
+    expected = _expected_schema()
+    for name, (kind, _) in sorted(found.items(), key=lambda item: str(item[0])):
+        if found[name] != expected.get(name):
+            raise BufferCorrupt(
+                f"{path}: refused: the {kind} {str(name)[:80]!r} is not one that Outrider writes into a "
+                "step-trace buffer"
+            )
+    if missing := sorted(expected.keys() - found.keys()):
+        raise BufferCorrupt(f"{path}: damaged: {missing[0]} is missing")
+
+
+@functools.cache
+def _expected_schema() -> dict[str, tuple[str, str]]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(_SCHEMA)
+        rows = db.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    return {name: (kind, _one_spelling(sql)) for kind, name, sql in rows}
+
+
+def _one_spelling(sql: object) -> str:
+    return " ".join(str(sql).split())
+
+
 def check_file(path: Path, *, embedder: str, dim: int) -> bool:
     """Verify an existing file through a read-only connection, so that a damaged one is left as it is.
 
@@ -60,8 +103,7 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
     database = Database(path, writable=False)
     try:
         with database.guard() as db:
-            if db.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
-                raise DataError(f"{path}: not a step-trace buffer")
+            check_schema(path, db)
             problem = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if problem != "ok":
                 raise BufferCorrupt(f"{path}: damaged: {' '.join(str(problem).split())}")

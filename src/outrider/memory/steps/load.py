@@ -55,6 +55,7 @@ def load_all(database: Database, *, dim: int) -> Loaded:
         revision, generation = int(meta(database, "revision")), int(meta(database, "generation"))
         tasks: dict[str, int] = {}
         trajectories: dict[int, tuple[int, int, int, float]] = {}
+        spans: dict[int, tuple[int, int]] = {}
         query = f"SELECT {TRAJECTORY_COLUMNS} FROM trajectories ORDER BY trajectory_row"
         for row, added, removed, reward, crc, num_tokens, first, num_steps, *texts in db.execute(query):
             written = trajectory_checksum(
@@ -63,6 +64,7 @@ def load_all(database: Database, *, dim: int) -> Loaded:
             )  # fmt: skip
             if crc != written:
                 raise BufferCorrupt(f"{path}: trajectory {row} fails its checksum")
+            spans[row] = (first, num_steps)
             trajectories[row] = (tasks.setdefault(texts[0], len(tasks)), added, removed, reward)
         num_steps, num_trajectories = (
             int(meta(database, "num_steps")),
@@ -78,7 +80,18 @@ def load_all(database: Database, *, dim: int) -> Loaded:
         rows = np.empty(num_steps, ROW_DTYPE)
         vectors = np.empty((num_steps, dim), np.float32)
         _load_steps(database, file_format, trajectories, rows, vectors)
+        _check_spans(path, rows, spans)
     return Loaded(rows=rows, vectors=vectors, tasks=tasks, revision=revision, generation=generation)
+
+
+def _check_spans(path: Path, rows: NDArray[np.void], spans: dict[int, tuple[int, int]]) -> None:
+    """A trajectory's numbers of steps are followed later without a look at the steps themselves."""
+    owners, first_rows, counts = np.unique(rows["trajectory"], return_index=True, return_counts=True)
+    found = zip(rows["step_id"][first_rows].tolist(), counts.tolist(), strict=True)
+    steps_of = dict(zip(owners.tolist(), found, strict=True))
+    for row, (first, num_steps) in spans.items():
+        if steps_of.get(row, (first, 0)) != (first, num_steps):
+            raise BufferCorrupt(f"{path}: trajectory {row} does not have the steps that were written")
 
 
 @contextmanager

@@ -8,8 +8,9 @@ import httpx2
 from outrider.engines.chat.http_client import AnswerTooLarge, HttpAnswer, HttpClient
 from outrider.errors import ToolFault
 from outrider.printing import one_line
+from outrider.tools.browser.charsets import decoded
 from outrider.tools.browser.hosts import Resolve, address_of, host_of, look_up, read_url, within
-from outrider.tools.browser.html_text import decoded, title_and_text, without_controls
+from outrider.tools.browser.html_text import title_and_text, without_controls
 from outrider.tools.browser.pages import Page, Refused
 from outrider.tools.browser.settings import FetchSettings
 from outrider.tools.once import Once

@@ -4,7 +4,6 @@ One pass from left to right, in time that grows with the page and no faster: the
 needs minutes for two megabytes of ``<a``, and a page is what a stranger wrote.
 """
 
-import codecs
 import html
 import re
 from typing import Final
@@ -23,24 +22,6 @@ _OPENS: Final = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9:-]{0,31})|<!--|<[!?/]")
 _ENDS: Final = re.compile(r"""(?>[^>"']+|"[^"]*"|'[^']*')*+>""")
 # Beside line breaks and tabs
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# Of host names: one takes time that grows with the square of a page
-_NAMES_ONLY: Final = frozenset({"punycode", "idna"})
-_CHARSET: Final = re.compile(
-    rb"""<meta[^>]{0,200}?charset\s*=\s*["']?([A-Za-z0-9_.:-]{1,40})""", re.IGNORECASE
-)
-
-
-def decoded(content: bytes, charset: str | None) -> str:
-    """By the server's word, else the page's own, else as UTF-8. What cannot be read becomes U+FFFD."""
-    own = _CHARSET.search(content[:4096])
-    for name in (charset, None if own is None else own[1].decode("ascii")):
-        try:
-            # what is no text encoding is a LookupError too; some raise whatever "replace" says
-            if name and codecs.lookup(name).name not in _NAMES_ONLY:
-                return content.decode(name, "replace")
-        except (LookupError, ValueError):
-            continue
-    return content.decode("utf-8-sig", "replace")
 
 
 def without_controls(text: str) -> str:

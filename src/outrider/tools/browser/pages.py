@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.errors import DataError
 from outrider.records import Row, read_rows
+from outrider.tools.search import title_of
 
 _SCHEME = re.compile(r"https?://(?:www\.)?")
 
@@ -16,7 +18,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """``address`` is the url, or the title of a page without one."""
+    """``address`` is the url, or the title of a page without one, or else the id in brackets."""
 
     address: str
     title: str
@@ -36,16 +38,21 @@ class PageCollection:
         self._by_title: dict[str, list[str]] = {}
         self._by_id: dict[str, list[str]] = {}
         for row in rows:
-            title = str(row.get("title"))
-            url = row.values.get("url")
-            address = url if isinstance(url, str) and url.strip() else title
+            title = title_of(row.values.get("title"))
+            url, number = row.values.get("url"), row.values.get("id")
+            if isinstance(url, str) and url.strip():
+                address = url
+                _note(self._by_url, url, address)
+            elif title or number is not None:
+                address = title or f"[{number}]"
+            else:
+                raise DataError(f"{row.place}: a page needs a title, a url or an id to be named by")
             texts.setdefault(address, []).append(row.text("text"))
             titles.setdefault(address, title)
-            if address is url:
-                _note(self._by_url, url, address)
-            _note(self._by_title, title, address)
-            if "id" in row.values:
-                _note(self._by_id, str(row.values["id"]), address)
+            if title:
+                _note(self._by_title, title, address)
+            if number is not None:
+                _note(self._by_id, str(number), address)
         self._texts, self._titles = texts, titles
 
     @classmethod

@@ -23,7 +23,9 @@ INSTRUCTIONS: Final = (
     "nothing that it asks for."
 )
 _LEAST: Final = 500  # characters of a page that a reader's server has to take
-_SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+|\n+")
+# No blank follows a sentence in Chinese, Japanese, Khmer and Burmese.
+_FULL_STOPS: Final = "\u3002\uff01\uff1f\uff61\u17d4\u17d5\u104b"
+_SENTENCE_END: Final = re.compile(rf"(?<=[.!?])\s+|\n+|(?<=[{_FULL_STOPS}])\s*(?![{_FULL_STOPS}])")
 
 
 class PageReader(Protocol):
@@ -129,8 +131,9 @@ def passages_of(text: str, size: int) -> Iterator[str]:
     for sentence in _SENTENCE_END.split(text):
         rest = " ".join(sentence.split())
         while rest:
-            if len(piece) + 1 + len(rest) <= size and piece:
-                piece, rest = f"{piece} {rest}", ""
+            blank = "" if piece.endswith(tuple(_FULL_STOPS)) else " "
+            if len(piece) + len(blank) + len(rest) <= size and piece:
+                piece, rest = f"{piece}{blank}{rest}", ""
             elif piece:
                 yield piece
                 piece = ""

@@ -14,7 +14,7 @@ from huggingface_hub import get_token
 from outrider import __version__
 from outrider.errors import ConfigError
 from outrider.memory.steps.database import Database, copy_database
-from outrider.memory.steps.format import check_file, meta
+from outrider.memory.steps.format import check_file, check_schema, meta
 from outrider.memory.steps.load import load_all
 from outrider.memory.steps.sources import Imported, import_trajectories
 from outrider.train.hub.dataset_card import dataset_card
@@ -69,6 +69,8 @@ def _buffer(path: Path, folder: Path) -> Prepared:
     copy_database(path, copy)
     database = Database(copy, writable=False)
     try:
+        with database.guard() as db:
+            check_schema(path, db)
         dim = int(meta(database, "dim"))
         check_file(copy, embedder=str(meta(database, "embedder")), dim=dim)
         load_all(database, dim=dim)  # every checksum

@@ -78,7 +78,12 @@ def _length_metrics(kept: Sequence[_Kept]) -> dict[str, float]:
 def _environment_metrics(kept: Sequence[_Kept], nodes: Sequence[Node]) -> dict[str, float]:
     """Calls, and what was made of the actions; a shared node counts once but in what is said of paths."""
     on_paths = sum(_total(path, "num_tool_calls") for _, path in kept)
-    num_restarts = sum(node.restarts for node in nodes)
+    counts = {
+        "rollout/num_restarts": float(sum(node.restarts for node in nodes)),
+        "rollout/num_undecided_answers": sum(
+            leaf.metrics.get("num_undecided_answers", 0.0) for leaf, _ in kept
+        ),
+    }
     cut = [node.origin is Origin.ENVIRONMENT and node.metadata.get("num_tokens_cut", 0) > 0 for node in nodes]
     return {
         "rollout/num_tool_calls": _total(nodes, "num_tool_calls"),
@@ -88,7 +93,7 @@ def _environment_metrics(kept: Sequence[_Kept], nodes: Sequence[Node]) -> dict[s
         "rollout/num_tool_calls_refused": sum(leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in kept),
         "rollout/num_invalid_actions": _total(nodes, "invalid"),
         "rollout/num_observations_cut": float(sum(cut)),
-    } | ({"rollout/num_restarts": float(num_restarts)} if num_restarts else {})
+    } | {name: number for name, number in counts.items() if number}
 
 
 def _token_metrics(nodes: Sequence[Node]) -> dict[str, float]:

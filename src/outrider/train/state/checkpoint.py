@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 
-from outrider.atomic_io import remove, replacing_folder, sync
+from outrider.atomic_io import remove, remove_leftovers, replacing_folder, sync
 from outrider.errors import CheckpointError
 from outrider.train.state.checkpoint_state import STATE, damaged, file_checksum, read_sealed, write_sealed
 from outrider.train.state.records import RECORDS
@@ -171,8 +171,9 @@ def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> None:
     """
     numbered = [(step, path) for step, path in _numbered(folder) if step > 0]
     kept = [path for step, path in numbered if step <= newest][-keep:]
-    for path in [*(path for _, path in numbered if path not in kept), *folder.glob(".step-*.partial")]:
+    for path in (path for _, path in numbered if path not in kept):
         remove(path)
+    remove_leftovers(folder, is_only_writer=True)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

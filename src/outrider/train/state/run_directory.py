@@ -2,12 +2,11 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.atomic_io import TEMPORARY, append, remove_leftovers, replace_file
+from outrider.atomic_io import TEMPORARY, append, remove, remove_leftovers, replace_file
 from outrider.config import to_toml
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.file_lock import FileLock
@@ -98,7 +97,7 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             for entry in sorted(self.path.iterdir(), key=lambda one: one.name == "lock"):  # the lock last
                 if _is_of_setup(entry):
-                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+                    remove(entry)
             if self._created:
                 self.path.rmdir()
 
@@ -142,6 +141,7 @@ class RunDirectory:
         except BlockingIOError as error:
             raise ConfigError(f"{self.path} is in use by another process") from error
         remove_leftovers(self.path)  # a reader may be writing a report
+        remove_leftovers(self.checkpoints, is_only_writer=True)
         for checkpoint in self.checkpoints.glob("step-*"):  # whose records are written anew at a run's end
             if checkpoint.is_dir() and not checkpoint.is_symlink():
                 remove_leftovers(checkpoint)

@@ -1,0 +1,202 @@
+r"""Slow answers cost their own reward and nothing else: no fault, no retry, no reward of another rollout."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from outrider.engines.base import Request
+from outrider.engines.scripted import ScriptedEngine
+from outrider.environments.grading import math_answers, math_worker
+from outrider.environments.grading.math_answers import compare_math
+from outrider.environments.grading.math_pool import MathPool
+from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
+from outrider.environments.tool_qa.rewards import RewardConfig
+from outrider.environments.tool_qa.tool_episode import EpisodeConfig
+from outrider.errors import EnvironmentFault
+from outrider.rollout.blocking import guarded, timed
+from outrider.rollout.episode import Limits, Sampling
+from outrider.rollout.scheduler import RolloutReport, Scheduler
+from outrider.tokens import ChatRenderer
+from outrider.tools.call_clock import CallAbandoned, uncounted
+from outrider.tools.fair_pool import FairPool
+from outrider.tools.once import Once
+from outrider.tools.python import PythonTool, PythonToolConfig
+from outrider.train.metrics.step_metrics import rollout_metrics
+from outrider.types import Outcome, Task
+from tests.rollout.fakes import TOKENIZER
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[MathPool]:
+    made = MathPool(num_processes=1, cpu_seconds=1)
+    monkeypatch.setattr(math_answers, "math_pool", lambda: made)
+    yield made
+    made.close()
+
+
+def slow_answer(number: int) -> str:
+    """Needs minutes; each is another one, so that no cache knows it."""
+    return rf"9999999999{number}\ln{{7}}"
+
+
+def play(answers: list[str], *, step_timeout_s: float) -> RolloutReport:
+    def script(request: Request, _: object) -> str:
+        return f"<answer>\\boxed{{{answers[int(request.request_id.split('/')[1])]}}}</answer>"
+
+    engine = ScriptedEngine(tokenizer=TOKENIZER, script=script)
+    config = EpisodeConfig(reward=RewardConfig(answer="math", require_think=False))
+    scheduler = Scheduler(
+        engine=engine,
+        renderer=ChatRenderer(TOKENIZER),
+        run_seed=0,
+        factory=ToolEnvironmentFactory(tools=[], config=config, system_prompt=""),
+        limits=Limits(step_timeout_s=step_timeout_s),
+        sampling=Sampling(stop=("</answer>",)),
+    )
+    task = Task(key="q", question="1+2?", answers=("3",))
+    return scheduler.run([task], modes=("m",) * len(answers), training_step=0)
+
+
+def test_rollouts_whose_steps_wait_for_slow_gradings_of_others_get_their_reward(pool: MathPool) -> None:
+    compare_math("0.5", "1/2")  # the process has started
+    report = play([*map(slow_answer, range(4)), *["2+1"] * 4], step_timeout_s=1.5)
+    leaves = [leaf for leaf, _ in report.traces[0].rollouts()]
+    assert [leaf.outcome for leaf in leaves] == [Outcome.FINISHED] * 8
+    assert [leaf.episode_return for leaf in leaves] == [0.0] * 4 + [1.0] * 4
+    assert (report.num_retries, report.fault_reasons) == (0, ())
+    assert rollout_metrics(report.traces)["rollout/num_undecided_answers"] == 4
+
+
+def test_equal_pairs_are_evaluated_once_whoever_asks(pool: MathPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+    evaluate = pool._evaluate
+    monkeypatch.setattr(pool, "_evaluate", lambda pair: (seen.append(pair), evaluate(pair))[1])
+    play([slow_answer(0)] * 6 + ["2+1"] * 2, step_timeout_s=60)
+    assert sorted(seen) == sorted({(slow_answer(0), "3"), ("2+1", "3")})
+
+
+LONG = ("1 ", "9", "x^", "(", "1,", "\\text{", "√(", "a ", "\\frac", "e\u0301\u0323", "- ", "1/ ")
+
+
+@pytest.mark.parametrize("part", LONG)
+def test_long_answers_are_compared_in_bounded_time(part: str) -> None:
+    text = "5 " + part * 50_000
+    begun = time.process_time()
+    compare_math(text, "3")
+    compare_math(text, text)
+    assert time.process_time() - begun < 2
+
+
+def waits_for(event: threading.Event) -> str:
+    with uncounted():
+        event.wait(60)
+    return "done"
+
+
+def by_loop(call: Callable[..., str], *arguments: object, timeout_s: float) -> str:
+    return asyncio.run(guarded(call, *arguments, timeout_s=timeout_s))
+
+
+@pytest.mark.parametrize("run", [by_loop, timed])
+def test_uncounted_time_is_no_time_of_the_call(run: Callable[..., str]) -> None:
+    released = threading.Event()
+    threading.Timer(0.6, released.set).start()
+    assert run(waits_for, released, timeout_s=0.2) == "done"
+
+
+@pytest.mark.parametrize("run", [by_loop, timed])
+def test_the_clock_goes_on_behind_a_wait(run: Callable[..., str]) -> None:
+    never = threading.Event()
+
+    def call() -> str:
+        with uncounted():
+            pass
+        never.wait(60)
+        return "too late"
+
+    with pytest.raises(EnvironmentFault, match=r"no answer within 0\.2 s"):
+        run(call, timeout_s=0.2)
+    never.set()
+
+
+def test_a_call_that_nobody_waits_for_leaves_the_line() -> None:
+    pool = FairPool(["only"])
+    pool.take()
+    left = threading.Event()
+
+    def call() -> None:
+        try:
+            pool.take()
+        except CallAbandoned:
+            left.set()
+            raise
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(guarded(call, timeout_s=60))
+        while not pool._waiting:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(main())
+    assert left.wait(10) and not pool._waiting
+    pool.give("only")
+    assert pool.take() == "only"
+
+
+def test_the_next_one_makes_a_value_whose_maker_was_abandoned() -> None:
+    pool, values = FairPool(["only"]), Once[str](8)
+    item = pool.take()
+    first_waits = threading.Event()
+
+    def make() -> str:
+        first_waits.set()
+        taken = pool.take()
+        pool.give(taken)
+        return taken
+
+    async def main() -> str:
+        first = asyncio.ensure_future(guarded(values.get, "key", make, timeout_s=60))
+        while not pool._waiting:
+            await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(guarded(values.get, "key", make, timeout_s=60))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        while not pool._waiting:
+            await asyncio.sleep(0.01)
+        pool.give(item)
+        return await second
+
+    assert asyncio.run(main()) == "only"
+
+
+def test_code_of_the_policy_has_the_limits_of_its_tool_and_not_that_of_the_step() -> None:
+    with PythonTool(PythonToolConfig(wall_seconds=3, allow_unsafe=True)) as tool:
+        tool.run("1")
+        code = "import time; time.sleep(0.5); print(1)"
+        assert by_loop(lambda: tool.run(code).output, timeout_s=0.2) == "1"
+
+
+def test_a_grading_child_that_was_killed_is_no_verdict() -> None:
+    """Only the limit of processor time is one; the kernel's killer may come for another's memory."""
+    child = math_worker._Child(5, lambda left, right: threading.Event().wait(60))
+    threading.Timer(0.3, os.kill, (child._pid, signal.SIGKILL)).start()
+    assert child.ask("1", "2") == b""
+    assert child.end() == signal.SIGKILL
+
+
+def test_a_grading_child_that_ran_out_of_time_is_one() -> None:
+    child = math_worker._Child(1, burn)
+    assert child.ask("", "") == b""
+    assert child.end() == signal.SIGPROF
+
+
+def burn(left: str, right: str) -> bool:
+    while True:
+        pass

@@ -1,0 +1,148 @@
+"""Search in languages that put no blanks between words, and corpora without titles."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import DataError
+from outrider.tools.browser.pages import Page, PageCollection
+from outrider.tools.browser.readers import NO_MATCH, Bm25Reader, make_reader, passages_of
+from outrider.tools.browser.settings import BrowserSettings
+from outrider.tools.browser.tool import Browser
+from outrider.tools.search import Passage, SearchConfig, SearchTool, load_passages, query_terms, terms
+
+TEXTS = {
+    "zh": "北京是中华人民共和国的首都，位于华北平原。",
+    "ja": "東京都は日本の首都である。東京タワーと猫。",
+    "ko": "서울은 대한민국의 수도이다.",
+    "th": "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย",
+    "lo": "ວຽງຈັນເປັນນະຄອນຫຼວງ",
+    "km": "ភ្នំពេញជារាជធានីនៃកម្ពុជា",
+    "my": "နေပြည်တော်သည်မြန်မာနိုင်ငံ",
+    "mixed": "The GPU 芯片H100在台湾生产 in 2023年.",
+    "de": "Wien liegt an der Donau.",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tool() -> SearchTool:
+    return SearchTool([Passage(passage_id=key, title="", text=text) for key, text in TEXTS.items()])
+
+
+@pytest.mark.parametrize(("query", "found"), [
+    ("首都", {"zh", "ja"}), ("中国的首都", {"zh", "ja"}), ("华北 平原", {"zh"}),
+    ("日本", {"ja"}), ("東京都", {"ja"}), ("猫", {"ja"}), ("ﾀﾜｰ", {"ja"}), ("猫咪", {"ja"}),
+    ("수도", {"ko"}), ("대한민국", {"ko"}), ("\u1109\u116e\u1103\u1169", {"ko"}),
+    ("ประเทศไทย", {"th"}), ("เมือง", {"th"}),
+    ("ເປັນ", {"lo"}), ("កម្ពុជា", {"km"}), ("မြန်မာ", {"my"}),
+    ("台湾 H100", {"mixed"}), ("H100", {"mixed"}), ("2023", {"mixed"}), ("gpu芯片", {"mixed"}),
+    ("Donau", {"de"}), ("南極", set()), ("바나나", set()),
+])  # fmt: skip
+def test_words_are_found_inside_runs_without_blanks(tool: SearchTool, query: str, found: set[str]) -> None:
+    assert {passage.passage_id for passage in tool.run(query).passages} == found
+
+
+def test_permitted_line_breaks_inside_a_word_do_not_count() -> None:
+    word = "កម្ពុជា"
+    assert terms("\u200b".join(word)) == terms(word)
+
+
+LATIN = st.text(alphabet=st.characters(max_codepoint=0x0DFF), max_size=60)
+
+
+@given(LATIN)
+def test_terms_of_languages_with_blanks_are_what_they_were(text: str) -> None:
+    import re
+    import unicodedata
+
+    folded = unicodedata.normalize("NFKD", text).casefold()
+    plain = re.findall(r"[^\W_]+", "".join(c for c in folded if not unicodedata.combining(c)))
+    assert terms(text) == query_terms(text) == plain
+
+
+@given(st.text(max_size=60))
+def test_no_text_breaks_the_terms(text: str) -> None:
+    assert set(query_terms(text)) <= set(terms(text))
+
+
+@pytest.mark.parametrize("language", ["zh", "ja", "th", "km"])
+def test_a_long_page_is_read_where_the_words_are(language: str) -> None:
+    other = {"zh": "说的是别的事情。", "ja": "これはほかのことだ。", "th": "เรื่องอื่น ",
+             "km": "រឿង។"}[language]  # fmt: skip
+    page = Page(address="u", title="", text=other * 200 + TEXTS[language] + other * 200)
+    word = {"zh": "共和国", "ja": "日本", "th": "ประเทศไทย", "km": "កម្ពុ"}[language]
+    read = Bm25Reader(100, 600).read(page, word)
+    assert word in read and NO_MATCH not in read
+
+
+def test_sentences_without_blanks_are_kept_as_they_were_written() -> None:
+    text = "一二。三四！五六？！七"
+    assert list(passages_of(text, 100)) == [text]
+    assert list(passages_of(text, 4)) == ["一二。", "三四！", "五六？！", "七"]
+
+
+NO_TITLES: list[dict[str, Any]] = [
+    {"title": None}, {"title": ""}, {"title": "  "}, {}, {"title": float("nan")},
+]  # fmt: skip
+
+
+def corpus(folder: Path, kind: str, title: dict[str, Any]) -> Path:
+    texts = ("The kettle is blue.", "The lamp is red.", "The chair is green.")
+    rows = [{"id": number, **title, "text": text} for number, text in enumerate(texts, 1)]
+    path = folder / f"corpus.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("title", NO_TITLES)
+def test_passages_without_titles_are_pages_of_their_own(
+    tmp_path: Path, title: dict[str, Any], kind: str
+) -> None:
+    path = corpus(tmp_path, kind, title)
+    assert (
+        SearchTool(load_passages(path), SearchConfig(show_ids=True)).run("lamp").text
+        == "[2] The lamp is red."
+    )
+    assert SearchTool(load_passages(path)).run("lamp").text == "The lamp is red."
+    settings = BrowserSettings()
+    pages = PageCollection.load(path)
+    browser = Browser(settings, pages=pages, reader=make_reader(settings.reader, settings.max_chars))
+    for name in ("2", "[2]", "2 | lamp"):
+        assert browser.run_text(name).text == "The lamp is red."
+    assert (
+        len(pages) == 3
+        and pages.find("None") is None
+        and pages.find("nan") is None
+        and pages.find("") is None
+    )
+
+
+def test_a_page_that_nothing_names_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"title": null, "text": "a"}\n')
+    with pytest.raises(DataError, match=r"pages.jsonl:1: a page needs a title, a url or an id"):
+        PageCollection.load(path)
+    with pytest.raises(DataError, match=r"pages.jsonl:1: no column 'id'"):
+        load_passages(path)
+    path.write_text('{"id": null, "title": "a", "text": "a"}\n')
+    with pytest.raises(DataError, match=r"pages.jsonl:1: column 'id' is null"):
+        load_passages(path)
+
+
+def test_a_title_that_is_a_number_and_the_id_of_a_page_without_title_stay_apart(tmp_path: Path) -> None:
+    path = tmp_path / "pages.jsonl"
+    path.write_text('{"id": 1, "title": "2", "text": "two"}\n{"id": 2, "title": null, "text": "other"}\n')
+    pages = PageCollection.load(path)
+    assert len(pages) == 2
+    two = pages.find("2")
+    assert two is not None and two.text == "two"
