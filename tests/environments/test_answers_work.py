@@ -3,7 +3,6 @@ the text alone.
 """
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.environments.grading import answers
 from outrider.environments.grading.answers import extract_answer, last_boxed, normalize_answer, unwrap_text
+from outrider.environments.grading.words import plain_words
 
 
 def plain_boxed(text: str) -> str | None:
@@ -43,8 +43,8 @@ def plain_extracted(text: str) -> str:
 
 def plain_normalized(text: str) -> str:
     """Punctuation between digits is looked for anew in front of every number."""
-    composed = unicodedata.normalize("NFC", text).translate(str.maketrans("\u2212\u2018\u2019", "-''"))
-    lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", " ".join(composed.lower().split()))
+    lowered = " ".join(plain_words(text).lower().split())
+    lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", lowered)
     words: list[str] = []
     position = 0
     for match in answers._NUMBER.finditer(lowered):
@@ -53,7 +53,7 @@ def plain_normalized(text: str) -> str:
             position = match.end()
     words.append(plain_between(lowered, position, len(lowered)))
     kept = " ".join("".join(words).split())
-    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", kept).split()) or kept or lowered
+    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", kept).split()) or kept or lowered or text.strip()
 
 
 def plain_between(text: str, start: int, end: int) -> str:

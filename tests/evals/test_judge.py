@@ -63,14 +63,14 @@ def test_recorded_verdicts(case: dict[str, Any]) -> None:
         ("<judgment>Incorrect</judgment> I mean <judgment>Correct</judgment>", True, False),
         ("<judgment>Not correct</judgment>", False, False),
         ("<judgment>maybe</judgment>", None, False),
-        ("Correct. Nothing is wrong", True, False),
-        ("Incorrect. The correct answer is Rome.", False, False),
+        ("Correct. Nothing is wrong", None, False),
+        ("Incorrect. The correct answer is Rome.", None, False),
         ("Correct answer: Rome, so it is incorrect.", None, False),
         ("The correct answer is Paris and the prediction is wrong", None, False),
         ("correctness", None, True),
         ("This is not the correct answer.", None, True),
         ("For it to be correct it would have to name the", None, True),
-        ("yes", None, False),
+        ("yes", True, False),
         ("", None, False),
         ("Richtig \u2713", None, False),
     ],
@@ -78,6 +78,52 @@ def test_recorded_verdicts(case: dict[str, Any]) -> None:
 def test_how_replies_are_read(reply: str, strict: bool | None, released: bool) -> None:
     assert read_verdict(reply) is strict
     assert read_verdict(reply, rule="arpo-eval") is released
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "The correct answer is the Danube; the prediction says the Rhine.",
+        "Correct answer: the Danube. Predicted answer: the Rhine. These are different rivers.",
+        "Correct: the Danube. Predicted: the Rhine.",
+        "The prediction contradicts the correct answer.",
+        "The prediction gives a different year than the correct answer, 1969.",
+        "The prediction lacks the correct city.",
+        "Correct. However, the year differs.",
+        "Partially correct.", "Mostly correct", "incorrectly", "Correct?", "Correct or incorrect", "Yes and no",
+        "Not incorrect", "Prediction: yes", "Correct answer: yes", "The answer is no.",
+        "<judgment>The correct answer is the Danube, so this is a mismatch</judgment>",
+        "<judgment>Partially correct</judgment>",
+        "<judgment>Correct answer: Rome</judgment>",
+        "<judgment>Correct</judgment> or rather <judgment>I cannot say</judgment>",
+        "<think>It is correct.</think>",
+        "<think>So <judgment>Correct</judgment>",
+        '{"correct": true, "verdict": "incorrect"}', '{"score": 1}', "{" * 5000,
+    ],
+)  # fmt: skip
+def test_a_reply_that_only_mentions_a_verdict_decides_nothing(reply: str) -> None:
+    assert read_verdict(reply) is None
+
+
+@pytest.mark.parametrize(
+    ("positive", "negative"),
+    [
+        ("correct", "incorrect"), ("Yes.", "No."), ("TRUE", "false"), ("**Correct**", "**Incorrect**"),
+        ("`correct`", "`wrong`"), ('"Correct"', "'incorrect'"), ("Judgment: correct", "**Judgement:** No"),
+        ("Answer: yes", "Answer: **no**"), ("Final verdict - right", "Verdict: not correct"),
+        ("It is correct", "It isn't correct."), ("The prediction is correct.", "The prediction is not right."),
+        ("Yes, it is correct.", "No. It is wrong."), (r"$\boxed{\text{Correct}}$", r"\boxed{Incorrect}"),
+        ('{"correct": true}', '```json\n{"judgment": "Incorrect", "reason": "other city"}\n```'),
+        ("<JUDGMENT> correct </JUDGMENT>", "<judgement>INCORRECT</judgement>"), ("Correct \u2713", "\u274c Incorrect"),
+        ("<judgment>yes</judgment>", "<judgment>not correct</judgment>"),
+        ("<think>Is it incorrect? <judgment>Incorrect</judgment></think><judgment>Correct</judgment>",
+         "<think>It is correct.</think>\n\nIncorrect"),
+        ("[THINK]It is wrong.[/THINK]Correct", "It may be correct.</think>\nIncorrect."),
+    ],
+)  # fmt: skip
+def test_a_bare_verdict_is_read_in_every_form(positive: str, negative: str) -> None:
+    assert read_verdict(positive) is True
+    assert read_verdict(negative) is False
 
 
 @given(st.text(max_size=30), st.sampled_from(["Correct", "Incorrect"]))

@@ -19,6 +19,7 @@ from outrider.memory.embedder import Embedder
 from outrider.memory.tips import Eviction, Key, Rank, Tip, TipHit, TipMemory
 from outrider.plugins.fields import EmbedderName
 from outrider.rollout.hooks import EpisodeState, Splice
+from outrider.tokens.thoughts import without_thoughts
 from outrider.trace import Leaf, Node, Trace, played_turns
 from outrider.types import Message, Origin, Task
 
@@ -273,10 +274,8 @@ def said_action(text: str) -> str:
 
 def cleaned(reflection: str) -> str:
     """The first line with text behind a reasoning model's thoughts; empty where those were cut."""
-    if "<think>" in reflection and "</think>" not in reflection:
-        return ""
-    said = reflection.rpartition("</think>")[2]
-    return next((line.strip() for line in said.splitlines() if line.strip()), "")
+    lines = without_thoughts(reflection).splitlines()
+    return next((line.strip() for line in lines if line.strip()), "")
 
 
 def chat_text(path: Sequence[Node]) -> str:

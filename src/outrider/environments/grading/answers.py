@@ -7,9 +7,11 @@ difference.
 
 import re
 import string
-import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+
+from outrider.environments.grading.words import plain_words
+from outrider.tokens.thoughts import without_thoughts
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional
@@ -23,10 +25,6 @@ _BETWEEN_DIGITS = re.compile(r"(?<=\d)[!-/:-@\[-`{-~](?=[-.(\[{$]*\d)|(?<=[!-/:-
 _BOX = re.compile(r"\\boxed\s*\{|\\boxed (?=[^${}])")
 _BOX_END = re.compile(r"[${}]")
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
-_SAME_SIGNS = str.maketrans(
-    "\u2212\u2018\u2019\u201c\u201d\uff10\uff11\uff12\uff13\uff14\uff15\uff16\uff17\uff18\uff19",
-    "-''\"\"0123456789",
-)
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -34,9 +32,10 @@ def last_boxed(text: str) -> str | None:
     r"""The inside of the last closed ``\boxed{...}`` (braces matched, ``\{`` is no brace) or ``\boxed x$``;
     None if none.
 
-    An unclosed box is skipped rather than an error, and ``\fbox`` is not a box. The time grows in proportion
-    to the text, whatever is in it.
+    An unclosed box is skipped rather than an error, and ``\fbox`` is not a box. A box in the model's thoughts
+    is skipped too. The time grows in proportion to the text, whatever is in it.
     """
+    text = without_thoughts(text)
     closings = _closings(text)
     found: tuple[int, int] | None = None
     position, mark = 0, -1  # the first of $, { and } from ``position`` on; found again only once it is passed
@@ -77,8 +76,9 @@ def extract_answer(text: str) -> str:
     """The answer of a whole output: last ``<answer>`` pair, its last box, else its text; without a pair the
     last box.
 
-    Empty when there is none of these.
+    Empty when there is none of these. Thoughts are no part of the output.
     """
+    text = without_thoughts(text)
     pair = _last_pair(text)
     boxed = last_boxed(text if pair is None else pair)
     if boxed is not None:
@@ -98,14 +98,14 @@ def _last_pair(text: str) -> str | None:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case without ASCII punctuation and articles, blanks collapsed; numbers keep their sign and
-    decimal point.
+    """Lower case without markup (:func:`plain_words`), punctuation and articles, blanks collapsed; numbers keep
+    their sign and decimal point.
 
     ``1,000`` becomes ``1000`` and ``12.0`` becomes ``12``. A text that would vanish (the choice ``A``, a lone
     ``%``) keeps its articles, or its punctuation.
     """
-    composed = unicodedata.normalize("NFC", text).translate(_SAME_SIGNS)
-    lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", " ".join(composed.lower().split()))
+    lowered = " ".join(plain_words(text).lower().split())
+    lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", lowered)
     # Around numbers punctuation goes; between two digits it becomes a blank, one for one: 1/2 is not 12.
     parted = _BETWEEN_DIGITS.sub(" ", lowered)
     words: list[str] = []
@@ -115,7 +115,7 @@ def normalize_answer(text: str) -> str:
         position = match.end()
     words.append(parted[position:].translate(_DELETE_PUNCTUATION))
     kept = " ".join("".join(words).split())
-    return " ".join(_ARTICLES.sub(" ", kept).split()) or kept or lowered
+    return " ".join(_ARTICLES.sub(" ", kept).split()) or kept or lowered or text.strip()
 
 
 def _canonical(number: str) -> str:

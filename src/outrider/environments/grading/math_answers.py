@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from outrider.environments.grading.answers import exact_match, unwrap_text
 from outrider.environments.grading.math_pool import math_pool
+from outrider.environments.grading.math_structure import is_same_unit
 from outrider.environments.grading.math_text import one_spelling, split_unit
 
 MAX_CHARS = 200
@@ -22,15 +23,15 @@ _MAX_EXPONENT = 1000
 _MAX_GROUP_EXPONENT = 30
 _MAX_TERMS = 2000  # of the expanded power of a group, by the number of symbols in it
 _POWER = r"(?:\^|\*\*)\s*"
-_EXPONENT = re.compile(_POWER + r"(\{[^{}]*\}|\([^()]*\)|-?\d+(?:\.\d+)?|-?[A-Za-z]|\\[A-Za-z]+)")
+_NESTED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_EXPONENT = re.compile(_POWER + rf"({_NESTED}|\([^()]*\)|-?\d+(?:\.\d+)?|-?[A-Za-z]|\\[A-Za-z]+)")
 _REFUSED = (
-    re.compile(r"!|\\(?:i*int|oint|sum|prod|lim|d?binom|choose)(?![A-Za-z])"),
+    re.compile(r"\d{4,}\s*!|[)}\]!]\s*!|\\(?:i*int|oint|sum|prod|lim|choose)(?![A-Za-z])|\\[dt]?binom\{?[^{}]*\d{4}"),
     re.compile(r"\d\.?\s*E\s*[+-]?\s*\d{4,}"),
     # Nested functions and towers of powers, with or without braces.
-    re.compile(r"(?:\\(?:sin|cos|tan|exp|log|ln)(?![A-Za-z]).*){3}", re.DOTALL),
+    re.compile(r"(?:\\(?:sin|cos|tan|exp|log|ln)(?![A-Za-z])[\s({]*){3}", re.DOTALL),
     re.compile(_EXPONENT.pattern + r"\s*(?:\^|\*\*)"),
 )
-_BASED = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 # A hyphen between two words is none; every other sign tells one answer from another.
 _OPERATOR = re.compile(r"[+*/^_<>=]|(?<![A-Za-z]{2})-|-(?![A-Za-z]{2})")
 
@@ -71,23 +72,27 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
         return Verdict.DIFFERENT
     if max(len(prediction), len(gold)) > _MAX_REWRITTEN_CHARS:
         return _by_long_text(prediction, gold)
-    (predicted, its_unit), (expected, unit) = (split_unit(one_spelling(text)) for text in (prediction, gold))
-    if its_unit and unit and its_unit != unit:
+    predicted, expected = one_spelling(prediction), one_spelling(gold)
+    if _is_same_text(predicted, expected):
+        return Verdict.EQUAL
+    (predicted, its_unit), (expected, unit) = split_unit(predicted), split_unit(expected)
+    is_other_unit = (its_unit and expected.endswith(r"\%")) or (unit and predicted.endswith(r"\%"))
+    if is_other_unit or not is_same_unit(its_unit, unit):
         return Verdict.DIFFERENT
     if _is_same_text(predicted, expected):
         return Verdict.EQUAL
-    bases = [_BASED.fullmatch(text.strip()) for text in (predicted, expected)]
-    if bases[0] and bases[1]:
-        return Verdict.EQUAL if _value(bases[0]) == _value(bases[1]) is not None else Verdict.DIFFERENT
-    if _has_word(predicted) or _has_word(expected):
-        return Verdict.EQUAL if _is_same_wording(predicted, expected) else Verdict.DIFFERENT
+    words = [sorted(_words(text)) for text in (predicted, expected)]
+    if any(words) and _is_same_wording(predicted, expected):
+        return Verdict.EQUAL
+    if words[0] != words[1]:
+        return Verdict.DIFFERENT
     return (predicted, expected) if _is_safe(predicted) and _is_safe(expected) else Verdict.UNDECIDED
 
 
 def _by_long_text(prediction: str, gold: str) -> Verdict:
     if _is_same_text(prediction, gold):
         return Verdict.EQUAL
-    if _has_word(prediction) or _has_word(gold):
+    if _words(prediction) or _words(gold):
         return Verdict.EQUAL if _is_same_wording(prediction, gold) else Verdict.DIFFERENT
     return Verdict.UNDECIDED
 
@@ -99,31 +104,26 @@ def _is_same_text(left: str, right: str) -> bool:
     return " ".join(left.split()) == " ".join(right.split())
 
 
-def _value(based: re.Match[str]) -> int | None:
-    """Of digits in a base; None where they are no number in it."""
-    digits, base = based.group(1), int(based.group(2) or based.group(3))
-    try:
-        return int(digits, base) if 2 <= base <= 16 else None
-    except ValueError:
-        return None
-
-
 def _is_same_wording(left: str, right: str) -> bool:
     bare = [unwrap_text(text) for text in (left, right)]
     return _OPERATOR.findall(bare[0]) == _OPERATOR.findall(bare[1]) and exact_match(bare[0], (bare[1],))
 
 
-def _has_word(text: str) -> bool:
-    """A run of three letters that is neither a command nor the name of an environment."""
-    bare = re.sub(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}", " ", text)
-    return re.search(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", bare)) is not None
+def _words(text: str) -> list[str]:
+    """The runs of three letters that are neither a command nor the name of an environment."""
+    bare = re.sub(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\text\{ (?:and|or) \}", " ", text)
+    return re.findall(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", bare))
 
 
 def _is_safe(text: str) -> bool:
     if len(text) > MAX_CHARS or any(pattern.search(text) for pattern in _REFUSED):
         return False
     exponents = _EXPONENT.findall(text)
-    if text.count("^") + text.count("**") != len(exponents) or any("^" in e or "**" in e for e in exponents):
+    towers = [exponent for exponent in exponents if "^" in exponent]
+    if text.count("^") != len(exponents) + sum(exponent.count("^") for exponent in towers):
+        return False
+    # An exponent that is a power itself, such as that of e^{-x^2}, must hold a letter: else it may be huge.
+    if any(not _is_small_tower(exponent) for exponent in towers):
         return False
     sizes = [
         max((int(digits[:6]) for digits in re.findall(r"\d+", exponent)), default=1) for exponent in exponents
@@ -135,3 +135,8 @@ def _is_safe(text: str) -> bool:
         return is_small or product <= (_MAX_GROUP_EXPONENT if "=" in text else _MAX_EXPONENT)
     num_symbols = len(set(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text))))
     return product <= _MAX_GROUP_EXPONENT and math.comb(product + num_symbols, num_symbols) <= _MAX_TERMS
+
+
+def _is_small_tower(exponent: str) -> bool:
+    has_letter = re.search(r"[A-Za-z]", re.sub(r"\\(?:frac|cdot|times|pi)(?![A-Za-z])", " ", exponent)) is not None
+    return has_letter and all(len(digits) == 1 for digits in re.findall(r"\d+", exponent))

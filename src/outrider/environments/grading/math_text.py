@@ -1,67 +1,190 @@
-r"""Normal form of mathematical answers before they are compared: one spelling for what means the same, and
-the unit apart.
+r"""Normal form of mathematical answers before they are compared: one spelling for what means the same, and the
+unit apart.
 
 ``math-verify`` reads LaTeX. Model answers and data sets also have ``1e3``, ``x**2``, ``½``, ``10,\!080``, ``1
-1/2`` or ``18 dollars``.
+1/2``, ``18 dollars``, ``3\mathrm{i}``, ``0.\overline{3}`` or what SymPy prints: ``sqrt(3)/2``, ``oo``,
+``Interval(0, 1)``.
 """
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Final
 
-_SIGNS: Final = str.maketrans({"\u2212": "-", "\u2013": "-", "\u2010": "-", "\u2011": "-", "\u2044": "/"})
-_SUPERSCRIPTS: Final = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
+_HIDDEN: Final = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff\ufe0e\ufe0f"
+_SIGNS: Final = str.maketrans(
+    dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\u2015\ufe63\uff0d", "-")
+    | dict.fromkeys(_HIDDEN, None)
+    | dict.fromkeys("\u2044\u2215\u29f8", "/")
+    | dict.fromkeys("\u2018\u2019\u2032\u02bc", "'")
+    | {"\u2217": "*", "\u22c6": "*", "\u2236": ":", "\u201c": '"', "\u201d": '"', "\u2033": "''"}
+)
+_LATEX_SIGNS: Final = {
+    "\u00d7": r"\times ", "\u2a2f": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u2219": r"\cdot ",
+    "\u2022": r"\cdot ", "\u00f7": r"\div ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2a7d": r"\le ",
+    "\u2265": r"\ge ", "\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ",
+    "\u2213": r"\mp ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2209": r"\notin ",
+    "\u2205": r"\emptyset ", "\u2216": r"\setminus ", "\u2026": r"\ldots ", "\u22ef": r"\ldots ",
+    "\u00b0": r"^\circ ", "\u211d": r"\mathbb{R}", "\u2124": r"\mathbb{Z}", "\u2115": r"\mathbb{N}",
+    "\u211a": r"\mathbb{Q}", "\u2102": r"\mathbb{C}", "\u2220": r"\angle ", "\u25b3": r"\triangle ",
+    "\u03c0": r"\pi ", "\u2265\ufe00": r"\ge ", "\u230a": r"\lfloor ", "\u230b": r"\rfloor ",
+    "\u2308": r"\lceil ", "\u2309": r"\rceil ", "\u27e8": r"\langle ", "\u27e9": r"\rangle ",
+    "\u2192": r"\to ", "\u21d2": r"\Rightarrow ",
+}  # fmt: skip
+_LATEX_SIGN: Final = re.compile("[" + "".join(sign for sign in _LATEX_SIGNS if len(sign) == 1) + "]")
+_SUPERSCRIPTS: Final = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿⁱ", "0123456789-+ni", strict=True))
 _SUPERSCRIPT_RUN: Final = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_SUBSCRIPT_RUN: Final = re.compile("[₀-₉]+")
 _VULGAR: Final = re.compile("[¼-¾⅐-⅞]")
+_ROOTS: Final = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+
+_FUNCTIONS: Final = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "arcsin", "arccos", "arctan",
+    "arccot", "arcsec", "arccsc", "arsinh", "arcosh", "artanh", "ln", "log", "exp", "max", "min", "gcd", "lcm",
+    "det", "lim", "sup", "inf", "arg",
+})  # fmt: skip
+_PYTHON_FUNCTIONS: Final = {
+    **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "max", "min")},
+    **{f"a{name}": f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+    **{f"arc{name}": f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+    "asinh": "arsinh", "acosh": "arcosh", "atanh": "artanh", "ln": "ln", "Max": "max", "Min": "min",
+}  # fmt: skip
+_GREEK: Final = (
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|upsilon|phi|chi"
+    "|psi|omega"
+)
+_UPRIGHT: Final = re.compile(
+    r"\\(text(?:rm|it|bf|normal|sf|tt|up)?|math(?:rm|it|bf|sf|tt|normal)|[mh]box|operatorname\*?|boldsymbol|bm"
+    r"|emph|textsc)\s*\{([^{}]*)\}"
+)
+_UNIT_FRACTION: Final = re.compile(
+    r"\\[dt]?frac\s*\{\s*\\(?:text|mathrm)\{([^{}]*)\}\s*\}\s*\{\s*\\(?:text|mathrm)\{([^{}]*)\}(?:\^\{?[23]\}?)?\s*\}"
+)
+_BARE_FUNCTION: Final = re.compile(
+    r"(?<![\\A-Za-z{])((?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log)(?![A-Za-z}])(?=\s*[\d(\\{A-Za-z^_])"
+)
+_SINGLE_UNITS: Final = frozenset("mgshLl")
 _REWRITES: Final = (
-    (re.compile(r",\\!\s*"), ","),
-    (re.compile(r"\\[!,;:]"), ""),  # thin spaces; a lone ! is a factorial
-    (re.compile(r"√\s*(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))"), r"\\sqrt{\1}"),
-    (re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|\{([^{}]*)\})"), r"\\sqrt{\1\2}"),
+    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|allowbreak|phantom\{[^{}]*\}|hspace\{[^{}]*\})"), " "),
+    (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?=\s*(?:[\[\](){}|./<>]|\\[{}|a-z]))\s*\.?"), ""),
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
+    (re.compile(r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>="), r"\\ge "),
+    (re.compile(r"\\(?:neq|not\s*=)(?![A-Za-z])|!=|<>"), r"\\ne "),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"==+"), "="),
+    (re.compile(r"\\[lr]brack(?![A-Za-z])"), lambda match: "[" if match[0][1] == "l" else "]"),
+    (re.compile(r"\\([lr])brace(?![A-Za-z])"), lambda match: r"\{" if match[1] == "l" else r"\}"),
+    (re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])"), "|"),
+    (re.compile(r"\\(?:ldots|cdots|dots[bcmio]?|hdots|dotsb|vdots|ddots)(?![A-Za-z])|\.\.\.+"), r"\\ldots "),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"\\bigcup(?![A-Za-z])"), r"\\cup "),
+    (re.compile(r"\\ast(?![A-Za-z])"), "*"),
+    (re.compile(r"\\colon(?![A-Za-z])"), ":"),
+    (re.compile(r"\\mathbb\s+([A-Z])"), r"\\mathbb{\1}"),
+    (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"\^\s*\{\s*\\circ\s*\}"), r"^\\circ "),
+    (re.compile(r"\^\s*\{?\s*\\prime\s*\}?"), "'"),
+    (re.compile(r"\{\s*,\s*\}|,\\!\s*"), ","),
+    (re.compile(r"(?<=\d)\\[,;: ]\s?(?=\d{3}(?!\d))"), ","),
+    (re.compile(r"(?<!\\)\\!"), ""),  # a lone ! is a factorial
+    (re.compile(r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\\(?:thinspace|enspace)(?![A-Za-z])"), " "),
+    (re.compile(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![\d/]| \d)"), lambda match: match[1].replace(" ", "")),
+    (re.compile(r"\\?%|(?<=\d)\s*(?:percent|pct)\b|\\text\s*\{\s*(?:percent|pct|percentage)\s*\}"), r"\\%"),
+    (re.compile(r"(?<=[\])])\s*U\s*(?=[\[(])"), r"\\cup "),
+    (re.compile(r"(?<![\\A-Za-z])(?:oo|inf|infty|infinity)(?![A-Za-z])"), r"\\infty "),
+    (re.compile(rf"(?<![\\A-Za-z{{])({_GREEK})(?![A-Za-z])(?!\s*\()|(?<![\\A-Za-z{{])(pi)(?![A-Za-z])"),
+     lambda match: f"\\{match[1] or match[2]} "),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"\^\s*-\s*(\d+)"), r"^{-\1}"),
     (re.compile(r"(?<=\d)[eE](?=[+-]?\d)"), "E"),
-    (re.compile(r"\\(?:mbox|textrm|textit|mathrm|mathit)(?=\s*\{)"), r"\\text"),
+    (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)"), r"\\times "),
+    (re.compile(r"(?<![A-Za-z\\\d])I(?![A-Za-z\d(])|(?<=\d)I(?![A-Za-z\d(])"), "i"),
+    (re.compile(r"(?<=\*)\s*E(?![A-Za-z\d(])|(?<![A-Za-z\\\d])E(?=\s*(?:\^|\*))"), "e"),
     (re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<![\d.])(\d+)\s*\\text\{\s*and\s*\}\s*(\d+)\s*/\s*(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),
+    (re.compile(r"\\frac\s*(\d)\s*(\{)"), r"\\frac{\1}\2"),
+    (re.compile(r"\\sqrt\s*([A-Za-z\d])"), r"\\sqrt{\1}"),
+    (re.compile(r"\s+"), " "),
+)  # fmt: skip
+_REPEATING: Final = re.compile(
+    r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar|overset\{\.\}|dot)\s*\{\s*(\d+)\s*\}(?:(\d*)\\dot\s*\{\s*(\d)\s*\})?"
+    r"|\\(?:bar|dot)\s+(\d)(?!\d)|\((\d+)\)(?=\s*\Z))"
 )
-_NUMBER: Final = r"[-+]?\s*(?:\\?\$\s*)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:E[+-]?\d+)?"
-_QUANTITY: Final = re.compile(
-    rf"((?:{_NUMBER}(?:\s*/\s*\d+)?"
-    r"|-?\\d?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
-    rf"|{_NUMBER}\\d?frac\{{\d+\}}\{{\d+\}}))"
-    r"\s*(?:\\text\s*\{([^{}]*)\}|\s([A-Za-z]+(?:\s[A-Za-z]+)*)|([A-Za-z]{3,}))\s*(\^\s*(?:\d|\{\d\}))?\s*\.?"
+_DOTTED_DECIMAL: Final = re.compile(r"(?<![\d.,])(\d+)\.(\d+)\s*\\ldots(?![A-Za-z])")
+_AND_OR: Final = re.compile(r",?\s*\\text\s*\{\s*,?\s*(and|or)\s*\}|,?(?<![A-Za-z\\{])\s+(and|or)\s+(?![a-z]{2})")
+
+_COIN: Final = {"$": "dollar", "\u20ac": "euro", "\u00a3": "sterling", "\u00a5": "yen", "\u20b9": "rupee"}
+_BEFORE: Final = re.compile(r"\s*([-+]?)\s*\\?([$\u20ac\u00a3\u00a5\u20b9])\s*(?=[-+]?[\d.\\(])")
+_BEHIND: Final = re.compile(r"(?<=[\d})])\s*\\?([$\u20ac\u00a3\u00a5\u20b9])\s*\Z")
+_DEGREES: Final = re.compile(r"(?<=[\d})a-z])\s*\^\s*\\circ\s*(?:\\text\{\s*)?([CFK])?\s*\}?\Z")
+_POWER: Final = r"(?:\^\s*(?:\{([23])\}|([23])))?"
+_NAMED: Final = re.compile(
+    rf"(?P<amount>.*?[\dA-Za-z)}}\]!|])\s*(?P<text>(?:\s*\\text\s*\{{[^{{}}]*\}}\s*{_POWER.replace('(', '(?:').replace('(?:?:', '(?:')}\s*/?)+)",
+    re.DOTALL,
+)
+_TEXT_PART: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
+_BARE: Final = re.compile(
+    r"(?P<amount>.*?[\d)}\]]|.*?\\pi|.*?\s[A-Za-z]|-?\d*[A-Za-z])(?:\s+|(?<=[\d})])(?=[A-Za-z]{3}))"
+    r"(?P<words>[A-Za-z]+(?:\s*[./]?\s*[A-Za-z]+)*)\s*(?P<power>\^\s*(?:\{[23]\}|[23]))?",
+    re.DOTALL,
 )
 _UNITS: Final = {
     name: names.split()[0]
     for names in (
-        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
-        "in inch inche", "ft foot feet", "yd yard", "mi mile",
-        "mg milligram", "g gram", "kg kilogram", "lb pound", "oz ounce",
+        "mm millimeter millimetre", "cm centimeter centimetre", "dm decimeter decimetre", "m meter metre",
+        "km kilometer kilometre", "in inch inche", "ft foot feet", "yd yard", "mi mile",
+        "mg milligram", "g gram gm", "kg kilogram", "lb pound", "oz ounce", "ton tonne",
         "sec s second", "min minute", "hour h hr", "L l liter litre", "mL ml milliliter millilitre",
-        "dollar usd", "degree deg", "day", "week", "month", "year", "cent", "cup", "unit", "percent",
+        "gal gallon", "dollar usd buck", "euro eur", "degree deg", "day", "week", "month", "year yr", "cent",
+        "cup", "unit", "person people", "child children", "man men", "woman women", "mouse mice",
+        "goose geese", "tooth teeth", "ox oxen", "die dice", "fish", "sheep", "deer", "loaf loaves", "leaf leaves",
+        "yen", "yuan rmb", "won", "rupee", "peso", "acre", "hectare", "newton", "joule", "watt", "volt", "ohm", "amp ampere", "mol mole",
+        "hz hertz", "pa pascal", "kw kilowatt", "rpm", "bit", "byte", "point pt", "digit", "side", "way",
     )
     for name in names.split()
 }  # fmt: skip
-_AROUND: Final = frozenset({"per", "square", "sq", "cubic"})
+_RATES: Final = {"mph": "mi / hour", "kmph": "km / hour", "kph": "km / hour", "kmh": "km / hour"}
+_AROUND: Final = frozenset({"per", "square", "sq", "cubic", "cu", "squared", "cubed"})
 _NO_UNITS: Final = frozenset({
-    "times", "plus", "minus", "hundreds", "thousands", "millions", "billions", "trillions", "dozens",
-    "halves", "thirds", "tenths",
+    "times", "plus", "minus", "hundreds", "thousands", "millions", "billions", "trillions", "dozens", "tens",
+    "halves", "thirds", "fourths", "fifths", "sixths", "eighths", "tenths", "hundredths", "thousandths", "quarters",
+    "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "quarter", "third", "score",
+    "or", "and", "more", "less", "least", "most", "than", "not", "no", "none", "pi", "over", "divided",
+    "multiplied", "by", "to", "from", "between", "remainder", "mod", "modulo", "if", "where", "when", "for", "with",
+    "without", "except", "choose", "factorial", "infinitely", "infinite", "twice", "double", "power", "powers",
+    "negative", "positive", "percent", "is", "are", "yes", "base", "cos", "sin", "as", "does", "exists",
+    "equals", "thus", "hence",
 })  # fmt: skip
 
 
 def one_spelling(text: str) -> str:
-    """Unicode fractions, powers, roots and minus signs as LaTeX; thin spaces and one final full stop gone;
-    ``1e3`` as ``1E3``.
+    """The text in one spelling of LaTeX: Unicode signs, upright letters, repeating decimals and what Python
+    prints become commands; thin spaces and one final full stop are gone; ``1e3`` is ``1E3``.
     """
     text = _VULGAR.sub(_fraction, text.translate(_SIGNS))
     text = _SUPERSCRIPT_RUN.sub(
         lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run.group()) + "}", text
     )
+    text = _SUBSCRIPT_RUN.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run.group()) + "}", text)
+    text = _LATEX_SIGN.sub(lambda sign: _LATEX_SIGNS[sign.group()], text)
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
+    text = _UNIT_FRACTION.sub(_unit_fraction, _unwrapped(text))
+    text = _upright(text)
+    text = _roots(text)
+    text = _python_calls(text)
+    text = _BARE_FUNCTION.sub(lambda match: "\\plainlog " if match[1] == "log" else f"\\{match[1]} ", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text = text.strip()
-    return text[:-1].rstrip() if text.endswith((".", ",")) and len(text) > 1 else text
+    text = _AND_OR.sub(lambda match: rf"\text{{ {match[1] or match[2]} }}", text)
+    text = _grouped_powers(text)
+    text = _REPEATING.sub(_repeating, text)
+    text = _DOTTED_DECIMAL.sub(_dotted_decimal, text)
+    text = _in_radians(text).strip()
+    return text[:-1].rstrip() if text.endswith((".", ",", ";")) and len(text) > 1 else text
 
 
 def _fraction(match: re.Match[str]) -> str:
@@ -69,31 +192,333 @@ def _fraction(match: re.Match[str]) -> str:
     return rf"\frac{{{above}}}{{{below}}}"
 
 
-def split_unit(text: str) -> tuple[str, str]:
-    """A number and what it counts, ``5 square meters`` as ``("5", "m^2")``; ``(text, "")`` for anything else.
+def _unwrapped(text: str) -> str:
+    """Without the dollars, brackets, boxes and Markdown around the whole."""
+    for _ in range(4):
+        text = text.strip()
+        inner = re.fullmatch(
+            r"\$\$([^$]+)\$\$\.?|\$([^$]*[^$\\])\$\.?|\\\((.+)\\\)\.?|\\\[(.+)\\\]\.?|\*\*([^*]+)\*\*\.?|`([^`]+)`",
+            text, re.DOTALL,
+        )  # fmt: skip
+        if inner is not None:
+            text = next(group for group in inner.groups() if group is not None)
+            continue
+        boxed = re.match(r"\\(?:boxed|fbox)\s*\{", text)
+        if boxed is not None and _closing(text, boxed.end() - 1) == len(text.rstrip(".")) - 1:
+            text = text.rstrip(".")[boxed.end() : -1]
+            continue
+        if text.startswith("{") and _closing(text, 0) == len(text) - 1:
+            text = text[1:-1] if "," not in text else rf"\{{{text[1:-1]}\}}"
+            continue
+        break
+    return re.sub(r"(?<!\\)\$(?![\d.])|(?<=[A-Za-z})])(?<!\\)\$", "", text) if text.count("$") > 1 else text
 
-    A unit is a known one or a plural ("apples"): "2 pi", "5 million" and "5 or more" are more than their
-    number. Letters directly behind a number are a unit from three on: ``5m`` may be five times m.
+
+def _unit_fraction(match: re.Match[str]) -> str:
+    above, below = match[1].strip(), match[2].strip()
+    return rf"\text{{{above}/{below}}}" if _is_unit(above) and _is_unit(below) else match[0]
+
+
+def _upright(text: str) -> str:
+    r"""Letters, numbers and functions in upright or bold type are read as such; words stay in ``\text{}``."""
+    text = re.sub(r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\mathrm{\1}", text)
+    for _ in range(3):
+        text, count = _UPRIGHT.subn(lambda match: _upright_one(match, text), text)
+        if not count or r"\{" in text and count > 50:
+            break
+    return text
+
+
+def _upright_one(match: re.Match[str], text: str) -> str:
+    inside = match[2]
+    bare = inside.strip().rstrip(".")
+    if bare in _FUNCTIONS:
+        return f"\\{bare} "
+    if len(bare) == 1 and bare.isalpha():
+        is_quantity = re.search(r"[\d})]\s*(?:\\[,;: ]|~|\s)*\Z", text[: match.start()]) is not None
+        rest = text[match.end() :].lstrip()
+        is_last = not rest or rest[0] in "^/.,$"
+        if is_quantity and is_last and bare in _SINGLE_UNITS and not match[1].startswith(("mathbf", "bold", "bm")):
+            return rf"\text{{{inside}}}"
+        return f" {bare} " if inside.strip() == bare else f" {bare}. "
+    if re.fullmatch(r"[\s\d.,:/+*=()<>|-]*", inside) or re.fullmatch(r"\(?[A-Za-z]\)?[\s.:]*", inside):
+        return inside
+    if "\\" in inside and not match[1].startswith(("text", "mbox", "hbox", "emph")):
+        return inside
+    return rf"\text{{{inside}}}"
+
+
+def _roots(text: str) -> str:
+    """The root signs of Unicode, whose argument is a number, a letter or a group."""
+    for sign, command in _ROOTS.items():
+        while sign in text:
+            head, _, tail = text.partition(sign)
+            tail = tail.lstrip()
+            end = _closing(tail, 0) if tail[:1] in ("(", "{") else None
+            if end is not None:
+                text = f"{head}{command}{{{tail[1:end]}}}{tail[end + 1 :]}"
+                continue
+            argument = re.match(r"\d+(?:\.\d+)?|\\[A-Za-z]+\s?|[A-Za-z]|", tail)
+            assert argument is not None
+            text = f"{head}{command}{{{argument[0]}}}{tail[argument.end() :]}"
+    return text
+
+
+_CALL: Final = re.compile(
+    r"(?<![\\A-Za-z])(sqrt|cbrt|root|floor|ceil|ceiling|exp|log|abs|Abs|Rational|Fraction|Integer|Float|Matrix|ImmutableMatrix|array"
+    r"|FiniteSet|Interval(?:\.(?:open|Lopen|Ropen))?|Union|Eq|Tuple|set|"
+    + "|".join(sorted(_PYTHON_FUNCTIONS, key=len, reverse=True))
+    + r")\s*(?=[(\[{])"
+)
+_MAX_CALLS: Final = 40
+
+
+def _python_calls(text: str) -> str:
+    """What Python and SymPy print, ``sqrt(3)/2`` or ``Matrix([[1], [2]])``, in LaTeX."""
+    if "\\sqrt" in text or "sqrt" in text:
+        text = re.sub(r"(?<![\\A-Za-z])sqrt\s*(\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z(]))", r"\\sqrt{\1}", text)
+        text = re.sub(r"\\sqrt\s*\(", "sqrt(", text)
+    position = 0
+    for _ in range(_MAX_CALLS):
+        match = _CALL.search(text, position)
+        if match is None:
+            return text
+        end = _closing(text, match.end())
+        if end is None:
+            position = match.end()
+            continue
+        is_index = text[match.end()] == "["
+        if is_index and match[1] == "sqrt":
+            text = text[: match.start()] + "\\sqrt" + text[match.end() :]
+            position = match.start() + 5
+            continue
+        arguments = [part.strip() for part in split_top(text[match.end() + 1 : end], ",")]
+        made = None if is_index else _python_call(match[1], arguments)
+        if made is None:
+            position = match.end()
+            continue
+        text = text[: match.start()] + made + text[end + 1 :]
+        position = match.start()
+    return text
+
+
+def _python_call(name: str, arguments: Sequence[str]) -> str | None:
+    first = arguments[0]
+    match name:
+        case "sqrt":
+            return rf"\sqrt{{{first}}}"
+        case "cbrt":
+            return rf"\sqrt[3]{{{first}}}"
+        case "root" if len(arguments) == 2:
+            return rf"\sqrt[{arguments[1]}]{{{first}}}"
+        case "exp":
+            return rf"e^{{{first}}}"
+        case "log" if len(arguments) == 2:
+            return rf"\log_{{{arguments[1]}}}({first})"
+        case "log":
+            return rf"\plainlog({first})"
+        case "floor":
+            return rf"\lfloor {first}\rfloor "
+        case "ceil" | "ceiling":
+            return rf"\lceil {first}\rceil "
+        case "abs" | "Abs":
+            return f"|{first}|"
+        case "Rational" | "Fraction" if len(arguments) == 2:
+            return rf"\frac{{{first}}}{{{arguments[1]}}}"
+        case "Rational" | "Fraction" | "Integer" | "Float" | "set":
+            return f"({first})" if "/" in first else first.strip("'\"")
+        case "Matrix" | "ImmutableMatrix" | "array":
+            rows = [split_top(row.strip()[1:-1], ",") for row in split_top(first.strip()[1:-1], ",")]
+            if not all(row.strip().startswith("[") for row in split_top(first.strip()[1:-1], ",")):
+                rows = [[entry] for entry in split_top(first.strip()[1:-1], ",")]
+            return r"\begin{pmatrix}" + r"\\".join("&".join(row) for row in rows) + r"\end{pmatrix}"
+        case "FiniteSet":
+            return rf"\{{{', '.join(arguments)}\}}"
+        case "Tuple":
+            return f"({', '.join(arguments)})"
+        case "Union":
+            return r"\cup ".join(arguments)
+        case "Eq" if len(arguments) == 2:
+            return f"{first} = {arguments[1]}"
+        case _ if name.startswith("Interval") and len(arguments) in (2, 3, 4):
+            is_open = [name.endswith((".open", ".Lopen")), name.endswith((".open", ".Ropen"))]
+            for index, flag in enumerate(arguments[2:]):
+                is_open[index] = flag in ("True", "1")
+            return f"{'(' if is_open[0] else '['}{first},{arguments[1]}{')' if is_open[1] else ']'}"
+        case _ if name in _PYTHON_FUNCTIONS:
+            return rf"\{_PYTHON_FUNCTIONS[name]}({', '.join(arguments)})"
+    return None
+
+
+def _grouped_powers(text: str) -> str:
+    """``2^(1/3)`` as ``2^{1/3}``."""
+    position = 0
+    while (found := text.find("^(", position)) >= 0 or (found := text.find("^ (", position)) >= 0:
+        start = text.index("(", found)
+        end = _closing(text, start)
+        if end is None:
+            return text
+        text = f"{text[:found]}^{{{text[start + 1 : end]}}}{text[end + 1 :]}"
+        position = found + 1
+    return text
+
+
+def _repeating(match: re.Match[str]) -> str:
+    r"""``0.1\overline{6}`` as a fraction; the digits between two dots repeat."""
+    whole, head, repeated, between, last, single, grouped = match.groups()
+    period = (repeated or "") + (between or "") + (last or "") or single or grouped
+    number = int(whole or "0") * 10 ** (len(head) + len(period)) + int(head + period or "0")
+    less = int((whole or "0") + head or "0")
+    above, below = number - less, (10 ** len(period) - 1) * 10 ** len(head)
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def _dotted_decimal(match: re.Match[str]) -> str:
+    r"""``0.333\ldots`` as a fraction if its digits repeat; else the digits that are there."""
+    whole, digits = match.groups()
+    for length in range(1, len(digits) // 2 + 1):
+        period = digits[-length:]
+        head = digits
+        while head.endswith(period):
+            head = head[:-length]
+        if len(digits) - len(head) >= max(2 * length, 3 if length == 1 else 4) and set(period) != {"0"}:
+            above = int(whole + head + period) - int(whole + head)
+            return rf"\frac{{{above}}}{{{(10**length - 1) * 10 ** len(head)}}}"
+    return f"{whole}.{digits}"
+
+
+def _in_radians(text: str) -> str:
+    """Degrees within an expression, as in the sine of 30 degrees; those at the end of a number are its unit."""
+    if r"^\circ" not in text or not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
+        return text
+    return re.sub(
+        r"(\d+(?:\.\d+)?|(?<!\\)\b[a-zA-Z]|\\(?:alpha|beta|gamma|theta|phi)\s?)\s*\^\\circ\s?",
+        r"(\\frac{\1\\pi}{180})", text,
+    )  # fmt: skip
+
+
+_OPENERS: Final = {"(": ")", "[": "]", "{": "}"}
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Where the bracket at ``start`` closes; other kinds of brackets are skipped."""
+    opening = text[start : start + 1]
+    closing = _OPENERS.get(opening)
+    depth = 0
+    position = start
+    while position < len(text):
+        sign = text[position]
+        if sign == "\\" and opening == "{":
+            position += 2
+            continue
+        depth += (sign == opening) - (sign == closing)
+        if depth == 0:
+            return position
+        position += 1
+    return None
+
+
+def split_top(text: str, separators: str) -> list[str]:
+    """The parts between separators that stand in no bracket, brace or environment."""
+    parts = [""]
+    depth = num_bars = 0
+    position = 0
+    while position < len(text):
+        token = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.|.", re.DOTALL).match(text, position)
+        assert token is not None
+        sign = token[0]
+        position = token.end()
+        if sign in ("(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil") or sign.startswith(r"\begin"):
+            depth += 1
+        elif sign in (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil") or sign.startswith(r"\end"):
+            depth -= 1
+        if depth <= 0 and num_bars % 2 == 0 and sign in separators:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    r"""An amount and what it counts, ``5 square meters`` as ``("5", "m^2")``; ``(text, "")`` for anything else.
+
+    An amount is a number or an expression, such as ``3\pi``. A unit is a known one, a currency, degrees or a
+    plural ("apples"): "2 pi", "5 million" and "5 or more" are more than their number. Letters directly behind a
+    number are a unit from three on: ``5m`` may be five times m.
     """
-    match = _QUANTITY.fullmatch(text.strip())
-    if match is None:
-        return text, ""
-    number, *names, power = match.groups()
-    name = next(name for name in names if name is not None)
-    words = name.replace(".", "").split()
-    return (number, _unit(name, power)) if words and all(map(_is_unit, words)) else (text, "")
+    text = text.strip()
+    if (coin := _BEFORE.match(text)) is not None:
+        amount, more = split_unit(text[coin.end() :])  # "$1.50 per pound"
+        return coin[1] + amount, " ".join(dict.fromkeys((_COIN[coin[2]], *more.split())))
+    if (coin := _BEHIND.search(text)) is not None:
+        return text[: coin.start()].strip(), _COIN[coin[1]]
+    if (degrees := _DEGREES.search(text)) is not None and not re.search(r"[,;=<>]", text):
+        return text[: degrees.start()].strip(), "degree"
+    bare = text.removesuffix(".")
+    match = _NAMED.fullmatch(bare)
+    if match is not None:
+        words = re.sub(r"\^\s*\{?([23])\}?", r" ^\1 ", _TEXT_PART.sub(r" \1 ", match["text"]))
+        amount = match["amount"]
+        power = re.search(r"\^([23])", words)
+        words = re.sub(r"\^[23]", " ", words)
+    else:
+        match = _BARE.fullmatch(bare)
+        if match is None:
+            return text, ""
+        amount, words, power = match["amount"], match["words"], re.search(r"[23]", match["power"] or "")
+    unit = _unit(words, power[0][-1] if power else "")
+    return (amount.strip(), unit) if unit and _is_amount(amount) else (text, "")
+
+
+def _is_amount(text: str) -> bool:
+    """A number or an expression, in which no word stands."""
+    bare = re.sub(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+", " ", text)
+    return bool(text.strip()) and re.search(r"[A-Za-z]{3,}", bare) is None and not text.rstrip().endswith("\\")
+
+
+def _unit(text: str, exponent: str) -> str:
+    """The canonical name of a unit; empty if the words are none."""
+    words = re.sub(r"(?<=[A-Za-z])\.|(?<=[a-z])-(?=[a-z])", " ", text).replace("/", " / ").split()
+    if not words or not all(word == "/" or word.isalpha() for word in words):
+        return ""
+    if len(words) == 1 and words[0].lower() in _RATES:
+        return _RATES[words[0].lower()]
+    lowered = [word.lower() for word in words]
+    if "of" in lowered[1:]:  # "pieces of candy"
+        end = lowered.index("of")
+        if any(word in _NO_UNITS for word in lowered[end + 1 :]):
+            return ""
+        words, lowered = words[:end], lowered[:end]
+    if lowered[-1] == "old" and len(words) > 1:  # "years old"
+        words, lowered = words[:-1], lowered[:-1]
+    if any(word in _NO_UNITS for word in lowered):
+        return ""
+    if lowered[0] in ("square", "sq", "cubic", "cu"):
+        exponent = "3" if lowered[0].startswith("cu") else "2"
+        words, lowered = words[1:], lowered[1:]
+    elif lowered[-1] in ("squared", "cubed"):
+        exponent = "3" if lowered[-1] == "cubed" else "2"
+        words, lowered = words[:-1], lowered[:-1]
+    if not words or not (_is_unit(words[-1]) or len(words) > 2 and lowered[-2] in ("per", "/", "a", "an", "each")):
+        return ""
+    if not all(_is_unit(word) or word == "/" for word in words) and any(len(word) < 3 for word in words[:-1]):
+        if not any(word in ("per", "/") for word in lowered):
+            return ""
+    return " ".join(map(_singular, words)) + (f"^{exponent}" if exponent else "")
 
 
 def _is_unit(word: str) -> bool:
+    if len(word) > 2 and word.lower().removesuffix("s") in _UNITS:
+        return True
     is_plural = len(word) > 3 and word.isalpha() and word.endswith("s") and word.lower() not in _NO_UNITS
     return word in _UNITS or word.lower() in _UNITS or word.lower() in _AROUND or is_plural
 
 
-def _unit(name: str, power: str | None) -> str:
-    words = re.sub(r"\bper\b", "/", name).replace(".", "").split()
-    exponent = re.sub(r"\D", "", power or "")
-    if words and words[0].lower() in ("square", "sq", "cubic"):
-        exponent = "3" if words[0].lower() == "cubic" else "2"
-        words = words[1:]
-    singular = [word if word in _UNITS or len(word) < 3 else word.lower().removesuffix("s") for word in words]
-    return " ".join(_UNITS.get(word, word) for word in singular) + (f"^{exponent}" if exponent else "")
+def _singular(word: str) -> str:
+    if word.lower() in ("per", "/", "a", "an"):
+        return "/"
+    if word in _UNITS:
+        return _UNITS[word]
+    lowered = word.lower() if len(word) >= 3 else word
+    return _UNITS.get(lowered) or _UNITS.get(lowered.removesuffix("s")) or lowered.removesuffix("s")
+

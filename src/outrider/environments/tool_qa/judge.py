@@ -4,7 +4,9 @@ Source: ARPO (arXiv 2507.19849), section 4.1, which grades open answers by a jud
 the endpoint cannot answer, or answers without a verdict, stays unscored: it is never counted as wrong.
 """
 
+import json
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -18,6 +20,7 @@ from outrider.environments.grading.math_strings import strings_equal
 from outrider.environments.tool_qa.tag_protocol import neutralise
 from outrider.errors import EngineFault
 from outrider.seeding import stream_seed
+from outrider.tokens.thoughts import without_thoughts
 from outrider.types import Message
 
 Rule = Literal["strict", "arpo-eval"]
@@ -30,10 +33,29 @@ INSTRUCTIONS: Final = (
     "then on a line of its own <judgment>Correct</judgment> or <judgment>Incorrect</judgment>."
 )
 ASK_AGAIN: Final = "I need the verdict alone: <judgment>Correct</judgment> or <judgment>Incorrect</judgment>."
-_TAGGED: Final = re.compile(r"<judgment>(.*?)</judgment>", re.DOTALL | re.IGNORECASE)
-_OPENING: Final = re.compile(r"[\W_]*(correct|incorrect)[*_`\"']*\s*(?:[.!,;:\n]|$)")
-_UNSURE: Final = re.compile(r"\b(?:not|no|never|cannot|if|whether|would|could|may|might|\w+n't)\b")
-_NEGATIVE: Final = re.compile(r"\b(?:incorrect|wrong|not\s+correct|isn't\s+correct)\b")
+_OPENING_TAG: Final = re.compile(r"<\s*judge?ment\s*>", re.IGNORECASE)
+_TAG: Final = re.compile(r"<\s*/?\s*judge?ment\s*/?\s*>", re.IGNORECASE)
+_VERDICTS: Final = {
+    "correct": True, "right": True, "true": True,
+    "incorrect": False, "wrong": False, "false": False,
+    "not correct": False, "not right": False, "not true": False,
+}  # fmt: skip
+_BARE_VERDICTS: Final = {**_VERDICTS, "yes": True, "no": False}
+# "Judgment: incorrect", "Answer - yes"; the label may be all that a bold heading holds.
+_LABEL: Final = re.compile(
+    r"(?:(?:my|the|final|overall)\s+)*"
+    r"(?:(?:judge?ment|verdict|decision|answer|result|grade|evaluation|conclusion|label|is correct)"
+    r"\s*[:=\u2192-]+>?|(?:judge?ment|verdict|decision|conclusion) is:?\s)\s*"
+)
+_SUBJECT: Final = re.compile(
+    r"(?:(?:the|this|that)\s+)?(?:prediction|predicted answer|answer|response|statement|it|this|that)"
+    r"(?: is|s) "
+)
+_VERDICT_KEYS: Final = frozenset({
+    "judgment", "judgement", "verdict", "decision", "answer", "result", "grade", "label", "correct",
+    "is correct", "iscorrect",
+})  # fmt: skip
+_LATEX: Final = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 class JudgeSettings(Settings):
@@ -82,10 +104,11 @@ class Judge:
     def judge(self, question: str, answers: Sequence[str], prediction: str, *, key: str) -> Judgement:
         """The verdict on one prediction; ``key`` (task and sample) names its random stream.
 
-        A blank prediction is wrong and one that matches an answer as text is correct, both without asking. An
+        Thoughts are no part of a prediction. A blank one is wrong and one that matches an answer as text is correct, both without asking. An
         endpoint that gives up makes a judgement with a fault. Raises ModelError when the endpoint will never
         answer (wrong key or address).
         """
+        prediction = without_thoughts(prediction)
         if not prediction.strip():
             return Judgement(is_correct=False)
         if self._matches(prediction, answers):
@@ -136,30 +159,58 @@ class Judge:
 
 
 def read_verdict(reply: str, *, rule: Rule = "strict") -> bool | None:
-    """Verdict in a reply; None when it decides nothing (``strict`` only).
+    """Verdict in a reply; None when it decides nothing (``strict`` only). Thoughts are not read.
 
-    ``strict``: the last judgment tag; else a reply that opens with the bare word; else the words in it where
-    they do not contradict each other and nothing negates or doubts them. ``arpo-eval``: the first tag or else
-    the whole reply must hold "correct" and none of "incorrect", "wrong" and "not correct", so that "Correct.
-    Nothing is wrong" is a no, as is "yes".
+    ``strict``: the inside of the last judgment tag, or the whole reply if there is no tag, must be a bare
+    verdict: "Correct", "**incorrect**.", "Judgment: yes", ``{"correct": false}``, "It is not correct". Text that
+    only mentions one of these words decides nothing. ``arpo-eval``: the first tag or else the whole reply must
+    hold "correct" and none of "incorrect", "wrong" and "not correct", so that "Correct. Nothing is wrong" is a
+    no, as is "yes".
     """
+    reply = without_thoughts(reply)
     if rule == "arpo-eval":
         found = re.search(r"<judgment>(.*?)</judgment>", reply, flags=re.DOTALL)
         text = (found.group(1) if found else reply).lower()
         return "correct" in text and not any(word in text for word in ("incorrect", "wrong", "not correct"))
-    tagged = [
-        verdict for inside in _TAGGED.findall(reply) if (verdict := _read_words(inside.lower())) is not None
-    ]
-    if tagged:
-        return tagged[-1]
-    text = reply.lower()
-    opening = _OPENING.match(text)
-    if opening:
-        return opening.group(1) == "correct"
-    return None if _UNSURE.search(_NEGATIVE.sub(" ", text)) else _read_words(text)
+    openings = [match.end() for match in _OPENING_TAG.finditer(reply)]
+    return _bare_verdict(_TAG.split(reply[openings[-1] if openings else 0 :], maxsplit=1)[0])
 
 
-def _read_words(text: str) -> bool | None:
-    bare, num_negative = _NEGATIVE.subn(" ", text)
-    is_positive = re.search(r"\bcorrect\b", bare) is not None
-    return None if is_positive == bool(num_negative) else is_positive
+def _bare_verdict(text: str) -> bool | None:
+    """The verdict that is all of a text, apart from labels, punctuation and markup."""
+    text = re.sub(r"```\w*", " ", unicodedata.normalize("NFKC", text)).strip()
+    if text.startswith("{"):
+        return _json_verdict(text)
+    text = re.sub(r"</?\w+>", " ", _LATEX.sub(r"\1", _LATEX.sub(r"\1", text))).casefold()
+    if "?" in text:
+        return None
+    text = " ".join(re.sub(r"[*_`~#\"\u201c\u201d\u00ab\u00bb]+", " ", text).split())
+    text = re.sub(r"isn['\u2019]?t\b", "is not", text)
+    text = _LABEL.sub("", re.sub(r"['\u2018\u2019$()\[\]]", "", text).strip(), count=1)
+    parts = [words for part in re.split(r"[.,;:!\n]+", text) if (words := _words(part))]
+    verdicts = {_stated(words) for words in parts}
+    return verdicts.pop() if len(verdicts) == 1 else None
+
+
+def _stated(words: str) -> bool | None:
+    if (subject := _SUBJECT.match(words)) is not None:
+        return _VERDICTS.get(words[subject.end() :])
+    return _BARE_VERDICTS.get(words)
+
+
+def _words(text: str) -> str:
+    """The text without the signs around it, such as a check mark."""
+    return re.sub(r"\A[\W_]+|[\W_]+\Z", "", text)
+
+
+def _json_verdict(text: str) -> bool | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    verdicts = {
+        value if isinstance(value, bool) else _bare_verdict(value) if isinstance(value, str) else None
+        for key, value in found.items()
+        if key.replace("_", " ").lower() in _VERDICT_KEYS
+    }
+    return verdicts.pop() if len(verdicts) == 1 else None

@@ -15,6 +15,7 @@ from outrider.environments.tool_qa.rewards import RewardConfig, Score, answer_of
 from outrider.environments.tool_qa.tag_protocol import neutralise
 from outrider.environments.tool_qa.tool_episode import OVER_LIMIT, REPEATED, ToolEpisode
 from outrider.tokens.calls.format import call_id
+from outrider.tokens.thoughts import without_thoughts
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, ToolCall, ToolSchema
 
@@ -62,7 +63,7 @@ class NativeToolEnvironment(ToolEpisode):
             problems=message.problems,
         )
         if not message.tool_calls and not message.problems:
-            return self._end(turn, invalid=not message.content.strip())
+            return self._end(turn, invalid=not without_thoughts(message.content).strip())
         is_over = bool(message.tool_calls) and not self._is_open()
         if is_over and self._num_refused:
             self._num_refused += 1
@@ -157,7 +158,7 @@ def native_fault(turns: Sequence[NativeTurn], config: RewardConfig) -> str | Non
         return "no <think>"
     if any(turn.problems for turn in turns):
         return "a call that cannot be read"
-    if turns[-1].num_calls or not turns[-1].content.strip():
+    if turns[-1].num_calls or not without_thoughts(turns[-1].content).strip():
         return "the last turn does not answer"
     if config.require_boxed and last_boxed(turns[-1].content) is None:
         return "no closed \\boxed{} in the answer"

@@ -19,6 +19,7 @@ from outrider.environments.grading.answers import (
 from outrider.environments.grading.math_answers import Verdict, compare_all
 from outrider.environments.tool_qa.reward_judge import RewardJudgeSettings
 from outrider.environments.tool_qa.tag_protocol import Answer, Turn, format_fault, parse_action
+from outrider.tokens.thoughts import without_thoughts
 
 Judged: TypeAlias = Callable[[str], float | None]
 """Correctness in [0, 1] of a prediction by a judge (0 or 1) or by the tasks' own verifier, where 1 is
@@ -86,7 +87,7 @@ def score_turns(
             turns, tools, require_think=config.require_think, require_boxed=config.require_boxed
         )
     )
-    prediction = _prediction(turns[-1].text, tools) if turns else ""
+    prediction = _prediction(turns, tools)
     num_tools = len({turn.executed_tool for turn in turns} - {None})
     return score_answer(prediction, answers, config, fault=fault, num_tools=num_tools, judged=judged)
 
@@ -105,6 +106,7 @@ def score_answer(
     Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
     above 0. ``judged`` is asked for a good format alone.
     """
+    prediction = without_thoughts(prediction)
     em = exact_match(prediction, answers)
     f1 = f1_score(prediction, answers)
     match config.answer:
@@ -149,14 +151,21 @@ def _by_judge(prediction: str, judged: Judged) -> _Graded:
 
 
 def answer_of(text: str) -> str:
-    """The answer in a text: its last box, else the text itself."""
+    """The answer in a text: its last box, else the text itself. Thoughts are no part of it."""
+    text = without_thoughts(text)
     boxed = last_boxed(text)
     return unwrap_text(text if boxed is None else boxed)
 
 
-def _prediction(text: str, tools: Sequence[str]) -> str:
-    """Answer of the last turn: its last box, else the answer's text; empty when it does not answer."""
-    action = parse_action(text, tools)
+def _prediction(turns: Sequence[Turn], tools: Sequence[str]) -> str:
+    """Answer of the last turn: its last box, else the answer's text; empty when it does not answer, or only
+    in its thoughts, which may have begun in an earlier turn.
+    """
+    if not turns:
+        return ""
+    earlier = "".join(turn.text for turn in turns[:-1])
+    spoken = without_thoughts(earlier + turns[-1].text).removeprefix(without_thoughts(earlier))
+    action = parse_action(spoken, tools)
     if not isinstance(action, Answer):
         return ""
     return answer_of(action.text)

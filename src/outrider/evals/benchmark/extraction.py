@@ -28,6 +28,7 @@ from outrider.environments.grading.answers import (
 from outrider.environments.grading.math_answers import Verdict, compare_all
 from outrider.environments.grading.math_strings import strings_equal
 from outrider.errors import ConfigError
+from outrider.tokens.thoughts import without_thoughts
 
 Kind = Literal["qa", "math"]
 Scorer = Literal["em", "f1", "math", "judge"]
@@ -90,6 +91,7 @@ def find_variant(name: str) -> Variant:
 
 
 def _grade_default(prediction: str, answers: Sequence[str], kind: Kind) -> Grades:
+    prediction = without_thoughts(prediction)
     # as extraction does: MATH has answers such as \text{Evelyn}
     answers = [unwrap_text(answer) for answer in answers]
     verdicts = compare_all(prediction, answers) if kind == "math" else []
@@ -142,6 +144,7 @@ def _graded(
 
 
 def _extract_squad(output: str) -> str:
+    output = without_thoughts(output)
     return extract_answer(output) if "<answer>" in output or "\\boxed" in output else output.strip()
 
 
@@ -269,6 +272,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         Variant(
             name="arpo-train",
             deviations=(
+                "thoughts are read like any other text",
                 "the first answer pair counts, not the last, and an answer without a box is none",
                 (
                     r"`\boxed x` counts up to the next `$` even where `\boxed{y}` follows; "
@@ -292,6 +296,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         Variant(
             name="arpo-eval",
             deviations=(
+                "thoughts are read like any other text",
                 (
                     r"an unclosed box or `\fbox` is taken with its command; "
                     r"without tag and box the last five lines are the answer"

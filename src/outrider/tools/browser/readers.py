@@ -7,6 +7,7 @@ from typing import Final, Protocol
 from outrider.engines.chat.engine import ChatEndpoint, ChatReply
 from outrider.engines.chat.wire import Refusal
 from outrider.errors import ConfigError, EngineFault, ModelError, ToolFault, ToolUnavailable
+from outrider.tokens.thoughts import without_thoughts
 from outrider.tools.browser.html_text import without_controls
 from outrider.tools.browser.pages import Page
 from outrider.tools.browser.settings import EndpointReader, PassageReader, Reader
@@ -106,10 +107,7 @@ class ModelReader:
                 if not is_too_long or len(text) < 2 * _LEAST:
                     raise ToolFault(f"browser: the reader's endpoint: {error}") from error
                 text = text[: len(text) // 2]
-        _, closed, said = reply.text.rpartition("</think>")
-        if not closed and said.lstrip().startswith("<think>"):
-            said = ""  # the limit ended it within its thoughts
-        said = without_controls(said).strip()
+        said = without_controls(without_thoughts(reply.text)).strip()
         return cut(said + (MARK if reply.truncated else ""), self._max_chars) if said else NOTHING_READ
 
     def _ask(self, page: Page, text: str, question: str) -> ChatReply:
