@@ -7,6 +7,7 @@ pydantic converts their arguments.
 """
 
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ _NEEDS: Final = "it needs type hints and a docstring with Args:"
 _JSON: Final = (str, int, float, bool, type(None), Any, list, dict)
 _SCALARS: Final = (str, int, float, bool, type(None))
 _MAX_INLINED: Final = 8
+_HEADING: Final = re.compile(r"(?:Args|Arguments|Param(?:eter)?s):?[ \t]*(?:\n|$)")
 
 
 class Undescribed(Exception):
@@ -149,11 +151,10 @@ def _docstring(function: Callable[..., Any], hints: Mapping[str, Any]) -> tuple[
         raise Undescribed(f"it has no docstring; {_NEEDS}")
     try:
         parsed = docstring_parser.parse(text)
-        is_headless = not parsed.params and bool(docstring_parser.parse(f"-\n\n{text}").params)
     except docstring_parser.ParseError as error:
         raise Undescribed(f"its docstring cannot be read: {_line(error)}; {_NEEDS}") from error
     summary = (parsed.description or "").strip()
-    if is_headless or not summary:
+    if not summary or _HEADING.match(summary):
         raise Undescribed("its docstring does not say what it does: write a line above the arguments")
     written = {
         name.strip("* "): one.description or ""

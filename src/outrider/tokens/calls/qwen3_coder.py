@@ -85,7 +85,7 @@ def _call(name: str | None, inside: str, number: int, tools: Sequence[ToolSchema
     known, is_known = Arguments.of(tool or {}), tool is not None
     arguments: dict[str, Json] = {}
     for key, text in found:
-        # An argument that a schema neither declares nor leaves open stays text, as in the family's own reader.
+        # An argument that a schema neither declares nor leaves open stays text, as in Qwen's reader.
         accepted = _ANY if is_known and known.takes_any(key) else known.accepted(key)
         arguments[key] = _value(text.removeprefix("\n").removesuffix("\n"), accepted)
     return ToolCall(name=name, arguments=arguments, call_id=call_id(number))
