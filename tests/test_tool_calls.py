@@ -274,31 +274,64 @@ def test_words_behind_a_call_behind_words_are_no_fault(before: str, behind: str)
     assert (turn.tool_calls, turn.problems, turn.content) == ((ADD,), (), before)
 
 
-ANSWERS: list[tuple[CallFormatName, str]] = [
-    ("llama3_json", text)
-    for text in (
-        '{"type": "circle", "radius": 3}', '{"parameters": {"width": 2}}', '{"arguments": ["for", "against"]}',
-        '{"name": "Marie Curie", "born": 1867}', '{"answer": 4}', ' {"answer": 4}\n', '{"answer": 4} it is.',
-        '[{"name": "Marie"}, {"name": "Pierre"}]', '{"name": "lookup", "born": 1867}', '{"name": "Rome"}',
-        '{"name": {"first": "Marie"}, "born": 1867}', '{"name": null, "id": 3, "price": 1}', '["lookup"]',
-        '{"name": "Marie Curie", "parameters": {"born": 1867}}', '{"name": "Rome", "arguments": ["for"]}',
-        '{"name": "Rome", "parameters": "many", "type": "city"}', '{"type": "object", "properties": {}}',
-        '{"answer": [{"name": "lookup", "parameters": {"key": "a"}}]}', '{"name": "Marie', "{broken", "[1, 2]",
-        '{"id": "a", "name": "Marie"}', '{"type": "person", "name": "Marie"}', "{}", "[]", "null", '"lookup"',
-        '{"text": "<|python_tag|>"}', '[{"name": "Rome", "parameters": {}, "size": 1}]', '{"name": "look',
-    )
-] + [
-    ("pythonic", text)
-    for text in (
-        "[sin(x), cos(x)]", "[f(x)](https://a.b)", "[f()]", "[f(x) for x in y]", "[f(x=1), 2]", "[a(b] c",
-        "[note(see below)]", '{"answer": 4}', "[1, lookup]", "[x.y(z)]",
-    )
-] + [
-    ("hermes", '{"name": "lookup", "arguments": {"key": "a"}}'),
-    ("hermes", "lookup(key='a')"),
-    ("qwen3_coder", '{"name": "lookup", "arguments": {"key": "a"}}'),
-    ("qwen3_coder", "<parameter=key>a</parameter>"),
-]  # fmt: skip
+ANSWERS: list[tuple[CallFormatName, str]] = (
+    [
+        ("llama3_json", text)
+        for text in (
+            '{"type": "circle", "radius": 3}',
+            '{"parameters": {"width": 2}}',
+            '{"arguments": ["for", "against"]}',
+            '{"name": "Marie Curie", "born": 1867}',
+            '{"answer": 4}',
+            ' {"answer": 4}\n',
+            '{"answer": 4} it is.',
+            '[{"name": "Marie"}, {"name": "Pierre"}]',
+            '{"name": "lookup", "born": 1867}',
+            '{"name": "Rome"}',
+            '{"name": {"first": "Marie"}, "born": 1867}',
+            '{"name": null, "id": 3, "price": 1}',
+            '["lookup"]',
+            '{"name": "Marie Curie", "parameters": {"born": 1867}}',
+            '{"name": "Rome", "arguments": ["for"]}',
+            '{"name": "Rome", "parameters": "many", "type": "city"}',
+            '{"type": "object", "properties": {}}',
+            '{"answer": [{"name": "lookup", "parameters": {"key": "a"}}]}',
+            '{"name": "Marie',
+            "{broken",
+            "[1, 2]",
+            '{"id": "a", "name": "Marie"}',
+            '{"type": "person", "name": "Marie"}',
+            "{}",
+            "[]",
+            "null",
+            '"lookup"',
+            '{"text": "<|python_tag|>"}',
+            '[{"name": "Rome", "parameters": {}, "size": 1}]',
+            '{"name": "look',
+        )
+    ]
+    + [
+        ("pythonic", text)
+        for text in (
+            "[sin(x), cos(x)]",
+            "[f(x)](https://a.b)",
+            "[f()]",
+            "[f(x) for x in y]",
+            "[f(x=1), 2]",
+            "[a(b] c",
+            "[note(see below)]",
+            '{"answer": 4}',
+            "[1, lookup]",
+            "[x.y(z)]",
+        )
+    ]
+    + [
+        ("hermes", '{"name": "lookup", "arguments": {"key": "a"}}'),
+        ("hermes", "lookup(key='a')"),
+        ("qwen3_coder", '{"name": "lookup", "arguments": {"key": "a"}}'),
+        ("qwen3_coder", "<parameter=key>a</parameter>"),
+    ]
+)
 
 
 @pytest.mark.parametrize(("name", "text"), ANSWERS)
@@ -312,12 +345,14 @@ def test_an_answer_in_json_or_as_a_list_is_no_call(name: CallFormatName, text: s
 @pytest.mark.parametrize(
     "text",
     [
-        '{"name": "lookup", "parameters": {"key": "a"}}', '{"parameters": {"key": "a"}, "name": "lookup"}',
+        '{"name": "lookup", "parameters": {"key": "a"}}',
+        '{"parameters": {"key": "a"}, "name": "lookup"}',
         '{"type": "function", "name": "lookup", "parameters": {"key": "a"}}',
         '{"id": "1", "name": "lookup", "arguments": {"key": "a"}}',
-        '{"name": "lookup", "parameters": {"key": "a"}, "note": 1}', ' [{"name": "lookup", "parameters": {"key": "a"}}]',
+        '{"name": "lookup", "parameters": {"key": "a"}, "note": 1}',
+        ' [{"name": "lookup", "parameters": {"key": "a"}}]',
     ],
-)  # fmt: skip
+)
 def test_an_object_with_the_form_of_a_call_is_one(text: str) -> None:
     turn = read_turn(text, CALL_FORMATS["llama3_json"], TOOLS)
     assert (turn.tool_calls, turn.problems, turn.content) == ((look("a"),), (), "")

@@ -184,28 +184,53 @@ def test_any_others_are_taken_where_the_schema_says_so() -> None:
 
 URL = {"properties": {"url": {"type": "string"}}, "required": ["url"]}
 SIZE = {"properties": {"size": {"type": "integer"}}, "required": ["size"]}
-DEFS = {"Url": URL, "Size": SIZE, "my type": URL, "Node": {"type": "object", "properties": {
-    "next": {"$ref": "#/$defs/Node"}, "url": {"type": "string"}}}}  # fmt: skip
+DEFS = {
+    "Url": URL,
+    "Size": SIZE,
+    "my type": URL,
+    "Node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}, "url": {"type": "string"}}},
+}
 BEHIND: dict[str, tuple[Json, Json, Json]] = {
     "oneOf": ({"oneOf": [URL, SIZE]}, {"size": 3}, {"url": 1}),
     "anyOf": ({"anyOf": [URL, SIZE]}, {"url": "a"}, {"color": "red"}),
     "allOf": ({"allOf": [URL, SIZE]}, {"url": "a", "size": 3}, {"url": "a"}),
-    "allOf and $ref": ({"allOf": [{"$ref": "#/$defs/Url"}, SIZE], "$defs": DEFS}, {"url": "a", "size": 3}, {"size": 3}),
+    "allOf and $ref": (
+        {"allOf": [{"$ref": "#/$defs/Url"}, SIZE], "$defs": DEFS},
+        {"url": "a", "size": 3},
+        {"size": 3},
+    ),
     "$ref": ({"$ref": "#/$defs/Size", "$defs": DEFS}, {"size": 3}, {}),
     "$ref with an escape": ({"$ref": "#/$defs/my%20type", "$defs": DEFS}, {"url": "a"}, {}),
     "$ref into a list": ({"$ref": "#/oneOf/1", "oneOf": [URL, SIZE]}, {"size": 3}, {"url": "a"}),
     "$ref to itself": ({"$ref": "#", **SIZE}, {"size": 3}, {}),
-    "a recursive type": ({"$ref": "#/$defs/Node", "$defs": DEFS}, {"next": {"next": {"url": "a"}}}, {"next": 1}),
-    "branches with required alone": (
-        {"properties": {"url": {"type": "string"}, "size": {"type": "integer"}},
-         "oneOf": [{"required": ["url"]}, {"required": ["size"]}]}, {"size": 3}, {"color": "red"},
+    "a recursive type": (
+        {"$ref": "#/$defs/Node", "$defs": DEFS},
+        {"next": {"next": {"url": "a"}}},
+        {"next": 1},
     ),
-    "beside properties": ({"properties": {"n": {"type": "integer"}}, "required": ["n"], "oneOf": [URL, SIZE]},
-                          {"n": 1, "url": "a"}, {"url": "a"}),
+    "branches with required alone": (
+        {
+            "properties": {"url": {"type": "string"}, "size": {"type": "integer"}},
+            "oneOf": [{"required": ["url"]}, {"required": ["size"]}],
+        },
+        {"size": 3},
+        {"color": "red"},
+    ),
+    "beside properties": (
+        {"properties": {"n": {"type": "integer"}}, "required": ["n"], "oneOf": [URL, SIZE]},
+        {"n": 1, "url": "a"},
+        {"url": "a"},
+    ),
     "a discriminated union": (
-        {"oneOf": [{"properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind", "x"]},
-                   {"properties": {"kind": {"const": "b"}, "y": {"type": "boolean"}}, "required": ["kind", "y"]}],
-         "discriminator": {"propertyName": "kind"}}, {"kind": "b", "y": True}, {"kind": "c"},
+        {
+            "oneOf": [
+                {"properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind", "x"]},
+                {"properties": {"kind": {"const": "b"}, "y": {"type": "boolean"}}, "required": ["kind", "y"]},
+            ],
+            "discriminator": {"propertyName": "kind"},
+        },
+        {"kind": "b", "y": True},
+        {"kind": "c"},
     ),
     "nested": ({"allOf": [{"anyOf": [{"oneOf": [URL]}, SIZE]}]}, {"size": 3}, {"color": "red"}),
     "if and then": ({**URL, "if": {}, "then": SIZE}, {"url": "a", "size": 3}, {"size": 3}),
@@ -215,17 +240,33 @@ BEHIND: dict[str, tuple[Json, Json, Json]] = {
     "true": ({"oneOf": [True]}, {"anything": None}, None),
     "open": ({**URL, "additionalProperties": {}}, {"url": "a", "more": {"b": 2}}, {}),
     "open for numbers": ({"additionalProperties": {"type": "number"}}, {"more": 2}, {"more": "2"}),
-    "open in a branch": ({"oneOf": [{**URL, "additionalProperties": True}, SIZE]}, {"url": "a", "b": "c"}, None),
+    "open in a branch": (
+        {"oneOf": [{**URL, "additionalProperties": True}, SIZE]},
+        {"url": "a", "b": "c"},
+        None,
+    ),
     "a reference that leads nowhere": ({"$ref": "https://a.b/c"}, {"anything": 1}, None),
     "branches that are false": ({"oneOf": [False, URL]}, {"url": "a"}, {}),
     "nullable": ({"properties": {"a": {"type": "string", "nullable": True}}}, {"a": None}, {"a": 1}),
-    "null in a union": ({"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}}, {"a": None}, {"a": "x"}),
+    "null in a union": (
+        {"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
+        {"a": None},
+        {"a": "x"},
+    ),
     "enum, const and default": (
-        {"properties": {"a": {"enum": [1, "b"]}, "c": {"const": "d"}, "e": {"type": "integer", "default": 3}},
-         "required": ["a"]}, {"a": "b", "c": "d"}, {"a": 2},
+        {
+            "properties": {
+                "a": {"enum": [1, "b"]},
+                "c": {"const": "d"},
+                "e": {"type": "integer", "default": 3},
+            },
+            "required": ["a"],
+        },
+        {"a": "b", "c": "d"},
+        {"a": 2},
     ),
     "booleans as schemas": ({"properties": {"a": True}}, {"a": {"b": 1}}, {"c": 1}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)

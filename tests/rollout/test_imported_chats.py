@@ -93,8 +93,10 @@ def test_the_ids_of_a_demonstration_hold_thinking_and_calls(name: str, steps: Se
     before = [trace.token_ids(node.parent or 0) for node in policy]
     read = [renderer.parse(one, context=at, tools=TOOLS) for one, at in zip(ids, before, strict=True)]
     assert [[(c.name, c.arguments) for c in one.tool_calls] for one in read] == [
-        [("lookup", {"key": "Oslo"})], [("lookup", {"key": "Oslo"})], []
-    ]  # fmt: skip
+        [("lookup", {"key": "Oslo"})],
+        [("lookup", {"key": "Oslo"})],
+        [],
+    ]
     assert [one.content.strip() for one in read] == ["", "I ask again.", "\\boxed{rain}"]
     assert read[0].reasoning == "Better ask." and not any(one.problems for one in read)
     group = Trace(task=TASK, modes=())

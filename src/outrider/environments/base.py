@@ -192,11 +192,14 @@ def recorded_turn(environment: Environment, text: str) -> str:
 
     Raises EnvironmentFault as :func:`turn_message` does.
     """
-    if isinstance(environment, OwnConversations) or not isinstance(environment, NativeTools):
+    if not isinstance(environment, OwnConversations | NativeTools):
         return text
-    return _guarded(
-        environment, lambda: in_form(text, form_named(environment.call_format), environment.tool_schemas)
-    )
+
+    def rewritten() -> str:
+        form = environment.call_format
+        return text if form is None else in_form(text, form_named(form), tools_of(environment))
+
+    return _guarded(environment, rewritten)
 
 
 def _guarded(environment: Environment, read: Callable[[], _T]) -> _T:

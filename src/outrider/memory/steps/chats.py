@@ -1,9 +1,9 @@
 """Chats in the forms that files have, read as one.
 
-Read are OpenAI's chat completions (``tool_calls``, the older ``function_call``, ``reasoning_content``), items of
-OpenAI's Responses, blocks of Anthropic's messages, ShareGPT's ``conversations`` (``from`` and ``value``), and
-TRL's columns ``prompt`` and ``completion``. Calls and thinking become part of the assistant's text, in the
-Hermes form and between ``<think>`` tags; what has no place there is counted.
+Read are OpenAI's chat completions (``tool_calls``, the older ``function_call``, ``reasoning_content``), items
+of OpenAI's Responses, blocks of Anthropic's messages, ShareGPT's ``conversations`` (``from`` and ``value``),
+and TRL's columns ``prompt`` and ``completion``. Calls and thinking become part of the assistant's text, in
+the Hermes form and between ``<think>`` tags; what has no place there is counted.
 """
 
 import json
@@ -18,8 +18,8 @@ from outrider.types import Message, Role, ToolCall
 _ROLES: Final[Mapping[str, Role]] = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant", "ai": "assistant",
-    "bot": "assistant", "function_call": "assistant", "tool_call": "assistant",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
+    "ai": "assistant", "bot": "assistant", "function_call": "assistant", "tool_call": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "tool_result": "tool",
     "function_response": "tool", "ipython": "tool",
 }  # fmt: skip

@@ -28,6 +28,16 @@ from outrider.types import Message, Step, Trajectory
 
 ANSWER_MARKS = ("<answer>", "\\boxed{")
 _SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+_UNREADABLE: Final = (
+    OSError,
+    pyarrow.ArrowException,
+    ValueError,
+    OverflowError,
+    TypeError,
+    MemoryError,
+    RecursionError,
+    KeyError,
+)
 _BOM: Final = b"\xef\xbb\xbf"
 _OWN_COLUMNS: Final = COLUMNS | {"reward", "task_key", "agent", "trajectory_id", "num_tokens"}
 _BOX = re.compile(r"\\boxed\b")  # in whatever form the scorer reads it
@@ -62,9 +72,9 @@ def import_trajectories(
     so that importing a file again finds the same trajectories. The last step of a trajectory and every step
     with an answer mark are terminal.
 
-    Raises :class:`~outrider.errors.DataError` naming file and line (elsewhere: record, from 1) for a malformed
-    record unless ``on_malformed`` is ``skip``, and for a file that is missing, unreadable, empty or without
-    any good record.
+    Raises :class:`~outrider.errors.DataError` naming file and line (elsewhere: record, from 1) for a
+    malformed record unless ``on_malformed`` is ``skip``, and for a file that is missing, unreadable, empty or
+    without any good record.
     """
     path = Path(path)
     trajectories: list[Trajectory] = []
@@ -171,9 +181,7 @@ def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
             raise DataError(f"{path}: must end in one of {', '.join(_SUFFIXES)}")
     except DataError:
         raise
-    except (
-        OSError, pyarrow.ArrowException, ValueError, OverflowError, TypeError, MemoryError, RecursionError, KeyError
-    ) as error:  # fmt: skip
+    except _UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
