@@ -274,6 +274,116 @@ def test_words_behind_a_call_behind_words_are_no_fault(before: str, behind: str)
     assert (turn.tool_calls, turn.problems, turn.content) == ((ADD,), (), before)
 
 
+ANSWERS: list[tuple[CallFormatName, str]] = (
+    [
+        ("llama3_json", text)
+        for text in (
+            '{"type": "circle", "radius": 3}',
+            '{"parameters": {"width": 2}}',
+            '{"arguments": ["for", "against"]}',
+            '{"name": "Marie Curie", "born": 1867}',
+            '{"answer": 4}',
+            ' {"answer": 4}\n',
+            '{"answer": 4} it is.',
+            '[{"name": "Marie"}, {"name": "Pierre"}]',
+            '{"name": "lookup", "born": 1867}',
+            '{"name": "Rome"}',
+            '{"name": {"first": "Marie"}, "born": 1867}',
+            '{"name": null, "id": 3, "price": 1}',
+            '["lookup"]',
+            '{"name": "Marie Curie", "parameters": {"born": 1867}}',
+            '{"name": "Rome", "arguments": ["for"]}',
+            '{"name": "Rome", "parameters": "many", "type": "city"}',
+            '{"type": "object", "properties": {}}',
+            '{"answer": [{"name": "lookup", "parameters": {"key": "a"}}]}',
+            '{"name": "Marie',
+            "{broken",
+            "[1, 2]",
+            '{"id": "a", "name": "Marie"}',
+            '{"type": "person", "name": "Marie"}',
+            "{}",
+            "[]",
+            "null",
+            '"lookup"',
+            '{"text": "<|python_tag|>"}',
+            '[{"name": "Rome", "parameters": {}, "size": 1}]',
+            '{"name": "look',
+        )
+    ]
+    + [
+        ("pythonic", text)
+        for text in (
+            "[sin(x), cos(x)]",
+            "[f(x)](https://a.b)",
+            "[f()]",
+            "[f(x) for x in y]",
+            "[f(x=1), 2]",
+            "[a(b] c",
+            "[note(see below)]",
+            '{"answer": 4}',
+            "[1, lookup]",
+            "[x.y(z)]",
+        )
+    ]
+    + [
+        ("hermes", '{"name": "lookup", "arguments": {"key": "a"}}'),
+        ("hermes", "lookup(key='a')"),
+        ("qwen3_coder", '{"name": "lookup", "arguments": {"key": "a"}}'),
+        ("qwen3_coder", "<parameter=key>a</parameter>"),
+    ]
+)
+
+
+@pytest.mark.parametrize(("name", "text"), ANSWERS)
+def test_an_answer_in_json_or_as_a_list_is_no_call(name: CallFormatName, text: str) -> None:
+    turn = read_turn(text, CALL_FORMATS[name], TOOLS)
+    assert (turn.content, turn.tool_calls, turn.problems) == (text, (), ())
+    turn = read_turn(f"<think>\nHm.\n</think>\n\n{text.strip()}", CALL_FORMATS[name], TOOLS)
+    assert (turn.reasoning, turn.content, turn.tool_calls) == ("Hm.", text.strip(), ())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "lookup", "parameters": {"key": "a"}}',
+        '{"parameters": {"key": "a"}, "name": "lookup"}',
+        '{"type": "function", "name": "lookup", "parameters": {"key": "a"}}',
+        '{"id": "1", "name": "lookup", "arguments": {"key": "a"}}',
+        '{"name": "lookup", "parameters": {"key": "a"}, "note": 1}',
+        ' [{"name": "lookup", "parameters": {"key": "a"}}]',
+    ],
+)
+def test_an_object_with_the_form_of_a_call_is_one(text: str) -> None:
+    turn = read_turn(text, CALL_FORMATS["llama3_json"], TOOLS)
+    assert (turn.tool_calls, turn.problems, turn.content) == ((look("a"),), (), "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("llama3_json", '{"name": "find", "parameters": {"q": "a"}}', "no tool 'find'"),
+        ("llama3_json", '{"name": "find", "parameters": {"q": "a', "not JSON"),
+        ("llama3_json", '{"name": "lookup", "input": {"key": "a"}}', 'under "input"'),
+        ("llama3_json", '{"name": "lookup"}', "needs the argument 'key'"),
+        ("llama3_json", '{"name": "lookup"', "not JSON"),
+        ("llama3_json", '{"type": "function", "function": {"name": "lookup"}}', 'needs a "name"'),
+        ("pythonic", "[find(q='a')]", "no tool 'find'"),
+        ("pythonic", "[lookup()]", "needs the argument 'key'"),
+        ("pythonic", "[lookup(key='a'), 1]", "must be a call"),
+    ],
+)
+def test_a_call_that_goes_wrong_is_no_answer(name: CallFormatName, text: str, told: str) -> None:
+    turn = read_turn(text, CALL_FORMATS[name], TOOLS)
+    assert turn.tool_calls == () and told in " ".join(turn.problems), turn
+
+
+def test_a_closing_tag_inside_a_value_ends_it_as_the_familys_own_reader_does() -> None:
+    """Nothing escapes it in this form, so the first one ends the value and what follows is reported."""
+    form = CALL_FORMATS["qwen3_coder"]
+    turn = read_turn(form.write([look("a</parameter>b")]), form, TOOLS)
+    assert turn.tool_calls == () and "something else than <parameter=KEY>" in turn.problems[0]
+
+
 def test_parameters_without_an_end_are_read_at_once() -> None:
     said = f"<tool_call><function=lookup>{'<parameter=key>' * 100_000}</function></tool_call>"
     turn = read_turn(said, CALL_FORMATS["qwen3_coder"], TOOLS)

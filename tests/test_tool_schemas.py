@@ -9,6 +9,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from outrider.tokens.calls import CALL_FORMATS, CallFormatName, fault_of, flaw_of, read_turn
+from outrider.tools.described import tried_arguments, usage_line
 from outrider.types import Json, ToolCall, ToolSchema
 
 PLAIN = st.none() | st.booleans() | st.integers(-99, 99) | st.floats(-9, 9) | st.text(max_size=5)
@@ -179,6 +180,124 @@ def test_any_others_are_taken_where_the_schema_says_so() -> None:
         assert fault_of(call, [tool_of({"properties": {}, "additionalProperties": others})]) == ""
     text = tool_of({"properties": {}, "additionalProperties": {"type": "string"}})
     assert "of type string" in fault_of(call, [text])
+
+
+URL = {"properties": {"url": {"type": "string"}}, "required": ["url"]}
+SIZE = {"properties": {"size": {"type": "integer"}}, "required": ["size"]}
+DEFS = {
+    "Url": URL,
+    "Size": SIZE,
+    "my type": URL,
+    "Node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}, "url": {"type": "string"}}},
+}
+BEHIND: dict[str, tuple[Json, Json, Json]] = {
+    "oneOf": ({"oneOf": [URL, SIZE]}, {"size": 3}, {"url": 1}),
+    "anyOf": ({"anyOf": [URL, SIZE]}, {"url": "a"}, {"color": "red"}),
+    "allOf": ({"allOf": [URL, SIZE]}, {"url": "a", "size": 3}, {"url": "a"}),
+    "allOf and $ref": (
+        {"allOf": [{"$ref": "#/$defs/Url"}, SIZE], "$defs": DEFS},
+        {"url": "a", "size": 3},
+        {"size": 3},
+    ),
+    "$ref": ({"$ref": "#/$defs/Size", "$defs": DEFS}, {"size": 3}, {}),
+    "$ref with an escape": ({"$ref": "#/$defs/my%20type", "$defs": DEFS}, {"url": "a"}, {}),
+    "$ref into a list": ({"$ref": "#/oneOf/1", "oneOf": [URL, SIZE]}, {"size": 3}, {"url": "a"}),
+    "$ref to itself": ({"$ref": "#", **SIZE}, {"size": 3}, {}),
+    "a recursive type": (
+        {"$ref": "#/$defs/Node", "$defs": DEFS},
+        {"next": {"next": {"url": "a"}}},
+        {"next": 1},
+    ),
+    "branches with required alone": (
+        {
+            "properties": {"url": {"type": "string"}, "size": {"type": "integer"}},
+            "oneOf": [{"required": ["url"]}, {"required": ["size"]}],
+        },
+        {"size": 3},
+        {"color": "red"},
+    ),
+    "beside properties": (
+        {"properties": {"n": {"type": "integer"}}, "required": ["n"], "oneOf": [URL, SIZE]},
+        {"n": 1, "url": "a"},
+        {"url": "a"},
+    ),
+    "a discriminated union": (
+        {
+            "oneOf": [
+                {"properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind", "x"]},
+                {"properties": {"kind": {"const": "b"}, "y": {"type": "boolean"}}, "required": ["kind", "y"]},
+            ],
+            "discriminator": {"propertyName": "kind"},
+        },
+        {"kind": "b", "y": True},
+        {"kind": "c"},
+    ),
+    "nested": ({"allOf": [{"anyOf": [{"oneOf": [URL]}, SIZE]}]}, {"size": 3}, {"color": "red"}),
+    "if and then": ({**URL, "if": {}, "then": SIZE}, {"url": "a", "size": 3}, {"size": 3}),
+    "dependent": ({**URL, "dependentSchemas": {"url": SIZE}}, {"url": "a", "size": 3}, {"size": 3}),
+    "object alone": ({"type": "object"}, {"anything": 1, "more": {"a": [True]}}, None),
+    "an empty schema": ({}, {"anything": [1]}, None),
+    "true": ({"oneOf": [True]}, {"anything": None}, None),
+    "open": ({**URL, "additionalProperties": {}}, {"url": "a", "more": {"b": 2}}, {}),
+    "open for numbers": ({"additionalProperties": {"type": "number"}}, {"more": 2}, {"more": "2"}),
+    "open in a branch": (
+        {"oneOf": [{**URL, "additionalProperties": True}, SIZE]},
+        {"url": "a", "b": "c"},
+        None,
+    ),
+    "a reference that leads nowhere": ({"$ref": "https://a.b/c"}, {"anything": 1}, None),
+    "branches that are false": ({"oneOf": [False, URL]}, {"url": "a"}, {}),
+    "nullable": ({"properties": {"a": {"type": "string", "nullable": True}}}, {"a": None}, {"a": 1}),
+    "null in a union": (
+        {"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
+        {"a": None},
+        {"a": "x"},
+    ),
+    "enum, const and default": (
+        {
+            "properties": {
+                "a": {"enum": [1, "b"]},
+                "c": {"const": "d"},
+                "e": {"type": "integer", "default": 3},
+            },
+            "required": ["a"],
+        },
+        {"a": "b", "c": "d"},
+        {"a": 2},
+    ),
+    "booleans as schemas": ({"properties": {"a": True}}, {"a": {"b": 1}}, {"c": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@pytest.mark.parametrize("case", BEHIND)
+def test_arguments_are_found_wherever_the_schema_declares_them(name: CallFormatName, case: str) -> None:
+    parameters, taken, refused = BEHIND[case]
+    tool = tool_of({"type": "object", **parameters} if case != "an empty schema" else parameters)
+    call = ToolCall(name="f", arguments=taken, call_id="call00000")
+    turn = read_turn(CALL_FORMATS[name].write([call]), CALL_FORMATS[name], [tool])
+    assert (turn.tool_calls, turn.problems) == ((call,), ())
+    if refused is not None:
+        assert fault_of(ToolCall(name="f", arguments=refused), [tool])
+
+
+def test_what_a_prompt_says_of_alternatives_can_be_called() -> None:
+    for parameters, _, _ in BEHIND.values():
+        tool = tool_of(parameters)
+        line = usage_line(tool)
+        for arguments in tried_arguments(tool)[:1]:
+            assert fault_of(ToolCall(name="f", arguments=arguments), [tool]) == "", line
+    assert usage_line(tool_of({"oneOf": [URL, SIZE]})) == (
+        'Write <f>{"url": "..."}</f> for this: d. url (string, may be left out); '
+        "size (integer, may be left out). Give url or size."
+    )
+    assert usage_line(tool_of({"type": "object"})).endswith("It takes a JSON object with any arguments.")
+
+
+def test_definitions_that_double_at_the_top_are_bounded() -> None:
+    pairs = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
+    tool = tool_of({"$ref": "#/$defs/d0", "$defs": {**pairs, "d60": URL}})
+    assert fault_of(ToolCall(name="f", arguments={"url": "a"}), [tool]) == ""
 
 
 @pytest.mark.parametrize(

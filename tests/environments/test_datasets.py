@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks, panel_hash
 from outrider.errors import DataError, ToolUnavailable
+from outrider.evals.benchmark.task_sets import load_task_set
 from outrider.types import Task
 
 
@@ -172,3 +173,30 @@ def test_the_panel_hash_sees_order_and_every_field() -> None:
     assert len({panel_hash(tasks) for tasks in [base, *variants]}) == 7
     same = [Task(key="a", question="q", answers=("x",), metadata={"n": 2, "m": 1}), base[1]]
     assert panel_hash(same) == panel_hash(base)
+
+
+@pytest.mark.parametrize(
+    ("row", "answers"),
+    [
+        ({"answers": ["A", "B"]}, ("A", "B")),
+        ({"answers": "A"}, ("A",)),
+        ({"answer": None, "answers": ["A", 2]}, ("A", "2")),
+        ({"answer": "A", "answers": ["B"]}, ("A",)),
+    ],
+)
+def test_a_column_answers_stands_in_for_answer(
+    tmp_path: Path, row: dict[str, object], answers: tuple[str, ...]
+) -> None:
+    config = write(tmp_path, json.dumps({"question": "Who?", **row}))
+    assert config.path is not None
+    assert load_tasks(config)[0].answers == answers
+    if row.get("answer") or "answer" not in row:
+        assert load_task_set(str(config.path)).tasks[0].answers == answers
+
+
+def test_a_named_column_is_not_replaced(tmp_path: Path) -> None:
+    config = write(tmp_path, json.dumps({"question": "Who?", "answers": ["A"]}))
+    with pytest.raises(DataError, match="no column 'gold'; the row has answers, question"):
+        load_tasks(config.model_copy(update={"answer": "gold"}))
+    with pytest.raises(DataError, match="column 'answers' holds no answer"):
+        load_tasks(write(tmp_path, json.dumps({"question": "Who?", "answers": []})))

@@ -77,3 +77,17 @@ def test_two_games_at_a_time_are_the_games_alone() -> None:
     alone = [played((environment, turn) for turn in turns) for environment in begun()]
     mixed = played((environment, turn) for turn, environment in product(turns, begun()))
     assert [mixed[0::2], mixed[1::2]] == alone and alone[0] != alone[1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"action_format": "tag"}, {"action_format": "raw"}])
+def test_a_game_that_lists_its_moves_as_words_is_played(settings: Any) -> None:
+    found = family("game:Sokoban-v0-easy", **settings)
+    environment: GymEnvironment = found.make()(found.tasks("train")[0])
+    prompt = environment.reset(0)[0].content
+    assert "Sokoban" in prompt
+    is_tag = settings.get("action_format") == "tag"
+    assert ("The actions are: up, down, left, right." in prompt) == is_tag
+    for word in ("up", "left"):
+        turn = f"<action>\\boxed{{{word}}}</action>" if is_tag else f"I go \\boxed{{{word}}}."
+        result = say(environment, turn)
+        assert not result.done and word in result.text

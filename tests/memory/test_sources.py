@@ -79,9 +79,7 @@ def test_tool_calls_are_part_of_the_step(tmp_path: Path) -> None:
     (trajectory,) = import_trajectories(
         write(tmp_path / "a.jsonl", {**RECORD, "messages": chat})
     ).trajectories
-    assert (
-        trajectory.steps[0].text == '<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 2}"}\n</tool_call>'
-    )
+    assert trajectory.steps[0].text == '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
 BAD = [
@@ -93,7 +91,7 @@ BAD = [
     ({**RECORD, "question": " "}, "'question' is empty"),
     ({**RECORD, "question": "other"}, "another question"),
     ({**RECORD, "reward": "high"}, "'reward' must be a finite number, not 'high'"),
-    ({**RECORD, "reward": True}, "'reward' must be a finite number"),
+    ({**RECORD, "reward": [1]}, "'reward' must be a finite number"),
     ({**RECORD, "reward": float("nan")}, "'reward' must be a finite number"),
     ({**RECORD, "reward": 10**400}, "too large"),
     ({**RECORD, "num_tokens": -1}, "'num_tokens' must be a count"),
@@ -130,7 +128,7 @@ def test_unusable_files(tmp_path: Path) -> None:
     for path, reason in [
         (tmp_path / "missing.jsonl", "cannot be read"),
         (tmp_path / "broken.parquet", "cannot be read"),
-        (write(tmp_path / "a.csv"), "must end in"),
+        (write(tmp_path / "a.txt"), "must end in"),
         (write(tmp_path / "empty.jsonl"), r"no usable trajectory \(0 malformed\)"),
     ]:
         with pytest.raises(DataError, match=reason):

@@ -1,21 +1,31 @@
 """Python functions as tools: their schema, calls by text and by arguments, faults in words."""
 
 import asyncio
+import datetime
+import enum
 import functools
+import json
+import uuid
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
+from typing_extensions import TypedDict
 
 from outrider.environments.tool_qa.family import ToolsConfig
 from outrider.errors import ConfigError, ToolFault
 from outrider.plugins.registry import build_named, resolve
 from outrider.testing.tool import check_tool
+from outrider.tokens.calls import CALL_FORMATS, read_turn
 from outrider.tools.base import SchemaTool, ToolOutput
 from outrider.tools.functions import FunctionTool, tool_class
 from outrider.tools.toolset import Toolset, schema_of
-from outrider.types import ToolCall
+from outrider.types import Json, ToolCall
 
 
 def add(a: int, b: int = 1) -> int:
@@ -205,6 +215,323 @@ def bare(a, b):  # type: ignore[no-untyped-def]
 
 def tool(function: Any) -> FunctionTool:
     return tool_class(function)()
+
+
+DOCSTRINGS = {
+    "Google": """Add two numbers.
+
+    Args:
+        a: The first: a number.
+        b: The second
+            number.
+    """,
+    "Google with types": """Add two numbers.
+
+    Args:
+        a (int): The first: a number.
+        b (int, optional): The second
+            number.
+
+    Returns:
+        int: The sum.
+
+    Raises:
+        ValueError: never
+    """,
+    "Google, some types": """Add two numbers.
+
+    Args:
+        a (int): The first: a number.
+        b: The second number.
+        *more (int): No argument of this one.
+        **rest: Nor this.
+    """,
+    "Arguments": """Add two numbers.
+
+    Arguments:
+        a (int): The first: a number.
+        b (int, defaults to 1): The second number.
+    """,
+    "NumPy": """Add two numbers.
+
+    Parameters
+    ----------
+    a : int
+        The first: a number.
+    b : int, optional
+        The second
+        number.
+
+    Returns
+    -------
+    int
+        The sum.
+    """,
+    "NumPy without types": """Add two numbers.
+
+    Parameters
+    ----------
+    a
+        The first: a number.
+    b
+        The second number.
+    """,
+    "reST": """Add two numbers.
+
+    :param a: The first: a number.
+    :param b: The second
+        number.
+    :type b: int
+    :return: The sum.
+    :rtype: int
+    """,
+    "reST with types": """Add two numbers.
+
+    :param int a: The first: a number.
+    :param int b: The second number.
+    :returns: The sum.
+    """,
+    "Epydoc": """Add two numbers.
+
+    @param a: The first: a number.
+    @type a: int
+    @param b: The second number.
+    @return: The sum.
+    """,
+}
+
+
+@pytest.mark.parametrize("style", DOCSTRINGS)
+def test_a_docstring_describes_the_arguments_in_every_style(style: str) -> None:
+    def add(a: int, b: int = 1) -> int:
+        return a + b
+
+    add.__doc__ = DOCSTRINGS[style]
+    made = tool(add)
+    assert made.schema["description"] == "Add two numbers."
+    assert made.schema["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "The first: a number."},
+            "b": {"type": "integer", "description": "The second number."},
+        },
+        "required": ["a"],
+    }
+    assert made.run_text('{"a": 1, "b": 2}') == ToolOutput(text="3")
+
+
+def test_numpy_may_describe_two_arguments_at_once() -> None:
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    add.__doc__ = "Add.\n\nParameters\n----------\na, b : int\n    A number.\n"
+    properties = tool(add).schema["parameters"]["properties"]
+    assert [one["description"] for one in properties.values()] == ["A number."] * 2
+
+
+@pytest.mark.parametrize(
+    ("doc", "told"),
+    [
+        (None, "it has no docstring; it needs type hints and a docstring with Args:"),
+        ("Add.", "its docstring does not describe the argument 'a'; it needs"),
+        ("Add.\n\nArgs:\n    a (int): one\n    c (int): other", r"the argument 'b' \(it describes a, c\)"),
+        ("Add.\n\nArgs:\n    a (int): one\n    b (int):", "does not describe the argument 'b'"),
+        ("Args:\n    a (int): one\n    b (int): other", "does not say what it does"),
+    ],
+)
+def test_a_docstring_that_lacks_something_is_told_with_what_it_lacks(doc: str | None, told: str) -> None:
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    add.__doc__ = doc
+    with pytest.raises(ConfigError, match=told):
+        tool_class(add)
+
+
+class Unit(enum.Enum):
+    C = "c"
+    F = "f"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Color(enum.StrEnum):
+    RED = "red"
+
+
+class Odd(enum.Enum):
+    NORTH = (0, 1)
+
+
+@dataclass
+class Point:
+    x: int
+    unit: Unit = Unit.C
+
+
+class Box(BaseModel):
+    width: int = Field(ge=0)
+    parts: list["Box"] = []
+
+
+class Movie(TypedDict):
+    title: str
+    year: NotRequired[int]
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+
+CONVERTED: list[tuple[Any, Json, object]] = [
+    (Unit, "c", Unit.C),
+    (Level, 2, Level.HIGH),
+    (Color, "red", Color.RED),
+    (Unit | None, None, None),
+    (Optional[Unit], "f", Unit.F),  # noqa: UP045
+    (Unit | int, 3, 3),
+    (list[Unit], ["c", "f"], [Unit.C, Unit.F]),
+    (dict[str, Unit], {"a": "f"}, {"a": Unit.F}),
+    (dict[int, str], {"1": "a"}, {1: "a"}),
+    (tuple[int, str], [1, "a"], (1, "a")),
+    (tuple[int, ...], [1, 2], (1, 2)),
+    (tuple, [1], (1,)),
+    (set[str], ["a"], {"a"}),
+    (Sequence[int], [1], [1]),
+    (Literal["a", 1], "a", "a"),
+    (Point, {"x": 1, "unit": "f"}, Point(1, Unit.F)),
+    (Point | None, {"x": 1}, Point(1)),
+    (list[Point], [{"x": 1}], [Point(1)]),
+    (Box, {"width": 1, "parts": [{"width": 2}]}, Box(width=1, parts=[Box(width=2)])),
+    (Movie, {"title": "M"}, {"title": "M"}),
+    (Pair, [1, 2], Pair(1, 2)),
+    (datetime.date, "2024-02-29", datetime.date(2024, 2, 29)),
+    (datetime.datetime, "2024-02-29T01:02:03", datetime.datetime(2024, 2, 29, 1, 2, 3)),
+    (datetime.timedelta, "PT90S", datetime.timedelta(seconds=90)),
+    (Path, "a/b", Path("a/b")),
+    (Decimal, 1.5, Decimal("1.5")),
+    (uuid.UUID, str(uuid.UUID(int=1)), uuid.UUID(int=1)),
+    (bytes, "a", b"a"),
+    (Annotated[int, Field(ge=1)], 3, 3),
+    (Annotated[str, "which one"], "a", "a"),
+    (Annotated[Unit, "which one"], "c", Unit.C),
+    (int | str | None, "a", "a"),
+    (list[dict[str, float | None]], [{"a": None}], [{"a": None}]),
+    (Any, {"a": [1]}, {"a": [1]}),
+    (object, [1], [1]),
+]
+
+
+@pytest.mark.parametrize(("hint", "written", "value"), CONVERTED, ids=[str(one[0]) for one in CONVERTED])
+def test_a_function_gets_what_its_hints_say(hint: Any, written: Json, value: object) -> None:
+    taken: list[object] = []
+
+    def take(value: Any, *, times: int = 1) -> str:
+        """Take something.
+
+        Args:
+            value: What to take.
+            times (int): How often.
+        """
+        taken.append(value)
+        return "ok"
+
+    take.__annotations__["value"] = hint
+    made = tool(take)
+    assert made.run_call({"value": written, "times": 2}) == ToolOutput(text="ok")
+    assert taken == [value] and type(taken[0]) is type(value)
+    for name, form in CALL_FORMATS.items():
+        call = ToolCall(name="take", arguments={"value": written})
+        turn = read_turn(form.write([call]), form, [made.schema])
+        assert [one.arguments for one in turn.tool_calls] == [{"value": written}], (name, turn.problems)
+    json.dumps(made.schema)
+    assert made.schema["parameters"]["properties"]["value"]["description"] == "What to take."
+    assert "value" in made.usage
+
+
+@pytest.mark.parametrize(
+    ("hint", "written", "told"),
+    [
+        (Unit, "x", "must be one of c, f"),
+        (Point, {"x": "far"}, "The argument 'value' of take: x: Input should be a valid integer"),
+        (Box, {"width": -1}, "width: Input should be greater than or equal to 0"),
+        (list[Unit], ["x"], "The argument 'value' of take: 0: Input should be 'c' or 'f'."),
+        (datetime.date, "soon", "valid date"),
+        (Annotated[int, Field(ge=1)], 0, "greater than or equal to 1"),
+        (tuple[int, str], [1], "The argument 'value' of take: 1: Field required."),
+    ],
+)
+def test_an_argument_that_cannot_be_made_is_told_to_the_policy(hint: Any, written: Json, told: str) -> None:
+    def take(value: Any) -> str:
+        """Take something.
+
+        Args:
+            value: What to take.
+        """
+        raise AssertionError("never called")
+
+    take.__annotations__["value"] = hint
+    output = tool(take).run_call({"value": written})
+    assert output.failed and told in output.text and "\n" not in output.text
+
+
+@pytest.mark.parametrize(
+    ("hint", "told"),
+    [
+        (Shop, "the type hint Shop of 'value' cannot be made from JSON .* use text, numbers, lists, an Enum"),
+        (list[Shop], r"the type hint list\[.*Shop\] of 'value' cannot be made from JSON"),
+        (Callable[[int], int], "of 'value' cannot be made from JSON"),
+        (Literal[Unit.C] | None, "Literal\\[Unit.C\\], which 'value' takes, is no text or number"),
+        (Odd, "the value of Odd.NORTH, which 'value' takes, is no text or number"),
+        (enum.Enum("Nothing", []), "the Enum Nothing, which 'value' takes, has no members"),
+        ("Nowhere", "the type hint 'Nowhere' of 'value' cannot be resolved: name 'Nowhere' is not defined"),
+    ],
+)
+def test_a_hint_that_no_json_can_become_is_refused_with_its_reason(hint: Any, told: str) -> None:
+    def take(value: Any) -> str:
+        """Take something.
+
+        Args:
+            value: What to take.
+        """
+        return ""
+
+    take.__annotations__["value"] = hint
+    with pytest.raises(ConfigError, match=told):
+        tool_class(take)
+
+
+def test_what_a_function_returns_is_json_where_it_can_be() -> None:
+    def make(unit: Unit) -> "Nowhere":  # type: ignore[name-defined] # noqa: F821
+        """Make something.
+
+        Args:
+            unit: Of what.
+        """
+        return {"point": Point(1, unit), "box": Box(width=1), "unit": unit, "day": datetime.date(2024, 1, 2)}
+
+    assert json.loads(tool(make).run_text("f").text) == {
+        "point": {"x": 1, "unit": "f"}, "box": {"width": 1, "parts": []}, "unit": "f", "day": "2024-01-02"
+    }  # fmt: skip
+
+
+def test_a_type_that_is_inside_itself_keeps_its_definition() -> None:
+    def take(box: Box) -> str:
+        """Take something.
+
+        Args:
+            box (Box): What to take.
+        """
+        return str(box.width)
+
+    made = tool(take)
+    parts = made.schema["parameters"]["properties"]["box"]["properties"]["parts"]
+    assert parts["items"] == {"$ref": "#/$defs/Box"} and set(made.schema["parameters"]["$defs"]) == {"Box"}
+    assert made.run_call({"box": {"width": 3}}) == ToolOutput(text="3")
 
 
 def test_hints_and_docstring_become_the_schema() -> None:

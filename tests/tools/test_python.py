@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from outrider.errors import ConfigError, ToolFault, ToolUnavailable
 from outrider.tools import sandbox
 from outrider.tools.python import PythonTool, PythonToolConfig, cut
+from outrider.tools.python_text import code_of
 from outrider.tools.python_worker import print_last_expression
 
 needs_locks = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks Landlock or seccomp")
@@ -384,3 +385,25 @@ def test_everything_ends_with_a_killed_parent(tmp_path: Path, state: str) -> Non
             time.sleep(0.02)
         assert server_pids(tmp_path) == []
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("print(1)", "print(1)"),
+        ("```python\nprint(1)\n```", "print(1)"),
+        ("\n  ```py\nx = 1\nprint(x)\n```\n", "x = 1\nprint(x)"),
+        ("```\nprint(1)", "print(1)"),
+        ("~~~python\nprint('```')\n~~~", "print('```')"),
+        ("\n    x = 6\n    print(x)\n", "\nx = 6\nprint(x)\n"),
+        ("x = 6\n    print(x)", "x = 6\nprint(x)"),
+        ("```python\n    x = 6\n    print(x)\n```", "x = 6\nprint(x)"),
+        ("if x:\n    print(x)", "if x:\n    print(x)"),
+        ("x = """ + '"""' + "\n    a\n    " + '"""', "x = """ + '"""' + "\n    a\n    " + '"""'),
+        ("f(1,\n  2)", "f(1,\n  2)"),
+        ("x = 1\n    y = = 2", "x = 1\n    y = = 2"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_a_fence_and_a_shared_indentation_are_taken_off(text: str, code: str) -> None:
+    assert code_of(text) == code

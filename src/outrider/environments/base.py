@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from outrider.config import Settings
 from outrider.environments.conversing import OwnConversations
 from outrider.errors import EnvironmentFault, ToolFault
-from outrider.tokens.calls import form_named, read_turn
+from outrider.tokens.calls import form_named, in_form, read_turn
 from outrider.types import Message, Step, Task, ToolSchema
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +187,22 @@ def turn_message(environment: Environment, text: str) -> Message:
     return _guarded(environment, lambda: _read_calls(environment, text))
 
 
-def _guarded(environment: Environment, read: Callable[[], Message]) -> Message:
+def recorded_turn(environment: Environment, text: str) -> str:
+    """A recorded turn as the environment reads it: imported chats have their calls in the Hermes form.
+
+    Raises EnvironmentFault as :func:`turn_message` does.
+    """
+    if not isinstance(environment, OwnConversations | NativeTools):
+        return text
+
+    def rewritten() -> str:
+        form = environment.call_format
+        return text if form is None else in_form(text, form_named(form), tools_of(environment))
+
+    return _guarded(environment, rewritten)
+
+
+def _guarded(environment: Environment, read: Callable[[], _T]) -> _T:
     """Of one rollout, what would end the run."""
     try:
         return read()

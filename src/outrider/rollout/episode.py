@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from outrider.engines.base import FinishReason, Request
-from outrider.environments.base import Environment, EpisodeResult, StepResult, turn_message
+from outrider.environments.base import Environment, EpisodeResult, StepResult, recorded_turn, turn_message
 from outrider.environments.conversing import Conversation, OwnConversations, SampledTurn
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
@@ -284,16 +284,17 @@ class EpisodeRunner:
     async def _attempt(self, state: EpisodeState, attempt: Attempt) -> Outcome | None:
         """Do a hook's action in the environment; the action counts also where its text finds no room."""
         before = state.last_node
-        result = await self._act(state, attempt.action)
+        action = recorded_turn(state.environment, attempt.action)
+        result = await self._act(state, action)
         splice = attempt.then(result)
         if splice is not None:
             self._splice(state, splice, room=1)
         if state.last_node is not before:
             state.last_node.reward = result.reward
-            state.last_node.metadata |= {"action": attempt.action, "observation": result.text}
+            state.last_node.metadata |= {"action": action, "observation": result.text}
         else:
             # no text tells of it, so the record does
-            before.metadata.setdefault("attempted", []).append(attempt.action)
+            before.metadata.setdefault("attempted", []).append(action)
             if splice is not None and not result.done:
                 return Outcome.TRUNCATED_TOKENS  # the state has moved on and the policy could not be told
         return _ended(result) if result.done else None

@@ -8,7 +8,7 @@ from functools import partial
 
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.base import EnvironmentFactory, StepResult
+from outrider.environments.base import EnvironmentFactory, NativeTools, StepResult, recorded_turn
 from outrider.memory.steps.history import TokenCounter
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, joined, retrieved
@@ -17,6 +17,7 @@ from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer, Tokenizer
+from outrider.tokens.parsed import THINKING_END
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task, Trajectory
 
@@ -54,9 +55,8 @@ class ExpertPlayer:
             or shown >= len(self._steps[key]) - 1
         ):
             return ()
-        return [
-            Attempt(action=self._steps[key][shown].text, then=partial(_shown, self._steps[key][shown].text))
-        ]
+        action = recorded_turn(state.environment, self._steps[key][shown].text)
+        return [Attempt(action=action, then=partial(_shown, action))]
 
     def after_turn(self, state: EpisodeState) -> None:
         """Nothing to do."""
@@ -67,8 +67,13 @@ class ExpertPlayer:
     def say(self, request: Request, context: str) -> str:
         """The expert's next step; nothing once its path is over."""
         key = request.request_id.rsplit("/", 2)[0]
-        steps, position = self._steps[key], len(self._states[key].steps)
-        return steps[position].text if position < len(steps) else ""
+        state = self._states[key]
+        steps, position = self._steps[key], len(state.steps)
+        return recorded_turn(state.environment, steps[position].text) if position < len(steps) else ""
+
+    def calls_natively(self, request: Request) -> bool:
+        """Whether the environment reads thinking and calls from a turn."""
+        return isinstance(self._states[request.request_id.rsplit("/", 2)[0]].environment, NativeTools)
 
 
 def _shown(action: str, result: StepResult) -> Splice | None:
@@ -114,8 +119,12 @@ def play_experts(
 
     def say(request: Request, context: str) -> str:
         text = player.say(request, context)
-        # a block of thinking that the template has opened already
-        return text.removeprefix("<think>") if renderer.opened(request.token_ids) else text
+        opened = renderer.opened(request.token_ids)  # a block of thinking that the template has begun
+        if not opened:
+            return text
+        if THINKING_END not in text and player.calls_natively(request):  # a turn without thinking
+            return f"\n{THINKING_END}\n\n{text}"
+        return text.removeprefix(opened) if text.startswith(opened) else text.removeprefix("<think>")
 
     engine = ScriptedEngine(tokenizer=tokenizer, script=say, context_length=context_length)
     scheduler = Scheduler(

@@ -9,6 +9,7 @@ from outrider.environments.base import (
     EnvironmentFactory,
     EpisodeResult,
     StepResult,
+    recorded_turn,
     turn_message,
 )
 from outrider.errors import EnvironmentFault, ToolFault
@@ -32,7 +33,8 @@ class DirectEpisode:
 def play_texts(
     factory: EnvironmentFactory, task: Task, texts: Sequence[str], *, seed: int, timeout_s: float
 ) -> DirectEpisode:
-    """Play until the texts or the episode end, every call for at most ``timeout_s`` seconds.
+    """Play until the texts or the episode end, every call for at most ``timeout_s`` seconds. Calls in the
+    Hermes form, as imported chats have them, are played in the environment's own.
 
     Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
     """
@@ -41,7 +43,8 @@ def play_texts(
         prompt = tuple(timed(environment.reset, seed, timeout_s=timeout_s))
         results: list[StepResult] = []
         for text in texts:
-            results.append(timed(environment.step, turn_message(environment, text), timeout_s=timeout_s))
+            said = turn_message(environment, recorded_turn(environment, text))
+            results.append(timed(environment.step, said, timeout_s=timeout_s))
             if results[-1].done:
                 break
         record = timed(environment.result, timeout_s=timeout_s)

@@ -23,11 +23,21 @@ _MAX_DEPTH: Final = 3
 def usage_line(schema: ToolSchema) -> str:
     """What the system prompt says of a tool: what to write, what for, and what its arguments are."""
     name, taken = schema["name"], Arguments.of(schema)
-    shown = {key: _values(taken.schema(key), taken.root)[0] for key in taken.properties}
+    first = taken.alternatives[0] if taken.alternatives else None
+    left_out = set() if first is None else {key for one in taken.alternatives for key in one} - {*first}
+    shown = {
+        key: _values(taken.schema(key), taken.root)[0] for key in taken.properties if key not in left_out
+    }
     example = text_argument(schema) or json.dumps(shown, ensure_ascii=False)
     what = _sentence(str(schema["description"]))
     arguments = "; ".join(_argument(taken, key) for key in taken.properties)
-    return f"Write <{name}>{example}</{name}> for this: {what}" + (f" {arguments}." if arguments else "")
+    said = [f"Write <{name}>{example}</{name}> for this: {what}", f"{arguments}." if arguments else ""]
+    if taken.alternatives:
+        sets = [" and ".join(one) or "none of these" for one in taken.alternatives]
+        said.append(f"Give {' or '.join(sets)}.")
+    if not taken.properties and not taken.is_closed:
+        said.append("It takes a JSON object with any arguments.")
+    return " ".join(one for one in said if one)
 
 
 def text_argument(schema: ToolSchema) -> str | None:
@@ -48,7 +58,8 @@ def tried_arguments(schema: ToolSchema) -> list[dict[str, Json]]:
     all_of_them: list[dict[str, Json]] = [
         {key: one[row % len(one)] for key, one in values.items()} for row in rows
     ]
-    return [{key: values[key][0] for key in taken.required if key in values}, *all_of_them]
+    needed = [dict.fromkeys((*taken.required, *one)) for one in taken.alternatives or ((),)]
+    return [*({key: values[key][0] for key in keys if key in values} for keys in needed), *all_of_them]
 
 
 def _argument(taken: Arguments, key: str) -> str:

@@ -4,17 +4,23 @@ In a recipe ``tools = ["my_tools:add"]`` names a function ``add`` of the module 
 """
 
 import asyncio
+import dataclasses
 import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from typing import Any, ClassVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from outrider.errors import ConfigError, ToolFault
 from outrider.tokens.calls import fault_of
 from outrider.tools.base import ToolOutput
 from outrider.tools.described import text_argument, usage_line
+from outrider.tools.signatures import Undescribed, described_function, error_line
 from outrider.types import Json, ToolCall, ToolSchema
 
 
@@ -52,16 +58,28 @@ class FunctionTool(CalledByText):
     """A tool around a function, called in this process and from several threads at once. A coroutine runs in
     an event loop of that call.
 
-    What it returns is shown (text as it is, all else as JSON); what it raises is told to the policy in one
-    line, except ToolFault, which is nobody's turn.
+    Arguments whose hints are more than JSON (an Enum, a dataclass, a date) are converted to what the hints
+    say. What the function returns is shown (text as it is, all else as JSON); what it raises is told to the
+    policy in one line, except ToolFault, which is nobody's turn.
     """
 
     function: ClassVar[Callable[..., Any]]
+    converters: ClassVar[Mapping[str, TypeAdapter[Any]]] = {}
 
     def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
+        given: dict[str, Any] = dict(arguments)
+        for name in self.converters.keys() & given.keys():
+            try:
+                given[name] = self.converters[name].validate_python(given[name])
+            except ValidationError as error:
+                return ToolOutput(
+                    text=f"The argument {name!r} of {self.name}: {error_line(error)}", failed=True
+                )
         try:
-            found = _awaited(type(self).function(**arguments))
-            text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+            found = _awaited(type(self).function(**given))
+            text = (
+                found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=_as_json)
+            )
         except ToolFault:
             raise
         except (Exception, SystemExit) as error:  # wrong values, nothing found, a result that JSON lacks
@@ -73,31 +91,34 @@ class FunctionTool(CalledByText):
         """A function holds nothing."""
 
 
+def _as_json(value: Any) -> Any:
+    """What JSON lacks: models and dataclasses with their fields, members of an Enum as their values, all
+    else as text.
+    """
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return to_jsonable_python(value, fallback=str)
+    return str(value)
+
+
 def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
     """The plug-in's class of a function, or of what wraps one.
 
     Raises ConfigError where no call by arguments' names can reach it, and where type hints or docstring do
     not say what its arguments are.
     """
-    # The library's reading of hints and docstrings; it needs no model.
-    from transformers.utils.chat_template_utils import get_json_schema
-
     name = str(getattr(function, "__name__", ""))
     label = f"{function.__module__}:{function.__qualname__}" if name else f"a {type(function).__qualname__}"
     if refusal := _refusal(function, name):
         raise ConfigError(f"{label} cannot be a tool: {refusal}")
     try:
-        schema = get_json_schema(function)["function"]
-    except Exception as error:  # its own exceptions and whatever odd hints raise
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{label} cannot be a tool: {reason}; it needs type hints and a docstring with Args:"
-        ) from error
-    parameters: dict[str, Any] = dict(schema.get("parameters") or {})
-    parameters.setdefault("properties", {})
-    described = {"name": name, "description": schema["description"], "parameters": parameters}
+        described, converters = described_function(function, name)
+    except Undescribed as error:
+        raise ConfigError(f"{label} cannot be a tool: {error}") from error
     fields = {
         "function": staticmethod(function),
+        "converters": converters,
         "name": name,
         "usage": usage_line(described),
         "schema": described,

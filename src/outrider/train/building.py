@@ -5,6 +5,7 @@ rollout.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -133,7 +134,7 @@ def _read_tasks(settings: RunSettings, *, resumed: bool) -> _Tasks:
         family=family,
         train=train,
         test=held_out_panel(family, settings.evaluation),
-        demonstrations=None if named is None else demonstrations_of(named, train),
+        demonstrations=None if named is None else demonstrations_of(named, train, settings.environment),
     )
 
 
@@ -204,7 +205,7 @@ def make_algorithm(
         train_tasks=train_tasks,
         buffer=buffer,
         load_embedder=load_embedder,
-        read_demonstrations=demonstrations_of,
+        read_demonstrations=partial(demonstrations_of, environment=settings.environment),
     )
     algorithm = cast(Algorithm, plugins.build("algorithms", settings.algorithm, context))
     if old := [hook for hook in algorithm.hooks if hasattr(hook, "max_remark_tokens")]:

@@ -104,6 +104,21 @@ def listed(parameters: Any) -> Any:
     return taken(settings, server="s", version="1", tools={"look": tool}).tools["look"].schema["parameters"]
 
 
+def test_a_schema_lists_its_arguments_wherever_the_server_declares_them() -> None:
+    url = {"properties": {"url": {"type": "string"}}, "required": ["url"]}
+    size = {"properties": {"size": {"type": "integer"}}, "required": ["size"]}
+    both = {"url": {"type": "string"}, "size": {"type": "integer"}}
+    found = listed({"type": "object", "oneOf": [url, size]})
+    assert found == {"type": "object", "oneOf": [url, size], "properties": both}
+    assert listed(found) == found
+    found = listed({"$ref": "#/$defs/Url", "$defs": {"Url": url}})
+    assert found == {"type": "object", "$defs": {"Url": url}, **url}
+    found = listed({"type": "object", "allOf": [url, size]})
+    assert (found["properties"], found["required"]) == (both, ["url", "size"])
+    assert listed({"type": "object"}) == {"type": "object", "properties": {}, "additionalProperties": {}}
+    assert "additionalProperties" not in listed({"type": "object", "properties": {}})
+
+
 def test_a_schema_of_a_server_is_cleaned() -> None:
     given = {"$schema": "x", "properties": {"a": True, "b": {"type": "string"}}, "required": None}
     assert listed(given) == {"type": "object", "properties": {"a": {}, "b": {"type": "string"}}}

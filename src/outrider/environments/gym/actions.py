@@ -44,6 +44,21 @@ class TextAction(RawAction):
         return f"<action>{number + 1}</action>"
 
 
+class WordAction(TextAction):
+    """One of the words of an environment that lists them. The environment reads the text and judges it: some
+    look for the word inside a mark of their own, such as GEM's games inside a box.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+        example = f"Write one action a turn, for example <action>{words[0]}</action>."
+        self.instructions = f"{example} The actions are: {', '.join(words)}."
+
+    def probe(self, number: int) -> str:
+        """A turn with which the environment is tried."""
+        return f"<action>{self._words[number % len(self._words)]}</action>"
+
+
 class NamedAction:
     """One of a discrete space's actions between the tags; ``first`` is the space's smallest number."""
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider.environments.gym.actions import NamedAction, RawAction, TextAction
+from outrider.environments.gym.actions import NamedAction, RawAction, TextAction, WordAction
 from outrider.environments.gym.generators import Drawn, OwnDraws
 from outrider.environments.gym.observations import How, written
 from outrider.environments.gym.settings import GymConfig
@@ -138,8 +138,9 @@ def _action(config: GymConfig, one: Any) -> RawAction | NamedAction:
     space: Any = getattr(one, "action_space", None)
     kind = type(space).__name__
     if config.reads_raw:
-        if not _is_text(space):
-            raise ConfigError(f"{config.id} takes actions of {kind}, not text: action_format = tag")
+        if not (_is_text(space) or _words(space)):
+            advice = ": action_format = tag" if "Discrete" in _kinds(space) else ""
+            raise ConfigError(f"{config.id} takes actions of {kind}, not text{advice}")
         return RawAction()
     if "Discrete" in _kinds(space):
         names = config.actions or tuple(str(int(space.start) + number) for number in range(int(space.n)))
@@ -150,6 +151,8 @@ def _action(config: GymConfig, one: Any) -> RawAction | NamedAction:
         raise ConfigError(f"{config.id} has no discrete actions that could have names")
     if _is_text(space):
         return TextAction()
+    if words := _words(space):
+        return WordAction(words)
     raise ConfigError(
         f"{config.id} takes actions of {kind}, which have no form in text here: wrap it in a function of "
         "yours (source = factory) whose actions are Text or Discrete"
@@ -158,6 +161,12 @@ def _action(config: GymConfig, one: Any) -> RawAction | NamedAction:
 
 def _is_text(space: Any) -> bool:
     return space is None or "Text" in _kinds(space)
+
+
+def _words(space: Any) -> tuple[str, ...]:
+    """The actions of a space that is a plain list of words, as GEM's Sokoban has; else nothing."""
+    is_list = isinstance(space, list | tuple | set | frozenset) and bool(space)
+    return tuple(space) if is_list and all(isinstance(one, str) and one.strip() for one in space) else ()
 
 
 def _kinds(space: Any) -> set[str]:

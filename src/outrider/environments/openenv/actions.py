@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from outrider.environments.scienceworld.text import parse_action
 from outrider.errors import ConfigError
+from outrider.tokens.calls.schemas import Arguments
 
 _EXAMPLES: Final[Mapping[str, Any]] = {
     "integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "string": "text"
@@ -66,13 +67,13 @@ class JsonAction:
 
 def action_of(schema: Mapping[str, Any], chosen: str | None) -> FieldAction | JsonAction:
     """How actions of a schema are written. Raises :class:`ConfigError` for a field that it lacks."""
-    given = schema.get("properties")
+    fields = Arguments.of({"parameters": schema})
     properties = {
-        name: _resolved(value, schema)
-        for name, value in (given if isinstance(given, Mapping) else {}).items()
-        if name != "metadata"
+        name: _resolved(value, schema) for name, value in fields.properties.items() if name != "metadata"
     }
-    required = [name for name in schema.get("required") or () if name in properties]
+    # of several kinds of actions the first one is the example
+    needed = dict.fromkeys((*fields.required, *(fields.alternatives[0] if fields.alternatives else ())))
+    required = [name for name in needed if name in properties]
     if chosen is not None:
         if chosen not in properties:
             known = ", ".join(properties) or "none"

@@ -39,7 +39,9 @@ class DatasetConfig(Settings):
     question: str = "question"
     """Column of the question."""
     answer: str = "answer"
-    """Column of the answer: a string, a number, or a list of accepted ones."""
+    """Column of the answer: a string, a number, or a list of accepted ones. Rows that lack the column
+    ``answer`` may have ``answers`` instead.
+    """
     key: str | None = None
     """Column of a key that is unique in the data set; None numbers the rows."""
     answer_after: str | None = None
@@ -145,11 +147,20 @@ def _task(row: Row, index: int, config: DatasetConfig) -> Task:
 
 
 def _answers(row: Row, config: DatasetConfig) -> tuple[str, ...]:
-    value = row.get(config.answer)
+    name = answer_column(row, config.answer)
+    value = row.get(name)
     answers = tuple(_answer(one, row, config) for one in (value if isinstance(value, list) else [value]))
     if not answers:
-        raise DataError(f"{row.place}: column {config.answer!r} holds no answer")
+        raise DataError(f"{row.place}: column {name!r} holds no answer")
     return answers
+
+
+def answer_column(row: Row, named: str) -> str:
+    """``answers`` where a row lacks the column ``answer`` and has that one, else the named column."""
+    is_other = (
+        named == "answer" and row.values.get("answer") is None and row.values.get("answers") is not None
+    )
+    return "answers" if is_other else named
 
 
 def _answer(value: Json, row: Row, config: DatasetConfig) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from outrider.environments.tool_qa.datasets import hub_rows, panel_hash
+from outrider.environments.tool_qa.datasets import answer_column, hub_rows, panel_hash
 from outrider.errors import ConfigError, DataError
 from outrider.evals.benchmark.extraction import Kind, Scorer, number_behind_mark
 from outrider.near import did_you_mean
@@ -150,8 +150,11 @@ _OTHER_NAMES: Final = {"2wikimultihopqa": "2wiki", "aime2024": "aime24", "aime20
 _ANY_FILE: Final = (
     Columns(),
     _PROBLEM,
-    Columns(answer="golden_answers"),
-    Columns(question="problem", answer="golden_answers"),
+    *(
+        Columns(question=question, answer=answer)
+        for answer in ("answers", "golden_answers")
+        for question in ("question", "problem")
+    ),
 )
 
 
@@ -238,7 +241,7 @@ def _columns(task_set: TaskSet, rows: Sequence[Row]) -> Columns:
 
 def _task(task_set: TaskSet, columns: Columns, row: Row, index: int) -> Task:
     question = row.text(columns.question).strip()
-    value = row.get(columns.answer)
+    value = row.get(answer_column(row, columns.answer))
     further = row.values.get(task_set.aliases) if task_set.aliases is not None else None
     values = [
         *(value if isinstance(value, list) else [value]),

@@ -1,27 +1,45 @@
-"""Off-policy trajectories from files of chats (JSONL or Parquet) for the Step-Trace Buffer.
+"""Off-policy trajectories from files of chats for the Step-Trace Buffer and as demonstrations.
 
 A record is ``{question, messages: [{role, content}], reward, task_key?, agent?, trajectory_id?,
-num_tokens?}``. Messages up to the first of the assistant are the prompt; each message of the assistant is a
-step; what follows it, up to the next one, is its observation.
+num_tokens?}``; :mod:`outrider.memory.steps.chats` reads the other usual forms. Messages up to the first of
+the assistant are the prompt; each message of the assistant is a step; what follows it, up to the next one, is
+its observation.
 """
 
+import csv
 import hashlib
+import importlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal
 
 import pyarrow
 import pyarrow.parquet
 
-from outrider.errors import DataError
-from outrider.types import Message, Role, Step, Trajectory
+from outrider.errors import DataError, ToolUnavailable
+from outrider.memory.steps.chats import COLUMNS, read_chat, turn_text
+from outrider.types import Message, Step, Trajectory
 
-_ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 ANSWER_MARKS = ("<answer>", "\\boxed{")
+_SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+_UNREADABLE: Final = (
+    OSError,
+    pyarrow.ArrowException,
+    ValueError,
+    OverflowError,
+    TypeError,
+    MemoryError,
+    RecursionError,
+    KeyError,
+)
+_BOM: Final = b"\xef\xbb\xbf"
+_OWN_COLUMNS: Final = COLUMNS | {"reward", "task_key", "agent", "trajectory_id", "num_tokens"}
 _BOX = re.compile(r"\\boxed\b")  # in whatever form the scorer reads it
 
 
@@ -30,12 +48,14 @@ class Imported:
     """Trajectories of a file in its order, the question of each task key (for building keys), and what was
     skipped.
 
-    ``problems`` names file, line and reason of every malformed record that was skipped.
+    ``problems`` names file, line and reason of every malformed record that was skipped. ``dropped`` counts by
+    name what the trajectories have no place for: columns that are not read, and fields of messages.
     """
 
     trajectories: tuple[Trajectory, ...]
     questions: Mapping[str, str]
     problems: tuple[str, ...]
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 def import_trajectories(
@@ -45,23 +65,25 @@ def import_trajectories(
     agent: str = "imported",
     answer_marks: Sequence[str] = ANSWER_MARKS,
 ) -> Imported:
-    """Read a ``.jsonl`` or ``.parquet`` file of chat trajectories.
+    """Read a file of chat trajectories: JSON lines, a JSON array, Parquet, CSV, or a folder that ``datasets``
+    has saved.
 
     A missing ``task_key`` is a digest of the question, a missing ``trajectory_id`` a digest of the content,
     so that importing a file again finds the same trajectories. The last step of a trajectory and every step
     with an answer mark are terminal.
 
-    Raises :class:`~outrider.errors.DataError` naming file and line (Parquet: row, from 1) for a malformed
-    record unless ``on_malformed`` is ``skip``, and for a file that is missing, unreadable, empty or without
-    any good record.
+    Raises :class:`~outrider.errors.DataError` naming file and line (elsewhere: record, from 1) for a
+    malformed record unless ``on_malformed`` is ``skip``, and for a file that is missing, unreadable, empty or
+    without any good record.
     """
     path = Path(path)
     trajectories: list[Trajectory] = []
     questions: dict[str, str] = {}
     problems: list[str] = []
+    dropped: Counter[str] = Counter()
     for number, read in _records(path):
         try:
-            question, trajectory = _trajectory(read(), agent, answer_marks)
+            question, trajectory, left_out = _trajectory(read(), agent, answer_marks)
             if questions.setdefault(trajectory.task_key, question) != question:
                 raise ValueError(f"task {trajectory.task_key!r} has another question than before")
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
@@ -71,9 +93,15 @@ def import_trajectories(
             problems.append(problem)
         else:
             trajectories.append(trajectory)
+            dropped += left_out
     if not trajectories:
         raise DataError(f"{path}: no usable trajectory ({len(problems)} malformed)")
-    return Imported(trajectories=tuple(trajectories), questions=questions, problems=tuple(problems))
+    return Imported(
+        trajectories=tuple(trajectories),
+        questions=questions,
+        problems=tuple(problems),
+        dropped=dict(sorted(dropped.items())),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,73 +111,186 @@ class _JsonLine:
     line: bytes
 
     def __call__(self) -> object:
-        try:
-            return json.loads(self.line.decode())
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8: {error}") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error}") from error
+        return _parsed(self.line)
+
+
+def _parsed(data: bytes) -> object:
+    try:
+        return json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One row of a part of a table, read on demand as well: text that is not UTF-8 and dates out of range
-    show only then.
+    show only then. A null is a missing value, in nested columns too: a table gives every record all columns.
     """
 
     table: pyarrow.RecordBatch
     index: int
 
     def __call__(self) -> object:
+        row = self.table.slice(self.index, 1)
         try:
-            (row,) = self.table.slice(self.index, 1).to_pylist()
-        except pyarrow.ArrowException as error:
+            (values,) = row.to_pylist()
+        except pyarrow.ArrowNotImplementedError:
+            values = self._readable(row)
+        except (pyarrow.ArrowException, ValueError, OverflowError) as error:
             raise ValueError(f"cannot be read: {error}") from error
-        return {key: value for key, value in row.items() if value is not None}
+        except Exception:  # a type that Python does not have here, such as an unknown time zone
+            values = self._readable(row)
+        return _without_nulls(values)
+
+    def _readable(self, row: pyarrow.RecordBatch) -> dict[str, object]:
+        """The columns that Python can have. Of a column that nobody reads only its name is left."""
+        values: dict[str, object] = {}
+        for name, column in zip(row.schema.names, row.columns, strict=True):
+            try:
+                (values[name],) = column.to_pylist()
+            except Exception as error:
+                if name in _OWN_COLUMNS:
+                    raise ValueError(
+                        f"column {name!r} of the type {column.type} cannot be read: {error}"
+                    ) from error
+                values[name] = f"of the type {column.type}"
+        return values
 
 
-def _records(path: Path) -> Iterator[tuple[int, _JsonLine | _Row]]:
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+    suffix = path.suffix.lower()
     try:
-        if path.suffix == ".jsonl":
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield number, _JsonLine(line)
-        elif path.suffix == ".parquet":
-            number = 0
+        if path.is_dir():
+            yield from _saved_dataset(path)
+        elif suffix in (".jsonl", ".ndjson", ".json"):
+            yield from _json_records(path)
+        elif suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path) as table:
-                for batch in table.iter_batches(batch_size=256):
-                    for index in range(batch.num_rows):
-                        number += 1
-                        yield number, _Row(batch, index)
+                yield from _rows_of(table.iter_batches(batch_size=256))
+        elif suffix == ".csv":
+            yield from _csv_records(path)
         else:
-            raise DataError(f"{path}: must end in .jsonl or .parquet")
-    except (OSError, pyarrow.ArrowException, ValueError, OverflowError) as error:
+            raise DataError(f"{path}: must end in one of {', '.join(_SUFFIXES)}")
+    except DataError:
+        raise
+    except _UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _trajectory(record: object, agent: str, answer_marks: Sequence[str]) -> tuple[str, Trajectory]:
+def _rows_of(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[int, Callable[[], object]]]:
+    number = 0
+    for batch in batches:
+        for index in range(batch.num_rows):
+            number += 1
+            yield number, _Row(batch, index)
+
+
+def _json_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+    """One record a line, or an array of records."""
+    with path.open("rb") as file:
+        begin = file.read(4096).removeprefix(_BOM).lstrip()
+        file.seek(0)
+        if begin[:1] == b"[":
+            yield from _array(file.read().removeprefix(_BOM))
+            return
+        if path.suffix.lower() == ".json" and (whole := _one_object(file.read().removeprefix(_BOM))):
+            yield 1, lambda: whole
+            return
+        file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if line.strip():
+                yield number, _JsonLine(line)
+
+
+def _array(data: bytes) -> Iterator[tuple[int, Callable[[], object]]]:
+    try:
+        found = _parsed(data)
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+
+        def fails() -> object:
+            raise ValueError(problem)
+
+        yield 1, fails
+        return
+    assert isinstance(found, list)  # of what begins with a bracket
+    for number, one in enumerate(found, start=1):
+        yield number, lambda one=one: one
+
+
+def _one_object(data: bytes) -> dict[str, object] | None:
+    """The object that is the whole file, where it is no file of lines."""
+    try:
+        found = _parsed(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _csv_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+    """Rows of text; empty cells are missing values."""
+    limit = csv.field_size_limit(2**31 - 1)  # of this process: a chat is longer than csv's own limit
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            if not reader.fieldnames:
+                raise DataError(
+                    f"{path}: the file is empty. A file of trajectories must end in one of "
+                    f"{', '.join(_SUFFIXES)}; a CSV file begins with the names of its columns"
+                )
+            for number, row in enumerate(reader, start=1):
+                cells = {key: one for key, one in row.items() if isinstance(key, str) and one}
+                yield number, lambda cells=cells: cells
+    except csv.Error as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _saved_dataset(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
+    """A folder of ``Dataset.save_to_disk``."""
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(one.name for one in path.iterdir() if (one / "state.json").is_file())
+        raise DataError(f"{path} holds the splits {', '.join(splits)}: name the folder of one of them")
+    if not (path / "state.json").is_file():
+        raise DataError(f"{path} is a folder that datasets has not saved: name a file")
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ToolUnavailable(f"{path}: needs the package datasets (pip install 'outrider[hub]')") from error
+    try:
+        table = datasets.load_from_disk(str(path)).with_format("arrow")
+        batches = (batch for part in table.iter(256) for batch in part.to_batches())
+    except Exception as error:  # the library raises many kinds
+        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    yield from _rows_of(batches)
+
+
+def _trajectory(
+    record: object, agent: str, answer_marks: Sequence[str]
+) -> tuple[str, Trajectory, Counter[str]]:
     if not isinstance(record, dict):
         raise ValueError(f"a record is an object, not {type(record).__name__}")
-    question = _text(record, "question")
-    if not question.strip():
-        raise ValueError("'question' is empty")
-    reward = record.get("reward")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise ValueError(f"'reward' must be a finite number, not {reward!r}")
-    num_tokens = record.get("num_tokens", 0)
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 0 <= num_tokens < 2**63:
-        raise ValueError(f"'num_tokens' must be a count, not {num_tokens!r}")
-    given = record.get("messages")
-    if not isinstance(given, list):
-        raise ValueError("'messages' must be a list")
-    messages = [_message(message, index) for index, message in enumerate(given)]
-    prompt, steps = _split(messages, answer_marks)
+    chat = read_chat(record)
+    reward = _reward(record)
+    num_tokens = _count(record.get("num_tokens"))
+    question = chat.question
+    prompt, steps, texts = _split(chat.messages, answer_marks)
     agent = _text(record, "agent", agent)
     task_key = _text(record, "task_key", question_key(question))
     # Everything that tells trajectories apart: a second import has to find the same ids.
-    content = json.dumps([task_key, agent, float(reward), [(m.role, m.content) for m in messages]])
-    return question, Trajectory(
+    content = json.dumps([task_key, agent, reward, texts])
+    trajectory = Trajectory(
         trajectory_id=_text(record, "trajectory_id", f"{task_key}-{_digest(content)}"),
         task_key=task_key,
         agent=agent,
@@ -157,59 +298,85 @@ def _trajectory(record: object, agent: str, answer_marks: Sequence[str]) -> tupl
         if any(m.role == "user" for m in prompt)
         else (*prompt, Message(role="user", content=question)),
         steps=steps,
-        reward=float(reward),
+        reward=reward,
         num_tokens=num_tokens,
     )
+    unread = Counter(f"column {str(key)!r}" for key in record if key not in _OWN_COLUMNS)
+    return question, trajectory, chat.dropped + unread
 
 
-def _text(record: Mapping[str, object], key: str, default: str | None = None) -> str:
-    value = record.get(key, default)
-    if not isinstance(value, str):
-        raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
-    if key != "question":  # a name is compared and stored; texts are repaired where they are stored
-        value.encode()
+_WORDS: Final[Mapping[str, float]] = {
+    "true": 1.0, "yes": 1.0, "correct": 1.0, "success": 1.0, "pass": 1.0,
+    "false": 0.0, "no": 0.0, "incorrect": 0.0, "failure": 0.0, "fail": 0.0,
+}  # fmt: skip
+
+
+def _reward(record: Mapping[str, Any]) -> float:
+    """A number, a truth value, or either of them as text."""
+    if "reward" not in record:
+        raise ValueError(
+            "no column 'reward' (the outcome of the trajectory, such as 1.0); the record has the columns "
+            f"{', '.join(map(str, record))}"
+        )
+    value = record["reward"]
+    if isinstance(value, str):
+        word = value.strip().lower()
+        try:
+            found = _WORDS[word] if word in _WORDS else float(word)
+        except ValueError:
+            found = math.nan
+    else:
+        is_number = isinstance(value, int | float | Decimal)
+        if is_number and not math.isfinite(value):  # an int may be too large for that
+            is_number = False
+        found = float(value) if is_number else math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"'reward' must be a finite number, not {value!r}")
+    return found
+
+
+def _count(value: Any) -> int:
+    """A number of tokens; 0 where it is missing."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return 0
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20:
+        value = int(value)
+    if isinstance(value, float | Decimal) and math.isfinite(value) and value == int(value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"'num_tokens' must be a count, not {value!r}")
     return value
 
 
-def _message(value: object, index: int) -> Message:
-    """One chat message; an assistant's tool calls follow its text, one JSON object per call."""
-    if not isinstance(value, dict):
-        raise ValueError(f"message {index} must be an object")
-    role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise ValueError(f"message {index} has unknown role {role!r}")
-    content, calls = value.get("content"), value.get("tool_calls")
-    if calls and role == "assistant":
-        if not isinstance(calls, list) or not all(
-            isinstance(call, dict) and "function" in call for call in calls
-        ):
-            raise ValueError(f"message {index}: 'tool_calls' must be a list of function calls")
-        written = [
-            f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls
-        ]
-        content = "\n".join([*([content] if isinstance(content, str) and content else []), *written])
-    if not isinstance(content, str):
-        raise ValueError(f"message {index}: 'content' must be text, not {type(content).__name__}")
-    return Message(role=_ROLES[role], content=content)
+def _text(record: Mapping[str, object], key: str, default: str) -> str:
+    value = record.get(key, default)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
+    value.encode()  # a name is compared and stored; texts are repaired where they are stored
+    return value
 
 
 def _split(
     messages: Sequence[Message], answer_marks: Sequence[str]
-) -> tuple[tuple[Message, ...], tuple[Step, ...]]:
+) -> tuple[tuple[Message, ...], tuple[Step, ...], list[tuple[str, str]]]:
+    """Prompt, steps, and all messages as role and text."""
     starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not starts:
         raise ValueError("no message of the assistant")
     if any(message.role == "system" for message in messages[starts[0] :]):
         raise ValueError("a system message after the first message of the assistant")
+    texts = [turn_text(one) if one.role == "assistant" else one.content for one in messages]
     steps = []
     for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
-        text = messages[start].content
-        observation = "\n".join(message.content for message in messages[start + 1 : end])
+        text = texts[start]
         is_terminal = (
             start == starts[-1] or any(mark in text for mark in answer_marks) or _BOX.search(text) is not None
         )
-        steps.append(Step(text=text, observation=observation, is_terminal=is_terminal))
-    return tuple(messages[: starts[0]]), tuple(steps)
+        steps.append(Step(text=text, observation="\n".join(texts[start + 1 : end]), is_terminal=is_terminal))
+    roles_and_texts = [(one.role, text) for one, text in zip(messages, texts, strict=True)]
+    return tuple(messages[: starts[0]]), tuple(steps), roles_and_texts
 
 
 def question_key(question: str) -> str:

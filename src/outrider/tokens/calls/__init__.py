@@ -9,6 +9,7 @@ from outrider.tokens.calls.formats import (
     unwritable_in,
 )
 from outrider.tokens.calls.reading import fault_of, read_turn
+from outrider.tokens.calls.rewriting import in_form
 from outrider.tokens.calls.schemas import flaw_of
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "fault_of",
     "flaw_of",
     "form_named",
+    "in_form",
     "read_turn",
     "unwritable_in",
 ]

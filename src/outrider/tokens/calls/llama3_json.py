@@ -5,7 +5,8 @@ Source: Meta's documentation of Llama 3.1's JSON-based tool calling.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 from outrider.tokens.calls.format import FoundCalls, call_of, decode_json, listed
 from outrider.types import ToolCall, ToolSchema
@@ -13,13 +14,20 @@ from outrider.types import ToolCall, ToolSchema
 _TAG = "<|python_tag|>"
 _BETWEEN = re.compile(rf"(?:[\s;,]|{re.escape(_TAG)})*")
 _KEYS = ("parameters", "arguments")
-_CALL = re.compile(r'\[?\s*\{\s*"(?:name|type|parameters|arguments)"')
+_CALL_KEYS = frozenset({"name", "type", "id", *_KEYS})
+_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
+_BEGUN = re.compile(
+    r'(?:\[\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*(?:,\s*"([^"\\]*)"?)?'
+)
 _NAMED = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:parameters|arguments)"')
 
 
 class Llama3Json:
-    """JSON objects alone, several one behind the other or in a list. An object without a name is an answer,
-    and so is one behind words, but where it names a tool and has arguments: vLLM reads a call in that too.
+    """JSON objects alone, several in a row or in a list.
+
+    Models answer in JSON too. An object is a call if it names one of the tools, or if it has a name and an
+    object of arguments and nothing else. For example, ``{"name": "Marie Curie", "born": 1867}`` is an answer.
+    Behind words, only an object that names a tool and has arguments is a call, as in vLLM.
     """
 
     markers = (_TAG,)
@@ -66,11 +74,54 @@ class Llama3Json:
 
 
 def _start(text: str, tools: Sequence[ToolSchema]) -> int | None:
-    """Where the calls begin: with the turn, behind the tag, or behind words; None where there are none."""
+    """Index of the first call: at the start of the turn, behind the tag, or behind words. None if there are
+    no calls.
+    """
+    names = {name for tool in tools if isinstance(name := tool.get("name"), str)}
     blanks = len(text) - len(text.lstrip())
-    if _CALL.match(text, blanks):
+    if text[blanks : blanks + 1] in ("{", "[") and _begins_with_call(text, blanks, names):
         return blanks
+    if _is_json(text[blanks:]):  # an answer, whatever is inside
+        return None
     if _TAG in text:
         return text.index(_TAG) + len(_TAG)
-    names = {tool.get("name") for tool in tools}
     return next((named.start() for named in _NAMED.finditer(text) if named[1] in names), None)
+
+
+def _is_json(text: str) -> bool:
+    """Whether the text is one JSON value."""
+    decoded = decode_json(text, 0)
+    return not isinstance(decoded, str) and not text[decoded[1] :].strip()
+
+
+def _begins_with_call(text: str, start: int, names: Set[str]) -> bool:
+    decoded = decode_json(text, start)
+    if isinstance(decoded, str):  # a call that is cut off, or no JSON at all
+        begun = _BEGUN.match(text, start)
+        if begun is None:
+            return False
+        return begun[1] in names or (_NAME.fullmatch(begun[1]) is not None and begun[2] in _KEYS)
+    value = decoded[0]
+    return any(_is_call(one, names) for one in (value if isinstance(value, list) else [value]))
+
+
+def _is_call(value: Any, names: Set[str]) -> bool:
+    """Whether an object has the form of a call. Its arguments may still be wrong."""
+    if not isinstance(value, Mapping):
+        return False
+    if value.get("type") == "function" and ("name" in value or "function" in value):
+        return True
+    if "name" not in value:
+        return False
+    name, is_bare = value["name"], not set(value) - _CALL_KEYS
+    key = next((key for key in _KEYS if key in value), None)
+    if isinstance(name, str) and name in names:
+        return is_bare or key is not None or any(isinstance(one, Mapping) for one in value.values())
+    if not isinstance(name, str):
+        return is_bare
+    return (
+        is_bare
+        and key is not None
+        and _NAME.fullmatch(name) is not None
+        and not isinstance(call_of(value, 0, keys=_KEYS), str)
+    )

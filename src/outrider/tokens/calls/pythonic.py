@@ -33,8 +33,7 @@ class Pythonic:
         words, blocks = _blocks(text)
         if not blocks:
             # a tool's name may be none to Python: that is a call which cannot be read, and no words
-            is_call = _LIST.match(words) or _begins_with_one_of(tools, words)
-            if not is_call:
+            if not (_begins_with_one_of(tools, words) or _is_list_of_calls(words, tools)):
                 return FoundCalls(content=text)
             blocks, words = [words], ""
         calls: list[ToolCall] = []
@@ -80,6 +79,26 @@ def _is_tool_name(name: str) -> bool:
 def _begins_with_one_of(tools: Sequence[ToolSchema], text: str) -> bool:
     said = text.removeprefix("[").lstrip()
     return text.startswith("[") and any(said.startswith(f"{tool.get('name')}(") for tool in tools)
+
+
+def _is_list_of_calls(text: str, tools: Sequence[ToolSchema]) -> bool:
+    """Whether a list without tags is a list of calls. Answers may be lists too: ``[sin(x), cos(x)]``.
+
+    It is one if it calls one of the tools, or if all its elements are calls with named arguments.
+    """
+    if not _LIST.match(text):
+        return False
+    names = {tool.get("name") for tool in tools}
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List):
+            return False
+        calls = [one for one in tree.elts if isinstance(one, ast.Call)]
+        if any(ast.unparse(one.func) in names for one in calls):
+            return True
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return len(calls) == len(tree.elts) and all(one.keywords and not one.args for one in calls)
 
 
 def _blocks(text: str) -> tuple[str, list[str]]:

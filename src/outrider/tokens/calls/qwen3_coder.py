@@ -81,13 +81,13 @@ def _call(name: str | None, inside: str, number: int, tools: Sequence[ToolSchema
     found, left = _parameters(inside)
     if left.strip():
         return f"{name} holds something else than <parameter=KEY>value</parameter>"
-    known = Arguments.of(next((tool for tool in tools if tool.get("name") == name), {}))
+    tool = next((tool for tool in tools if tool.get("name") == name), None)
+    known, is_known = Arguments.of(tool or {}), tool is not None
     arguments: dict[str, Json] = {}
     for key, text in found:
-        accepted = known.accepted(key)
-        # of an argument that nobody has declared nothing says that it is more than its text
-        is_any = accepted is None and key in known.properties
-        arguments[key] = _value(text.removeprefix("\n").removesuffix("\n"), _ANY if is_any else accepted)
+        # An argument that a schema neither declares nor leaves open stays text, as in Qwen's reader.
+        accepted = _ANY if is_known and known.takes_any(key) else known.accepted(key)
+        arguments[key] = _value(text.removeprefix("\n").removesuffix("\n"), accepted)
     return ToolCall(name=name, arguments=arguments, call_id=call_id(number))
 
 

@@ -4,9 +4,10 @@ raises: what cannot be understood decides nothing.
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
+from urllib.parse import unquote
 
 from outrider.types import ToolSchema
 
@@ -48,27 +49,32 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of a tool. ``is_closed``: it takes no others."""
+    """The arguments of a tool, wherever its schema declares them: in ``properties``, or behind ``$ref``,
+    ``allOf``, ``anyOf``, ``oneOf``, ``if``/``then``/``else`` and ``dependentSchemas``.
+
+    ``is_closed``: it takes no others. ``alternatives`` are the arguments that the branches of ``anyOf`` or
+    ``oneOf`` need, one tuple per branch; empty if there are no branches that differ in them. Which
+    combinations a schema allows is left to the tool itself.
+    """
 
     properties: Mapping[str, Any]
     required: tuple[str, ...]
     is_closed: bool
     root: Mapping[str, Any]
+    alternatives: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, tool: ToolSchema) -> Self:
         """Those of a tool's schema."""
         found = tool.get("parameters")
         root: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-        properties, required = root.get("properties"), root.get("required")
-        named = required if isinstance(required, list | tuple) else ()
+        whole = _collect(root, root, _Budget(), frozenset(), depth=0)
         return cls(
-            properties=properties if isinstance(properties, Mapping) else {},
-            required=tuple(one for one in named if isinstance(one, str)),
-            is_closed=isinstance(properties, Mapping)
-            and root.get("additionalProperties") in (None, False)
-            and not root.get("patternProperties"),
+            properties=whole.properties,
+            required=tuple(whole.required),
+            is_closed=whole.is_declared and not whole.is_open,
             root=root,
+            alternatives=whole.alternatives,
         )
 
     def accepted(self, name: str) -> Accepted | None:
@@ -78,6 +84,108 @@ class Arguments:
     def schema(self, name: str) -> Any:
         """That of one argument, which may be any JSON."""
         return self.properties.get(name, self.root.get("additionalProperties"))
+
+    def takes_any(self, name: str) -> bool:
+        """Whether the schema says of an argument that any JSON is taken."""
+        if name in self.properties:
+            return self.accepted(name) is None
+        has_rest = "additionalProperties" in self.root
+        return self.root["additionalProperties"] == {} if has_rest else not self.is_closed
+
+
+_MAX_NESTED: Final = 16
+_MAX_SCHEMAS: Final = 512
+
+
+@dataclass(slots=True)
+class _Budget:
+    """The number of schemas that are still read: definitions may double at every level."""
+
+    left: int = _MAX_SCHEMAS
+
+
+@dataclass(slots=True, kw_only=True)
+class _Collected:
+    """The arguments that a part of a schema declares."""
+
+    properties: dict[str, Any] = field(default_factory=dict)
+    required: dict[str, None] = field(default_factory=dict)
+    is_declared: bool = False
+    is_open: bool = False
+    alternatives: tuple[tuple[str, ...], ...] = ()
+
+    def add(self, other: "_Collected", *, needs: bool) -> None:
+        """Join a part that applies too; ``needs``: its required arguments are required."""
+        for name, schema in other.properties.items():
+            self.properties.setdefault(name, schema)
+        if needs:
+            self.required |= other.required
+        self.is_declared |= other.is_declared
+        self.is_open |= other.is_open
+        self.alternatives = self.alternatives or other.alternatives
+
+
+def _collect(
+    schema: Any, root: Mapping[str, Any], budget: _Budget, seen: frozenset[str], *, depth: int
+) -> _Collected:
+    found = _Collected()
+    if not isinstance(schema, Mapping):
+        return found
+    budget.left -= 1
+    if depth > _MAX_NESTED or budget.left < 0:
+        found.is_open = True
+        return found
+    properties, required, rest = (
+        schema.get(key) for key in ("properties", "required", "additionalProperties")
+    )
+    if isinstance(properties, Mapping):
+        found.properties |= properties
+        found.is_declared = True
+    if isinstance(required, list | tuple):
+        found.required |= dict.fromkeys(one for one in required if isinstance(one, str))
+    found.is_open = rest not in (None, False) or bool(schema.get("patternProperties"))
+
+    def inside(part: Any, *, seen: frozenset[str] = seen) -> _Collected:
+        return _collect(part, root, budget, seen, depth=depth + 1)
+
+    if isinstance(place := schema.get("$ref"), str) and place not in seen:
+        target = _at(place, root)
+        found.is_open |= not isinstance(target, Mapping)
+        found.add(inside(target, seen=seen | {place}), needs=True)
+    for part in _list_of(schema, "allOf"):
+        found.add(inside(part), needs=True)
+    for key in ("anyOf", "oneOf"):
+        if branches := [inside(one) for one in _list_of(schema, key) if one is not False]:
+            found.add(_union(branches), needs=True)
+    for key in ("then", "else"):
+        found.add(inside(schema.get(key)), needs=False)
+    dependent = schema.get("dependentSchemas")
+    for part in dependent.values() if isinstance(dependent, Mapping) else ():
+        found.add(inside(part), needs=False)
+    return found
+
+
+def _union(branches: Sequence[_Collected]) -> _Collected:
+    """One of the branches applies: what all of them need is required."""
+    schemas: dict[str, list[Any]] = {}
+    for branch in branches:
+        for name, schema in branch.properties.items():
+            known = schemas.setdefault(name, [])
+            if schema not in known:
+                known.append(schema)
+    needed = [tuple(branch.required) for branch in branches]
+    return _Collected(
+        properties={name: one[0] if len(one) == 1 else {"anyOf": one} for name, one in schemas.items()},
+        required={name: None for name in needed[0] if all(name in one for one in needed)},
+        is_declared=any(branch.is_declared for branch in branches),
+        is_open=any(branch.is_open for branch in branches),
+        alternatives=tuple(dict.fromkeys(needed)) if len(set(needed)) > 1 else (),
+    )
+
+
+def _list_of(schema: Mapping[str, Any], key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
 
 
 def accepted_by(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
@@ -160,10 +268,13 @@ def _at(place: str, root: Mapping[str, Any]) -> Any:
         return None
     found: Any = root
     for part in _parts(place):
-        found = found.get(part) if isinstance(found, Mapping) else None
+        if isinstance(found, list) and part.isdecimal() and int(part[:9]) < len(found):
+            found = found[int(part[:9])]
+        else:
+            found = found.get(part) if isinstance(found, Mapping) else None
     return found
 
 
 def _parts(place: str) -> Iterator[str]:
     for part in place.removeprefix("#").split("/")[1:]:
-        yield part.replace("~1", "/").replace("~0", "~")
+        yield unquote(part).replace("~1", "/").replace("~0", "~")

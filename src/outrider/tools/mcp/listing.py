@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import ConfigError, ToolUnavailable
 from outrider.plugins.origin import Origin
 from outrider.tokens.calls import flaw_of
+from outrider.tokens.calls.schemas import Arguments
 from outrider.tools.described import usage_line
 from outrider.types import ToolSchema
 
@@ -84,8 +85,15 @@ def _schema(settings: "McpConfig", name: str, tool: Any) -> ToolSchema:
             "leave the tool out with only"
         )
     parameters.setdefault("type", "object")
-    properties = parameters.get("properties") or {}
-    # a schema may also be true or false: anything, nothing
+    declared = Arguments.of({"parameters": parameters})
+    properties, required = declared.properties, list(declared.required)
+    if "$ref" in parameters and properties:  # they are listed below
+        del parameters["$ref"]
+    if "properties" not in tool.input_schema and not properties and not declared.is_closed:
+        parameters.setdefault("additionalProperties", {})
+    if required and required != parameters.get("required"):
+        parameters["required"] = required
+    # Templates list the properties at the top. A schema may also be true or false: anything, nothing.
     parameters["properties"] = {key: one if isinstance(one, dict) else {} for key, one in properties.items()}
     description = tool.description or tool.title or f"The tool {tool.name}."
     told = " ".join(description.split())

@@ -101,7 +101,9 @@ def import_trajectories(
                 f"import: {done} of {len(imported.trajectories)} trajectories, "
                 f"{len(buffer)} steps, about {left:.0f} s left"
             )
-        _print_counts(f"import of {file.name}", {"num_malformed": len(imported.problems), **_totals(reports)})
+        counts = {"num_malformed": len(imported.problems), **_totals(reports)}
+        left_out = {f"left out: {name}": count for name, count in imported.dropped.items()}
+        _print_counts(f"import of {file.name}", counts | left_out)
         _print_some("malformed", imported.problems)
         say(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
     return 0

@@ -1,10 +1,11 @@
 """Experts' trajectories for the step-trace buffer, with the returns that the environment itself gave them."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.environments.base import EnvironmentFactory, TaskFamily
+from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskFamily
 from outrider.errors import DataError, EnvironmentFault, OutriderError, ToolFault
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.memory.steps.history import TokenCounter
@@ -14,10 +15,13 @@ from outrider.rollout.blocking import timed
 from outrider.rollout.faults import fault_line
 from outrider.rollout.scripted_play import play_texts
 from outrider.seeding import reset_seed
+from outrider.tokens.calls import CALL_FORMATS
+from outrider.tokens.parsed import split_thinking
 from outrider.train.settings import RunSettings
 from outrider.types import Step, Task, Trajectory
 
 _PORTION = 32
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +159,14 @@ def fill_buffer(
     return report
 
 
-def demonstrations_of(file: str, tasks: Sequence[Task]) -> dict[str, Sequence[Step] | None]:
+def demonstrations_of(
+    file: str, tasks: Sequence[Task], environment: EnvironmentSettings | None = None
+) -> dict[str, Sequence[Step] | None]:
     """Task key -> steps of its trajectory with the highest reward in a file, the first of equals.
 
     A record belongs to the task of its ``task_key``; one without a key, to the task with its question. Raises
-    DataError for a file that cannot be used, or holds nothing for any of ``tasks``.
+    DataError for a file that cannot be used, or holds nothing for any of ``tasks``, and for demonstrations
+    whose calls ``environment`` cannot read. Logs what was left out of the file's chats.
     """
     imported = import_trajectories(file)
     keys = {task.key for task in tasks}
@@ -176,7 +183,62 @@ def demonstrations_of(file: str, tasks: Sequence[Task]) -> dict[str, Sequence[St
             f"{file} holds no demonstration of a training task: the task keys "
             "and questions of its records are others"
         )
+    if imported.dropped:
+        told = ", ".join(f"{name} ({count})" for name, count in imported.dropped.items())
+        _LOG.warning("%s: left out of the chats: %s", file, told)
+    if environment is not None:
+        _check_calls(file, [best[key] for key in sorted(keys & best.keys())], environment)
     return {key: one.steps for key, one in best.items()}
+
+
+def _check_calls(file: str, shown: Sequence[Trajectory], environment: EnvironmentSettings) -> None:
+    """Whether the environment reads the calls of demonstrations. Raises DataError if it reads none of them,
+    and logs which of them it cannot read.
+    """
+    names = environment.tool_names()
+    called = [{name for step in one.steps for name in _called(step.text)} for one in shown]
+    if environment.call_format is None:
+        if num := sum(map(bool, called)):
+            told = (
+                f"{file}: {num} of {len(shown)} demonstrations call tools natively, and {_reads(environment)}"
+            )
+            if num == len(shown) and not environment.keeps_conversations:
+                raise DataError(told)
+            _LOG.warning(told)
+        return
+    tagged = [one for one in shown if any(f"</{name}>" in step.text for step in one.steps for name in names)]
+    if tagged and not any(called):
+        raise DataError(
+            f"{file}: {len(tagged)} of {len(shown)} demonstrations call tools between tags, and "
+            f"environment.protocol = {environment.call_format} reads native calls: set "
+            "environment.protocol=tags"
+        )
+    unknown = Counter(name for one in called for name in one if names and name not in names)
+    if unknown:
+        told = ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items()))
+        _LOG.warning(
+            "%s: demonstrations call tools that the environment lacks: %s; it has %s",
+            file, told, ", ".join(names),
+        )  # fmt: skip
+
+
+def _reads(environment: EnvironmentSettings) -> str:
+    """What an environment without native calls reads, and what to do."""
+    forms = ", ".join(CALL_FORMATS)
+    if environment.keeps_conversations:
+        return f"environment.tool_calls names no form of calls: set it to one of {forms}"
+    if names := environment.tool_names():
+        return (
+            f"environment.protocol = tags reads calls such as <{names[0]}>...</{names[0]}>: set "
+            f"environment.protocol to one of {forms}, or write calls and answers as tags"
+        )
+    return f"environment.type = {environment.type} reads actions in text"
+
+
+def _called(text: str) -> list[str]:
+    """Names of the tools that a recorded turn calls natively."""
+    _, rest, _ = split_thinking(text, CALL_FORMATS["hermes"])
+    return [call.name for call in CALL_FORMATS["hermes"].read(rest, ()).calls]
 
 
 def _name(task: Task) -> str:

@@ -1,0 +1,412 @@
+"""Chats in the forms that files have, read as one.
+
+Read are OpenAI's chat completions (``tool_calls``, the older ``function_call``, ``reasoning_content``), items
+of OpenAI's Responses, blocks of Anthropic's messages, ShareGPT's ``conversations`` (``from`` and ``value``),
+and TRL's columns ``prompt`` and ``completion``. Calls and thinking become part of the assistant's text, in
+the Hermes form and between ``<think>`` tags; what has no place there is counted.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from outrider.tokens.calls import CALL_FORMATS, call_id
+from outrider.types import Message, Role, ToolCall
+
+_ROLES: Final[Mapping[str, Role]] = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
+    "ai": "assistant", "bot": "assistant", "function_call": "assistant", "tool_call": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "tool_result": "tool",
+    "function_response": "tool", "ipython": "tool",
+}  # fmt: skip
+_CALLERS: Final = ("function_call", "tool_call")  # ShareGPT's roles whose text is a call
+_CHATS: Final = ("messages", "conversations", "conversation", "chat", "items")
+_THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
+_DETAILS: Final = ("reasoning_details", "thinking_blocks")
+_TEXTS: Final = ("text", "input_text", "output_text", "refusal")
+_MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos", "file", "files", "document", "pdf")
+_READ: Final = frozenset(
+    {"role", "from", "content", "value", "type", "id", "status", "object", "index", "phase", "tool_calls",
+     "function_call", "tool_call_id", "call_id", "refusal", *_THOUGHTS, *_DETAILS}
+)  # fmt: skip
+QUESTIONS: Final = ("question", "prompt", "problem", "query")
+COLUMNS: Final = frozenset({*QUESTIONS, *_CHATS, "completion", "input", "output", "system", "instructions"})
+"""Columns that a chat is read from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A chat with the question that it answers. ``dropped`` counts by name what has no place in it."""
+
+    question: str
+    messages: tuple[Message, ...]
+    dropped: Counter[str]
+
+
+def read_chat(record: Mapping[str, Any]) -> Chat:
+    """The chat of a record. Raises ValueError with the reason for one that cannot be read."""
+    dropped: Counter[str] = Counter()
+    if media := [key for key in _MEDIA if record.get(key)]:
+        raise ValueError(f"column {media[0]!r} holds what is no text: Outrider trains on text")
+    reader = _Reader(dropped)
+    for item in _items(record):
+        reader.add(item)
+    messages = reader.messages
+    system = record.get("system") or record.get("instructions")
+    if system and not any(one.role == "system" for one in messages):
+        messages.insert(
+            0, Message(role="system", content=_joined(reader.parts(system, "system").texts, "\n"))
+        )
+    return Chat(question=_question(record, messages), messages=tuple(messages), dropped=dropped)
+
+
+def turn_text(message: Message) -> str:
+    """The assistant's message as the policy would write it: thinking, words, calls."""
+    calls = CALL_FORMATS["hermes"].write(message.tool_calls) if message.tool_calls else ""
+    said = "\n".join(part for part in (message.content, calls) if part)
+    return f"<think>\n{message.reasoning}\n</think>\n\n{said}" if message.reasoning else said
+
+
+def _items(record: Mapping[str, Any]) -> list[Any]:
+    """The messages of a record, in whichever columns they are."""
+    key = next((key for key in _CHATS if record.get(key) is not None), None)
+    if key is not None:
+        items = _listed(record[key], key)
+        if "completion" in record and not any(_role(one) == "assistant" for one in items):
+            items = [*items, *_as_messages(record["completion"], "assistant", "completion")]
+        return items
+    if record.get("prompt") is not None and record.get("completion") is not None:
+        return [
+            *_as_messages(record["prompt"], "user", "prompt"),
+            *_as_messages(record["completion"], "assistant", "completion"),
+        ]
+    if record.get("input") is not None and isinstance(_decoded(record.get("output")), list):
+        return [*_as_messages(record["input"], "user", "input"), *_listed(record["output"], "output")]
+    raise ValueError(
+        f"no column 'messages' (or {', '.join(_CHATS[1:])}, or prompt with completion); {_columns(record)}"
+    )
+
+
+def _listed(value: Any, key: str) -> list[Any]:
+    found = _decoded(value)
+    if not isinstance(found, list):
+        raise ValueError(f"{key!r} must be a list")
+    return found
+
+
+def _as_messages(value: Any, role: Role, key: str) -> list[Any]:
+    """A column that is a text or a list of messages, as messages."""
+    found = _decoded(value)
+    if isinstance(found, list):
+        return found
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be text or a list of messages, not {type(value).__name__}")
+    return [{"role": role, "content": value}]
+
+
+def _decoded(value: Any) -> Any:
+    """JSON in a column of text, as CSV files and some tables have it."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _role(item: Any) -> Role | None:
+    named = (item.get("role") or item.get("from")) if isinstance(item, Mapping) else None
+    return _ROLES.get(named.strip().lower()) if isinstance(named, str) else None
+
+
+def _question(record: Mapping[str, Any], messages: Sequence[Message]) -> str:
+    key = next((key for key in QUESTIONS if record.get(key) is not None), None)
+    if key is not None and (key != "prompt" or isinstance(_decoded(record[key]), str)):
+        found = record[key]
+        if not isinstance(found, str):
+            raise ValueError(f"{key!r} must be text, not {type(found).__name__}")
+        if not found.strip():
+            raise ValueError(f"{key!r} is empty")
+        return found
+    first = next((n for n, one in enumerate(messages) if one.role == "assistant"), len(messages))
+    asked = [one.content for one in messages[:first] if one.role == "user" and one.content.strip()]
+    if not asked:
+        raise ValueError(
+            f"no column 'question' (or {', '.join(QUESTIONS[1:])}), and no user message in front of the "
+            f"assistant's; {_columns(record)}"
+        )
+    return asked[-1]
+
+
+def _columns(record: Mapping[str, Any]) -> str:
+    return f"the record has the columns {', '.join(map(str, record)) or 'none'}"
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What the parts of a message's content hold."""
+
+    texts: list[str]
+    thoughts: list[str]
+    calls: list[ToolCall]
+    results: list[Message]
+
+
+class _Reader:
+    """Collects the messages of one chat."""
+
+    def __init__(self, dropped: Counter[str]) -> None:
+        self.messages: list[Message] = []
+        self._dropped = dropped
+        self._number = 0
+        self._joins = False  # the last message is made of items of Responses, which come one by one
+
+    def add(self, item: Any) -> None:
+        """One message, or one item of Responses."""
+        place = f"message {self._number}"
+        if not isinstance(item, Mapping):
+            raise ValueError(f"{place} must be an object")
+        kind = item.get("type")
+        if "role" in item or "from" in item or not isinstance(kind, str):
+            self._add_message(item, place)
+        else:
+            self._add_item(kind, item, place)
+        self._number += 1
+
+    def _add_message(self, item: Mapping[str, Any], place: str) -> None:
+        named = item.get("role") or item.get("from")
+        role = _role(item)
+        if role is None:
+            raise ValueError(f"{place} has unknown role {named!r}")
+        self._count_dropped(item, role, place)
+        content = item["content"] if item.get("content") is not None else item.get("value")
+        if role == "assistant":
+            said = self._assistant(item, content, is_call=named in _CALLERS, place=place)
+            self._say(said, joins=item.get("type") == "message")
+            return
+        self._joins = False
+        if role == "tool":
+            text = self._result(content, place)
+            name = item.get("name")
+            made = Message(role="tool", content=text, tool_name=name if isinstance(name, str) else "")
+            self.messages.append(made)
+            return
+        if content is None:
+            raise ValueError(f"{place}: 'content' must be text, not NoneType")
+        parts = self.parts(content, place)
+        if parts.thoughts or parts.calls:
+            raise ValueError(f"{place} of the role {named!r} holds thinking or calls")
+        self.messages += parts.results
+        if parts.texts or not parts.results:
+            self.messages.append(Message(role=role, content=_joined(parts.texts, "\n")))
+
+    def _add_item(self, kind: str, item: Mapping[str, Any], place: str) -> None:
+        match kind:
+            case "reasoning":
+                thoughts = _thought(item.get("content"), place) or _thought(item.get("summary"), place)
+                if thoughts:
+                    self._say(Message(role="assistant", content="", reasoning=thoughts), joins=True)
+                else:
+                    self._dropped["thinking that is encrypted"] += 1
+            case "function_call" | "custom_tool_call" | "mcp_call":
+                call = _call(item, 0, place)
+                self._say(Message(role="assistant", content="", tool_calls=(call,)), joins=True)
+                if kind == "mcp_call" and item.get("output") is not None:
+                    self._joins = False
+                    self.messages.append(Message(role="tool", content=self._result(item["output"], place)))
+            case "function_call_output" | "custom_tool_call_output":
+                self._joins = False
+                self.messages.append(Message(role="tool", content=self._result(item.get("output"), place)))
+            case _:
+                raise ValueError(
+                    f"{place} is an item of the type {kind!r}, which no environment here can play"
+                )
+
+    def _assistant(self, item: Mapping[str, Any], content: Any, *, is_call: bool, place: str) -> Message:
+        if is_call:
+            calls = _calls(content, place)
+            return Message(role="assistant", content="", tool_calls=calls)
+        parts = self.parts(content, place) if content is not None else _Parts([], [], [], [])
+        if parts.results:
+            raise ValueError(f"{place} of the assistant holds a tool's result")
+        text = "".join(parts.texts)
+        refusal = item.get("refusal")
+        if isinstance(refusal, str) and refusal.strip():
+            text = "\n".join(one for one in (text, refusal) if one)
+        calls = (*parts.calls, *_calls(item.get("tool_calls"), place))
+        if item.get("function_call"):
+            calls = (*calls, *_calls(item["function_call"], place))
+        reasoning = self._thoughts(item, parts, text, place)
+        if not (text.strip() or calls or reasoning):
+            if content is None:
+                raise ValueError(f"{place}: 'content' must be text, not NoneType")
+            raise ValueError(f"{place} of the assistant is empty")
+        numbered = tuple(replace(call, call_id=call_id(number)) for number, call in enumerate(calls))
+        return Message(role="assistant", content=text, reasoning=reasoning, tool_calls=numbered)
+
+    def _thoughts(self, item: Mapping[str, Any], parts: _Parts, text: str, place: str) -> str:
+        """The thinking, which servers write under several names: one of them, as they repeat it."""
+        written = [found for key in (*_THOUGHTS, *_DETAILS) if (found := _thought(item.get(key), place))]
+        found = next(iter(written), "") or "\n".join(parts.thoughts).strip()
+        if not found and any(item.get(key) for key in (*_THOUGHTS, *_DETAILS)):
+            self._dropped["thinking that is encrypted"] += 1
+        if found and "<think>" in text:
+            if found not in text:
+                self._dropped["thinking beside <think> in the text"] += 1
+            return ""
+        return found
+
+    def _say(self, said: Message, *, joins: bool) -> None:
+        """Thinking, words and calls of one turn of Responses are items of their own."""
+        last = self.messages[-1] if joins and self._joins else None
+        self._joins = joins
+        if last is None or last.role != "assistant" or _begins(said, last):
+            self.messages.append(said)
+            return
+        calls = (*last.tool_calls, *said.tool_calls)
+        self.messages[-1] = Message(
+            role="assistant",
+            content=last.content + said.content,
+            reasoning="\n".join(one for one in (last.reasoning, said.reasoning) if one),
+            tool_calls=tuple(replace(call, call_id=call_id(number)) for number, call in enumerate(calls)),
+        )
+
+    def parts(self, content: Any, place: str) -> _Parts:
+        """Content as text or as parts, of OpenAI's or Anthropic's kinds."""
+        found = _Parts([], [], [], [])
+        if isinstance(content, str):
+            found.texts.append(content)
+            return found
+        for part in (
+            [content] if isinstance(content, Mapping) else content if isinstance(content, list) else ()
+        ):
+            self._part(part, found, place)
+        if not isinstance(content, list | Mapping):
+            raise ValueError(f"{place}: 'content' must be text, not {type(content).__name__}")
+        return found
+
+    def _part(self, part: Any, found: _Parts, place: str) -> None:
+        if isinstance(part, str):
+            found.texts.append(part)
+            return
+        if not isinstance(part, Mapping):
+            raise ValueError(f"{place}: a part of 'content' must be an object, not {type(part).__name__}")
+        kind = part.get("type")
+        if kind in _TEXTS or (kind is None and isinstance(part.get("text"), str)):
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if not isinstance(text, str):
+                raise ValueError(f"{place}: a part of the type {kind!r} has no text")
+            found.texts.append(text)
+        elif kind in ("thinking", "reasoning", "reasoning_text", "summary_text"):
+            if thoughts := _thought(part, place):
+                found.thoughts.append(thoughts)
+            else:
+                self._dropped["thinking that is encrypted"] += 1
+        elif kind == "redacted_thinking":
+            self._dropped["thinking that is encrypted"] += 1
+        elif kind in ("tool_use", "tool_call", "function_call", "tool-call"):
+            found.calls.append(_call(part, len(found.calls), place))
+        elif kind in ("tool_result", "function_call_output"):
+            output = part.get("content") if kind == "tool_result" else part.get("output")
+            found.results.append(Message(role="tool", content=self._result(output, place)))
+        elif isinstance(kind, str) and any(kind.removeprefix("input_").startswith(one) for one in _MEDIA):
+            raise ValueError(f"{place} holds a part of the type {kind!r}: Outrider trains on text")
+        else:
+            raise ValueError(f"{place} holds a part of the unknown type {kind!r}")
+
+    def _result(self, content: Any, place: str) -> str:
+        """What a tool returned: text, parts of text, or JSON."""
+        if content is None:
+            return ""
+        if isinstance(content, str):
+            return content
+        is_parts = isinstance(content, list) and all(
+            isinstance(one, str) or (isinstance(one, Mapping) and isinstance(one.get("type"), str))
+            for one in content
+        )
+        if is_parts or (isinstance(content, Mapping) and content.get("type") in _TEXTS):
+            return _joined(self.parts(content, place).texts, "\n")
+        if isinstance(content, list | Mapping):
+            return json.dumps(content, ensure_ascii=False, default=str)
+        raise ValueError(f"{place}: 'content' must be text, not {type(content).__name__}")
+
+    def _count_dropped(self, item: Mapping[str, Any], role: Role, place: str) -> None:
+        for key, value in item.items():
+            if key in _MEDIA and value:
+                raise ValueError(f"{place} holds {key!r}: Outrider trains on text")
+            if value is None or value == [] or value == {} or value == "":
+                continue
+            is_thought = key in _THOUGHTS or key in _DETAILS
+            belongs = role == "assistant" or (not is_thought and key not in ("tool_calls", "function_call"))
+            if (key in _READ and belongs) or (key == "name" and role == "tool"):
+                continue
+            self._dropped[f"{key!r} of messages of the role {role}"] += 1
+
+
+def _begins(said: Message, last: Message) -> bool:
+    """Whether an item belongs to another turn than the one before it."""
+    if said.reasoning:
+        return bool(last.content or last.tool_calls)
+    return bool(said.content and last.tool_calls)
+
+
+def _joined(texts: Sequence[str], separator: str) -> str:
+    """Parts of a user's or a tool's message, a line apart where no blank is between them already."""
+    whole = ""
+    for text in texts:
+        is_apart = not whole or not text or whole[-1].isspace() or text[0].isspace()
+        whole += text if is_apart else separator + text
+    return whole
+
+
+def _thought(value: Any, place: str) -> str:
+    """The text of thinking, which may be a text, a part or a list of parts; empty if it is encrypted."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, list):
+        return "\n".join(found for one in value if (found := _thought(one, place)))
+    if isinstance(value, Mapping):
+        keys = ("thinking", "text", "reasoning", "content", "summary")
+        return next((found for key in keys if (found := _thought(value.get(key), place))), "")
+    raise ValueError(f"{place}: thinking must be text, not {type(value).__name__}")
+
+
+def _calls(value: Any, place: str) -> tuple[ToolCall, ...]:
+    found = _decoded(value)
+    if isinstance(found, Mapping):
+        found = [found]
+    if not found:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+        raise ValueError(f"{place}: 'tool_calls' must be a list of function calls")
+    return tuple(_call(one, number, place) for number, one in enumerate(found))
+
+
+def _call(value: Mapping[str, Any], number: int, place: str) -> ToolCall:
+    """One call: OpenAI's, Anthropic's, LangChain's or a bare one."""
+    inside = next(
+        (one for key in ("function", "custom") if isinstance(one := value.get(key), Mapping)), value
+    )
+    name = inside.get("name") or inside.get("toolName")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{place}: 'tool_calls' must be a list of function calls, each with a name")
+    keys = ("arguments", "args", "parameters", "input")
+    key = next((key for key in keys if inside.get(key) is not None), None)
+    is_text = value.get("type") in ("custom", "custom_tool_call")
+    if is_text and isinstance(inside.get("input"), str):
+        return ToolCall(name=name, arguments={"input": inside["input"]}, call_id=call_id(number))
+    found: Any = None if key is None else inside[key]
+    while isinstance(found, str):  # JSON text, which some writers encode again
+        try:
+            found = json.loads(found) if found.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place}: the arguments of {name} are not JSON: {error}") from error
+    if not isinstance(found, Mapping | None):
+        raise ValueError(f"{place}: the arguments of {name} must be an object, not {type(found).__name__}")
+    return ToolCall(name=name, arguments=dict(found or {}), call_id=call_id(number))

@@ -1,0 +1,42 @@
+"""Recorded turns in another form of calls than the one in which they were written."""
+
+from collections.abc import Sequence
+
+from outrider.tokens.calls.format import CallFormat, FoundCalls
+from outrider.tokens.calls.formats import CALL_FORMATS
+from outrider.tokens.parsed import split_thinking
+from outrider.types import ToolSchema
+
+_MARKS = (("", ""), ("<|tool_call_start|>", "<|tool_call_end|>"))
+
+
+def in_form(text: str, form: CallFormat, tools: Sequence[ToolSchema]) -> str:
+    """A turn whose calls are written as Hermes writes them, as imported chats are, in ``form``.
+
+    A turn that ``form`` reads itself stays as it is, and so does one that it cannot write: reading it then
+    says what is wrong.
+    """
+    hermes = CALL_FORMATS["hermes"]
+    if "<tool_call>" not in text:
+        return text
+    _, rest, _ = split_thinking(text, hermes)
+    head = text[: len(text) - len(rest)]
+    written = hermes.read(rest, tools)
+    if written.problems or not written.calls:
+        return text
+    if _is_same(form.read(rest, tools), written):
+        return text
+    calls = form.write(written.calls)
+    for before, behind in _MARKS:  # some forms take words beside calls only if the calls have their tags
+        parts = (written.content, before + calls + behind)
+        said = "\n".join(part for part in parts if part)
+        if _is_same(form.read(said, tools), written):
+            return head + said
+    return text
+
+
+def _is_same(found: FoundCalls, written: FoundCalls) -> bool:
+    def said(one: FoundCalls) -> tuple[object, ...]:
+        return one.content, [(call.name, dict(call.arguments)) for call in one.calls], one.problems
+
+    return said(found) == said(written)
