@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from outrider.tokens.token_bytes import token_text
 from outrider.types import Message, ToolSchema
 
 
@@ -25,12 +26,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """How a turn was drawn: the text and the log-prob of every token (natural log, at the sampling
+    """How a turn was drawn: the bytes and the log-prob of every token (natural log, at the sampling
     temperature), why it ended, and the tokens of its context. ``opened`` is what the template had opened for
     it (``<think>``): the turn's text begins with it, and the policy has not written it.
     """
 
-    tokens: tuple[str, ...]
+    token_bytes: tuple[bytes, ...]
     logprobs: tuple[float, ...]
     finish: Literal["stop", "eos", "length"]
     num_context_tokens: int
@@ -40,7 +41,12 @@ class SampledTurn:
     @property
     def num_tokens(self) -> int:
         """Tokens that the policy wrote."""
-        return len(self.tokens)
+        return len(self.token_bytes)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The text of every token; parts of characters are escaped."""
+        return tuple(map(token_text, self.token_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

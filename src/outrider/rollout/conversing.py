@@ -15,7 +15,8 @@ from outrider.engines.base import Generation
 from outrider.environments.base import Environment, tools_of
 from outrider.environments.conversing import Conversation, OwnConversations, SampledTurn
 from outrider.errors import EnvironmentFault, ModelError
-from outrider.tokens import ChatRenderer, text_of
+from outrider.tokens import ChatRenderer
+from outrider.tokens.token_bytes import token_bytes
 from outrider.trace import Node, Trace, samples_of, without_memory
 from outrider.types import Message, ToolSchema
 
@@ -156,9 +157,7 @@ def tell_sampled(
     if not isinstance(environment, OwnConversations):
         return None
     turn = SampledTurn(
-        tokens=tuple(
-            text_of(renderer.tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids
-        ),
+        token_bytes=token_bytes(renderer.tokenizer, generation.token_ids),
         logprobs=generation.logprobs,
         finish=generation.finish_reason.value,
         num_context_tokens=len(context),
