@@ -156,12 +156,14 @@ def tell_sampled(
     """Tell a program's environment how the turn was drawn, which its answer may have to say."""
     if not isinstance(environment, OwnConversations):
         return None
+    opened = renderer.opened(context)
+    said = renderer.turn_text(generation.token_ids, context=context, is_closed=False).removeprefix(opened)
     turn = SampledTurn(
-        token_bytes=token_bytes(renderer.tokenizer, generation.token_ids),
+        token_bytes=token_bytes(renderer.tokenizer, generation.token_ids, said=said),
         logprobs=generation.logprobs,
         finish=generation.finish_reason.value,
         num_context_tokens=len(context),
-        opened=renderer.opened(context),
+        opened=opened,
     )
     environment.sampled(turn)
     return turn

@@ -13,21 +13,24 @@ _BLANK: Final = "\u2581"  # what SentencePiece writes for a blank
 _LOST: Final = "\ufffd"
 
 
-def token_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+def token_bytes(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, said: str | None = None
+) -> tuple[bytes, ...]:
     """The bytes of every token of a turn. Joined, they are the UTF-8 of the turn's text with its special
     tokens, even if a character is spread over several tokens.
 
     A vocabulary spells bytes in one of two ways: byte-level BPE writes one letter per byte, SentencePiece
     writes ``<0xE4>``. For other vocabularies, all bytes of a character belong to the token that completes it.
+    SentencePiece also writes a blank in front of a first word, which decoders drop or not: ``said``, the
+    turn's text if it is known, decides.
     """
     text = text_of(tokenizer, token_ids, skip_special_tokens=False)
     pieces = _spelled(tokenizer, token_ids)
     if pieces is not None:
-        if _reads_as(pieces, text):
-            return tuple(pieces)
-        # decoders drop the blank that SentencePiece writes in front of the first word
-        if pieces and pieces[0].startswith(b" ") and _reads_as(shorter := [pieces[0][1:], *pieces[1:]], text):
-            return tuple(shorter)
+        shorter = [pieces[0][1:], *pieces[1:]] if pieces and pieces[0].startswith(b" ") else pieces
+        if _reads_as(pieces, text) or _reads_as(shorter, text):
+            begins_with_blank = (text if said is None else said).startswith(" ")
+            return tuple(pieces if begins_with_blank else shorter)
     return _by_decoding(tokenizer, token_ids)
 
 

@@ -21,7 +21,7 @@ from outrider.environments.agent.wire import Answer, read_json
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn, before_stop
 from outrider.errors import EnvironmentFault
-from outrider.tokens.calls import form_named, read_turn
+from outrider.tokens.calls import fault_of, form_named, read_turn_unchecked
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message, Task, ToolCall
 
@@ -51,13 +51,14 @@ class AgentEnvironment:
         self._reward: Reward | None = None
         self._has_failed = False
         self._num_turns = 0
+        self._num_unfit_calls = 0
         self._left_s = config.time_limit_s
 
     def reset(self, seed: int) -> Sequence[Message]:
         """Start the program and wait for its first request. ``seed`` is its variable ``OUTRIDER_SEED``."""
         self.close()
         self._reward, self._has_failed, self._turn = None, False, None
-        self._num_turns, self._left_s = 0, self._config.time_limit_s
+        self._num_turns, self._num_unfit_calls, self._left_s = 0, 0, self._config.time_limit_s
         session = self._gateway.open(
             takes_tools=self._config.tool_calls is not None,
             ignores_formats=self._config.response_format == "ignore",
@@ -91,8 +92,9 @@ class AgentEnvironment:
         return self._config.tool_calls
 
     def read(self, text: str) -> Message:
-        """See :class:`~outrider.environments.conversing.OwnConversations`. A turn with a call that cannot be
-        read is words to the program, as servers give it.
+        """See :class:`~outrider.environments.conversing.OwnConversations`. As behind a server, the program
+        gets every call that can be read, whether or not a tool takes it; a turn with a call that cannot be
+        read is words.
         """
         asked, drawn = self.asked, self._turn
         if drawn is None or drawn.kind != "drawn":
@@ -101,7 +103,7 @@ class AgentEnvironment:
             text = before_stop(text, asked.stop, opened=len(drawn.opened))
         name = self._config.tool_calls
         form = None if name is None else form_named(name)
-        turn = read_turn(text, form, asked.tools)
+        turn = read_turn_unchecked(text, form, asked.tools)
         if problems := turn.problems or self._too_many(turn.tool_calls):
             reasoning, words, _ = split_thinking(text, form)
             return Message(role="assistant", content=words, reasoning=reasoning, problems=problems)
@@ -144,6 +146,7 @@ class AgentEnvironment:
             raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
         message = self._taken(message)
         self._num_turns += 1
+        self._num_unfit_calls += sum(bool(fault_of(call, self.asked.tools)) for call in message.tool_calls)
         invalid = bool(message.problems)
         if not question.give(Answer(message=message, turn=turn)):
             return StepResult(messages=question.ask.conversation.messages[-1:], invalid=invalid)
@@ -171,6 +174,7 @@ class AgentEnvironment:
         counted = {
             "num_requests": float(session.num_requests if session else 0),
             "num_refused_requests": float(session.num_refused if session else 0),
+            "num_unfit_calls": float(self._num_unfit_calls),
             "num_failed": float(self._has_failed),
         }
         if self._config.response_format == "ignore":

@@ -213,7 +213,7 @@ def _items(answer: Answer, name: str) -> list[dict[str, Any]]:
     for call in said.tool_calls:
         items.append({
             "id": f"fc-{name}-{call.call_id}", "type": "function_call", "call_id": call.call_id,
-            "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            "name": call.name, "arguments": call.arguments_text,
             "status": "completed",
         })  # fmt: skip
     return items

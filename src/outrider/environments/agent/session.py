@@ -16,7 +16,16 @@ from outrider.environments.agent.wire import Answer, Ask
 MAX_WAITING: Final = 64
 """Requests of one program that wait for an answer at a time."""
 OVER: Final = "the episode has ended"
-COUNTED: Final = frozenset({"num_requests", "num_refused_requests", "num_ignored_formats", "num_failed"})
+COUNTED: Final = frozenset(
+    {
+        "num_requests",
+        "num_refused_requests",
+        "num_ignored_fields",
+        "num_ignored_formats",
+        "num_unfit_calls",
+        "num_failed",
+    }
+)
 """Metrics of an episode that are counted here, and that no program hands in."""
 
 

@@ -12,6 +12,8 @@ from typing import Any, Final
 from outrider.environments.agent.asked_tools import read_tools
 from outrider.environments.agent.fields import BadRequest, count, mapping
 from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn
+from outrider.tokens.calls.format import call_of_arguments
+from outrider.tokens.calls.reading import passed_on
 from outrider.types import Message, Role, ToolCall, is_text
 
 MODEL: Final = "policy"
@@ -160,14 +162,16 @@ def _call(value: Any) -> ToolCall:
 
 
 def read_call(call_id: Any, name: Any, arguments: Any) -> ToolCall:
-    """A call out of a history, whose arguments are JSON text. Raises BadRequest."""
+    """A call out of a history, whose arguments are JSON text, or what the policy wrote in the place of it.
+    Raises BadRequest.
+    """
     try:
-        found = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
+        call = passed_on(call_of_arguments(str(name or ""), arguments, str(call_id or "")))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the arguments of a call are no JSON: {error}") from error
-    return ToolCall(
-        name=str(name or ""), arguments=mapping(found, "a call's arguments"), call_id=str(call_id or "")
-    )
+    if isinstance(call, str):
+        raise BadRequest(call)
+    return call
 
 
 def read_json(data: str | bytes) -> Any:
@@ -212,7 +216,7 @@ def written_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
         {
             "id": call.call_id,
             "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            "function": {"name": call.name, "arguments": call.arguments_text},
         }
         for call in calls
     ]

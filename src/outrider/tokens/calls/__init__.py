@@ -8,7 +8,7 @@ from outrider.tokens.calls.formats import (
     form_named,
     unwritable_in,
 )
-from outrider.tokens.calls.reading import fault_of, read_turn
+from outrider.tokens.calls.reading import fault_of, read_turn, read_turn_unchecked
 from outrider.tokens.calls.schemas import flaw_of
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "flaw_of",
     "form_named",
     "read_turn",
+    "read_turn_unchecked",
     "unwritable_in",
 ]
