@@ -62,6 +62,7 @@ class AgentEnvironment:
         session = self._gateway.open(
             takes_tools=self._config.tool_calls is not None,
             ignores_formats=self._config.response_format == "ignore",
+            ignores=self._config.ignored_fields,
         )
         self._session = session
         variables = {
@@ -172,8 +173,9 @@ class AgentEnvironment:
         success = reward.value >= self._config.success_at if reward.success is None else reward.success
         session = self._session
         counted = {
-            "num_requests": float(session.num_requests if session else 0),
+            "num_requests": float(session.num_requests - session.num_unanswerable if session else 0),
             "num_refused_requests": float(session.num_refused if session else 0),
+            "num_ignored_fields": float(session.num_ignored_fields if session else 0),
             "num_unfit_calls": float(self._num_unfit_calls),
             "num_failed": float(self._has_failed),
         }
