@@ -1,5 +1,6 @@
 """Carriers that every layer shares: messages, tasks, outcomes. No torch, no numpy."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -52,13 +53,21 @@ ToolSchema: TypeAlias = Mapping[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """A tool that the policy asks for by a native call: a name and JSON. ``call_id`` is unique within its
-    turn.
+    turn. ``raw`` is the text of arguments that are no JSON object; ``arguments`` is empty then, and
+    ``problem`` says in words what is wrong with them.
     """
 
     name: str
     # not Json: what reads the nodes of a checkpoint cannot follow an alias that holds itself
     arguments: Mapping[str, Any] = field(default_factory=dict)
     call_id: str = ""
+    raw: str = ""
+    problem: str = field(default="", compare=False)
+
+    @property
+    def arguments_text(self) -> str:
+        """The arguments as text, as OpenAI's format has them."""
+        return self.raw or json.dumps(dict(self.arguments), ensure_ascii=False)
 
 
 def is_text(text: str) -> bool:

@@ -4,9 +4,13 @@ server, with a whole conversation each time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from outrider.tokens.token_bytes import token_text
 from outrider.types import Message, ToolSchema
+
+if TYPE_CHECKING:
+    from outrider.environments.base import StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +28,23 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why the policy cannot be asked: its chat template refuses the conversation, or (``is_too_long``) the
+    context does not hold it.
+    """
+
+    reason: str
+    is_too_long: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """How a turn was drawn: the text and the log-prob of every token (natural log, at the sampling
+    """How a turn was drawn: the bytes and the log-prob of every token (natural log, at the sampling
     temperature), why it ended, and the tokens of its context. ``opened`` is what the template had opened for
     it (``<think>``): the turn's text begins with it, and the policy has not written it.
     """
 
-    tokens: tuple[str, ...]
+    token_bytes: tuple[bytes, ...]
     logprobs: tuple[float, ...]
     finish: Literal["stop", "eos", "length"]
     num_context_tokens: int
@@ -40,7 +54,12 @@ class SampledTurn:
     @property
     def num_tokens(self) -> int:
         """Tokens that the policy wrote."""
-        return len(self.tokens)
+        return len(self.token_bytes)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The text of every token; parts of characters are escaped."""
+        return tuple(map(token_text, self.token_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +101,13 @@ class OwnConversations(Protocol):
 
     def read(self, text: str) -> Message:
         """A turn as the program will be given it, and will keep it in its history."""
+        ...
+
+    def refuse(self, refusal: Refusal) -> "StepResult | None":
+        """Tell the program that what it asks cannot be answered, as a server does with status 400, and wait
+        for what it asks next or for its end, as ``step`` does. None if it ends without a result because its
+        conversation is too long: the rollout is cut then. Raises EnvironmentFault for other such ends.
+        """
         ...
 
     def sampled(self, turn: SampledTurn | ServedTurn) -> None:

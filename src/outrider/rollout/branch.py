@@ -17,7 +17,7 @@ from outrider.environments.base import (
     StepResult,
     turn_message,
 )
-from outrider.environments.conversing import Conversation, OwnConversations
+from outrider.environments.conversing import Conversation, OwnConversations, Refusal
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import guarded
 from outrider.rollout.conversing import Exchange, asked_of
@@ -48,6 +48,7 @@ class Fork:
     environment: CopyableEnvironment | None
     conversation: tuple[Message, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    refusals: tuple[tuple[int, Refusal], ...] = ()
     asked: Conversation | None = None
 
     async def restore(self, environment: Environment, *, reset_seed: int, timeout_s: float) -> None:
@@ -58,6 +59,7 @@ class Fork:
         if self.environment is not None:
             return
         messages = await guarded(environment.reset, reset_seed, timeout_s=timeout_s)
+        messages = await self._refuse_again(environment, 0, timeout_s=timeout_s) or messages
         if prompt_text(messages) != self.prompt:
             raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
         for number, (action, expected) in enumerate(zip(self.actions, self.results, strict=True)):
@@ -71,7 +73,23 @@ class Fork:
                     f"a replayed prefix was answered differently ({other}): "
                     "this environment cannot fork by replay"
                 )
+            await self._refuse_again(environment, number + 1, timeout_s=timeout_s)
         _require_same(environment, self.asked)
+
+    async def _refuse_again(
+        self, environment: Environment, turn: int, *, timeout_s: float
+    ) -> tuple[Message, ...]:
+        """Refuse what a program was refused in front of a turn; what it asks then, empty if there was
+        nothing.
+        """
+        refusals = [refusal for number, refusal in self.refusals if number == turn]
+        if not refusals or not isinstance(environment, OwnConversations):
+            return ()
+        for refusal in refusals:
+            result = await guarded(environment.refuse, refusal, timeout_s=timeout_s)
+            if result is None or result.done:
+                raise EnvironmentFault("a program ended where it went on: it cannot fork by replay")
+        return environment.asked.messages
 
     def continue_in(self, state: EpisodeState) -> None:
         """Give a new rollout's state the history up to here."""
@@ -83,7 +101,7 @@ class Fork:
         state.steps, state.actions, state.results = list(self.steps), list(self.actions), list(self.results)
         state.branch_streak, state.is_forked = self.branch_streak, True
         state.conversation = self.conversation
-        state.exchanges = list(self.exchanges)
+        state.exchanges, state.refusals = list(self.exchanges), list(self.refusals)
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
@@ -129,6 +147,7 @@ async def take_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
         environment=copy,
         conversation=state.conversation,
         exchanges=tuple(state.exchanges),
+        refusals=tuple(state.refusals),
         asked=asked_of(environment),
     )
 

@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from outrider.engines.chat.engine import ChatEndpoint
 from outrider.engines.chat.wire import Refusal
 from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult, tools_of
+from outrider.environments.conversing import OwnConversations
+from outrider.environments.conversing import Refusal as ProgramRefusal
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.conversing import asked_of
@@ -25,6 +27,8 @@ from outrider.seeding import stream_seed
 from outrider.types import Message, Outcome, Step, Task, Trajectory
 
 ResultT = TypeVar("ResultT")
+_BAD_REQUEST: Final = (400, 413, 422)
+_MAX_REFUSALS: Final = 64  # of one program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +183,7 @@ class Collector:
         prompt = tuple(self._timed(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
         conversation = list(prompt)
         steps: list[Step] = []
-        num_tokens = num_tool_calls = 0
+        num_tokens = num_tool_calls = num_refused = 0
         outcome = None
         while outcome is None:
             room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - num_tokens)
@@ -196,10 +200,18 @@ class Collector:
                 )  # fmt: skip
             # an episode that outgrows the context is cut and scored, as in the rollout loop
             except EngineFault as fault:
-                if not steps or not (isinstance(fault.__cause__, Refusal) and fault.__cause__.is_too_long):
+                why = fault.__cause__
+                # before the first answer it may be the endpoint's settings that are wrong
+                if not steps or not isinstance(why, Refusal) or why.status not in _BAD_REQUEST:
                     raise
-                outcome = Outcome.TRUNCATED_TOKENS
-                break
+                if not isinstance(environment, OwnConversations):
+                    if not why.is_too_long:
+                        raise
+                    outcome = Outcome.TRUNCATED_TOKENS
+                    break
+                num_refused += 1
+                outcome = self._refused(environment, why, is_last=num_refused > _MAX_REFUSALS)
+                continue
             num_tokens += reply.num_tokens
             turn = self._timed(endpoint_turn, reply, environment)
             self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
@@ -224,6 +236,20 @@ class Collector:
             trajectory_id=name, outcome=outcome, trajectory=trajectory, success=record.success,
             metrics=dict(record.metrics), num_tool_calls=num_tool_calls, num_retries=num_retries,
         )  # fmt: skip
+
+    def _refused(self, environment: OwnConversations, why: Refusal, *, is_last: bool) -> Outcome | None:
+        """Tell a program that the endpoint refuses its request; how the episode ends then, None where the
+        program asks something else.
+        """
+        if is_last:
+            if why.is_too_long:
+                return Outcome.TRUNCATED_TOKENS
+            raise EnvironmentFault(f"the program was refused {_MAX_REFUSALS} times and asked again: {why}")
+        refusal = ProgramRefusal(reason=str(why), is_too_long=why.is_too_long)
+        result: StepResult | None = self._timed(environment.refuse, refusal)
+        if result is None:
+            return Outcome.TRUNCATED_TOKENS
+        return outcome_of(result) if result.done else None
 
     def _record(self, environment: Environment) -> EpisodeResult:
         record: EpisodeResult = self._timed(environment.result)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from outrider.environments.base import StepResult, tools_of
 from outrider.environments.conversing import OwnConversations
-from outrider.rollout.conversing import next_context
+from outrider.rollout.conversing import Seen, next_context, require_room
 from outrider.rollout.hooks import EpisodeState
 from outrider.rollout.limits import Limits
 from outrider.rollout.rerendering import rendered_again
@@ -79,9 +79,21 @@ class Context:
         state.conversation = seen.conversation
         return True
 
-    def append_asked(self, state: EpisodeState, environment: OwnConversations, result: StepResult) -> bool:
-        """What a program asks next. Nothing of it is cut: the policy sees what a server would show it."""
+    def asked(self, state: EpisodeState, environment: OwnConversations) -> Seen | None:
+        """What a program asks next, as the policy will see it; None where the rollout's budget ends here.
+        Nothing of it is cut: the policy sees what a server would show it.
+
+        Raises Unanswerable for what the template refuses and for what the context cannot hold.
+        """
         seen = next_context(environment.asked, state.exchanges, state.trace, self.renderer)
+        if self.limits.max_response_tokens - state.num_response_tokens - seen.num_new < 1:
+            return None
+        before = 0 if seen.restarts else len(state.trace.token_ids(state.last_node.node_id))
+        require_room(before + len(seen.token_ids), self.context_length)
+        return seen
+
+    def append_asked(self, state: EpisodeState, seen: Seen, result: StepResult) -> bool:
+        """Append what a program asks."""
         return self._see(state, seen.token_ids, result.observations, seen.restarts, seen.num_new, num_cut=0)
 
     def _see(

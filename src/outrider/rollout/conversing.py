@@ -6,16 +6,18 @@ is appended. Every other one (a history that was rewritten, another agent's conv
 one question) begins a context anew, and the rollout becomes one sample more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
 
 from outrider.engines.base import Generation
 from outrider.environments.base import Environment, tools_of
-from outrider.environments.conversing import Conversation, OwnConversations, SampledTurn
-from outrider.errors import EnvironmentFault, ModelError
-from outrider.tokens import ChatRenderer, text_of
+from outrider.environments.conversing import Conversation, OwnConversations, Refusal, SampledTurn
+from outrider.errors import ModelError
+from outrider.tokens import ChatRenderer
+from outrider.tokens.token_bytes import token_bytes
 from outrider.trace import Node, Trace, samples_of, without_memory
 from outrider.types import Message, ToolSchema
 
@@ -48,14 +50,31 @@ class Seen:
     num_new: int
 
 
+class Unanswerable(Exception):
+    """A question of a program that the policy cannot be asked."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What a template refuses is an answer to the program. Raises Unanswerable."""
+    try:
+        yield
+    except (ModelError, RecursionError) as error:
+        reason = str(error).removeprefix("the tokenizer has no usable chat template: ")
+        words = f"the policy's chat template cannot render these messages: {reason}"
+        raise Unanswerable(Refusal(reason=words)) from error
+
+
 def next_context(
     asked: Conversation, exchanges: Sequence[Exchange], trace: Trace, renderer: ChatRenderer
 ) -> Seen:
-    """The context of a question. Raises EnvironmentFault for one that the template cannot write."""
-    try:
+    """The context of a question. Raises Unanswerable for one that the template refuses."""
+    with _refusals():
         ids = _ids(asked, exchanges, trace, renderer)
-    except ModelError as error:
-        raise EnvironmentFault(f"what the program asked cannot be rendered: {error}") from error
     before = trace.token_ids(exchanges[-1].turn.node_id)
     known = [before, *(_seen_ids(trace, one.turn) for one in exchanges)]
     num_new = len(ids) - max(sum(1 for _ in takewhile(bool, map(eq, ids, one))) for one in known)
@@ -138,15 +157,23 @@ def asked_of(environment: Environment) -> Conversation | None:
 def opening_ids(
     environment: Environment, messages: Sequence[Message], renderer: ChatRenderer
 ) -> tuple[int, ...]:
-    """The ids of a rollout's first context. Raises EnvironmentFault for what a program asks and the template
-    cannot write.
+    """The ids of a rollout's first context. Raises Unanswerable for what a program asks and the template
+    refuses.
     """
-    try:
+    if not isinstance(environment, OwnConversations):
         return renderer.prompt(messages, tools_of(environment))
-    except ModelError as error:
-        if not isinstance(environment, OwnConversations):
-            raise
-        raise EnvironmentFault(f"what the program asked cannot be rendered: {error}") from error
+    with _refusals():
+        return renderer.prompt(messages, tools_of(environment))
+
+
+def require_room(num_tokens: int, context_length: int) -> None:
+    """Raises Unanswerable where a context leaves the policy no room."""
+    if num_tokens >= context_length:
+        words = (
+            f"This model's maximum context length is {context_length} tokens, and the messages have "
+            f"{num_tokens} tokens: send a shorter conversation"
+        )
+        raise Unanswerable(Refusal(reason=words, is_too_long=True))
 
 
 def tell_sampled(
@@ -155,14 +182,14 @@ def tell_sampled(
     """Tell a program's environment how the turn was drawn, which its answer may have to say."""
     if not isinstance(environment, OwnConversations):
         return None
+    opened = renderer.opened(context)
+    said = renderer.turn_text(generation.token_ids, context=context, is_closed=False).removeprefix(opened)
     turn = SampledTurn(
-        tokens=tuple(
-            text_of(renderer.tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids
-        ),
+        token_bytes=token_bytes(renderer.tokenizer, generation.token_ids, said=said),
         logprobs=generation.logprobs,
         finish=generation.finish_reason.value,
         num_context_tokens=len(context),
-        opened=renderer.opened(context),
+        opened=opened,
     )
     environment.sampled(turn)
     return turn

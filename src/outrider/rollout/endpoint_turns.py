@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from outrider.engines.chat.engine import ChatReply
 from outrider.environments.base import Environment, NativeTools, tools_of, turn_message
 from outrider.environments.conversing import OwnConversations, ServedTurn, before_stop
-from outrider.tokens.calls import form_named, read_turn
+from outrider.tokens.calls import CallFormat, form_named, read_turn, read_turn_unchecked
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message
 
@@ -46,18 +46,14 @@ def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
         if isinstance(environment, OwnConversations):
             said = replace(said, reasoning=reply.reasoning or said.reasoning)
         return EndpointTurn(said=said, sent=plain, text=reply.text)
-    if isinstance(environment, OwnConversations):  # the program's own stop strings are not for it to read
-        reply = replace(reply, text=before_stop(reply.text, environment.asked.stop))
+    if isinstance(environment, OwnConversations):
+        return _program_turn(reply, environment, form_named(name))
     form, tools, served = form_named(name), tools_of(environment), reply.served
     has_read = bool(served.calls or served.problems)
     turn = read_turn(reply.text, None if has_read else form, tools)
     calls = served.calls if has_read else turn.tool_calls
     problems = (*turn.problems, *served.problems)
-    inside = reply.text.removesuffix(split_thinking(reply.text, None if has_read else form)[1])
-    written = reply.text.removeprefix(inside)
-    if has_read:
-        parts = (written, form.write(served.calls) if served.calls else "", *served.unread)
-        written = "\n".join(part for part in parts if part)
+    inside, written = _as_written(reply, form)
     said = Message(
         role="assistant", content=turn.content, reasoning=reply.reasoning or turn.reasoning,
         tool_calls=calls, problems=problems,
@@ -66,8 +62,41 @@ def endpoint_turn(reply: ChatReply, environment: Environment) -> EndpointTurn:
         role="assistant", content=inside + (written if problems else turn.content),
         reasoning=reply.reasoning, tool_calls=() if problems else calls,
     )  # fmt: skip
-    if isinstance(environment, OwnConversations):  # a program is told what a server tells it
-        said = replace(said, content=written if problems else turn.content, tool_calls=sent.tool_calls)
+    return EndpointTurn(said=said, sent=sent, text=_text(reply, inside + written))
+
+
+def _program_turn(reply: ChatReply, environment: OwnConversations, form: CallFormat) -> EndpointTurn:
+    """A turn for a program, which gets every call that the server has read, or else that can be read here. If
+    one cannot, it gets the turn in words. Its own stop strings are not for it to read.
+    """
+    reply = replace(reply, text=before_stop(reply.text, environment.asked.stop))
+    served = reply.served
+    has_read = bool(served.calls or served.problems)
+    turn = read_turn_unchecked(reply.text, None if has_read else form, environment.asked.tools)
+    calls = served.passed_on if has_read else turn.tool_calls
+    is_whole = len(served.passed_on) == len(served.calls) + len(served.problems)
+    problems = turn.problems if not has_read else () if is_whole else served.problems
+    inside, written = _as_written(reply, form)
+    said = Message(
+        role="assistant", content=written if problems else turn.content,
+        reasoning=reply.reasoning or turn.reasoning, tool_calls=() if problems else calls, problems=problems,
+    )  # fmt: skip
+    return EndpointTurn(said=said, sent=said, text=_text(reply, inside + written))
+
+
+def _as_written(reply: ChatReply, form: CallFormat) -> tuple[str, str]:
+    """The thinking in a reply's text, and the rest with the calls that the server has read."""
+    served = reply.served
+    has_read = bool(served.calls or served.problems)
+    inside = reply.text.removesuffix(split_thinking(reply.text, None if has_read else form)[1])
+    written = reply.text.removeprefix(inside)
+    if has_read:
+        parts = (written, form.write(served.calls) if served.calls else "", *served.unread)
+        written = "\n".join(part for part in parts if part)
+    return inside, written
+
+
+def _text(reply: ChatReply, text: str) -> str:
+    """The whole turn, without half surrogate pairs."""
     apart = f"<think>\n{reply.reasoning}\n</think>\n\n" if reply.reasoning else ""
-    whole = Message(role="assistant", content=apart + inside + written)  # without half surrogate pairs
-    return EndpointTurn(said=said, sent=sent, text=whole.content)
+    return Message(role="assistant", content=apart + text).content

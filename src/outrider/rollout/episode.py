@@ -3,17 +3,25 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from outrider.engines.base import FinishReason, Request
 from outrider.environments.base import Environment, EpisodeResult, StepResult, recorded_turn, turn_message
-from outrider.environments.conversing import Conversation, OwnConversations, SampledTurn
+from outrider.environments.conversing import Conversation, OwnConversations, Refusal, SampledTurn
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Fork, prompt_text, take_fork
 from outrider.rollout.context import Context
-from outrider.rollout.conversing import Exchange, asked_of, opening_ids, tell_sampled
+from outrider.rollout.conversing import (
+    Exchange,
+    Seen,
+    Unanswerable,
+    asked_of,
+    opening_ids,
+    require_room,
+    tell_sampled,
+)
 from outrider.rollout.faults import given_up
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
 from outrider.rollout.limits import Limits
@@ -27,6 +35,7 @@ from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step, Task
 
 ResultT = TypeVar("ResultT")
+_MAX_REFUSALS: Final = 64  # of one program: one that asks the same for ever would not end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +78,8 @@ class EpisodeRunner:
         records it.
         """
         self.whereabouts.at(f"{task.key}/{rollout}", "the start of its environment")
-        last_node, opening = await self._begin(task, trace, environment, fork)
+        refusals: list[tuple[int, Refusal]] = []
+        last_node, opening = await self._begin(task, trace, environment, fork, refusals)
         state = EpisodeState(
             task=task,
             trace=trace,
@@ -80,6 +90,7 @@ class EpisodeRunner:
             mode=mode,
             last_node=last_node,
             conversation=opening,
+            refusals=refusals,
         )
         if fork is not None:
             fork.continue_in(state)
@@ -110,18 +121,87 @@ class EpisodeRunner:
         )
 
     async def _begin(
-        self, task: Task, trace: Trace, environment: Environment, fork: Fork | None
+        self,
+        task: Task,
+        trace: Trace,
+        environment: Environment,
+        fork: Fork | None,
+        refusals: list[tuple[int, Refusal]],
     ) -> tuple[Node, tuple[Message, ...]]:
         """Bring the environment to where the rollout begins; the node of its first context, and the
-        conversation that it is of.
+        conversation that it is of. What a program was refused until then is added to ``refusals``.
         """
         seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
             messages = await self._guarded(environment.reset, seed)
-            ids = opening_ids(environment, messages, self.renderer)
+            ids, messages = await self._opening(environment, messages, refusals)
             return _root(trace, ids, messages), tuple(messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
         return fork.last_node, fork.conversation
+
+    async def _opening(
+        self,
+        environment: Environment,
+        messages: Sequence[Message],
+        refusals: list[tuple[int, Refusal]],
+    ) -> tuple[tuple[int, ...], Sequence[Message]]:
+        """The ids of a rollout's first context and its messages. A question of a program that the policy
+        cannot be asked is refused, and its next one is the first.
+
+        Raises EnvironmentFault where there is none. One that is too long, of a program that has no other, is
+        the context of a rollout without a turn.
+        """
+        ids: tuple[int, ...] = ()
+        while True:
+            try:
+                ids = opening_ids(environment, messages, self.renderer)
+                if isinstance(environment, OwnConversations):
+                    require_room(len(ids), self.batcher.engine.context_length)
+            except Unanswerable as error:
+                assert isinstance(environment, OwnConversations)
+                result = await self._refuse(environment, error.refusal, refusals, turn=0)
+                if result is not None and not result.done:
+                    messages = environment.asked.messages
+                    continue
+                if not ids:
+                    raise EnvironmentFault(
+                        f"the program ended without a question that can be answered; the last one: {error}"
+                    ) from error
+            return ids, messages
+
+    async def _refuse(
+        self,
+        environment: OwnConversations,
+        refusal: Refusal,
+        refusals: list[tuple[int, Refusal]],
+        *,
+        turn: int,
+    ) -> StepResult | None:
+        """Refuse what a program asks in front of a turn; what comes next, None where the rollout is cut."""
+        if len(refusals) == _MAX_REFUSALS:
+            if refusal.is_too_long:
+                return None
+            raise EnvironmentFault(
+                f"the program was refused {_MAX_REFUSALS} times and asked again: {refusal.reason}"
+            )
+        refusals.append((turn, refusal))
+        return await self._guarded(environment.refuse, refusal)
+
+    async def _next_question(self, state: EpisodeState, result: StepResult) -> tuple[StepResult, Seen | None]:
+        """What a program asks next and how the policy will see it, None where the rollout is cut or over.
+        What cannot be answered is refused, and the program goes on.
+        """
+        environment = state.environment
+        while not result.done and isinstance(environment, OwnConversations):
+            try:
+                return result, self._context.asked(state, environment)
+            except Unanswerable as error:
+                self._at(state, "an environment's step")
+                refused = await self._refuse(environment, error.refusal, state.refusals, turn=state.turn + 1)
+            if refused is None:
+                break
+            result = refused
+        return result, None
 
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         for hook in self.hooks:
@@ -160,15 +240,6 @@ class EpisodeRunner:
         # Before the environment acts: a copy has to be of the state that this turn was written in.
         await self._pass(state, before, is_known=here)
         result = await self._act(state, text)
-        state.last_result = result
-        state.last_node.reward = result.reward
-        state.last_node.metadata |= {
-            "num_tool_calls": result.num_tool_calls,
-            "tools": list(result.tools),
-            "invalid": result.invalid,
-        }
-        observation = result.text
-        state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
         if question is not None and sampled is not None:
             whole = finish is not FinishReason.STOP
             state.exchanges.append(
@@ -181,7 +252,17 @@ class EpisodeRunner:
                     sampled=sampled,
                 )
             )
-        outcome = self._observe(state, result, finish)
+        result, seen = await self._next_question(state, result)
+        state.last_result = result
+        state.last_node.reward = result.reward
+        state.last_node.metadata |= {
+            "num_tool_calls": result.num_tool_calls,
+            "tools": list(result.tools),
+            "invalid": result.invalid,
+        }
+        observation = result.text
+        state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
+        outcome = self._observe(state, result, finish, seen)
         state.turn += 1
         for hook in self.hooks:
             hook.after_turn(state)
@@ -260,14 +341,16 @@ class EpisodeRunner:
         sampled = tell_sampled(state.environment, generation, context, self.renderer)
         return generation.finish_reason, text, sampled
 
-    def _observe(self, state: EpisodeState, result: StepResult, finish: FinishReason) -> Outcome | None:
+    def _observe(
+        self, state: EpisodeState, result: StepResult, finish: FinishReason, seen: Seen | None
+    ) -> Outcome | None:
         """Append the observation and decide whether the episode is over."""
         if result.done:
             # unreadable because it was cut, not because it is wrong
             cut = finish is FinishReason.LENGTH and result.invalid
             return Outcome.TRUNCATED_TOKENS if cut else _ended(result)
         if isinstance(state.environment, OwnConversations):
-            appended = self._context.append_asked(state, state.environment, result)
+            appended = seen is not None and self._context.append_asked(state, seen, result)
             return None if appended else Outcome.TRUNCATED_TOKENS
         observations = result.observations
         if not observations:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from outrider.environments.base import Environment, EpisodeResult, StepResult
+from outrider.environments.conversing import Refusal
 from outrider.rollout.conversing import Exchange
 from outrider.seeding import stream
 from outrider.trace import Node, Trace
@@ -48,7 +49,8 @@ class EpisodeState:
     ``actions`` and ``results`` are what the environment was given and answered. ``is_forked``: the next turn
     begins where another rollout's hooks have acted already. ``branch_streak`` counts the newest turns in a
     row at which rollouts left. ``conversation`` are the messages so far, where they are rendered again;
-    ``exchanges`` what a program has asked and was told, where it keeps the conversation.
+    ``exchanges`` what a program has asked and was told, where it keeps the conversation; ``refusals`` what it
+    was refused, with the turn in front of which that was.
     """
 
     task: Task
@@ -70,6 +72,7 @@ class EpisodeState:
     last_result: StepResult | None = None
     conversation: tuple[Message, ...] = ()
     exchanges: list[Exchange] = field(default_factory=list)
+    refusals: list[tuple[int, Refusal]] = field(default_factory=list)
 
     def stream(self, purpose: str) -> np.random.Generator:
         """The random stream of this purpose, step, task, rollout and turn."""

@@ -1,6 +1,5 @@
 """What a chat template can render, found by trying it: nothing is known by its family's name."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,8 +37,8 @@ class CallShape:
         }
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
-        arguments = dict(call.arguments)
-        said = json.dumps(arguments, ensure_ascii=False) if self.arguments_are_text else arguments
+        # a template that wants an object may refuse the text of what is none, as it does behind a server
+        said = call.arguments_text if self.arguments_are_text or call.raw else dict(call.arguments)
         return {
             "type": "function",
             "id": call.call_id,

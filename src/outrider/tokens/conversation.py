@@ -64,7 +64,10 @@ class ChatWriter:
         return one
 
     def _assistant(self, message: Message, one: dict[str, Any]) -> dict[str, Any]:
-        calls = [replace(call, arguments=self._plain(call.arguments)) for call in message.tool_calls]
+        calls = [
+            replace(call, arguments=self._plain(call.arguments), raw=self._template.plain(call.raw))
+            for call in message.tool_calls
+        ]
         shape = self._abilities.call_shape if calls else None
         if shape is not None:
             one = shape.message(calls, one["content"])

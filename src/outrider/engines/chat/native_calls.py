@@ -7,19 +7,21 @@ from typing import Any, Final
 
 from outrider.engines.chat.wire import REASONING, Transient
 from outrider.tokens.calls.format import call_id, call_of
-from outrider.tokens.calls.reading import fault_of
+from outrider.tokens.calls.reading import fault_of, passed_on
 from outrider.types import ToolCall, ToolSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedCalls:
     """The calls that a server has read out of a turn: those that the tools take, what was wrong with the
-    others, and those as they were written.
+    others, and those as they were written. ``passed_on`` are all of them, as a program that asked the server
+    itself would get them.
     """
 
     calls: tuple[ToolCall, ...] = ()
     problems: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    passed_on: tuple[ToolCall, ...] = ()
 
 
 NO_CALLS: Final = ServedCalls()
@@ -39,6 +41,7 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
     calls: dict[str, ToolCall] = {}
     problems: list[str] = []
     unread: list[str] = []
+    passed: list[ToolCall] = []
     for number, one in enumerate(found if isinstance(found, list) else [None]):
         match one:
             case {"function": {"name": str(name)} as function}:
@@ -46,6 +49,8 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
             case _:
                 raise Transient("garbage", "the answer holds no tool call where one should be")
         call = call_of({"name": name, "arguments": written}, number, keys=("arguments",))
+        if not isinstance(call, str) and isinstance(whole := passed_on(call), ToolCall):
+            passed.append(whole)
         told = f"The call: {call}." if isinstance(call, str) else fault_of(call, tools)
         if isinstance(call, str) or told:
             problems.append(told)
@@ -54,7 +59,12 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
         ids = (one.get("id"), *(call_id(free) for free in range(number, len(found) + number)))
         own = next(name for name in ids if isinstance(name, str) and name and name not in calls)
         calls[own] = replace(call, call_id=own)
-    return ServedCalls(calls=tuple(calls.values()), problems=tuple(problems), unread=tuple(unread))
+    return ServedCalls(
+        calls=tuple(calls.values()),
+        problems=tuple(problems),
+        unread=tuple(unread),
+        passed_on=tuple(passed),
+    )
 
 
 def served_reasoning(message: Mapping[str, Any]) -> str:

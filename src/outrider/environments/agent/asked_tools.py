@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider.environments.agent.fields import BadRequest, mapping
+from outrider.environments.agent.fields import BadRequest, flag, mapping
 from outrider.types import ToolSchema
 
 _MAX_DEPTH: Final = 64  # of a schema; templates write it, and readers walk through it
@@ -12,32 +12,38 @@ _MAX_DEPTH: Final = 64  # of a schema; templates write it, and readers walk thro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTools:
-    """``choice`` is as the request has it; ``one_call``: a turn may hold one call at most."""
+    """``choice`` is as the request has it; ``one_call``: a turn may hold one call at most. ``ignored``:
+    fields that change nothing.
+    """
 
     tools: tuple[ToolSchema, ...]
     choice: Any
     one_call: bool
+    ignored: tuple[str, ...] = ()
 
 
 def read_tools(fields: Mapping[str, Any], *, takes_tools: bool) -> AskedTools:
     """The tools of a request, in the nested form or the flat one of ``/v1/responses``. Raises BadRequest."""
-    for name in ("functions", "function_call"):
-        if fields.get(name):
-            raise BadRequest(f"{name}: send tools and tool_choice, which have taken its place")
     tools = fields.get("tools") or []
     if not isinstance(tools, list):
-        raise BadRequest("tools must be a list")
+        raise BadRequest("tools must be a list", param="tools")
     if tools and not takes_tools:
         raise BadRequest(
-            "tools: name the form of the policy's calls in the recipe (environment.tool_calls = hermes, say)"
+            "tools: name the form of the policy's calls in the recipe (environment.tool_calls = hermes, say)",
+            param="tools",
         )
-    read = tuple(_tool(one) for one in tools)
+    ignored: list[str] = []
+    read = tuple(_tool(one, ignored) for one in tools)
     choice = fields.get("tool_choice") or "auto"
     _require_choice(choice, [str(one["name"]) for one in read])
-    several = fields.get("parallel_tool_calls")
-    if not isinstance(several, bool | None):
-        raise BadRequest("parallel_tool_calls is true or false")
-    return AskedTools(tools=() if choice == "none" else read, choice=choice, one_call=several is False)
+    if choice not in ("auto", "none"):
+        ignored.append("tool_choice")
+    return AskedTools(
+        tools=() if choice == "none" else read,
+        choice=choice,
+        one_call=fields.get("parallel_tool_calls") is not None and not flag(fields, "parallel_tool_calls"),
+        ignored=tuple(ignored),
+    )
 
 
 def _require_choice(choice: Any, names: list[str]) -> None:
@@ -45,24 +51,32 @@ def _require_choice(choice: Any, names: list[str]) -> None:
         return
     if not isinstance(choice, dict):
         words = "no tools are sent" if choice == "required" else "known are auto, none, required, a function"
-        raise BadRequest(f"tool_choice {choice!r}: {words}")
+        raise BadRequest(f"tool_choice {choice!r}: {words}", param="tool_choice")
     if choice.get("type") != "function":
-        raise BadRequest(f"a tool_choice of the type {choice.get('type')!r}: only a function can be named")
-    name = mapping(choice.get("function", choice), "tool_choice's function").get("name")
+        raise BadRequest(
+            f"a tool_choice of the type {choice.get('type')!r}: only a function can be named",
+            param="tool_choice",
+        )
+    function = mapping(choice.get("function", choice), "tool_choice's function", param="tool_choice")
+    name = function.get("name")
     if name not in names:
-        raise BadRequest(f"tool_choice names {name!r}; the tools are {', '.join(names) or 'none'}")
+        raise BadRequest(
+            f"tool_choice names {name!r}; the tools are {', '.join(names) or 'none'}", param="tool_choice"
+        )
 
 
-def _tool(value: Any) -> ToolSchema:
-    tool = mapping(value, "a tool")
+def _tool(value: Any, ignored: list[str]) -> ToolSchema:
+    tool = mapping(value, "a tool", param="tools")
     if tool.get("type") != "function":
-        raise BadRequest(f"a tool of type {tool.get('type')!r}: only functions can be called")
-    function = mapping(tool.get("function", tool), "a tool's function")
+        raise BadRequest(f"a tool of type {tool.get('type')!r}: only functions can be called", param="tools")
+    function = mapping(tool.get("function", tool), "a tool's function", param="tools")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRequest("a tool's function has no name")
+        raise BadRequest("a tool's function has no name", param="tools")
     name = function["name"]
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    _require_schema(mapping(parameters, f"the parameters of {name}"), name)
+    _require_schema(mapping(parameters, f"the parameters of {name}", param="tools"), name)
+    known = ("type", "function", "name", "description", "parameters")
+    ignored += [f"tools.{key}" for key, value in (tool | function).items() if value and key not in known]
     return {"name": name, "description": str(function.get("description") or ""), "parameters": parameters}
 
 
@@ -73,14 +87,14 @@ def _require_schema(schema: Mapping[str, Any], name: str) -> None:
     while waiting:
         one, depth = waiting.pop()
         if depth > _MAX_DEPTH:
-            raise BadRequest(f"{where} has more than {_MAX_DEPTH} levels")
+            raise BadRequest(f"{where} has more than {_MAX_DEPTH} levels", param="tools")
         if isinstance(one, bool):
             continue  # anything, or nothing
         if not isinstance(one, dict):
-            raise BadRequest(f"{where} holds {one!r:.40}, which is no schema")
+            raise BadRequest(f"{where} holds {one!r:.40}, which is no schema", param="tools")
         for key, is_right in _FORMS.items():
             if one.get(key) is not None and not is_right(one[key]):
-                raise BadRequest(f"{where}: {key} cannot be {one[key]!r:.40}")
+                raise BadRequest(f"{where}: {key} cannot be {one[key]!r:.40}", param="tools")
         waiting += [(inner, depth + 1) for inner in _inner(one)]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outrider.environments.agent.wire import MODEL, Answer, Ask, written_calls
+from outrider.tokens.token_bytes import token_text
 
 
 def completion(ask: Ask, answers: Sequence[Answer], name: str) -> dict[str, Any]:
@@ -72,11 +73,11 @@ def _message(answer: Answer) -> dict[str, Any]:
 def _logprobs(answer: Answer) -> dict[str, Any]:
     if answer.turn is None or answer.turn.kind != "drawn":
         return {"content": []}
-    pairs = zip(answer.turn.tokens, answer.turn.logprobs, strict=True)
+    pairs = zip(answer.turn.token_bytes, answer.turn.logprobs, strict=True)
     return {
         "content": [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in pairs
+            {"token": token_text(piece), "logprob": value, "bytes": list(piece), "top_logprobs": []}
+            for piece, value in pairs
         ],
         "refusal": None,
     }

@@ -12,6 +12,7 @@ from outrider.environments.agent.session import (
     Ended,
     Event,
     OpenQuestion,
+    Refused,
     Reward,
     Session,
     read_reward,
@@ -19,9 +20,9 @@ from outrider.environments.agent.session import (
 from outrider.environments.agent.settings import ProgramConfig
 from outrider.environments.agent.wire import Answer, read_json
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn, before_stop
+from outrider.environments.conversing import Conversation, Refusal, SampledTurn, ServedTurn, before_stop
 from outrider.errors import EnvironmentFault
-from outrider.tokens.calls import form_named, read_turn
+from outrider.tokens.calls import fault_of, form_named, read_turn_unchecked
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message, Task, ToolCall
 
@@ -48,19 +49,22 @@ class AgentEnvironment:
         self._program: int | None = None
         self._question: OpenQuestion | None = None
         self._turn: SampledTurn | ServedTurn | None = None
+        self._answered: tuple[Message, ...] = ()
         self._reward: Reward | None = None
         self._has_failed = False
         self._num_turns = 0
+        self._num_unfit_calls = 0
         self._left_s = config.time_limit_s
 
     def reset(self, seed: int) -> Sequence[Message]:
         """Start the program and wait for its first request. ``seed`` is its variable ``OUTRIDER_SEED``."""
         self.close()
-        self._reward, self._has_failed, self._turn = None, False, None
-        self._num_turns, self._left_s = 0, self._config.time_limit_s
+        self._reward, self._has_failed, self._turn, self._answered = None, False, None, ()
+        self._num_turns, self._num_unfit_calls, self._left_s = 0, 0, self._config.time_limit_s
         session = self._gateway.open(
             takes_tools=self._config.tool_calls is not None,
             ignores_formats=self._config.response_format == "ignore",
+            ignores=self._config.ignored_fields,
         )
         self._session = session
         variables = {
@@ -91,8 +95,9 @@ class AgentEnvironment:
         return self._config.tool_calls
 
     def read(self, text: str) -> Message:
-        """See :class:`~outrider.environments.conversing.OwnConversations`. A turn with a call that cannot be
-        read is words to the program, as servers give it.
+        """See :class:`~outrider.environments.conversing.OwnConversations`. As behind a server, the program
+        gets every call that can be read, whether or not a tool takes it; a turn with a call that cannot be
+        read is words.
         """
         asked, drawn = self.asked, self._turn
         if drawn is None or drawn.kind != "drawn":
@@ -101,7 +106,7 @@ class AgentEnvironment:
             text = before_stop(text, asked.stop, opened=len(drawn.opened))
         name = self._config.tool_calls
         form = None if name is None else form_named(name)
-        turn = read_turn(text, form, asked.tools)
+        turn = read_turn_unchecked(text, form, asked.tools)
         if problems := turn.problems or self._too_many(turn.tool_calls):
             reasoning, words, _ = split_thinking(text, form)
             return Message(role="assistant", content=words, reasoning=reasoning, problems=problems)
@@ -144,18 +149,35 @@ class AgentEnvironment:
             raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
         message = self._taken(message)
         self._num_turns += 1
+        self._num_unfit_calls += sum(bool(fault_of(call, self.asked.tools)) for call in message.tool_calls)
         invalid = bool(message.problems)
         if not question.give(Answer(message=message, turn=turn)):
             return StepResult(messages=question.ask.conversation.messages[-1:], invalid=invalid)
-        known = len(question.ask.conversation.messages) + 1
         self._question = None
-        event = self._next()
+        self._answered = question.ask.conversation.messages
+        return self._observed(self._next(), invalid=invalid)
+
+    def refuse(self, refusal: Refusal) -> StepResult | None:
+        """See :class:`~outrider.environments.conversing.OwnConversations`."""
+        question, session, self._turn = self._question, self._session, None
+        if question is None or session is None:
+            raise EnvironmentFault("the program asks nothing")
+        code = "context_length_exceeded" if refusal.is_too_long else "invalid_request_error"
+        session.refuse(question, Refused(400, code, refusal.reason, param="messages"))
+        self._question = None
+        event = self._event()
+        if refusal.is_too_long and isinstance(event, Ended) and event.reward is None and not event.is_fault:
+            return None
+        return self._observed(self._required(event), invalid=False)
+
+    def _observed(self, event: Event, *, invalid: bool) -> StepResult:
+        """What the program asks next, as an answer to what the policy has said last; or its end."""
         if not isinstance(event, OpenQuestion):
             return StepResult(reward=self._ended(event).value, done=True, invalid=False)
         self._question = event
-        said = event.ask.conversation.messages
-        new = said[known:] if said[: known - 1] == question.ask.conversation.messages else said
-        results = [one for one in new if one.role == "tool"]
+        said, before = event.ask.conversation.messages, self._answered
+        new = said[len(before) + 1 :] if before and said[: len(before)] == before else said
+        results = [one for one in new if one.role == "tool"] if before else []
         return StepResult(
             messages=new or said[-1:],
             invalid=invalid,
@@ -169,8 +191,10 @@ class AgentEnvironment:
         success = reward.value >= self._config.success_at if reward.success is None else reward.success
         session = self._session
         counted = {
-            "num_requests": float(session.num_requests if session else 0),
+            "num_requests": float(session.num_requests - session.num_unanswerable if session else 0),
             "num_refused_requests": float(session.num_refused if session else 0),
+            "num_ignored_fields": float(session.num_ignored_fields if session else 0),
+            "num_unfit_calls": float(self._num_unfit_calls),
             "num_failed": float(self._has_failed),
         }
         if self._config.response_format == "ignore":
@@ -191,7 +215,11 @@ class AgentEnvironment:
             self._programs.kill(program)
 
     def _next(self) -> Event:
-        """The program's next request, or its end; it has so much time in all. Raises EnvironmentFault."""
+        """The program's next request, or its end. Raises EnvironmentFault for an end that is a fault."""
+        return self._required(self._event())
+
+    def _event(self) -> Event:
+        """What comes next; the program has so much time in all. Raises EnvironmentFault."""
         session = self._session
         if session is None:
             raise EnvironmentFault("the episode was never reset, or is closed")
@@ -203,6 +231,10 @@ class AgentEnvironment:
         self._left_s -= time.monotonic() - began
         if isinstance(event, Closed):
             raise EnvironmentFault("the episode was closed")
+        return event
+
+    def _required(self, event: Event) -> Event:
+        """The event, unless it is an end without a result that nobody pays. Raises EnvironmentFault."""
         if isinstance(event, Ended) and event.reward is None:
             if event.is_fault:
                 raise EnvironmentFault(event.problem)

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
 import uvicorn
@@ -20,9 +21,11 @@ from outrider.environments.agent.responses import read_response, response, respo
 from outrider.environments.agent.session import Ended, Refused, Reward, Session, read_reward
 from outrider.environments.agent.wire import MODEL, Answer, Ask, read_chat, read_json
 from outrider.errors import EnvironmentFault
+from outrider.printing import one_line
 
 MAX_BYTES: Final = 16 << 20
 """Of one request."""
+_MAX_LOGGED: Final = 200
 _START_S: Final = 30.0
 _CAUGHT_UP_S: Final = 10.0  # for what a program that has ended had sent
 _KEEP_ALIVE_S: Final = 24 * 3600  # a program's connections end with it: closed earlier, a request may be lost
@@ -30,6 +33,8 @@ _PATHS: Final = (
     "the policy is asked by POST /v1/chat/completions or /v1/responses; there are GET /v1/models and "
     "POST /v1/reward beside them"
 )
+
+_log = logging.getLogger(__name__)
 
 Read = Callable[..., Ask]
 Write = Callable[[Ask, list[Answer], str], Response]
@@ -42,6 +47,7 @@ class Gateway:
         """Binds a free port of 127.0.0.1. Raises EnvironmentFault where the server does not start."""
         self._sessions: dict[str, Session] = {}
         self._endings: set[asyncio.Task[None]] = set()
+        self._logged: set[str] = set()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
@@ -56,9 +62,11 @@ class Gateway:
         if not self._started.wait(_START_S) or not self._thread.is_alive():
             raise EnvironmentFault("the server for agent programs did not start")
 
-    def open(self, *, takes_tools: bool, ignores_formats: bool = False) -> Session:
+    def open(
+        self, *, takes_tools: bool, ignores_formats: bool = False, ignores: Collection[str] = ()
+    ) -> Session:
         """A session with a key that nobody else has."""
-        session = Session(takes_tools=takes_tools, ignores_formats=ignores_formats)
+        session = Session(takes_tools=takes_tools, ignores_formats=ignores_formats, ignores=ignores)
         self._sessions[session.key] = session
         return session
 
@@ -190,7 +198,7 @@ class Gateway:
             yield session
         except BadRequest as error:
             session.num_refused += 1
-            raise Refused(400, "invalid_request_error", str(error)) from error
+            raise Refused(400, error.code, str(error), param=error.param) from error
         except Refused:
             session.num_refused += 1
             raise
@@ -202,7 +210,9 @@ class Gateway:
                     await _body(request),
                     takes_tools=session.takes_tools,
                     ignores_formats=session.ignores_formats,
+                    ignores=session.ignores,
                 )
+                self._log_ignored(ask)
                 question = session.ask(ask)
                 number = session.num_requests
             hung_up = asyncio.ensure_future(request.receive())
@@ -217,6 +227,16 @@ class Gateway:
             return _error(refused)
         except ClientDisconnect:
             return Response(status_code=499)
+
+    def _log_ignored(self, ask: Ask) -> None:
+        """One line for every field that changes nothing, when it comes for the first time."""
+        for name in ask.ignored:
+            if name not in self._logged and len(self._logged) < _MAX_LOGGED:  # programs may invent names
+                self._logged.add(name)
+                _log.warning(
+                    "the agent program sends %s, which is ignored and counted (num_ignored_fields)",
+                    one_line(name)[:80],
+                )
 
     def _session(self, request: Request) -> Session:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -251,7 +271,12 @@ def _described(name: str) -> dict[str, Any]:
 
 
 def _error(refused: Refused) -> Response:
-    body = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}
+    body = {
+        "message": str(refused),
+        "type": "invalid_request_error",
+        "param": refused.param,
+        "code": refused.code,
+    }
     return JSONResponse({"error": body}, status_code=refused.status)
 
 

@@ -4,12 +4,14 @@ Nothing is kept between requests: each has its whole input, as clients send it t
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 from outrider.environments.agent.asked_tools import read_tools
 from outrider.environments.agent.completions import usage
-from outrider.environments.agent.fields import BadRequest, count, mapping
+from outrider.environments.agent.fields import BadRequest, count, flag, mapping
+from outrider.environments.agent.request_fields import RESPONSES, ignored_fields
 from outrider.environments.agent.wire import (
     MODEL,
     Answer,
@@ -32,64 +34,146 @@ _ROLES: Final[dict[str, Role]] = {
 }
 
 
-def read_response(body: Any, *, takes_tools: bool, ignores_formats: bool = False) -> Ask:
-    """A body of ``/v1/responses``. Raises BadRequest."""
+def read_response(
+    body: Any, *, takes_tools: bool, ignores_formats: bool = False, ignores: Collection[str] = ()
+) -> Ask:
+    """A body of ``/v1/responses``; ``ignores`` as for :func:`~outrider.environments.agent.wire.read_chat`.
+    Raises BadRequest.
+    """
     fields = mapping(body, "the body")
-    if fields.get("previous_response_id") or fields.get("conversation"):
-        raise BadRequest("previous_response_id: nothing is kept here, send the whole input each time")
-    text = mapping(fields.get("text") or {}, "text")
+    ignored = [*ignored_fields(fields, RESPONSES, accepted=ignores), *_included(fields.get("include"))]
+    text = mapping(fields.get("text") or {}, "text", param="text")
     wants_json = read_format(text.get("format"), "text.format", ignores=ignores_formats)
+    ignored += [f"text.{name}" for name, value in text.items() if value and name != "format"]
+    ignored += ["text.format"] if wants_json else []
+    options = mapping(fields.get("stream_options") or {}, "stream_options", param="stream_options")
+    ignored += [f"stream_options.{name}" for name, value in options.items() if value]
     asked = read_tools(fields, takes_tools=takes_tools)
-    messages: list[Message] = []
+    turns = _Turns()
     if fields.get("instructions"):
-        messages.append(Message(role="system", content=text_of_content(fields["instructions"])))
+        turns.add_message(Message(role="system", content=text_of_content(fields["instructions"])))
     items = fields.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
-        raise BadRequest("input is a text, or a list with at least one item")
+        raise BadRequest("input is a text, or a list with at least one item", param="input")
     for item in items:
-        _add(messages, mapping(item, "an item of the input"))
-    if not messages:
-        raise BadRequest("the input holds no message")
+        turns.add(mapping(item, "an item of the input", param="input"))
+    if not turns.messages:
+        raise BadRequest("the input holds no message", param="input")
     conversation = Conversation(
-        messages=checked(named_results(messages)),
+        messages=checked(named_results(turns.messages), "input"),
         tools=asked.tools,
         one_call=asked.one_call,
         max_tokens=count(fields, "max_output_tokens"),
     )
     return Ask(
         conversation=conversation,
-        streams=bool(fields.get("stream")),
+        streams=flag(fields, "stream"),
         tool_choice=asked.choice,
         ignores_format=wants_json,
+        ignored=tuple(sorted({*ignored, *asked.ignored})),
     )
 
 
-def _add(messages: list[Message], item: dict[str, Any]) -> None:
-    kind = item.get("type", "message")
-    if kind == "reasoning":
-        if thoughts := _thoughts(item):  # else they are for its maker's servers to read
-            _say(messages, Message(role="assistant", content="", reasoning=thoughts))
-    elif kind == "function_call":
-        call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"))
-        _say(messages, Message(role="assistant", content="", tool_calls=(call,)))
-    elif kind == "function_call_output":
-        output = item.get("output")
-        messages.append(
-            Message(role="tool", content=text_of_content(output), tool_call_id=str(item.get("call_id") or ""))
-        )
-    elif kind == "message":
-        role = _ROLES.get(str(item.get("role")))
-        if role is None:
-            raise BadRequest(f"a message of the role {item.get('role')!r}: known are {', '.join(_ROLES)}")
-        message = Message(role=role, content=text_of_content(item.get("content")))
-        if role == "assistant":
-            _say(messages, message)
+def _included(value: Any) -> list[str]:
+    """What of ``include`` is ignored. Raises BadRequest for log-probs, which would be missing."""
+    if not isinstance(value or [], list):
+        raise BadRequest("include must be a list", param="include")
+    for one in value or []:
+        if "logprobs" in str(one):
+            raise BadRequest(
+                f"include {one!r}: /v1/chat/completions gives log-probs", param="include",
+                code="unsupported_parameter",
+            )  # fmt: skip
+    return [f"include.{one}" for one in value or []]
+
+
+class _Turns:
+    """The messages that items stand for: the thinking, the words and the calls of one turn come as items of
+    their own.
+
+    Items that this endpoint has written say by their ids which turn they are of. Of others, a turn is its
+    thinking, at most one message, and calls, in this order; while its calls have no results it goes on.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._turn = ""  # of the newest message, if it is the policy's and its items say so
+        self._has_words = False
+
+    def add(self, item: dict[str, Any]) -> None:
+        """Add one item. Raises BadRequest."""
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "reasoning":
+            if thoughts := _thoughts(item):  # else they are for its maker's servers to read
+                self._say(item, Message(role="assistant", content="", reasoning=thoughts))
+        elif kind == "function_call":
+            call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            self._say(item, Message(role="assistant", content="", tool_calls=(call,)))
+        elif kind == "function_call_output":
+            output = text_of_content(item.get("output"))
+            self.add_message(
+                Message(role="tool", content=output, tool_call_id=str(item.get("call_id") or ""))
+            )
+        elif kind == "message":
+            role = _ROLES.get(str(item.get("role")))
+            if role is None:
+                raise BadRequest(
+                    f"a message of the role {item.get('role')!r}: known are {', '.join(_ROLES)}",
+                    param="input",
+                )
+            message = Message(role=role, content=text_of_content(item.get("content")))
+            if role == "assistant":
+                self._say(item, message, is_words=True)
+            else:
+                self.add_message(message)
         else:
-            messages.append(message)
-    else:
-        raise BadRequest(f"an item of the type {kind!r}: known are message, function_call and its output")
+            raise BadRequest(
+                f"an item of the type {kind!r}: known are message, reasoning, function_call and its output",
+                param="input",
+            )
+
+    def add_message(self, message: Message) -> None:
+        """Add a message that is a whole one."""
+        self.messages.append(message)
+        self._turn, self._has_words = "", False
+
+    def _say(self, item: dict[str, Any], said: Message, *, is_words: bool = False) -> None:
+        """Add an item of a turn."""
+        turn = _turn_of(item)
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or self._begins(said, last, turn, is_words=is_words):
+            self.add_message(said)
+            self._turn, self._has_words = turn, is_words
+            return
+        self.messages[-1] = Message(
+            role="assistant",
+            content=last.content + said.content,
+            reasoning="\n".join(one for one in (last.reasoning, said.reasoning) if one),
+            tool_calls=(*last.tool_calls, *said.tool_calls),
+        )
+        self._turn = self._turn or turn
+        self._has_words = self._has_words or is_words
+
+    def _begins(self, said: Message, last: Message, turn: str, *, is_words: bool) -> bool:
+        """Whether an item behind the message ``last`` begins another turn."""
+        if is_words and self._has_words:
+            return True
+        if turn and self._turn:
+            return turn != self._turn
+        if last.tool_calls:
+            return False
+        return bool(said.reasoning) and self._has_words
+
+
+_OWN_ID: Final = re.compile(r"(?:rs|msg|fc)-(turn-\d+)(?:-.*)?")
+
+
+def _turn_of(item: Mapping[str, Any]) -> str:
+    """The turn that an item of this endpoint is of; empty for items of others."""
+    found = _OWN_ID.fullmatch(str(item.get("id") or ""))
+    return found[1] if found else ""
 
 
 def _thoughts(item: dict[str, Any]) -> str:
@@ -102,27 +186,6 @@ def _thoughts(item: dict[str, Any]) -> str:
         texts = [mapping(one, "a part of a reasoning item").get("text") for one in parts]
         found = found or [one for one in texts if isinstance(one, str) and one]
     return "\n".join(found)
-
-
-def _say(messages: list[Message], said: Message) -> None:
-    """The thinking, the words and the calls of one turn come as items of their own, in this order."""
-    last = messages[-1] if messages else None
-    if last is None or last.role != "assistant" or _begins(said, last):
-        messages.append(said)
-        return
-    messages[-1] = Message(
-        role="assistant",
-        content=last.content + said.content,
-        reasoning="\n".join(one for one in (last.reasoning, said.reasoning) if one),
-        tool_calls=(*last.tool_calls, *said.tool_calls),
-    )
-
-
-def _begins(said: Message, last: Message) -> bool:
-    """Whether what is said behind ``last`` is of another turn."""
-    if said.reasoning:
-        return bool(last.content or last.tool_calls)
-    return bool(said.content and last.tool_calls)
 
 
 def response(ask: Ask, answer: Answer, name: str) -> dict[str, Any]:
@@ -213,7 +276,7 @@ def _items(answer: Answer, name: str) -> list[dict[str, Any]]:
     for call in said.tool_calls:
         items.append({
             "id": f"fc-{name}-{call.call_id}", "type": "function_call", "call_id": call.call_id,
-            "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            "name": call.name, "arguments": call.arguments_text,
             "status": "completed",
         })  # fmt: skip
     return items

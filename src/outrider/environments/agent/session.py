@@ -5,7 +5,7 @@ import math
 import queue
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -16,17 +16,29 @@ from outrider.environments.agent.wire import Answer, Ask
 MAX_WAITING: Final = 64
 """Requests of one program that wait for an answer at a time."""
 OVER: Final = "the episode has ended"
-COUNTED: Final = frozenset({"num_requests", "num_refused_requests", "num_ignored_formats", "num_failed"})
+COUNTED: Final = frozenset(
+    {
+        "num_requests",
+        "num_refused_requests",
+        "num_ignored_fields",
+        "num_ignored_formats",
+        "num_unfit_calls",
+        "num_failed",
+    }
+)
 """Metrics of an episode that are counted here, and that no program hands in."""
 
 
 class Refused(Exception):
-    """A request that is not answered: ``status`` and ``code`` are what HTTP and the client are told."""
+    """A request that is not answered: ``status`` and ``code`` are what HTTP and the client are told, and
+    ``param`` is the field that is to blame.
+    """
 
-    def __init__(self, status: int, code: str, text: str) -> None:
+    def __init__(self, status: int, code: str, text: str, *, param: str | None = None) -> None:
         super().__init__(text)
         self.status = status
         self.code = code
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +117,18 @@ Event = OpenQuestion | Reward | Ended | Closed
 class Session:
     """A key and what comes under it. Requests are put in by the server, events taken out by the episode."""
 
-    def __init__(self, *, takes_tools: bool, ignores_formats: bool = False) -> None:
+    def __init__(
+        self, *, takes_tools: bool, ignores_formats: bool = False, ignores: Collection[str] = ()
+    ) -> None:
         self.key = secrets.token_urlsafe(24)
         self.takes_tools = takes_tools
         self.ignores_formats = ignores_formats
+        self.ignores = frozenset(ignores)
         self.num_requests = 0
+        self.num_unanswerable = 0
+        """Of ``num_requests``, those that were refused after they had been read."""
         self.num_refused = 0
+        self.num_ignored_fields = 0
         self.num_ignored_formats = 0
         self._reading: set[asyncio.Future[None]] = set()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -127,6 +145,7 @@ class Session:
             if len(self._waiting) >= MAX_WAITING:
                 raise Refused(400, "too_many_requests", f"{MAX_WAITING} requests are waiting already")
             self.num_requests += 1
+            self.num_ignored_fields += len(ask.ignored)
             self.num_ignored_formats += ask.ignores_format
             question = OpenQuestion(ask)
             self._waiting.append(question)
@@ -148,6 +167,13 @@ class Session:
         """Wait for the requests that are on their way in."""
         while self._reading:
             await asyncio.wait(self._reading)
+
+    def refuse(self, question: OpenQuestion, refused: Refused) -> None:
+        """Refuse a request that is well formed and cannot be answered all the same."""
+        with self._lock:
+            self.num_unanswerable += 1
+            self.num_refused += 1
+        question.refuse(refused)
 
     def hand_in(self, reward: Reward) -> None:
         """The program says what its episode was worth. Raises Refused once that is over."""

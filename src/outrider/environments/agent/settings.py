@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from outrider.environments.agent.named import Named, function_of
+from outrider.environments.agent.request_fields import IGNORABLE
 from outrider.environments.base import EnvironmentSettings
 from outrider.environments.tool_qa.datasets import DatasetConfig
 from outrider.plugins.names import is_import_path
@@ -17,7 +18,7 @@ class ProgramConfig(EnvironmentSettings):
     """How an episode is paid whose policy is asked by a program, and what such a program may take."""
 
     details: ClassVar[frozenset[str]] = frozenset(
-        {"max_programs", "failed_return", "cut_return", "response_format"}
+        {"max_programs", "failed_return", "cut_return", "response_format", "ignored_fields"}
     )
 
     tool_calls: CallFormatName | None = None
@@ -25,6 +26,10 @@ class ProgramConfig(EnvironmentSettings):
     response_format: Literal["refuse", "ignore"] = "refuse"
     """What becomes of requests whose answer has to be JSON (``response_format``, ``text.format``), to which
     nothing holds the policy. ``ignore``: they are answered and counted (``num_ignored_formats``).
+    """
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of requests that are refused by default, and that are ignored and counted instead
+    (``num_ignored_fields``), such as ``logit_bias``.
     """
     success_at: float = 1.0
     """An episode with at least this return is a success, where the reward does not say so itself."""
@@ -42,6 +47,14 @@ class ProgramConfig(EnvironmentSettings):
     """
     max_programs: Annotated[int, Field(ge=1)] | None = None
     """Programs at a time, of all rollout workers together."""
+
+    @field_validator("ignored_fields")
+    @classmethod
+    def _can_be_ignored(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in IGNORABLE:
+                raise ValueError(f"{name!r} is no field that can be ignored: {', '.join(sorted(IGNORABLE))}")
+        return names
 
     @property
     def has_experts(self) -> bool:

@@ -1,17 +1,21 @@
 """Chat completions as OpenAI's clients write and read them: requests to conversations, turns to answers.
 
-Sampling is the run's, so ``temperature``, ``top_p``, ``seed`` and the penalties of a request change nothing.
-What would change the text that the program gets, and cannot be done, is refused in words.
+:mod:`outrider.environments.agent.request_fields` says what becomes of every field. Sampling is the run's, so
+``temperature`` and its like are ignored and counted. What else would change the text that the program gets,
+and cannot be done, is refused in words.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from outrider.environments.agent.asked_tools import read_tools
-from outrider.environments.agent.fields import BadRequest, count, mapping
+from outrider.environments.agent.fields import BadRequest, count, flag, mapping
+from outrider.environments.agent.request_fields import CHAT, ignored_fields
 from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn
+from outrider.tokens.calls.format import call_of_arguments
+from outrider.tokens.calls.reading import passed_on
 from outrider.types import Message, Role, ToolCall, is_text
 
 MODEL: Final = "policy"
@@ -28,8 +32,8 @@ _ROLES: Final[Mapping[str, Role]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request read: the conversation, how many answers, and how they are wanted. ``ignores_format``: it
-    wanted JSON, which nobody holds the policy to.
+    """A request read: the conversation, how many answers, and how they are wanted. ``ignored`` are the fields
+    that change nothing; ``ignores_format``: it wanted JSON, which nobody holds the policy to.
     """
 
     conversation: Conversation
@@ -39,6 +43,7 @@ class Ask:
     wants_usage: bool = False
     tool_choice: Any = "auto"
     ignores_format: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +71,21 @@ class Answer:
         return "stop" if finish in ("stop", "tool_calls") else None
 
 
-def read_chat(body: Any, *, takes_tools: bool, ignores_formats: bool = False) -> Ask:
-    """A body of ``/v1/chat/completions``. Raises BadRequest."""
+def read_chat(
+    body: Any, *, takes_tools: bool, ignores_formats: bool = False, ignores: Collection[str] = ()
+) -> Ask:
+    """A body of ``/v1/chat/completions``; ``ignores`` are fields that the recipe wants ignored. Raises
+    BadRequest.
+    """
     fields = mapping(body, "the body")
+    ignored = [*ignored_fields(fields, CHAT, accepted=ignores)]
     asked = read_tools(fields, takes_tools=takes_tools)
     wants_json = read_format(fields.get("response_format"), "response_format", ignores=ignores_formats)
-    if fields.get("top_logprobs"):
-        raise BadRequest("top_logprobs: only the log-probs of the drawn tokens are known")
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages must be a list with at least one message")
+        raise BadRequest("messages must be a list with at least one message", param="messages")
     conversation = Conversation(
-        messages=checked(named_results([_message(one) for one in messages])),
+        messages=checked(named_results([_message(one, ignored) for one in messages]), "messages"),
         tools=asked.tools,
         one_call=asked.one_call,
         max_tokens=count(fields, "max_completion_tokens") or count(fields, "max_tokens"),
@@ -85,16 +93,21 @@ def read_chat(body: Any, *, takes_tools: bool, ignores_formats: bool = False) ->
     )
     num_answers = count(fields, "n") or 1
     if num_answers > MAX_ANSWERS:
-        raise BadRequest(f"n is at most {MAX_ANSWERS}")
-    options = mapping(fields.get("stream_options") or {}, "stream_options")
+        raise BadRequest(f"n is at most {MAX_ANSWERS}", param="n")
+    options = mapping(fields.get("stream_options") or {}, "stream_options", param="stream_options")
+    ignored += [
+        f"stream_options.{name}" for name, value in options.items() if value and name != "include_usage"
+    ]
+    ignored += ["response_format"] if wants_json else []
     return Ask(
         conversation=conversation,
         num_answers=num_answers,
-        streams=bool(fields.get("stream")),
-        wants_logprobs=bool(fields.get("logprobs")),
-        wants_usage=bool(options.get("include_usage")),
+        streams=flag(fields, "stream"),
+        wants_logprobs=flag(fields, "logprobs"),
+        wants_usage=flag(options, "include_usage"),
         tool_choice=asked.choice,
         ignores_format=wants_json,
+        ignored=tuple(sorted({*ignored, *asked.ignored})),
     )
 
 
@@ -102,21 +115,25 @@ def read_format(value: Any, what: str, *, ignores: bool) -> bool:
     """Whether the answer should be JSON, which nothing enforces. Raises BadRequest, also where that is not
     to be ignored.
     """
-    kind = mapping(value or {"type": "text"}, what).get("type")
+    kind = mapping(value or {"type": "text"}, what, param=what).get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise BadRequest(f"{what} {kind!r}: known are text, json_object and json_schema")
+        raise BadRequest(f"{what} {kind!r}: known are text, json_object and json_schema", param=what)
     if kind != "text" and not ignores:
         raise BadRequest(
             f"{what} {kind!r}: a policy in training writes freely; with environment.response_format = ignore "
-            "the request is answered, and the policy has to learn it"
+            "the request is answered, and the policy has to learn it",
+            param=what,
+            code="unsupported_parameter",
         )
     return bool(kind != "text")
 
 
-def checked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def checked(messages: tuple[Message, ...], param: str) -> tuple[Message, ...]:
     """The messages, of which the policy can only answer the last. Raises BadRequest."""
     if messages[-1].role == "assistant":
-        raise BadRequest("the last message is the assistant's: a turn cannot be begun for the policy")
+        raise BadRequest(
+            "the last message is the assistant's: a turn cannot be begun for the policy", param=param
+        )
     return messages
 
 
@@ -131,43 +148,72 @@ def named_results(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def _message(value: Any) -> Message:
-    fields = mapping(value, "a message")
+_KNOWN: Final[Mapping[Role, frozenset[str]]] = {
+    "system": frozenset({"role", "content"}),
+    "user": frozenset({"role", "content"}),
+    "assistant": frozenset({"role", "content", "tool_calls", "reasoning_content", "reasoning"}),
+    "tool": frozenset({"role", "content", "tool_call_id", "name"}),
+}
+_REFUSED: Final[Mapping[str, str]] = {
+    "function_call": "send tool_calls, which have taken its place",
+    "audio": "the policy reads text",
+    "prefix": "a turn cannot be begun for the policy",
+    "partial": "a turn cannot be begun for the policy",
+}
+"""Of a message: what would be lost, or asks for another turn."""
+
+
+def _message(value: Any, ignored: list[str]) -> Message:
+    """One message; what of it changes nothing is added to ``ignored``."""
+    fields = mapping(value, "a message", param="messages")
     role = _ROLES.get(str(fields.get("role")))
     if role is None:
-        raise BadRequest(f"a message of the role {fields.get('role')!r}: known are {', '.join(_ROLES)}")
+        raise BadRequest(
+            f"a message of the role {fields.get('role')!r}: known are {', '.join(_ROLES)}", param="messages"
+        )
+    for name, reason in _REFUSED.items():
+        if fields.get(name):
+            raise BadRequest(f"{name} of a message: {reason}", param=f"messages.{name}")
+    content = text_of_content(fields.get("content"))
+    known = _KNOWN[role]
+    if role == "assistant" and not content and isinstance(fields.get("refusal"), str):
+        content, known = fields["refusal"], known | {"refusal"}
+    ignored += [f"messages.{name}" for name, value in fields.items() if value and name not in known]
     return Message(
         role=role,
-        content=text_of_content(fields.get("content")),
+        content=content,
         reasoning=str(fields.get("reasoning_content") or fields.get("reasoning") or "")
         if role == "assistant"
         else "",
         tool_calls=_calls(fields.get("tool_calls")) if role == "assistant" else (),
         tool_call_id=str(fields.get("tool_call_id") or "") if role == "tool" else "",
+        tool_name=str(fields.get("name") or "") if role == "tool" else "",
     )
 
 
 def _calls(value: Any) -> tuple[ToolCall, ...]:
     if not isinstance(value or [], list):
-        raise BadRequest("tool_calls must be a list")
+        raise BadRequest("tool_calls must be a list", param="messages.tool_calls")
     return tuple(_call(one) for one in value or [])
 
 
 def _call(value: Any) -> ToolCall:
-    call = mapping(value, "a tool call")
-    function = mapping(call.get("function"), "a call's function")
+    call = mapping(value, "a tool call", param="messages.tool_calls")
+    function = mapping(call.get("function"), "a call's function", param="messages.tool_calls")
     return read_call(call.get("id"), function.get("name"), function.get("arguments"))
 
 
 def read_call(call_id: Any, name: Any, arguments: Any) -> ToolCall:
-    """A call out of a history, whose arguments are JSON text. Raises BadRequest."""
+    """A call out of a history, whose arguments are JSON text, or what the policy wrote in the place of it.
+    Raises BadRequest.
+    """
     try:
-        found = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
+        call = passed_on(call_of_arguments(str(name or ""), arguments, str(call_id or "")))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the arguments of a call are no JSON: {error}") from error
-    return ToolCall(
-        name=str(name or ""), arguments=mapping(found, "a call's arguments"), call_id=str(call_id or "")
-    )
+    if isinstance(call, str):
+        raise BadRequest(call)
+    return call
 
 
 def read_json(data: str | bytes) -> Any:
@@ -186,8 +232,8 @@ def text_of_content(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest("a message's content is text, or a list of parts")
-    return "".join(_part(mapping(one, "a part of a message")) for one in content)
+        raise BadRequest("a message's content is text, or a list of parts", param="content")
+    return "".join(_part(mapping(one, "a part of a message", param="content")) for one in content)
 
 
 def _part(part: Mapping[str, Any]) -> str:
@@ -196,13 +242,13 @@ def _part(part: Mapping[str, Any]) -> str:
         return str(part["text"])
     if kind == "refusal":
         return str(part.get("refusal") or "")
-    raise BadRequest(f"a part of the type {kind!r}: the policy reads text")
+    raise BadRequest(f"a part of the type {kind!r}: the policy reads text", param="content")
 
 
 def _stop(value: Any) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise BadRequest("stop is a text, or a list of texts")
+        raise BadRequest("stop is a text, or a list of texts", param="stop")
     return tuple(one for one in found if one)
 
 
@@ -212,7 +258,7 @@ def written_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
         {
             "id": call.call_id,
             "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            "function": {"name": call.name, "arguments": call.arguments_text},
         }
         for call in calls
     ]

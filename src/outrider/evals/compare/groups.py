@@ -16,7 +16,13 @@ STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))
 _BUDGET: Final = "train.max_policy_tokens"  # it follows what another run spent: whether there is one counts
 _ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
 # settings that came later, with the value that says what earlier versions did
-_ADDED: Final = frozenset((("train.stages", "[]"), ("environment.response_format", "refuse")))
+_ADDED: Final = frozenset(
+    (
+        ("train.stages", "[]"),
+        ("environment.response_format", "refuse"),
+        ("environment.ignored_fields", "[]"),
+    )
+)
 _NUM_DIGITS: Final = 6  # of a hash in a label
 
 

@@ -8,7 +8,7 @@ from outrider.tokens.calls.formats import (
     form_named,
     unwritable_in,
 )
-from outrider.tokens.calls.reading import fault_of, read_turn
+from outrider.tokens.calls.reading import fault_of, read_turn, read_turn_unchecked
 from outrider.tokens.calls.rewriting import in_form
 from outrider.tokens.calls.schemas import flaw_of
 
@@ -25,5 +25,6 @@ __all__ = [
     "form_named",
     "in_form",
     "read_turn",
+    "read_turn_unchecked",
     "unwritable_in",
 ]

@@ -94,7 +94,7 @@ def decode_json(text: str, start: int) -> tuple[Any, int] | str:
 def call_of(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
     """A call of an object with ``name`` and its arguments under one of ``keys``, or what is wrong with it.
 
-    Arguments may be text that holds JSON, as chat servers write them, and null for none.
+    Of the arguments, see :func:`call_of_arguments`.
     """
     if not isinstance(value, Mapping):
         return "a call must be a JSON object"
@@ -104,17 +104,27 @@ def call_of(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
     key = next((key for key in keys if key in value), None)
     if key is None and (others := [one for one, inside in value.items() if isinstance(inside, Mapping)]):
         return f'{name} has its arguments under "{others[0]}", not under "{keys[0]}"'
-    found: Any = None if key is None else value[key]
+    return call_of_arguments(name, None if key is None else value[key], call_id(number), key=key or "")
+
+
+def call_of_arguments(name: str, arguments: Any, number: str, *, key: str = "arguments") -> ToolCall:
+    """A call with these arguments: an object, text that holds one, or null for none. What is neither is kept
+    as text (``ToolCall.raw``), as chat servers pass it on; no tool takes it.
+    """
+    found, problem = arguments, ""
     if isinstance(found, str):
         decoded = decode_json(found, 0) if found.strip() else (None, len(found))
         if isinstance(decoded, str):
-            return f'"{key}" of {name} are not JSON: {decoded}'
-        if found[decoded[1] :].strip():
-            return f'"{key}" of {name} are not JSON: something stands behind them'
-        found = decoded[0]
+            problem = f'"{key}" of {name} are not JSON: {decoded}.'
+        elif found[decoded[1] :].strip():
+            problem = f'"{key}" of {name} are not JSON: something stands behind them.'
+        else:
+            found = decoded[0]
     if not isinstance(found, Mapping | None):
-        return f'"{key}" of {name} must be a JSON object'
-    return ToolCall(name=name, arguments=dict(found or {}), call_id=call_id(number))
+        raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        problem = problem or f'"{key}" of {name} must be a JSON object.'
+        return ToolCall(name=name, call_id=number, raw=raw, problem=problem)
+    return ToolCall(name=name, arguments=dict(found or {}), call_id=number)
 
 
 def name_that_is_none(

@@ -25,7 +25,7 @@ class Hermes:
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
-        said = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        said = [{"name": call.name, "arguments": call.raw or dict(call.arguments)} for call in calls]
         return "\n".join(f"{_OPEN}\n{json.dumps(one, ensure_ascii=False)}\n{_CLOSE}" for one in said)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:

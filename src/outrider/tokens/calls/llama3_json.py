@@ -61,7 +61,7 @@ class Llama3Json:
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See :class:`outrider.tokens.calls.format.CallFormat`."""
-        said = ({"name": call.name, "parameters": dict(call.arguments)} for call in calls)
+        said = ({"name": call.name, "parameters": call.raw or dict(call.arguments)} for call in calls)
         return "; ".join(json.dumps(one, ensure_ascii=False) for one in said)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:

@@ -1,6 +1,8 @@
 """A turn's text read as a whole: thinking, calls, and whether the tools take them."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import isfinite
 from typing import Any, Final
@@ -11,10 +13,14 @@ from outrider.tokens.parsed import ParsedTurn, split_thinking
 from outrider.types import ToolCall, ToolSchema, is_text
 
 _MAX_DEPTH: Final = 32
+_TOO_DEEP: Final = f"more than {_MAX_DEPTH} levels"
+_NOT_FINITE: Final = "a number that is not finite"
 
 
 def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """What a turn says. Without a form, or without tools, all behind the thinking is words."""
+    """What a turn says. Without a form, or without tools, all behind the thinking is words. Calls that no
+    tool takes are problems.
+    """
     reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
         return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
@@ -26,6 +32,43 @@ def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSch
         tool_calls=tuple(call for number, call in enumerate(found.calls) if number not in wrong),
         problems=(*problems, *found.problems, *wrong.values()),
     )
+
+
+def read_turn_unchecked(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
+    """A turn as a chat server passes it on: every call that can be read is a call, whether or not a tool
+    takes it.
+    """
+    reasoning, rest, problems = split_thinking(text, call_format)
+    if call_format is None or not tools:
+        return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
+    found = call_format.read(rest, tools)
+    calls = [passed_on(call) for call in found.calls]
+    return ParsedTurn(
+        content=found.content,
+        reasoning=reasoning,
+        tool_calls=tuple(call for call in calls if not isinstance(call, str)),
+        problems=(*problems, *found.problems, *(call for call in calls if isinstance(call, str))),
+    )
+
+
+def passed_on(call: ToolCall) -> ToolCall | str:
+    """A call as a request can hold it: numbers that JSON lacks as text, question marks for halves of
+    surrogate pairs. Words for arguments that are nested too deep.
+    """
+    told = _unusable(call.arguments)
+    if not told and is_text(call.name) and is_text(call.raw):
+        return call
+    try:
+        if told == _TOO_DEEP:
+            raise RecursionError
+        name, raw, text = (
+            one.encode("utf-8", "replace").decode() for one in (call.name, call.raw, call.arguments_text)
+        )
+        if told == _NOT_FINITE:
+            return replace(call, name=name, arguments={}, raw=text)
+        return passed_on(replace(call, name=name, arguments={} if raw else json.loads(text), raw=raw))
+    except RecursionError:
+        return f"The arguments of {call.name} hold {_TOO_DEEP}."
 
 
 def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
@@ -41,6 +84,8 @@ def fault_of(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
         return f"There is no tool {call.name!r}. Tools: {names}."
     if told := _unusable(call.arguments):
         return f"The arguments of {call.name} hold {told}."
+    if call.raw:
+        return call.problem or f"The arguments of {call.name} must be a JSON object."
     taken = Arguments.of(schema)
     if missing := [name for name in taken.required if name not in call.arguments]:
         return f"{call.name} needs the argument {missing[0]!r}."
@@ -60,11 +105,11 @@ def _unusable(arguments: Mapping[str, Any]) -> str:
     while waiting:
         value, depth = waiting.pop()
         if depth > _MAX_DEPTH:
-            return f"more than {_MAX_DEPTH} levels"
+            return _TOO_DEEP
         if isinstance(value, str) and not is_text(value):
             return "half of a surrogate pair"
         if isinstance(value, float) and not isfinite(value):
-            return "a number that is not finite"
+            return _NOT_FINITE
         inner = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
         if isinstance(value, Mapping | list):
             waiting += [(one, depth + 1) for one in inner]

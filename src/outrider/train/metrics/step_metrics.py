@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import TypeAlias, get_args
+from typing import Final, TypeAlias, get_args
 
 from outrider.algorithms.base import GroupCredit
 from outrider.algorithms.common.advantages import NoSignalReason
@@ -45,6 +45,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         | _reward_metrics(kept)
         | _length_metrics(kept)
         | _environment_metrics(kept, nodes)
+        | _endpoint_metrics(kept)
         | {"rollout/truncated_fraction": truncated / len(every)}
         | _token_metrics(nodes)
     )
@@ -94,6 +95,26 @@ def _environment_metrics(kept: Sequence[_Kept], nodes: Sequence[Node]) -> dict[s
         "rollout/num_invalid_actions": _total(nodes, "invalid"),
         "rollout/num_observations_cut": float(sum(cut)),
     } | {name: number for name, number in counts.items() if number}
+
+
+_OF_ENDPOINT: Final[Mapping[str, str]] = {
+    "num_requests": "num_requests",
+    "num_refused_requests": "num_refused_requests",
+    "num_ignored_fields": "num_ignored_fields",
+    "num_unfit_calls": "num_unfit_calls",
+    "num_failed_programs": "num_failed",
+}
+"""Metrics of the endpoint for agent programs, by those of an episode."""
+
+
+def _endpoint_metrics(kept: Sequence[_Kept]) -> dict[str, float]:
+    """Sums over rollouts; none where no program asked the policy."""
+    counted = [leaf.metrics for leaf, _ in kept if leaf.metrics.keys() >= set(_OF_ENDPOINT.values())]
+    return {
+        f"endpoint/{name}": sum(float(metrics[key]) for metrics in counted)
+        for name, key in _OF_ENDPOINT.items()
+        if counted
+    }
 
 
 def _token_metrics(nodes: Sequence[Node]) -> dict[str, float]:

@@ -1,0 +1,128 @@
+"""The bytes that single tokens stand for, parts of characters included."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+from outrider.tokens.tokenizer import Tokenizer, text_of
+
+_FALLBACK: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BLANK: Final = "\u2581"  # what SentencePiece writes for a blank
+_LOST: Final = "\ufffd"
+
+
+def token_bytes(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, said: str | None = None
+) -> tuple[bytes, ...]:
+    """The bytes of every token of a turn. Joined, they are the UTF-8 of the turn's text with its special
+    tokens, even if a character is spread over several tokens.
+
+    A vocabulary spells bytes in one of two ways: byte-level BPE writes one letter per byte, SentencePiece
+    writes ``<0xE4>``. For other vocabularies, all bytes of a character belong to the token that completes it.
+    SentencePiece also writes a blank in front of a first word, which decoders drop or not: ``said``, the
+    turn's text if it is known, decides.
+    """
+    text = text_of(tokenizer, token_ids, skip_special_tokens=False)
+    pieces = _spelled(tokenizer, token_ids)
+    if pieces is not None:
+        shorter = [pieces[0][1:], *pieces[1:]] if pieces and pieces[0].startswith(b" ") else pieces
+        if _reads_as(pieces, text) or _reads_as(shorter, text):
+            begins_with_blank = (text if said is None else said).startswith(" ")
+            return tuple(pieces if begins_with_blank else shorter)
+    return _by_decoding(tokenizer, token_ids)
+
+
+def token_text(piece: bytes) -> str:
+    r"""A token's text as OpenAI's server writes it: parts of characters as ``\xf0\x9f``."""
+    return piece.decode("utf-8", "backslashreplace")
+
+
+def _reads_as(pieces: Sequence[bytes], text: str) -> bool:
+    """Whether the bytes are those of the text, up to an incomplete character: decoders replace it, and some
+    the bytes in front of it too.
+    """
+    joined = b"".join(pieces)
+    head, lost, _ = text.partition(_LOST)
+    return joined.startswith(head.encode()) if lost else joined == text.encode()
+
+
+def _spelled(tokenizer: Any, token_ids: Sequence[int]) -> list[bytes] | None:
+    """Every token's bytes as the vocabulary spells them; None if this tokenizer does not tell."""
+    names = getattr(tokenizer, "convert_ids_to_tokens", None)
+    if names is None:
+        return None
+    added = tokenizer.added_tokens_decoder
+    is_byte_level = _is_byte_level(tokenizer)
+    pieces: list[bytes] = []
+    for number, name in zip(token_ids, names(list(token_ids)), strict=True):
+        if number in added:
+            pieces.append(str(added[number]).encode())
+        elif isinstance(name, bytes):  # tokenizers made of tiktoken's
+            pieces.append(name)
+        elif not isinstance(name, str):
+            return None
+        elif is_byte_level:
+            pieces.append(_from_letters(name))
+        elif found := _FALLBACK.fullmatch(name):
+            pieces.append(bytes([int(found[1], 16)]))
+        else:
+            pieces.append(name.replace(_BLANK, " ").encode())
+    return pieces
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether the vocabulary writes one letter per byte."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    if decoder is not None:
+        try:
+            return "ByteLevel" in _types(json.loads(decoder.__getstate__()))
+        except (AttributeError, TypeError, ValueError):
+            pass
+    return hasattr(tokenizer, "byte_decoder")  # tokenizers in Python, such as GPT-2's
+
+
+def _types(decoder: Any) -> set[str]:
+    if not isinstance(decoder, Mapping):
+        return set()
+    inner = decoder.get("decoders")
+    found = {str(decoder.get("type"))}
+    return found.union(*map(_types, inner)) if isinstance(inner, list) else found
+
+
+def _from_letters(name: str) -> bytes:
+    try:
+        return bytes(_letters()[letter] for letter in name)
+    except KeyError:  # an added token that is declared nowhere
+        return name.encode()
+
+
+@cache
+def _letters() -> Mapping[str, int]:
+    """The letter of each byte in byte-level BPE: printable Latin-1 as itself, the others from U+0100 on."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def _by_decoding(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+    """What every token adds to the text. Decoding starts a few tokens earlier, since many decoders treat the
+    first token of a text in their own way.
+    """
+
+    def text(first: int, last: int) -> str:
+        return text_of(tokenizer, token_ids[first:last], skip_special_tokens=False)
+
+    pieces: list[bytes] = []
+    start = read = 0
+    for end in range(1, len(token_ids) + 1):
+        before, whole = text(start, read), text(start, end)
+        is_open = whole.endswith(_LOST) and end < len(token_ids)
+        if is_open or not whole.startswith(before):
+            pieces.append(b"")
+            continue
+        pieces.append(whole[len(before) :].encode())
+        start, read = read, end
+    return tuple(pieces)
