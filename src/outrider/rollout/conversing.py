@@ -15,7 +15,7 @@ from outrider.engines.base import Generation
 from outrider.environments.base import Environment, tools_of
 from outrider.environments.conversing import Conversation, OwnConversations, SampledTurn
 from outrider.errors import EnvironmentFault, ModelError
-from outrider.tokens import ChatRenderer, text_of
+from outrider.tokens import ChatRenderer
 from outrider.trace import Node, Trace, samples_of, without_memory
 from outrider.types import Message, ToolSchema
 
@@ -83,7 +83,8 @@ def _ids(
     # with the tips of the newest context, which go on; of an older one without
     is_newest = longest is exchanges[-1]
     ids = trace.token_ids(longest.turn.node_id) if is_newest else _seen_ids(trace, longest.turn)
-    return (*ids, *renderer.bridge(ids, asked.messages[len(longest.asked.messages) + 1 :]))
+    rest = asked.messages[len(longest.asked.messages) + 1 :]
+    return (*ids, *renderer.with_tools(asked.tools).bridge(ids, rest))
 
 
 def _seen_ids(trace: Trace, node: Node) -> tuple[int, ...]:
@@ -156,9 +157,7 @@ def tell_sampled(
     if not isinstance(environment, OwnConversations):
         return None
     turn = SampledTurn(
-        tokens=tuple(
-            text_of(renderer.tokenizer, [one], skip_special_tokens=False) for one in generation.token_ids
-        ),
+        tokens=tuple(renderer.template.continuation.decode([one]) for one in generation.token_ids),
         logprobs=generation.logprobs,
         finish=generation.finish_reason.value,
         num_context_tokens=len(context),
