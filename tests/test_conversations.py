@@ -19,7 +19,7 @@ from outrider.tokens.tokenizer import text_of
 from outrider.tokens.written import append, turn_text
 from outrider.types import Message, Role, ToolSchema
 from tests.conversations import TOOLS, Generator
-from tests.templates_of_families import FAMILIES, byte_tokenizer
+from tests.templates_of_families import FAMILIES, byte_tokenizer, tokenizer_of
 
 OBSERVATIONS: tuple[tuple[Role, ...], ...] = (("user",), ("tool",), ("tool", "user"))
 REFUSED = {
@@ -39,7 +39,7 @@ EXACT = ("qwen2.5", "qwen3-coder", "lfm2", "smollm2", "phi4-mini")
 def renderer_of(name: str, observations: Sequence[Role]) -> ChatRenderer:
     family = FAMILIES[name]
     return ChatRenderer(
-        byte_tokenizer(family),
+        tokenizer_of(family),
         template_kwargs=family.variables,
         call_format=family.call_format,
         observations=observations,

@@ -84,7 +84,8 @@ def _ids(
     is_newest = longest is exchanges[-1]
     ids = trace.token_ids(longest.turn.node_id) if is_newest else _seen_ids(trace, longest.turn)
     rest = asked.messages[len(longest.asked.messages) + 1 :]
-    return (*ids, *renderer.with_tools(asked.tools).bridge(ids, rest))
+    has_tools = bool(asked.tools) or any(message.role == "tool" for message in asked.messages)
+    return (*ids, *renderer.with_tools(has_tools).bridge(ids, rest))
 
 
 def _seen_ids(trace: Trace, node: Node) -> tuple[int, ...]:

@@ -117,9 +117,7 @@ def play_experts(
         # a block of thinking that the template has opened already
         return text.removeprefix("<think>") if renderer.opened(request.token_ids) else text
 
-    engine = ScriptedEngine(
-        tokenizer=tokenizer, script=say, context_length=context_length, renderer=renderer
-    )
+    engine = ScriptedEngine(tokenizer=tokenizer, script=say, context_length=context_length, renderer=renderer)
     scheduler = Scheduler(
         engine=engine,
         renderer=renderer,

@@ -15,13 +15,13 @@ from outrider.tokens.abilities import Abilities
 from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.closing import TurnClosing, WrittenClosing
 from outrider.tokens.conversation import ChatWriter
-from outrider.tokens.parsed import ParsedTurn, opened_thinking, split_thinking
+from outrider.tokens.parsed import THINKING_END, ParsedTurn, opened_thinking, split_thinking
 from outrider.tokens.template import ANSWERED, ASKED, MARK, Chat, Template, templates_of
 from outrider.tokens.tokenizer import Tokenizer, text_of
 from outrider.types import Message, Role, ToolSchema
 
 HistoryThinking = Literal["keep", "strip"]
-_THINKING = ("<think>", "</think>")
+_THINKING = ("<think>", THINKING_END)
 
 
 class ChatRenderer:
@@ -59,7 +59,9 @@ class ChatRenderer:
         template: Template | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        plain, with_tools = templates_of(tokenizer, template_kwargs or {}) if template is None else (template,) * 2
+        plain, with_tools = (
+            templates_of(tokenizer, template_kwargs or {}) if template is None else (template,) * 2
+        )
         self.template = with_tools if "tool" in observations else plain
         self._other_template = plain if self.template is with_tools else with_tools
         self._call_format_name = call_format
@@ -78,11 +80,11 @@ class ChatRenderer:
             self.template, self.abilities, self.call_format, keeps_thinking=history_thinking == "keep"
         )
 
-    def with_tools(self, tools: Sequence[ToolSchema] | bool) -> "ChatRenderer":
+    def with_tools(self, has_tools: bool) -> "ChatRenderer":
         """The renderer of conversations with or without tools; this one unless the tokenizer has a template
         of its own for each.
         """
-        is_right = self._other_template is self.template or bool(tools) == self.template.with_tools
+        is_right = self._other_template is self.template or has_tools == self.template.with_tools
         return self if is_right else self._other
 
     @cached_property
@@ -118,7 +120,9 @@ class ChatRenderer:
         return self.template.behind("an observation after an answer", [ASKED, ANSWERED, ASKED], opened=True)
 
     def _text_behind_call(self) -> str:
-        return self._after_calls([{"role": "tool", "content": "a", "tool_call_id": "call00000", "name": "lookup"}])[1]
+        return self._after_calls(
+            [{"role": "tool", "content": "a", "tool_call_id": "call00000", "name": "lookup"}]
+        )[1]
 
     def _plain_closing(self, *, is_answered: bool) -> WrittenClosing:
         """The closing of a turn without calls. Raises ModelError where a user message cannot follow it and
@@ -250,14 +254,15 @@ class ChatRenderer:
                 text = text.removeprefix(" ")
         else:
             text = text_of(self.tokenizer, token_ids, skip_special_tokens=skips)
-        if self._lead and self._is_opened(context):
-            text = text.removeprefix(self._lead)
+        if self.lead and self._is_opened(context):
+            text = text.removeprefix(self.lead)
         # Where a template closes turns with ordinary tokens, decoding shows them as text.
         return self.opened(context) + (self.closing.cut(text) if is_closed else text)
 
     def turn_ids(self, text: str, context: Sequence[int], *, is_closed: bool) -> list[int]:
         """The ids of a turn that somebody else has written, as the template writes it behind ``context``:
-        with the white space in front of it, and with its end if it ``is_closed``.
+        with the white space in front of it, and with its end if it ``is_closed``. A block of thinking that
+        the template has opened is closed in front of a text without thinking.
 
         End tokens that the text spells are no ends: those behind it are left out, others get a space after
         their first character.
@@ -268,7 +273,9 @@ class ChatRenderer:
                 text = text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
         for end in filter(None, ends.values()):
             text = text.replace(end, f"{end[0]} {end[1:]}")
-        lead = self._lead if self._is_opened(context) and not text.startswith(self._lead) else ""
+        lead = self.lead if self._is_opened(context) and not text.startswith(self.lead) else ""
+        if self.opened(context) and THINKING_END not in text:
+            lead = f"\n{THINKING_END}\n\n"
         ids = self.template.encode_behind(context, lead + text)
         if is_closed:
             ids += self._end_ids(text, (*context, *ids))
@@ -307,7 +314,7 @@ class ChatRenderer:
         return end.endswith(self._generation)
 
     @cached_property
-    def _lead(self) -> str:
+    def lead(self) -> str:
         """White space that the template writes between the opening of a turn and its text, and that a policy
         which writes as its template does writes itself.
         """

@@ -22,7 +22,8 @@ class Template:
     it refuses.
 
     A tokenizer may have several templates by name; ``chosen`` is the text of one of them (None: the only
-    one), and ``with_tools`` marks the one for conversations with tools.
+    one), ``with_tools`` marks the one for conversations with tools, and ``is_chosen`` one that the settings
+    name.
 
     Text that spells a special token (a chat marker in a question, a page or a retrieved step) gets a space
     after its first character: only the template writes markers.
@@ -35,11 +36,13 @@ class Template:
         *,
         chosen: str | None = None,
         with_tools: bool = False,
+        is_chosen: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.continuation = Continuation(tokenizer)
         self._chosen = chosen
         self.with_tools = with_tools
+        self.is_chosen = is_chosen
         self.name = str(getattr(tokenizer, "name_or_path", "") or "the tokenizer")
         self.variables = dict(variables)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -145,7 +148,7 @@ def templates_of(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> tuple[Te
     if not named or chosen is not None:
         others = {name: value for name, value in variables.items() if name != "chat_template"}
         source = named.get(chosen, chosen) if isinstance(chosen, str) else None
-        one = Template(tokenizer, others, chosen=source)
+        one = Template(tokenizer, others, chosen=source, is_chosen=source is not None)
         return one, one
     default, for_tools = named.get("default"), named.get("tool_use")
     if default is None and for_tools is None:

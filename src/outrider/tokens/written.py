@@ -45,7 +45,7 @@ def append(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[
         told.append(as_read)
         num_answers = next((n for n, one in enumerate(rest) if one.role == "assistant"), len(rest))
         answers, rest = rest[:num_answers], rest[num_answers:]
-        ids += renderer.with_tools(tools).bridge(ids, answers)
+        ids += renderer.with_tools(bool(tools)).bridge(ids, answers)
         told += answers
     return Appended(token_ids=tuple(ids), messages=tuple(told))
 
@@ -93,6 +93,7 @@ def _without_closing(renderer: ChatRenderer, written: str) -> str:
 def _composed(renderer: ChatRenderer, said: Message, *, is_opened: bool) -> str:
     call_format: CallFormat = renderer.call_format or CALL_FORMATS["hermes"]
     thinking = f"{said.reasoning}\n</think>\n\n" if said.reasoning or is_opened else ""
-    begun = "" if is_opened or not thinking else "<think>\n"
+    begun = renderer.lead if not is_opened else ""
+    begun += "<think>\n" if thinking and not is_opened else ""
     calls = call_format.write(said.tool_calls) if said.tool_calls else ""
     return begun + thinking + "\n".join(part for part in (said.content, calls) if part)
