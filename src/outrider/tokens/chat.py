@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from outrider.errors import ModelError
-from outrider.tokens.abilities import Abilities
+from outrider.tokens.abilities import STAND_IN_TOOL, Abilities
 from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.closing import TurnClosing, WrittenClosing
 from outrider.tokens.conversation import ChatWriter
@@ -256,8 +256,10 @@ class ChatRenderer:
             text = text_of(self.tokenizer, token_ids, skip_special_tokens=skips)
         if self.lead and self._is_opened(context):
             text = text.removeprefix(self.lead)
-        # Where a template closes turns with ordinary tokens, decoding shows them as text.
-        return self.opened(context) + (self.closing.cut(text) if is_closed else text)
+        if is_closed:
+            # Where a template closes turns with ordinary tokens, decoding shows them as text.
+            text = self.closing.cut(text).removesuffix(self._white_space_before_end)
+        return self.opened(context) + text
 
     def turn_ids(self, text: str, context: Sequence[int], *, is_closed: bool) -> list[int]:
         """The ids of a turn that somebody else has written, as the template writes it behind ``context``:
@@ -290,7 +292,7 @@ class ChatRenderer:
         if self.closing.stop:
             return self.template.encode_behind(context, self.closing.text)
         if self.closing.next_roles:
-            read = read_turn(text, self.call_format, ()) if self.call_format else None
+            read = read_turn(text, self.call_format, [STAND_IN_TOOL]) if self.call_format else None
             is_call = read is not None and bool(read.tool_calls or read.problems)
             marker = self.closing.next_roles[-1 if is_call else 0]
             return self.template.encode_behind(context, self._turn_end.text + self._added_text(marker))
@@ -312,6 +314,12 @@ class ChatRenderer:
             return False
         end = text_of(self.tokenizer, context[-len(self.opening) - 1 :], skip_special_tokens=False)
         return end.endswith(self._generation)
+
+    @property
+    def _white_space_before_end(self) -> str:
+        """What the template writes between the text of a turn and its end token (Llama 2)."""
+        text = self._turn_end.text
+        return text[: len(text) - len(text.lstrip())] if self.closing.token_ids else ""
 
     @cached_property
     def lead(self) -> str:

@@ -148,7 +148,13 @@ def templates_of(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> tuple[Te
     if not named or chosen is not None:
         others = {name: value for name, value in variables.items() if name != "chat_template"}
         source = named.get(chosen, chosen) if isinstance(chosen, str) else None
-        one = Template(tokenizer, others, chosen=source, is_chosen=source is not None)
+        one = Template(
+            tokenizer,
+            others,
+            chosen=source,
+            with_tools=chosen == "tool_use",
+            is_chosen=source is not None,
+        )
         return one, one
     default, for_tools = named.get("default"), named.get("tool_use")
     if default is None and for_tools is None:
