@@ -176,6 +176,13 @@ def tools_of(environment: Environment) -> Sequence[ToolSchema]:
     return environment.tool_schemas if isinstance(environment, NativeTools) else ()
 
 
+def is_answer(environment: Environment, said: Message) -> bool:
+    """Whether a turn is an answer as a whole, as native turns without calls are: if the token limit cuts it,
+    it is not the answer that the policy was writing.
+    """
+    return isinstance(environment, NativeTools | OwnConversations) and not (said.tool_calls or said.problems)
+
+
 def turn_message(environment: Environment, text: str) -> Message:
     """A turn of the policy as an environment is given it, from its text. Raises EnvironmentFault for
     whatever breaks in an environment that reads turns itself or names tools.

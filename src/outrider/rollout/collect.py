@@ -12,7 +12,14 @@ from typing import Final, TypeVar
 
 from outrider.engines.chat.engine import ChatEndpoint
 from outrider.engines.chat.wire import Refusal
-from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult, tools_of
+from outrider.environments.base import (
+    Environment,
+    EnvironmentFactory,
+    EpisodeResult,
+    StepResult,
+    is_answer,
+    tools_of,
+)
 from outrider.environments.conversing import OwnConversations
 from outrider.environments.conversing import Refusal as ProgramRefusal
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
@@ -187,7 +194,9 @@ class Collector:
         outcome = None
         while outcome is None:
             room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - num_tokens)
+            limit = room
             conversation, room, stop = self._question(environment, conversation, room)
+            is_own_limit = room < limit  # a program's: it cuts nothing that it did not want cut
             if len(steps) >= self.limits.max_turns or room <= 0:
                 outcome = Outcome.TRUNCATED_TURNS if room > 0 else Outcome.TRUNCATED_TOKENS
                 break
@@ -218,10 +227,10 @@ class Collector:
             result: StepResult = self._timed(environment.step, turn.said)
             steps.append(step_of(turn.text, result))
             num_tool_calls += result.num_tool_calls
-            if result.done:  # unreadable because it was cut is not the same as wrong, as in the rollout loop
-                outcome = (
-                    Outcome.TRUNCATED_TOKENS if reply.truncated and result.invalid else outcome_of(result)
-                )
+            if result.done:
+                is_cut = reply.truncated and not is_own_limit
+                answers = is_answer(environment, turn.said)
+                outcome = outcome_of(result, is_cut=is_cut, is_answer=answers)
             elif not result.observations:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:

@@ -102,7 +102,9 @@ def _ids(
     # with the tips of the newest context, which go on; of an older one without
     is_newest = longest is exchanges[-1]
     ids = trace.token_ids(longest.turn.node_id) if is_newest else _seen_ids(trace, longest.turn)
-    return (*ids, *renderer.bridge(ids, asked.messages[len(longest.asked.messages) + 1 :]))
+    rest = asked.messages[len(longest.asked.messages) + 1 :]
+    has_tools = bool(asked.tools) or any(message.role == "tool" for message in asked.messages)
+    return (*ids, *renderer.with_tools(has_tools).bridge(ids, rest))
 
 
 def _seen_ids(trace: Trace, node: Node) -> tuple[int, ...]:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from outrider.engines.base import FinishReason, Request
-from outrider.environments.base import Environment, EpisodeResult, StepResult, recorded_turn, turn_message
+from outrider.environments.base import (
+    Environment,
+    EpisodeResult,
+    StepResult,
+    is_answer,
+    recorded_turn,
+    turn_message,
+)
 from outrider.environments.conversing import Conversation, OwnConversations, Refusal, SampledTurn
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
@@ -26,6 +33,7 @@ from outrider.rollout.faults import given_up
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Reflector, Splice, message_of
 from outrider.rollout.limits import Limits
 from outrider.rollout.rerendering import require_kept
+from outrider.rollout.scripted_play import outcome_of
 from outrider.rollout.stream_batcher import StreamBatcher
 from outrider.rollout.tip_splice import ask_for_reflection, show_tip
 from outrider.rollout.whereabouts import Whereabouts
@@ -262,7 +270,7 @@ class EpisodeRunner:
         }
         observation = result.text
         state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
-        outcome = self._observe(state, result, finish, seen)
+        outcome = self._observe(state, result, finish, said, question, seen)
         state.turn += 1
         for hook in self.hooks:
             hook.after_turn(state)
@@ -342,13 +350,21 @@ class EpisodeRunner:
         return generation.finish_reason, text, sampled
 
     def _observe(
-        self, state: EpisodeState, result: StepResult, finish: FinishReason, seen: Seen | None
+        self,
+        state: EpisodeState,
+        result: StepResult,
+        finish: FinishReason,
+        said: Message,
+        question: Conversation | None,
+        seen: Seen | None,
     ) -> Outcome | None:
         """Append the observation and decide whether the episode is over."""
         if result.done:
-            # unreadable because it was cut, not because it is wrong
-            cut = finish is FinishReason.LENGTH and result.invalid
-            return Outcome.TRUNCATED_TOKENS if cut else _ended(result)
+            num_tokens = len(state.last_node.token_ids)
+            # a program's own limit cuts nothing that it did not want cut
+            is_own_limit = question is not None and num_tokens == question.max_tokens
+            cut = finish is FinishReason.LENGTH and not is_own_limit
+            return outcome_of(result, is_cut=cut, is_answer=is_answer(state.environment, said))
         if isinstance(state.environment, OwnConversations):
             appended = seen is not None and self._context.append_asked(state, seen, result)
             return None if appended else Outcome.TRUNCATED_TOKENS
@@ -380,7 +396,7 @@ class EpisodeRunner:
             before.metadata.setdefault("attempted", []).append(action)
             if splice is not None and not result.done:
                 return Outcome.TRUNCATED_TOKENS  # the state has moved on and the policy could not be told
-        return _ended(result) if result.done else None
+        return outcome_of(result) if result.done else None
 
     def _splice(self, state: EpisodeState, splice: Splice, *, room: int) -> None:
         """Put a hook's text in, unless it would leave the policy less than ``room`` tokens: a step must not
@@ -412,12 +428,6 @@ class EpisodeRunner:
 
     async def _guarded(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await guarded(call, *arguments, timeout_s=self.limits.step_timeout_s)
-
-
-def _ended(result: StepResult) -> Outcome:
-    if result.truncated:
-        return Outcome.TRUNCATED_TURNS
-    return Outcome.INVALID if result.invalid else Outcome.FINISHED
 
 
 def _root(trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message]) -> Node:

@@ -126,7 +126,7 @@ def play_experts(
             return f"\n{THINKING_END}\n\n{text}"
         return text.removeprefix(opened) if text.startswith(opened) else text.removeprefix("<think>")
 
-    engine = ScriptedEngine(tokenizer=tokenizer, script=say, context_length=context_length)
+    engine = ScriptedEngine(tokenizer=tokenizer, script=say, context_length=context_length, renderer=renderer)
     scheduler = Scheduler(
         engine=engine,
         renderer=renderer,

@@ -9,6 +9,7 @@ from outrider.environments.base import (
     EnvironmentFactory,
     EpisodeResult,
     StepResult,
+    is_answer,
     recorded_turn,
     turn_message,
 )
@@ -19,11 +20,14 @@ from outrider.types import Message, Outcome, Step, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectEpisode:
-    """Record of a scripted episode: the prompt, one result per text that was played, and its outcome."""
+    """Record of a scripted episode: the prompt, one result per text that was played, and its outcome.
+    ``ends_with_answer``: the last turn was an answer as a whole.
+    """
 
     prompt: tuple[Message, ...]
     results: tuple[StepResult, ...]
     record: EpisodeResult
+    ends_with_answer: bool = False
 
     def steps(self, texts: Sequence[str]) -> tuple[Step, ...]:
         """The played texts with their observations; texts behind the end of the episode are left out."""
@@ -42,13 +46,15 @@ def play_texts(
     try:
         prompt = tuple(timed(environment.reset, seed, timeout_s=timeout_s))
         results: list[StepResult] = []
+        answers = False
         for text in texts:
             said = turn_message(environment, recorded_turn(environment, text))
+            answers = is_answer(environment, said)
             results.append(timed(environment.step, said, timeout_s=timeout_s))
             if results[-1].done:
                 break
         record = timed(environment.result, timeout_s=timeout_s)
-        return DirectEpisode(prompt=prompt, results=tuple(results), record=record)
+        return DirectEpisode(prompt=prompt, results=tuple(results), record=record, ends_with_answer=answers)
     finally:
         close_quietly(environment, timeout_s=timeout_s)
 
@@ -64,8 +70,14 @@ def step_of(text: str, result: StepResult) -> Step:
     return Step(text=text, observation=result.text, is_terminal=result.done)
 
 
-def outcome_of(result: StepResult) -> Outcome:
-    """How an episode that the environment has ended (``done``) ended."""
+def outcome_of(result: StepResult, *, is_cut: bool = False, is_answer: bool = False) -> Outcome:
+    """How an episode that the environment has ended (``done``) ended.
+
+    ``is_cut``: the token limit ended its last turn. It is unreadable for that reason then and not because it
+    is wrong, and if all of it was the answer (``is_answer``), it is not the one that was being written.
+    """
+    if is_cut and (result.invalid or is_answer):
+        return Outcome.TRUNCATED_TOKENS
     if result.truncated:
         return Outcome.TRUNCATED_TURNS
     return Outcome.INVALID if result.invalid else Outcome.FINISHED

@@ -5,7 +5,7 @@ cut is marked.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outrider.tokens import ChatRenderer, text_of
+from outrider.tokens import ChatRenderer
 from outrider.types import Message
 
 CUT_MARK = " [...] "
@@ -60,4 +60,4 @@ def shortened_text(text: str, limit: int, *, renderer: ChatRenderer) -> str:
     kept, num_cut = shortened(
         renderer.bridge((), [Message(role="inline", content=text)]), limit, renderer=renderer
     )
-    return text_of(renderer.tokenizer, kept, skip_special_tokens=False) if num_cut else text
+    return renderer.template.continuation.decode(kept) if num_cut else text

@@ -5,22 +5,23 @@ without the new messages and keep the difference. (The package ``renderers`` doe
 brings the OpenAI client and its own config system, which is more than a light core should carry.)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
 from outrider.errors import ModelError
-from outrider.tokens.abilities import Abilities
+from outrider.tokens.abilities import STAND_IN_TOOL, Abilities
 from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.closing import TurnClosing, WrittenClosing
 from outrider.tokens.conversation import ChatWriter
-from outrider.tokens.parsed import ParsedTurn, opened_thinking, split_thinking
-from outrider.tokens.template import ANSWERED, ASKED, MARK, Chat, Template
+from outrider.tokens.parsed import THINKING_END, ParsedTurn, opened_thinking, split_thinking
+from outrider.tokens.template import ANSWERED, ASKED, MARK, Chat, Template, templates_of
 from outrider.tokens.tokenizer import Tokenizer, text_of
 from outrider.types import Message, Role, ToolSchema
 
 HistoryThinking = Literal["keep", "strip"]
-_THINKING = ("<think>", "</think>")
+_THINKING = ("<think>", THINKING_END)
 
 
 class ChatRenderer:
@@ -39,7 +40,11 @@ class ChatRenderer:
 
     ``template_kwargs`` are variables of the template (``enable_thinking`` …). ``observations`` are the roles
     that answer a turn. ``history_thinking``: whether a conversation that is rendered again shows the
-    thinking of its earlier turns.
+    thinking of its earlier turns. ``eos_token_ids`` are tokens with which the model may end a turn beside the
+    template's own.
+
+    If a tokenizer has several templates, conversations with tools are rendered by ``tool_use`` and others by
+    ``default``, as transformers chooses; ``template_kwargs`` may name one for all (``chat_template``).
     """
 
     def __init__(
@@ -50,22 +55,74 @@ class ChatRenderer:
         call_format: str | None = None,
         observations: Sequence[Role] = ("user",),
         history_thinking: HistoryThinking = "keep",
+        eos_token_ids: Collection[int] = (),
+        template: Template | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.template = Template(tokenizer, template_kwargs or {})
+        plain, with_tools = (
+            templates_of(tokenizer, template_kwargs or {}) if template is None else (template,) * 2
+        )
+        self.template = with_tools if "tool" in observations else plain
+        self._other_template = plain if self.template is with_tools else with_tools
+        self._call_format_name = call_format
         self.call_format = None if call_format is None else form_named(call_format)
         self.history_thinking = history_thinking
+        self._eos_token_ids = frozenset({*eos_token_ids, tokenizer.eos_token_id} - {None})
         self._turn_end = self._plain_closing(is_answered="user" in observations)
         self.end_of_turn: tuple[int, ...] = self._turn_end.ids
-        self.closing = TurnClosing.of(tokenizer, self.end_of_turn)
         asked = self.template.behind("user messages", [{"role": "user", "content": MARK}], opened=True)
-        self.opening: tuple[int, ...] = tuple(self.template.encode(asked))
+        self.opening: tuple[int, ...] = tuple(self.template.encode_behind((), asked))
         self._opened = opened_thinking(asked)
         self.abilities = Abilities(self.template)
         self.takes_system = self.abilities.takes_system
+        self.closing = self._found_closing(asked)
         self._writer = ChatWriter(
             self.template, self.abilities, self.call_format, keeps_thinking=history_thinking == "keep"
         )
+
+    def with_tools(self, has_tools: bool) -> "ChatRenderer":
+        """The renderer of conversations with or without tools; this one unless the tokenizer has a template
+        of its own for each.
+        """
+        is_right = self._other_template is self.template or has_tools == self.template.with_tools
+        return self if is_right else self._other
+
+    @cached_property
+    def _other(self) -> "ChatRenderer":
+        return ChatRenderer(
+            self.tokenizer,
+            call_format=self._call_format_name,
+            observations=(),
+            history_thinking=self.history_thinking,
+            eos_token_ids=self._eos_token_ids,
+            template=self._other_template,
+        )
+
+    def _found_closing(self, asked: str) -> TurnClosing:
+        """How turns end. Behind an answer some templates write nothing of their own (GLM): the token that
+        begins the next message ends the turn then, unless it begins the assistant's messages too.
+        """
+        closing = TurnClosing.of(self.tokenizer, self.end_of_turn)
+        if self._turn_end.text.strip():
+            return closing
+        opening = self.template.first_marker(asked)
+        found: list[int] = []
+        for following in (self._text_behind_answer, self._text_behind_call):
+            try:
+                marker = self.template.first_marker(following())
+            except ModelError:
+                continue
+            if marker is not None and (opening is None or marker[1] != opening[1]) and marker[1] not in found:
+                found.append(marker[1])
+        return replace(closing, token_id=found[0], next_roles=tuple(found)) if found else closing
+
+    def _text_behind_answer(self) -> str:
+        return self.template.behind("an observation after an answer", [ASKED, ANSWERED, ASKED], opened=True)
+
+    def _text_behind_call(self) -> str:
+        return self._after_calls(
+            [{"role": "tool", "content": "a", "tool_call_id": "call00000", "name": "lookup"}]
+        )[1]
 
     def _plain_closing(self, *, is_answered: bool) -> WrittenClosing:
         """The closing of a turn without calls. Raises ModelError where a user message cannot follow it and
@@ -73,10 +130,7 @@ class ChatRenderer:
         """
         closed = self.template.behind("assistant messages", [ASKED, ANSWERED])
         try:
-            followed = self.template.behind(
-                "an observation after an answer", [ASKED, ANSWERED, ASKED], opened=True
-            )
-            return self.template.closing(closed, followed)
+            return self.template.closing(closed, self._text_behind_answer())
         except ModelError as error:
             if is_answered:
                 told = str(error).removeprefix("the tokenizer has no usable chat template: ")
@@ -85,6 +139,11 @@ class ChatRenderer:
                     f"{told}"
                 ) from error
             return self.template.written_closing(closed)
+
+    @property
+    def turn_end_text(self) -> str:
+        """What the template writes behind an answer."""
+        return self._turn_end.text
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Ids of the first messages with the assistant's turn opened. Inline messages may only follow."""
@@ -96,8 +155,9 @@ class ChatRenderer:
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, opened: bool = True
     ) -> str:
         """A conversation rendered at once, without its inline messages, as a server renders it."""
-        chat, told = self._writer.chat(messages, tools)
-        return self.template.render(chat, opened=opened, tools=told)
+        renderer = self.with_tools(bool(tools) or any(message.role == "tool" for message in messages))
+        chat, told = renderer._writer.chat(messages, tools)
+        return renderer.template.render(chat, opened=opened, tools=told)
 
     def bridge(self, previous_ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """Ids that follow ``previous_ids`` (an assistant turn, closed or not) so that ``messages`` are said
@@ -105,11 +165,14 @@ class ChatRenderer:
 
         Inline messages continue the open assistant turn; chat messages close it first, with exactly those of
         the template's closing ids that the policy has not written itself, and open the next assistant turn.
+        A turn that the policy has ended with another end token of its own is closed: no second one follows.
         """
+        if any(m.role == "tool" for m in messages) and (renderer := self.with_tools(True)) is not self:
+            return renderer.bridge(previous_ids, messages)
         inline = "".join(self.template.plain(m.content) for m in messages if m.role == "inline")
         chat, _ = self._writer.chat(messages)
         if not chat:
-            return tuple(self.template.encode(inline))
+            return tuple(self.template.encode_behind(previous_ids, inline))
         if inline:
             raise ValueError("inline and chat messages cannot answer the same turn")
         if chat[0]["role"] == "tool":
@@ -122,7 +185,26 @@ class ChatRenderer:
                     "the chat template closes the last assistant message differently from an earlier one"
                 )
             rest = following[len(closing.text) :]
-        return (*closing.missing(previous_ids), *self.template.encode(rest))
+        closing, rest = self._with_next_role(closing, rest)
+        missing = closing.missing(previous_ids)
+        if self._ended_otherwise(previous_ids) and closing.text.strip() and not self.closing.next_roles:
+            missing = closing.behind_marker
+        return (*missing, *self.template.encode_behind((*previous_ids, *missing), rest))
+
+    def _with_next_role(self, closing: WrittenClosing, rest: str) -> tuple[WrittenClosing, str]:
+        """A closing that is nothing but white space ends with the token that begins the next message: the
+        policy may have ended its turn with that one.
+        """
+        marker = None if closing.text.strip() else self.template.first_marker(rest)
+        if marker is None:
+            return closing, rest
+        return self.template.written_closing(closing.text + marker[0]), rest[len(marker[0]) :]
+
+    def _ended_otherwise(self, previous_ids: Sequence[int]) -> bool:
+        """Whether the policy has ended its turn with a token that is not the template's."""
+        if not previous_ids or self.closing.token_id is None:
+            return False
+        return previous_ids[-1] in self._eos_token_ids - self.closing.token_ids
 
     def _after_calls(self, chat: Chat) -> tuple[WrittenClosing, str]:
         """The closing of a turn that calls tools, and the text of their results behind it."""
@@ -158,21 +240,96 @@ class ChatRenderer:
 
         Special tokens are left out, but those that thinking and tool calls are read by.
         """
+        if is_closed and token_ids and token_ids[-1] in self.closing.next_roles:
+            token_ids = token_ids[:-1]
+        skips = not self._kept
         if self._kept:
             special = self.tokenizer.added_tokens_decoder
-            said = [i for i in token_ids if i in self._kept or i not in special or not special[i].special]
-            text = text_of(self.tokenizer, said, skip_special_tokens=False)
+            token_ids = [
+                i for i in token_ids if i in self._kept or i not in special or not special[i].special
+            ]
+        if context:
+            text = self.template.continuation.decode(token_ids, skip_special_tokens=skips)
+            if self.template.continuation.adds_blank_behind(context):
+                text = text.removeprefix(" ")
         else:
-            text = text_of(self.tokenizer, token_ids, skip_special_tokens=True)
-        # Where a template closes turns with ordinary tokens, decoding shows them as text.
-        return self.opened(context) + (self.closing.cut(text) if is_closed else text)
+            text = text_of(self.tokenizer, token_ids, skip_special_tokens=skips)
+        if self.lead and self._is_opened(context):
+            text = text.removeprefix(self.lead)
+        if is_closed:
+            # Where a template closes turns with ordinary tokens, decoding shows them as text.
+            text = self.closing.cut(text).removesuffix(self._white_space_before_end)
+        return self.opened(context) + text
+
+    def turn_ids(self, text: str, context: Sequence[int], *, is_closed: bool) -> list[int]:
+        """The ids of a turn that somebody else has written, as the template writes it behind ``context``:
+        with the white space in front of it, and with its end if it ``is_closed``. A block of thinking that
+        the template has opened is closed in front of a text without thinking.
+
+        End tokens that the text spells are no ends: those behind it are left out, others get a space after
+        their first character.
+        """
+        ends = {i: self._added_text(i) for i in (*self.closing.token_ids, *self._eos_token_ids)}
+        if is_closed:
+            for end in sorted(filter(None, ends.values())):
+                text = text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
+        for end in filter(None, ends.values()):
+            text = text.replace(end, f"{end[0]} {end[1:]}")
+        lead = self.lead if self._is_opened(context) and not text.startswith(self.lead) else ""
+        if self.opened(context) and THINKING_END not in text:
+            lead = f"\n{THINKING_END}\n\n"
+        ids = self.template.encode_behind(context, lead + text)
+        if is_closed:
+            ids += self._end_ids(text, (*context, *ids))
+        return ids
+
+    def _added_text(self, token_id: int) -> str:
+        added = self.tokenizer.added_tokens_decoder
+        return str(added[token_id]) if token_id in added else ""
+
+    def _end_ids(self, text: str, context: Sequence[int]) -> list[int]:
+        """The ids with which the template ends a turn, up to its marker. Raises ModelError without one."""
+        if self.closing.stop:
+            return self.template.encode_behind(context, self.closing.text)
+        if self.closing.next_roles:
+            read = read_turn(text, self.call_format, [STAND_IN_TOOL]) if self.call_format else None
+            is_call = read is not None and bool(read.tool_calls or read.problems)
+            marker = self.closing.next_roles[-1 if is_call else 0]
+            return self.template.encode_behind(context, self._turn_end.text + self._added_text(marker))
+        if self.closing.token_id is None:
+            if self.tokenizer.eos_token_id is None:
+                raise ModelError("the tokenizer has no end-of-turn id")
+            return [self.tokenizer.eos_token_id]
+        end = self._added_text(self.closing.token_id)
+        before = self._turn_end.text.partition(end)[0]
+        return self.template.encode_behind(context, before + end)
 
     def opened(self, context: Sequence[int]) -> str:
         """What the template has opened at the end of the ids and the next turn goes on with."""
-        if not self._opened or not context:
-            return ""
-        end = text_of(self.tokenizer, context[-len(self.opening) :], skip_special_tokens=False)
-        return self._opened if end.endswith(self._generation) else ""
+        return self._opened if self._opened and self._is_opened(context) else ""
+
+    def _is_opened(self, context: Sequence[int]) -> bool:
+        """Whether a turn begins behind these ids."""
+        if not context:
+            return False
+        end = text_of(self.tokenizer, context[-len(self.opening) - 1 :], skip_special_tokens=False)
+        return end.endswith(self._generation)
+
+    @property
+    def _white_space_before_end(self) -> str:
+        """What the template writes between the text of a turn and its end token (Llama 2)."""
+        text = self._turn_end.text
+        return text[: len(text) - len(text.lstrip())] if self.closing.token_ids else ""
+
+    @cached_property
+    def lead(self) -> str:
+        """White space that the template writes between the opening of a turn and its text, and that a policy
+        which writes as its template does writes itself.
+        """
+        opened = self.template.render([ASKED], opened=True)
+        whole = self.template.render([ASKED, ANSWERED], opened=False)
+        lead = whole[len(opened) :].split(MARK)[0] if whole.startswith(opened) else ""
+        return lead if lead.isspace() else ""
 
     @cached_property
     def _generation(self) -> str:

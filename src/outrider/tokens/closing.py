@@ -14,11 +14,14 @@ class TurnClosing:
     ``token_id`` is the marker (`<|im_end|>`, `<end_of_turn>`) where it is a token of its own; white space
     around it is the template's. ``text`` is what decoding shows of the closing: nothing of a special token;
     all there is where the marker is spelled in ordinary tokens. Neither is there where a template writes
-    white space only, which answers hold too.
+    white space only, which answers hold too. ``next_roles`` are the tokens that begin the next message, for a
+    template that writes nothing else behind an answer (GLM): they end the turn then, and ``token_id`` is the
+    user's.
     """
 
     token_id: int | None
     text: str
+    next_roles: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, end_of_turn: Sequence[int]) -> "TurnClosing":
@@ -27,6 +30,11 @@ class TurnClosing:
         marker = next((i for i in end_of_turn if i in added and str(added[i]).strip()), None)
         closing = list(end_of_turn) if marker is None else [marker]
         return cls(token_id=marker, text=text_of(tokenizer, closing, skip_special_tokens=True).strip())
+
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """Every token that ends a turn."""
+        return frozenset({self.token_id, *self.next_roles} - {None})  # type: ignore[arg-type]
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -44,12 +52,13 @@ class WrittenClosing:
     """The ids that close an assistant message, of which the policy may have written some.
 
     ``num_blank`` of them are blanks before the marker (Llama 2): a policy that has written the marker has
-    closed.
+    closed. ``behind_marker`` are those that follow its first marker; all of them if it has none.
     """
 
     text: str
     ids: tuple[int, ...]
     num_blank: int
+    behind_marker: tuple[int, ...] = ()
 
     def missing(self, previous_ids: Sequence[int]) -> tuple[int, ...]:
         """Those that ``previous_ids`` do not end with."""

@@ -13,6 +13,7 @@ from outrider.errors import ModelError
 from outrider.plugins.names import known_names
 from outrider.tokens.abilities import STAND_IN_TOOL
 from outrider.tokens.chat import ChatRenderer
+from outrider.tokens.template import named_templates
 from outrider.tokens.tokenizer import text_of
 from outrider.tokens.written import Appended, append
 from outrider.types import Message, Role, ToolCall, ToolSchema
@@ -69,7 +70,9 @@ ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheck:
     """What a template cannot do. ``differs``: order -> where a conversation rendered at once has other ids
-    than the appended ones. ``unread``: an example of a call as the template writes it where the form of calls
+    than the appended ones. ``demonstrated``: the same for the turn that a cold start trains on. ``templates``
+    are the names of a tokenizer's templates, ``end`` is the model's own end token if the template has none.
+    ``unread``: an example of a call as the template writes it where the form of calls
     does not read it, and ``readers`` the forms that do.
     """
 
@@ -79,6 +82,9 @@ class LoadCheck:
     readers: tuple[str, ...] = ()
     writes_date: bool = False
     hides_tools: bool = False
+    demonstrated: str = ""
+    templates: tuple[str, ...] = ()
+    end: str = ""
 
     def notes(self) -> list[str]:
         """Lines for a person, each with what to do."""
@@ -87,6 +93,23 @@ class LoadCheck:
             f"({where}): a server that renders it sees other ids than training"
             for order, where in self.differs.items()
         ]
+        if self.templates:
+            for_tools = "tool_use" if "tool_use" in self.templates else "default"
+            others = "default" if "default" in self.templates else "tool_use"
+            lines.append(
+                f"the tokenizer of {self.name} has the chat templates {', '.join(self.templates)}: "
+                f"{for_tools} renders conversations with tools, {others} renders others"
+            )
+        if self.demonstrated:
+            lines.append(
+                f"the chat template of {self.name} renders an answer without thinking differently at once "
+                f"than a cold start trains on it ({self.demonstrated})"
+            )
+        if self.end:
+            lines.append(
+                f"the chat template of {self.name} writes nothing that ends a turn: turns end with "
+                f"{self.end}, which a server that renders a conversation leaves out"
+            )
         if self.unread:
             advice = f": environment.protocol = {self.readers[0]} does" if self.readers else ""
             lines.append(
@@ -129,7 +152,41 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
         readers=tuple(forms_of(renderer)) if unread else (),
         writes_date=_writes_date(renderer),
         hides_tools=uses_tools and not renderer.abilities.shows_tools,
+        demonstrated=_demonstrated(renderer, tools),
+        templates=_template_names(renderer),
+        end=_own_end(renderer),
     )
+
+
+def _demonstrated(renderer: ChatRenderer, tools: Sequence[ToolSchema]) -> str:
+    """Where the ids of a demonstrated answer part from those of the conversation rendered at once."""
+    messages = _conversation([])
+    prompt = renderer.prompt(messages, tools)
+    turn = renderer.turn_ids(_ANSWER.content, prompt, is_closed=False)
+    try:
+        text = renderer.whole_text([*messages, _ANSWER], tools, opened=False)
+    except ModelError as error:
+        return f"at once it is refused: {_reason(error)}"
+    whole = renderer.template.encode(text)
+    ours, theirs = (
+        text_of(renderer.tokenizer, list(ids), skip_special_tokens=False) for ids in ((*prompt, *turn), whole)
+    )
+    if whole[: len(prompt) + len(turn)] == [*prompt, *turn] or theirs.startswith(ours):
+        return ""
+    return _parting(ours, theirs)
+
+
+def _template_names(renderer: ChatRenderer) -> tuple[str, ...]:
+    names = sorted(named_templates(renderer.tokenizer))
+    return tuple(names) if len(names) > 1 and not renderer.template.is_chosen else ()
+
+
+def _own_end(renderer: ChatRenderer) -> str:
+    """The model's own end token, if the template has nothing that ends a turn."""
+    token = renderer.tokenizer.eos_token_id
+    if renderer.closing.token_ids or renderer.closing.stop or token is None:
+        return ""
+    return text_of(renderer.tokenizer, [token], skip_special_tokens=False)
 
 
 def _appended(
@@ -237,6 +294,10 @@ def difference(
     )
     if ours == theirs:  # a token over the seam of two pieces: the policy's own stay as they were sampled
         return ""
+    return _parting(ours, theirs)
+
+
+def _parting(ours: str, theirs: str) -> str:
     at = next(
         (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
         min(len(ours), len(theirs)),

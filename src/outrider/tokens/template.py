@@ -6,6 +6,7 @@ from typing import Any, Final, TypeAlias
 
 from outrider.errors import ModelError
 from outrider.tokens.closing import WrittenClosing
+from outrider.tokens.continuation import Continuation
 from outrider.tokens.tokenizer import Tokenizer
 from outrider.types import ToolSchema
 
@@ -20,12 +21,28 @@ class Template:
     """The chat template of a tokenizer with its variables (``enable_thinking`` …). Raises ModelError for what
     it refuses.
 
+    A tokenizer may have several templates by name; ``chosen`` is the text of one of them (None: the only
+    one), ``with_tools`` marks the one for conversations with tools, and ``is_chosen`` one that the settings
+    name.
+
     Text that spells a special token (a chat marker in a question, a page or a retrieved step) gets a space
     after its first character: only the template writes markers.
     """
 
-    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        variables: Mapping[str, Any],
+        *,
+        chosen: str | None = None,
+        with_tools: bool = False,
+        is_chosen: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.continuation = Continuation(tokenizer)
+        self._chosen = chosen
+        self.with_tools = with_tools
+        self.is_chosen = is_chosen
         self.name = str(getattr(tokenizer, "name_or_path", "") or "the tokenizer")
         self.variables = dict(variables)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -33,11 +50,17 @@ class Template:
             (token for token in special if len(token) > 1), key=lambda token: (-len(token), token)
         )
         self.markers = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
+        added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
+        self._added = added
+        longest_first = sorted(added, key=lambda token: (-len(token), token))
+        self._next_marker = re.compile(rf"\s*({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def render(self, chat: Chat, *, opened: bool, tools: Sequence[ToolSchema] = ()) -> str:
         """The text of a conversation; ``opened``: with the assistant's next turn begun."""
         options: dict[str, Any] = dict(self.variables)
-        if tools:
+        if self._chosen is not None:
+            options["chat_template"] = self._chosen
+        if tools or self.with_tools:  # a template for tools may expect a list
             options["tools"] = [{"type": "function", "function": dict(tool)} for tool in tools]
         try:
             return str(
@@ -73,8 +96,17 @@ class Template:
         return self.markers.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of text that may hold the template's markers."""
+        """Ids of a whole text that may hold the template's markers."""
         return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def encode_behind(self, previous_ids: Sequence[int], text: str) -> list[int]:
+        """Ids of text that stands behind others; see :meth:`Continuation.encode`."""
+        return self.continuation.encode(text, previous_ids)
+
+    def first_marker(self, text: str) -> tuple[str, int] | None:
+        """The text up to the end of the added token that it begins with, blanks aside, and the token's id."""
+        found = self._next_marker.match(text)
+        return (found[0], self._added[found[1]]) if found else None
 
     def closing(self, closed: str, followed: str) -> WrittenClosing:
         """The closing of an answer, the last one or not: some templates write one marker more where a
@@ -97,8 +129,52 @@ class Template:
 
     def written_closing(self, text: str) -> WrittenClosing:
         """A closing with the blanks before its marker counted."""
-        ids = tuple(self.encode(text))
+        ids = tuple(self.encode_behind((), text))
         marker = text.lstrip()
-        behind = tuple(self.encode(marker))
-        has_blanks = self.markers.match(marker) and ids[len(ids) - len(behind) :] == behind
-        return WrittenClosing(text=text, ids=ids, num_blank=len(ids) - len(behind) if has_blanks else 0)
+        behind = tuple(self.encode_behind((), marker))
+        has_blanks = self.first_marker(marker) is not None and ids[len(ids) - len(behind) :] == behind
+        num_blank = len(ids) - len(behind) if has_blanks else 0
+        marker_at = next((n for n, i in enumerate(ids) if i in self._added.values()), -1)
+        return WrittenClosing(text=text, ids=ids, num_blank=num_blank, behind_marker=ids[marker_at + 1 :])
+
+
+def templates_of(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> tuple[Template, Template]:
+    """The templates for conversations without and with tools; one for both unless the tokenizer has several,
+    and unless ``variables`` choose one of these (``chat_template``). Raises ModelError if none is the default
+    one.
+    """
+    named = named_templates(tokenizer)
+    chosen = variables.get("chat_template")
+    if not named or chosen is not None:
+        others = {name: value for name, value in variables.items() if name != "chat_template"}
+        source = named.get(chosen, chosen) if isinstance(chosen, str) else None
+        one = Template(
+            tokenizer,
+            others,
+            chosen=source,
+            with_tools=chosen == "tool_use",
+            is_chosen=source is not None,
+        )
+        return one, one
+    default, for_tools = named.get("default"), named.get("tool_use")
+    if default is None and for_tools is None:
+        name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+        raise ModelError(
+            f"{name} has the chat templates {', '.join(sorted(named))} and no default: name one in "
+            "model.template_kwargs (chat_template)"
+        )
+    plain = for_tools if default is None else default
+    with_tools = plain if for_tools is None else for_tools
+    assert plain is not None and with_tools is not None
+    one = Template(tokenizer, variables, chosen=plain, with_tools=plain is for_tools)
+    if with_tools is plain:
+        return one, one
+    return one, Template(tokenizer, variables, chosen=with_tools, with_tools=True)
+
+
+def named_templates(tokenizer: Tokenizer) -> dict[str, str]:
+    """Name -> text of a tokenizer's templates; empty if it has one without a name."""
+    templates = getattr(tokenizer, "chat_template", None)
+    if isinstance(templates, list | tuple):  # as tokenizer_config.json holds them
+        templates = {str(one["name"]): one["template"] for one in templates}
+    return dict(templates) if isinstance(templates, Mapping) else {}

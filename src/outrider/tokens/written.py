@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from outrider.errors import ModelError
 from outrider.tokens.calls import CALL_FORMATS, CallFormat
 from outrider.tokens.chat import ChatRenderer
-from outrider.tokens.tokenizer import text_of
 from outrider.types import Message, ToolSchema
 
 
@@ -36,7 +35,8 @@ def append(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[
     while rest:
         said = rest.pop(0)
         is_opened = bool(renderer.opened(ids))
-        turn = renderer.template.encode(turn_text(renderer, told, said, tools, is_opened=is_opened))
+        text = turn_text(renderer, told, said, tools, is_opened=is_opened)
+        turn = renderer.template.encode_behind(ids, text)
         read = renderer.parse(turn, context=ids, tools=tools)
         as_read = replace(said, content=read.content, reasoning=read.reasoning, tool_calls=read.tool_calls)
         if [one.name for one in read.tool_calls] != [one.name for one in said.tool_calls]:
@@ -45,7 +45,7 @@ def append(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[
         told.append(as_read)
         num_answers = next((n for n, one in enumerate(rest) if one.role == "assistant"), len(rest))
         answers, rest = rest[:num_answers], rest[num_answers:]
-        ids += renderer.bridge(ids, answers)
+        ids += renderer.with_tools(bool(tools)).bridge(ids, answers)
         told += answers
     return Appended(token_ids=tuple(ids), messages=tuple(told))
 
@@ -80,7 +80,9 @@ def _says(written: str, said: Message) -> bool:
 
 
 def _without_closing(renderer: ChatRenderer, written: str) -> str:
-    end = text_of(renderer.tokenizer, renderer.end_of_turn, skip_special_tokens=False)
+    end = renderer.turn_end_text
+    if not end:
+        return written
     head, found, behind = written.rpartition(end)
     if found and not renderer.template.markers.sub("", behind).strip():
         return head
@@ -91,6 +93,7 @@ def _without_closing(renderer: ChatRenderer, written: str) -> str:
 def _composed(renderer: ChatRenderer, said: Message, *, is_opened: bool) -> str:
     call_format: CallFormat = renderer.call_format or CALL_FORMATS["hermes"]
     thinking = f"{said.reasoning}\n</think>\n\n" if said.reasoning or is_opened else ""
-    begun = "" if is_opened or not thinking else "<think>\n"
+    begun = renderer.lead if not is_opened else ""
+    begun += "<think>\n" if thinking and not is_opened else ""
     calls = call_format.write(said.tool_calls) if said.tool_calls else ""
     return begun + thinking + "\n".join(part for part in (said.content, calls) if part)

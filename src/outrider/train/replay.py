@@ -196,7 +196,9 @@ def _compare_end(
     recorded: Sequence[TraceRow], last: StepResult | None, episode: DirectEpisode, settings: RunSettings
 ) -> Difference | None:
     leaf = recorded[-1]
-    outcome = _ended(leaf, last) if last is not None and last.done else _cut(recorded, last, settings)
+    outcome = (
+        _ended(leaf, last, episode) if last is not None and last.done else _cut(recorded, last, settings)
+    )
     assert leaf.outcome is not None  # what makes it a leaf
     if outcome is not leaf.outcome:
         return Difference(what="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
@@ -206,12 +208,10 @@ def _compare_end(
     return None
 
 
-def _ended(leaf: TraceRow, last: StepResult) -> Outcome:
-    """How the rollout loop names an end that the environment declared: a cut turn that cannot be read was
-    cut, not invalid.
-    """
-    cut = last.invalid and leaf.origin in _SAID and _metadata(leaf).get("finish") == "length"
-    return Outcome.TRUNCATED_TOKENS if cut else outcome_of(last)
+def _ended(leaf: TraceRow, last: StepResult, episode: DirectEpisode) -> Outcome:
+    """How the rollout loop names an end that the environment declared."""
+    cut = leaf.origin in _SAID and _metadata(leaf).get("finish") == "length"
+    return outcome_of(last, is_cut=cut, is_answer=episode.ends_with_answer)
 
 
 def _cut(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:

@@ -285,7 +285,7 @@ def turn_ends(
     closing = ChatRenderer(tokenizer, observations=()).closing  # a base model's EOS is another one
     ends = {
         tokenizer.eos_token_id,
-        closing.token_id,
+        *closing.token_ids,
         *(given if isinstance(given, list) else [given]),
     } - {None}
     if not ends and not closing.stop:

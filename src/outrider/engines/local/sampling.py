@@ -10,7 +10,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from outrider.tokens import Tokenizer, text_of
+from outrider.tokens import Tokenizer
+from outrider.tokens.continuation import Continuation
 
 _PART = "\ufffd"  # what a decoder writes for bytes that are no whole character
 _ROWS = 16  # rows at a time: their float32 values (3 MB at 49,152 entries) stay in the processor's cache
@@ -121,8 +122,9 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int) -> None:
-        self._tokenizer = tokenizer
-        self._pieces = [text_of(tokenizer, [i], skip_special_tokens=False) for i in range(vocabulary_size)]
+        # behind other text: alone, some tokenizers drop a piece's first blank
+        self._text = Continuation(tokenizer).decode
+        self._pieces = [self._text([i]) for i in range(vocabulary_size)]
         self._endings = lru_cache(maxsize=256)(self._compute_endings)
 
     def _compute_endings(self, character: str) -> frozenset[int]:
@@ -138,6 +140,6 @@ class StopStrings:
         # a token holds at least a byte; 4 spare for split characters
         tail = list(token_ids[-(longest + 4) :])
         # the last token may complete it
-        before = text_of(self._tokenizer, tail[:-1], skip_special_tokens=False).rstrip(_PART)
-        after = text_of(self._tokenizer, tail, skip_special_tokens=False)
+        before = self._text(tail[:-1]).rstrip(_PART)
+        after = self._text(tail)
         return any(s in after and after.rfind(s) + len(s) > len(before) for s in candidates)

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.engines.local.processor import read_processor
-from outrider.errors import ConfigError, OutriderError, ToolUnavailable
+from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavailable
 from outrider.printing import say
 from outrider.terminal import Terminal
 from outrider.train.machine.starting_recipe import RECIPE
@@ -68,6 +68,12 @@ def examine_model(name: str) -> int:
     checks = [
         Check(name="model", look=partial(_path, name), advice="docs/models.md", required=True),
         Check(name="tool calls", look=partial(_calls, name), advice="docs/concepts/messages.md"),
+        Check(
+            name="chat template",
+            look=partial(_turns, name),
+            advice="docs/concepts/messages.md",
+            required=True,
+        ),
     ]
     return report(checks, title="outrider doctor --model")
 
@@ -244,6 +250,34 @@ def _calls(name: str) -> str:
     if not written:
         return "the chat template has no place for calls: they stand in the text, in any form of yours"
     return f"no environment.protocol reads calls as the chat template writes them ({written!r}): tags do"
+
+
+def _turns(name: str) -> str:
+    """What loading a run says of the chat template, for each way in which an environment answers."""
+    from transformers import AutoTokenizer
+
+    from outrider.engines.local.model import resolve_model
+    from outrider.tokens import ChatRenderer
+    from outrider.tokens.load_check import check_template, forms_of
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(name))
+    found: list[str] = []
+    refused: list[str] = []
+    for role in ("user", "tool", "inline"):
+        try:
+            form = None
+            if role == "tool":
+                form = next(iter(forms_of(ChatRenderer(tokenizer, observations=("tool",)))), "hermes")
+            renderer = ChatRenderer(tokenizer, call_format=form, observations=(role,))
+            notes = check_template(renderer, (role,)).notes()
+            found.append("; ".join(notes) or "ok")
+        except ModelError as error:
+            refused.append(str(error))
+            found.append(f"refused: {error}")
+    if len(refused) == len(found):
+        raise ModelError(refused[0])
+    kinds = ("answers as user messages", "results of native calls", "results inside the answer")
+    return "\n".join(f"{kind}: {text}" for kind, text in zip(kinds, found, strict=True))
 
 
 def _minilm() -> str:

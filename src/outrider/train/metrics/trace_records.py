@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.tokens import Tokenizer, text_of
+from outrider.tokens import Tokenizer
+from outrider.tokens.continuation import Continuation
 from outrider.trace import Leaf, Node, Trace
 from outrider.train.update.token_record import TokenValues
 from outrider.types import Origin
@@ -30,6 +31,7 @@ def rows_of(
     no leaf is among them, only the rollout's own row has its outcome and its reason.
     """
     found = RecordRows()
+    pieces = Continuation(tokenizer)
     for number, trace in enumerate(traces):
         lost = {
             leaf.rollout: _of_last_try(trace, leaf.rollout)
@@ -50,9 +52,7 @@ def rows_of(
         rows: dict[int, TraceRow] = {}
         for node in trace.nodes:
             if node.node_id in owners:
-                row = _row(
-                    node, trace, owners[node.node_id], leaves.get(node.node_id), tokenizer, values or {}
-                )
+                row = _row(node, trace, owners[node.node_id], leaves.get(node.node_id), pieces, values or {})
                 rows[node.node_id] = replace(row, step=step, trace_id=f"{step}/{number}")
         found.nodes += rows.values()
         for leaf, path in trace.rollouts():
@@ -75,7 +75,7 @@ def _of_last_try(trace: Trace, rollout: int) -> list[Node]:
 
 
 def _row(
-    node: Node, trace: Trace, owner: int, leaf: Leaf | None, tokenizer: Tokenizer, values: NodeValues
+    node: Node, trace: Trace, owner: int, leaf: Leaf | None, pieces: Continuation, values: NodeValues
 ) -> TraceRow:
     seen = values.get((id(node), owner))
     return TraceRow(
@@ -87,7 +87,7 @@ def _row(
         rollout=owner,
         origin=node.origin,
         text=node.message.content,
-        tokens=_pieces(node, tokenizer),
+        tokens=tuple(pieces.decode([one]) for one in node.token_ids) if node.trainable else (),
         logprobs=node.logprobs,
         entropies=node.entropies,
         outcome=leaf.outcome if leaf else None,
@@ -154,11 +154,3 @@ def _of_leaf(leaf: Leaf, trace: Trace) -> dict[str, object]:
     mode = trace.modes[leaf.rollout] if trace.modes else ""
     found = {"mode": mode, "intrinsic": leaf.intrinsic, "remark": leaf.reflection}
     return {name: value for name, value in found.items() if value}
-
-
-def _pieces(node: Node, tokenizer: Tokenizer) -> tuple[str, ...]:
-    return (
-        tuple(text_of(tokenizer, [token], skip_special_tokens=False) for token in node.token_ids)
-        if node.trainable
-        else ()
-    )
