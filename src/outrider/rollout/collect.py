@@ -2,7 +2,6 @@
 training (no ids).
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +11,20 @@ from typing import TypeVar
 
 from outrider.engines.chat.engine import ChatEndpoint
 from outrider.engines.chat.wire import Refusal
-from outrider.environments.base import Environment, EnvironmentFactory, EpisodeResult, StepResult, tools_of
-from outrider.errors import EngineFault, EnvironmentFault, ToolFault
+from outrider.environments.base import (
+    Environment,
+    EnvironmentFactory,
+    StepResult,
+    episode_result,
+    start_episode,
+    take_step,
+    tools_of,
+)
+from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.conversing import asked_of
 from outrider.rollout.endpoint_turns import endpoint_turn
-from outrider.rollout.faults import outcome_of_fault
+from outrider.rollout.faults import invalid_in, outcome_of_fault
 from outrider.rollout.limits import Limits
 from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
 from outrider.rollout.whereabouts import Whereabouts
@@ -160,6 +167,8 @@ class Collector:
         environment = self._timed(self.factory, task)
         try:
             return self._episode(environment, task, rollout, num_retries)
+        except InvalidResult as error:
+            raise invalid_in(environment, task.key, error) from error
         finally:
             self.whereabouts.at(name, "closing its environment")
             close_quietly(environment, timeout_s=self.limits.step_timeout_s)
@@ -176,7 +185,8 @@ class Collector:
 
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
         # By task alone: all rollouts of a task begin in the same state.
-        prompt = tuple(self._timed(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
+        seed = stream_seed(self.run_seed, "collect reset", task.key)
+        prompt = self._timed(start_episode, environment, seed)
         conversation = list(prompt)
         steps: list[Step] = []
         num_tokens = num_tool_calls = 0
@@ -203,7 +213,7 @@ class Collector:
             num_tokens += reply.num_tokens
             turn = self._timed(endpoint_turn, reply, environment)
             self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
-            result: StepResult = self._timed(environment.step, turn.said)
+            result: StepResult = self._timed(take_step, environment, turn.said)
             steps.append(step_of(turn.text, result))
             num_tool_calls += result.num_tool_calls
             if result.done:  # unreadable because it was cut is not the same as wrong, as in the rollout loop
@@ -214,7 +224,7 @@ class Collector:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
                 conversation += [turn.sent, *result.observations]
-        record = self._record(environment)
+        record = self._timed(episode_result, environment)
         name = self.trajectory_id(task, rollout)
         trajectory = Trajectory(
             trajectory_id=name, task_key=task.key, agent=self.endpoint.settings.model, prompt=prompt,
@@ -224,12 +234,6 @@ class Collector:
             trajectory_id=name, outcome=outcome, trajectory=trajectory, success=record.success,
             metrics=dict(record.metrics), num_tool_calls=num_tool_calls, num_retries=num_retries,
         )  # fmt: skip
-
-    def _record(self, environment: Environment) -> EpisodeResult:
-        record: EpisodeResult = self._timed(environment.result)
-        if not math.isfinite(record.episode_return):
-            raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")
-        return record
 
 
 class _FaultStreak:

@@ -9,10 +9,14 @@ from outrider.environments.base import (
     EnvironmentFactory,
     EpisodeResult,
     StepResult,
+    episode_result,
+    start_episode,
+    take_step,
     turn_message,
 )
-from outrider.errors import EnvironmentFault, ToolFault
+from outrider.errors import EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.blocking import timed
+from outrider.rollout.faults import invalid_in
 from outrider.types import Message, Outcome, Step, Task
 
 
@@ -38,14 +42,17 @@ def play_texts(
     """
     environment = timed(factory, task, timeout_s=timeout_s)
     try:
-        prompt = tuple(timed(environment.reset, seed, timeout_s=timeout_s))
+        prompt = timed(start_episode, environment, seed, timeout_s=timeout_s)
         results: list[StepResult] = []
         for text in texts:
-            results.append(timed(environment.step, turn_message(environment, text), timeout_s=timeout_s))
+            said = turn_message(environment, text)
+            results.append(timed(take_step, environment, said, timeout_s=timeout_s))
             if results[-1].done:
                 break
-        record = timed(environment.result, timeout_s=timeout_s)
+        record = timed(episode_result, environment, timeout_s=timeout_s)
         return DirectEpisode(prompt=prompt, results=tuple(results), record=record)
+    except InvalidResult as error:
+        raise invalid_in(environment, task.key, error) from error
     finally:
         close_quietly(environment, timeout_s=timeout_s)
 

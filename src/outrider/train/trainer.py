@@ -9,6 +9,7 @@ from threading import Event
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate
+from outrider.rollout.faults import require_results
 from outrider.rollout.scheduler import Rollouts, Scheduler
 from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
@@ -275,6 +276,7 @@ class Trainer:
         clock = StepClock(elsewhere=parts.elsewhere)
         played = self.source.next()
         report = played.sampled
+        require_results(report.traces, report.faults)
         replayed, mixed = mix_in(parts, report.traces, step=state.step, note=self.progress.note)
         clock.rolled(ahead_s=played.seconds or None)
         if not parts.settings.cluster.in_flight:  # there turns are under way

@@ -20,7 +20,7 @@ from outrider.environments.agent.settings import ProgramConfig
 from outrider.environments.agent.wire import Answer, read_json
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, SampledTurn, ServedTurn, before_stop
-from outrider.errors import EnvironmentFault
+from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult, UnusableReward
 from outrider.tokens.calls import form_named, read_turn
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message, Task, ToolCall
@@ -204,6 +204,8 @@ class AgentEnvironment:
         if isinstance(event, Closed):
             raise EnvironmentFault("the episode was closed")
         if isinstance(event, Ended) and event.reward is None:
+            if event.unusable is not None:
+                raise event.unusable
             if event.is_fault:
                 raise EnvironmentFault(event.problem)
             if self._config.failed_return is None:
@@ -241,9 +243,17 @@ def ended(report: Report) -> Ended:
         return Ended(reward=None, problem=": ".join(words))
     if "error" in found:
         return Ended(reward=None, problem=str(found["error"])[:300])
+    if "unusable" in found:
+        return _unusable(str(found["unusable"])[:300])
     if found.get("value") is None:
         return Ended(reward=None, problem="it ended without a reward")
     try:
         return Ended(reward=read_reward(found["value"]))
-    except ValueError as error:
-        return Ended(reward=None, problem=str(error))
+    except NonFiniteResult as error:
+        return Ended(reward=None, problem=str(error), unusable=NonFiniteResult(f"the agent program: {error}"))
+    except InvalidResult as error:
+        return _unusable(str(error))
+
+
+def _unusable(problem: str) -> Ended:
+    return Ended(reward=None, problem=problem, unusable=UnusableReward(problem))
