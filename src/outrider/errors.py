@@ -42,8 +42,8 @@ class EnvironmentFault(OutriderError):
 
 
 class InvalidResult(OutriderError):
-    """An environment, agent program or reward function returned a value of a type that is no result (text as a
-    reward, a list as a success flag). Its code is wrong, so no retry helps and the run stops.
+    """An environment or a reward function returned a value of a type that is no result (text as a reward, a
+    list as a success flag). Its code is wrong, so no retry helps and the run stops.
     """
 
 
@@ -54,8 +54,8 @@ class NonFiniteResult(EnvironmentFault):
 
 
 class UnusableReward(EnvironmentFault):
-    """An agent program came back with a value that is no reward. The rollout is masked, and the run stops after
-    the step: see :class:`InvalidResult`.
+    """An agent program came back with a value that is no reward. The rollout is masked, and the run stops
+    after the step: see :class:`InvalidResult`.
     """
 
     PREFIX: Final = "the agent program gave no usable reward: "

@@ -97,10 +97,12 @@ class EnvironmentSettings(Settings):
     """Base of the settings of every task family; the rest says what a run asks before anything is built.
 
     ``is_closed_book``: whether the tasks are questions with answers, which can be asked without the
-    environment.
+    environment. ``reports_metrics``: whether the means of the metrics that episodes return are recorded with
+    every step and evaluation; those of single rollouts always are.
     """
 
     is_closed_book: ClassVar[bool] = False
+    reports_metrics: ClassVar[bool] = True
     if TYPE_CHECKING:
         type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
 

@@ -33,7 +33,10 @@ def as_float(value: Any, name: str) -> float:
 
 
 def as_bool(value: Any, name: str) -> bool:
-    """A flag: True and False, 1 and 0, and scalars with these values. Raises InvalidResult for anything else."""
+    """A flag: True and False, 1 and 0, and scalars with these values.
+
+    Raises InvalidResult for anything else, NonFiniteResult for NaN and infinity.
+    """
     if isinstance(value, bool):
         return value
     number = _number(value, name, wanted="neither true nor false")
@@ -57,7 +60,8 @@ def as_count(value: Any, name: str) -> int:
 def as_metrics(value: Any, name: str = "metrics") -> dict[str, float]:
     """Named numbers. A metric that is None is not defined in this episode and is left out.
 
-    Raises InvalidResult for what is no mapping or holds what is no number, NonFiniteResult for NaN and infinity.
+    Raises InvalidResult for what is no mapping or holds what is no number, NonFiniteResult for NaN and
+    infinity.
     """
     if value is None:
         return {}
@@ -68,7 +72,7 @@ def as_metrics(value: Any, name: str = "metrics") -> dict[str, float]:
         if not str(key).strip():
             raise InvalidResult(f"{name} has a metric with an empty name")
         if one is not None:
-            found[str(key)] = as_float(one, f"the metric {str(key)!r}")
+            found[str(key)] = as_float(one, f"the metric {key}")
     return found
 
 

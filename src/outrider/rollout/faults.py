@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, NonFiniteResult, ToolFault, UnusableReward
+from outrider.errors import (
+    EngineFault,
+    EnvironmentFault,
+    InvalidResult,
+    NonFiniteResult,
+    ToolFault,
+    UnusableReward,
+)
 from outrider.trace import Leaf, Trace
 from outrider.types import Outcome
 

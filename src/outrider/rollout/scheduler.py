@@ -40,8 +40,9 @@ class RolloutReport:
 
     ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``,
     ``close``: environments that broke while they were closed, which changes no outcome, and ``non_finite``:
-    rollouts that were lost because of NaN or infinity. ``fault_reasons`` is what each of them said. ``loop_lag_s`` is how late the event loop came back to what was due (99th
-    percentile), where requests go to the engine one by one; a round holds the loop, which waits for it.
+    rollouts that were lost because of NaN or infinity. ``fault_reasons`` is what each of them said.
+    ``loop_lag_s`` is how late the event loop came back to what was due (99th percentile), where requests go
+    to the engine one by one; a round holds the loop, which waits for it.
     """
 
     traces: list[Trace]

@@ -178,6 +178,8 @@ def _check_copy(environment: Environment, task: Task, script: Sequence[str], who
             results == whole.results[middle:],
             f"{task.key}: the original goes another way after it was copied",
         )
-        require(episode_result(environment) == whole.record, f"{task.key}: another record after a copy was made")
+        require(
+            episode_result(environment) == whole.record, f"{task.key}: another record after a copy was made"
+        )
     finally:
         environment.close()

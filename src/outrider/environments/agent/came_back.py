@@ -24,7 +24,9 @@ def as_text(found: Mapping[str, Any]) -> str:
         return json.dumps(found, default=_plain)
     except Exception as error:  # somebody else's object may raise anything
         kind = type(found.get("value")).__name__
-        return json.dumps({"unusable": f"what came back cannot be written as JSON ({kind}): {words_of(error)}"})
+        return json.dumps(
+            {"unusable": f"what came back cannot be written as JSON ({kind}): {words_of(error)}"}
+        )
 
 
 def told(error: BaseException) -> str:

@@ -59,9 +59,7 @@ class GymEnvironment:
             observation, reward, terminated, truncated, info = self._made.step(read.action)
             text = self._written(observation, info)
             success = None if (key := self._config.success_key) is None else info.get(key)
-        return self._record.moved(
-            text, reward, terminated=terminated, truncated=truncated, success=success
-        )
+        return self._record.moved(text, reward, terminated=terminated, truncated=truncated, success=success)
 
     def result(self) -> EpisodeResult:
         """The sum of rewards so far."""
