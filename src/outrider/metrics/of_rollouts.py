@@ -84,7 +84,7 @@ OF_ROLLOUTS: Final[tuple[Metric, ...]] = (
     ),
     *group(
         "environment",
-        ("{name}", "any",
+        ("mean/{name}", "any",
          "mean over rollouts of a metric that the environment or the agent program returns under this name, "
          "such as num_refused_requests",
          "depends on the metric", "the environment's code; the column metrics of the rollouts' records"),

@@ -12,6 +12,7 @@ from outrider.types import Outcome
 
 _EVERY: Final = 10
 """Steps after which the same advice is repeated."""
+_COLD_START: Final = "a cold start (cold_start.num_examples, cold_start.demonstrations)"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,18 +58,17 @@ class Advice:
         num_unclosed = self._num_unclosed(traces)
         if num_unclosed > num / 2:
             return (
-                f"{begin}{num_unclosed} of {num} rollouts ended without a closing tag; a cold start "
-                "(cold_start.num_examples, cold_start.demonstrations) teaches the format"
-                + (f" ({reasons_line(reasons)})" if reasons else "")
+                f"{begin}{num_unclosed} of {num} rollouts ended without a closing tag; {_COLD_START} "
+                "teaches the format" + (f" ({reasons_line(reasons)})" if reasons else "")
             )
         num_invalid = sum(leaf.outcome is Outcome.INVALID for leaf, _ in rollouts)
         if num_invalid > num / 2:
-            return f"{told}; a cold start (cold_start.num_examples, cold_start.demonstrations) teaches the format"
+            return f"{told}; {_COLD_START} teaches the format"
         if sum(count for reason, count in reasons.items() if reason.startswith(CUT)) > num / 2:
             return f"{told}; raise the limit, or teach shorter answers by a cold start"
         return (
-            f"{told} and all rollouts of a group have the same return; train on easier tasks, begin with a cold "
-            "start (cold_start.num_examples), or raise algorithm.group_size"
+            f"{told} and all rollouts of a group have the same return; train on easier tasks, begin with "
+            f"{_COLD_START}, or raise algorithm.group_size"
         )
 
     def _num_unclosed(self, traces: Sequence[Trace]) -> int:
@@ -113,8 +113,8 @@ class Advice:
             )
         if values.get("retrieval/num_no_candidate"):
             return (
-                f"{begin}the buffer held no step for {values['retrieval/num_no_candidate']:.0f} retrievals; look "
-                "at the retrieval's scope, min_similarity and include_terminal, and at the tasks of the buffer "
-                "(outrider buffer stats)"
+                f"{begin}the buffer held no step for {values['retrieval/num_no_candidate']:.0f} retrievals; "
+                "look at the retrieval's scope, min_similarity and include_terminal, and at the tasks of the "
+                "buffer (outrider buffer stats)"
             )
         return f"{begin}no turn drew a retrieval; raise the retrieval's probability"

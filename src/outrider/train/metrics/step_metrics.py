@@ -234,10 +234,10 @@ def environment_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     for name in sorted(values):
         part = key = _part_of_a_name(name)
         number = 1
-        while f"environment/{key}" in means:
+        while f"environment/mean/{key}" in means:
             number += 1
             key = f"{part}_{number}"
-        means[f"environment/{key}"] = fmean(values[name])
+        means[f"environment/mean/{key}"] = fmean(values[name])
     return means
 
 
