@@ -14,7 +14,13 @@ from pydantic import Field
 
 import outrider
 from outrider.algorithms.algorithm import Algorithm
-from outrider.algorithms.base import GroupCredit, ObjectiveSettings, group_advantages, write_credit
+from outrider.algorithms.base import (
+    GroupCredit,
+    ObjectiveSettings,
+    group_advantages,
+    with_values,
+    write_credit,
+)
 from outrider.metrics import Metric
 from outrider.runs import Run
 from outrider.trace import Trace
@@ -70,7 +76,8 @@ class PastBaseline(Algorithm):
         known = self._known.get(trace.task.key, mean)
         weight = self.settings.memory_weight
         shift = weight * (mean - known)  # better than before is good, also where all rollouts are equal
-        advantages.values[:] = np.where(advantages.assigned, advantages.values + shift, 0.0)
+        # with_values sets the flag that the group has a signal, also where all of its returns are equal
+        advantages = with_values(advantages, advantages.values + shift)
         self._known[trace.task.key] = (known + mean) / 2
         write_credit(trace, advantages)
         return GroupCredit(advantages=advantages, measurements={"past_baseline/known": [known]})

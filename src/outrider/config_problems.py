@@ -6,7 +6,7 @@ Places hold the tag of the member of a union, or the name of a section's plug-in
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args, get_origin
+from typing import Any, Final, Literal, Protocol, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -14,6 +14,19 @@ from outrider.near import did_you_mean, near_match
 
 _NO_SECTION = {"model_attributes_type", "model_type", "dict_type"}
 _NO_LIST = {"tuple_type", "list_type"}
+_SAMPLING: Final = (
+    ": rollouts of training are sampled from the policy's own distribution (temperature 1, without top_p, "
+    "top_k and min_p), whose log-probs the update needs; evaluation.temperature is that of evaluations"
+)
+_SCHEDULE: Final = (
+    ": the learning rate is optimizer.learning_rate, constant after a linear warm-up of "
+    "optimizer.warmup_steps; in the cold start it falls linearly to a tenth of cold_start.learning_rate"
+)
+_EXPLAINED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "sampling_temperature"), _SAMPLING),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_schedule"), _SCHEDULE),
+}
+"""Keys of other libraries that have no counterpart, and why."""
 
 
 def problem_line(kind: type[BaseModel], item: Mapping[str, Any]) -> str:
@@ -22,7 +35,7 @@ def problem_line(kind: type[BaseModel], item: Mapping[str, Any]) -> str:
     where, text = ".".join(path), item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "extra_forbidden":
-            text = f"unknown key{_meant(kind, path, sections)}"
+            text = f"unknown key{_EXPLAINED.get(path[-1]) or _meant(kind, path, sections)}"
         case "union_tag_invalid":
             known = [name.strip(" '") for name in item["ctx"]["expected_tags"].split(",")]
             tag = item["ctx"]["tag"]

@@ -1,5 +1,7 @@
 """Errors that a user can act on; every one of them prints as a single line on the command line."""
 
+from typing import Final
+
 
 class OutriderError(Exception):
     """Base of all errors that Outrider raises on purpose."""
@@ -37,6 +39,32 @@ class ToolFault(OutriderError):
 
 class EnvironmentFault(OutriderError):
     """A simulator died or stalled. Retried with a fresh environment, then masked; never a reward."""
+
+
+class InvalidResult(OutriderError):
+    """An environment or a reward function returned a value of a type that is no result (text as a reward, a
+    list as a success flag). Its code is wrong, so no retry helps and the run stops.
+    """
+
+
+class NonFiniteResult(EnvironmentFault):
+    """An environment, agent program or reward function returned NaN or an infinite number. Retried, then
+    masked; the run stops if every rollout of a step ends like this.
+    """
+
+
+class UnusableReward(EnvironmentFault):
+    """An agent program came back with a value that is no reward. The rollout is masked, and the run stops
+    after the step: see :class:`InvalidResult`.
+    """
+
+    PREFIX: Final = "the agent program gave no usable reward: "
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        return f"{self.PREFIX}{self.args[0]}"
 
 
 class EngineFault(OutriderError):

@@ -4,6 +4,9 @@ alike.
 
 import math
 import sys
+from typing import Final
+
+_SAME: Final = 1e-9
 
 
 def one_line(text: str) -> str:
@@ -35,6 +38,20 @@ def score(value: float, low: float = math.nan, high: float = math.nan, *, is_sha
     scale, form = (100.0, ".1f") if is_share else (1.0, ".4g")
     unit = " %" if is_share else ""
     return f"{scale * value:{form}}{unit}{_interval(scale * low, scale * high, form)}"
+
+
+def is_graded(share: float, mean_return: float | None) -> bool:
+    """Whether the mean return says more than the share of solved tasks: they differ."""
+    return mean_return is not None and math.isfinite(mean_return) and abs(mean_return - share) > _SAME
+
+
+def beside_score(share: float, mean_return: float | None) -> str:
+    """The mean return to print behind a share of solved tasks, if it is another number: rewards may be
+    graded, and then a share of 0 % hides what was learned.
+    """
+    if mean_return is None or not is_graded(share, mean_return):
+        return ""
+    return f", mean return {score(mean_return, is_share=False)},"
 
 
 def points(difference: float, low: float = math.nan, high: float = math.nan) -> str:

@@ -94,6 +94,15 @@ class Run:
 
         return read_rollouts(self.path, evaluation_file(number))
 
+    def expert_rollouts(self) -> "pa.Table":
+        """The expert rollouts of the cold start, one per row, as of :meth:`rollouts`. Raises DataError for a
+        run without any on file.
+        """
+        from outrider.watch.rollout_rows import read_rollouts
+        from outrider.watch.step_files import EXPERTS_FILE
+
+        return read_rollouts(self.path, EXPERTS_FILE)
+
     def memory_changes(self, step: int) -> "pa.Table":
         """What a training step brought into memories and took out of them; no row where nothing changed."""
         from outrider.watch.memory_rows import MEMORY, MEMORY_SCHEMA

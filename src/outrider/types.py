@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
 
+from outrider.errors import InvalidResult
+
 Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
 
 Role = Literal["system", "user", "assistant", "tool", "inline"]
@@ -98,6 +100,11 @@ class Message:
     tool_name: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.content, str):
+            kind = type(self.content).__name__
+            raise InvalidResult(f"the content of a message is a value of type {kind}, no text")
+        if type(self.content) is not str:  # a text of NumPy's, a member of an enumeration
+            object.__setattr__(self, "content", str(self.content))
         if not is_text(self.content):
             object.__setattr__(self, "content", self.content.encode("utf-8", "replace").decode("utf-8"))
 

@@ -236,6 +236,17 @@ def credited_returns(trace: Trace) -> list[float | None]:
     ]
 
 
+def with_values(advantages: GroupAdvantages, values: Float64Array) -> GroupAdvantages:
+    """The same rollouts with other advantages ``values`` [N], such as those of a baseline of one's own.
+
+    Rollouts without a return keep 0. ``has_signal`` follows the new values: it is False if all of them are 0.
+    """
+    kept = np.where(advantages.assigned, values, 0.0)
+    has_signal = bool(kept.any())
+    reason = None if has_signal else advantages.reason or "no_spread"
+    return GroupAdvantages(values=kept, assigned=advantages.assigned, has_signal=has_signal, reason=reason)
+
+
 def group_advantages(
     returns: Sequence[float | None] | Float64Array, kind: AdvantageKind, *, std_ddof: Literal[0, 1] = 1
 ) -> GroupAdvantages:

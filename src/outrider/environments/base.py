@@ -1,12 +1,13 @@
 """The environment contract: one task in, messages out, and the environment keeps the record of the return."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from outrider.config import Settings
 from outrider.environments.conversing import OwnConversations
-from outrider.errors import EnvironmentFault, ToolFault
+from outrider.environments.values import as_bool, as_count, as_float, as_metrics, describe
+from outrider.errors import EnvironmentFault, InvalidResult, ToolFault
 from outrider.tokens.calls import form_named, in_form, read_turn
 from outrider.types import Message, Step, Task, ToolSchema
 
@@ -24,6 +25,9 @@ class StepResult:
     marks an action that was read and not done (a door that is not there, a button that the page lacks, a call
     beyond the budget); rewards and outcomes are as for any other. ``truncated`` goes with ``done``: the
     environment's own limit of moves cut the episode.
+
+    Numbers and flags may be of any numeric type, such as a scalar of NumPy or PyTorch: :func:`take_step`
+    converts them.
     """
 
     message: Message | None = None
@@ -60,21 +64,47 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeResult:
-    """The environment's own record: the return of the episode, success, and named metrics (floats)."""
+    """The environment's own record: the return of the episode, success, and named metrics (floats).
+
+    Numbers and flags may be of any numeric type, as in :class:`StepResult`: :func:`episode_result` converts
+    them. A metric that is None is not defined in this episode.
+    """
 
     episode_return: float
     success: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def messages_of(found: object, name: str) -> tuple[Message, ...]:
+    """A sequence of messages as a tuple. Raises InvalidResult for anything else."""
+    if isinstance(found, Message) or not isinstance(found, Iterable) or isinstance(found, str | Mapping):
+        raise InvalidResult(f"{name} is {describe(found)}, no sequence of Message")
+    messages = tuple(found)
+    for one in messages:
+        if not isinstance(one, Message):
+            raise InvalidResult(f"{name} holds {describe(one)}, no Message")
+    return messages
+
+
+def _names(found: object) -> tuple[str, ...]:
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise InvalidResult(f"tools is {describe(found)}, no sequence of names")
+    names = tuple(found)
+    if other := [one for one in names if not isinstance(one, str)]:
+        raise InvalidResult(f"tools holds {describe(other[0])}, no name")
+    return names
+
+
 class EnvironmentSettings(Settings):
     """Base of the settings of every task family; the rest says what a run asks before anything is built.
 
     ``is_closed_book``: whether the tasks are questions with answers, which can be asked without the
-    environment.
+    environment. ``reports_metrics``: whether the means of the metrics that episodes return are recorded with
+    every step and evaluation; those of single rollouts always are.
     """
 
     is_closed_book: ClassVar[bool] = False
+    reports_metrics: ClassVar[bool] = True
     if TYPE_CHECKING:
         type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
 
@@ -213,7 +243,7 @@ def _guarded(environment: Environment, read: Callable[[], _T]) -> _T:
     """Of one rollout, what would end the run."""
     try:
         return read()
-    except (ToolFault, EnvironmentFault):
+    except (ToolFault, EnvironmentFault, InvalidResult):
         raise
     except (Exception, SystemExit) as error:  # a plug-in's code
         kind = type(environment).__name__
@@ -228,6 +258,55 @@ def _read_calls(environment: NativeTools, text: str) -> Message:
         reasoning=turn.reasoning,
         tool_calls=turn.tool_calls,
         problems=turn.problems,
+    )
+
+
+def start_episode(environment: Environment, seed: int) -> tuple[Message, ...]:
+    """Reset the environment; its prompt. Raises InvalidResult for what is no prompt."""
+    messages = messages_of(environment.reset(seed), "what reset returned")
+    if not messages:
+        raise InvalidResult("reset gives no message: the policy would have no prompt")
+    return messages
+
+
+def take_step(environment: Environment, message: Message) -> StepResult:
+    """Act with one policy message; the answer with its numbers and flags in Python's own types.
+
+    Raises InvalidResult for other values and for what is no :class:`StepResult`, NonFiniteResult for a reward
+    that is NaN or infinite.
+    """
+    found = environment.step(message)
+    if not isinstance(found, StepResult):
+        raise InvalidResult(f"what step returned is {describe(found)}, no StepResult")
+    if found.message is not None and not isinstance(found.message, Message):
+        raise InvalidResult(f"message is {describe(found.message)}, no Message")
+    return replace(
+        found,
+        messages=messages_of(found.messages, "messages"),
+        reward=as_float(found.reward, "reward"),
+        done=as_bool(found.done, "done"),
+        invalid=as_bool(found.invalid, "invalid"),
+        refused=as_bool(found.refused, "refused"),
+        truncated=as_bool(found.truncated, "truncated"),
+        num_tool_calls=as_count(found.num_tool_calls, "num_tool_calls"),
+        tools=_names(found.tools),
+    )
+
+
+def episode_result(environment: Environment) -> EpisodeResult:
+    """The record of the episode with its numbers and flags in Python's own types.
+
+    Raises InvalidResult for other values and for what is no :class:`EpisodeResult`, NonFiniteResult for NaN
+    and infinity.
+    """
+    found = environment.result()
+    if not isinstance(found, EpisodeResult):
+        raise InvalidResult(f"what result returned is {describe(found)}, no EpisodeResult")
+    return replace(
+        found,
+        episode_return=as_float(found.episode_return, "episode_return"),
+        success=as_bool(found.success, "success"),
+        metrics=as_metrics(found.metrics),
     )
 
 
@@ -284,7 +363,7 @@ def played_steps(environment: Environment, texts: Sequence[str]) -> tuple[Step, 
     """
     steps: list[Step] = []
     for text in texts:
-        outcome = environment.step(turn_message(environment, text))
+        outcome = take_step(environment, turn_message(environment, text))
         steps.append(Step(text=text, observation=outcome.text, is_terminal=outcome.done))
         if outcome.done:
             break

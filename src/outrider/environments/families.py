@@ -3,9 +3,10 @@
 from typing import Annotated, TypeAlias, cast
 
 from outrider.environments.base import EnvironmentSettings, TaskFamily
+from outrider.errors import DataError
 from outrider.plugins.fields import Section
 from outrider.plugins.registry import build, resolve
-from outrider.types import Role
+from outrider.types import Role, Task
 
 EnvironmentConfig: TypeAlias = Annotated[EnvironmentSettings, Section("environments")]
 """The section ``environment``: that of the family which its ``type`` names."""
@@ -14,6 +15,29 @@ EnvironmentConfig: TypeAlias = Annotated[EnvironmentSettings, Section("environme
 def make_family(config: EnvironmentSettings) -> TaskFamily:
     """The task family of an environment's settings."""
     return cast(TaskFamily, build("environments", config, None))
+
+
+def split_tasks(family: TaskFamily, split: str) -> list[Task]:
+    """The tasks of a split. Raises DataError for a value that is no task, and for two tasks with one key:
+    their groups would draw the same random numbers, and only one of them would be played.
+    """
+    tasks = list(family.tasks(split))
+    where = f"the split {split!r} of the environment {family.name}"
+    places: dict[str, int] = {}
+    for number, task in enumerate(tasks, start=1):
+        if not isinstance(task, Task):
+            raise DataError(f"{where}: task {number} is a value of type {type(task).__name__}, no Task")
+        for name in ("key", "question"):
+            if not isinstance(value := getattr(task, name), str):
+                kind = type(value).__name__
+                raise DataError(f"{where}: {name} of task {number} is {value!r} ({kind}), no text"[:300])
+        if not task.key:
+            raise DataError(f"{where}: task {number} has an empty key")
+        if (first := places.setdefault(task.key, number)) != number:
+            raise DataError(
+                f"{where}: tasks {first} and {number} have the same key {task.key!r}; keys are unique"
+            )
+    return tasks
 
 
 def is_stateful(config: EnvironmentSettings) -> bool:

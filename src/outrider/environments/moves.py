@@ -1,12 +1,11 @@
 """The record of an episode of moves, whose return is the sum of what somebody else's environment gave."""
 
-import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.seeds import SeedSettings
-from outrider.errors import EnvironmentFault
+from outrider.environments.values import as_bool, as_float
 from outrider.types import Message
 
 MAX_EXPERT_TURNS: Final = 10_000
@@ -33,21 +32,31 @@ class MoveRecord:
         return StepResult(message=Message(role="user", content=problem), invalid=True)
 
     def moved(
-        self, text: str, reward: float, *, terminated: bool, truncated: bool = False, success: bool | None
+        self, text: str, reward: Any, *, terminated: Any, truncated: Any = False, success: Any
     ) -> StepResult:
-        """A turn whose action was done. Raises :class:`EnvironmentFault` for a reward that is no number."""
-        if not math.isfinite(reward):
-            raise EnvironmentFault(f"{self.name} gave the reward {reward}")
+        """A turn whose action was done. ``success`` is what the environment says under ``success_key``: None
+        and a missing value are no success.
+
+        Raises InvalidResult for a reward or flag that is none, NonFiniteResult for NaN and infinity.
+        """
+        gained = as_float(reward, f"{self.name} gave the reward {reward}: it")
+        is_over, is_cut = (
+            as_bool(flag, f"{self.name}: {name}")
+            for name, flag in (("terminated", terminated), ("truncated", truncated))
+        )
+        key = self.settings.success_key
+        if key is not None:
+            success = success is not None and as_bool(success, f"{self.name}: {key}")
         self.num_moves += 1
-        self.episode_return += reward
+        self.episode_return += gained
         self.success = success
         # GEM's games say both where the last turn won as well as where it was only the last one.
         limit = self.settings.max_moves
-        cut = not terminated and (truncated or (limit is not None and self.num_moves >= limit))
-        self.done = terminated or cut
+        cut = not is_over and (is_cut or (limit is not None and self.num_moves >= limit))
+        self.done = is_over or cut
         return StepResult(
             message=Message(role="user", content=text or "Nothing is seen."),
-            reward=reward,
+            reward=gained,
             done=self.done,
             truncated=cut,
         )

@@ -79,6 +79,9 @@ OF_ROLLOUTS: Final[tuple[Metric, ...]] = (
          "0, or about one a user message", "model.history_thinking; environments that rewrite the history"),
         ("truncated_fraction", "1", "share of rollouts cut by the token or the turn limit", "below 0.1",
          "raise the limits or shorten retrieved text"),
+        ("num_demonstrations_cut", "rollouts",
+         "demonstrations that a limit cut; only where there are any", "0",
+         "rollout.max_turn_tokens, rollout.max_response_tokens, rollout.max_turns"),
         ("diversity", "1",
          "mean over groups of one minus the mean pairwise cosine similarity of the rollouts' bags of words",
          "falls slowly, never to 0", "entropy collapse; a larger share of hybrid rollouts"),
@@ -99,6 +102,13 @@ OF_ROLLOUTS: Final[tuple[Metric, ...]] = (
         ("num_failed_programs", "programs",
          "programs that ended with an error and were paid `failed_return`", "0 or rare",
          "the program's log"),
+    ),
+    *group(
+        "environment",
+        ("mean/{name}", "any",
+         "mean over rollouts of a metric that the environment or the agent program returns under this name, "
+         "such as num_refused_requests",
+         "depends on the metric", "the environment's code; the column metrics of the rollouts' records"),
     ),
     *group(
         "branch",

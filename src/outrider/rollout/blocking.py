@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
-from outrider.errors import EnvironmentFault, ToolFault
+from outrider.errors import EnvironmentFault, InvalidResult, ToolFault
 from outrider.tools.call_clock import CallClock
 
 ResultT = TypeVar("ResultT")
@@ -18,10 +18,10 @@ _Outcome: TypeAlias = tuple[ResultT, None] | tuple[None, BaseException]
 async def guarded(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
     """Run ``call`` in a thread of its own and wait for at most ``timeout_s`` seconds.
 
-    Raises ToolFault or EnvironmentFault and nothing else; a cancellation always gets through. The thread is a
-    daemon and not one of a pool: a call that hangs can take no place from others (whose wait would then look
-    like slowness) and cannot keep the process alive. Waiting for shared processes is not counted
-    (:mod:`outrider.tools.call_clock`); a call that nobody waits for any more leaves their queues.
+    Raises ToolFault, EnvironmentFault or InvalidResult and nothing else; a cancellation always gets through.
+    The thread is a daemon and not one of a pool: a call that hangs can take no place from others (whose wait
+    would then look like slowness) and cannot keep the process alive. Waiting for shared processes is not
+    counted (:mod:`outrider.tools.call_clock`); a call that nobody waits for any more leaves their queues.
     """
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[_Outcome[ResultT]] = loop.create_future()
@@ -85,7 +85,7 @@ def _called(call: Callable[..., ResultT], *arguments: object) -> _Outcome[Result
 
 def _result_of(outcome: _Outcome[ResultT]) -> ResultT:
     result, error = outcome
-    if isinstance(error, ToolFault | EnvironmentFault):
+    if isinstance(error, ToolFault | EnvironmentFault | InvalidResult):
         raise error
     if error is not None:
         raise EnvironmentFault(f"{type(error).__name__}: {error}") from error

@@ -15,6 +15,8 @@ from outrider.environments.base import (
     Environment,
     EnvironmentFactory,
     StepResult,
+    start_episode,
+    take_step,
     turn_message,
 )
 from outrider.environments.conversing import Conversation, OwnConversations, Refusal
@@ -58,7 +60,7 @@ class Fork:
         """
         if self.environment is not None:
             return
-        messages = await guarded(environment.reset, reset_seed, timeout_s=timeout_s)
+        messages = await guarded(start_episode, environment, reset_seed, timeout_s=timeout_s)
         messages = await self._refuse_again(environment, 0, timeout_s=timeout_s) or messages
         if prompt_text(messages) != self.prompt:
             raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
@@ -67,7 +69,7 @@ class Fork:
                 _require_same(environment, self.exchanges[number].asked)
                 environment.sampled(self.exchanges[number].sampled)
             said = turn_message(environment, action)
-            result = await guarded(environment.step, said, timeout_s=timeout_s)
+            result = await guarded(take_step, environment, said, timeout_s=timeout_s)
             if other := _differences(result, expected):
                 raise EnvironmentFault(
                     f"a replayed prefix was answered differently ({other}): "

@@ -2,7 +2,6 @@
 training (no ids).
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,18 +14,20 @@ from outrider.engines.chat.wire import Refusal
 from outrider.environments.base import (
     Environment,
     EnvironmentFactory,
-    EpisodeResult,
     StepResult,
+    episode_result,
     is_answer,
+    start_episode,
+    take_step,
     tools_of,
 )
 from outrider.environments.conversing import OwnConversations
 from outrider.environments.conversing import Refusal as ProgramRefusal
-from outrider.errors import EngineFault, EnvironmentFault, ToolFault
+from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.conversing import asked_of
 from outrider.rollout.endpoint_turns import endpoint_turn
-from outrider.rollout.faults import outcome_of_fault
+from outrider.rollout.faults import invalid_in, outcome_of_fault
 from outrider.rollout.limits import Limits
 from outrider.rollout.scripted_play import close_quietly, outcome_of, step_of
 from outrider.rollout.whereabouts import Whereabouts
@@ -171,6 +172,8 @@ class Collector:
         environment = self._timed(self.factory, task)
         try:
             return self._episode(environment, task, rollout, num_retries)
+        except InvalidResult as error:
+            raise invalid_in(environment, task.key, error) from error
         finally:
             self.whereabouts.at(name, "closing its environment")
             close_quietly(environment, timeout_s=self.limits.step_timeout_s)
@@ -187,7 +190,8 @@ class Collector:
 
     def _episode(self, environment: Environment, task: Task, rollout: int, num_retries: int) -> Collected:
         # By task alone: all rollouts of a task begin in the same state.
-        prompt = tuple(self._timed(environment.reset, stream_seed(self.run_seed, "collect reset", task.key)))
+        seed = stream_seed(self.run_seed, "collect reset", task.key)
+        prompt = self._timed(start_episode, environment, seed)
         conversation = list(prompt)
         steps: list[Step] = []
         num_tokens = num_tool_calls = num_refused = 0
@@ -224,7 +228,7 @@ class Collector:
             num_tokens += reply.num_tokens
             turn = self._timed(endpoint_turn, reply, environment)
             self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
-            result: StepResult = self._timed(environment.step, turn.said)
+            result: StepResult = self._timed(take_step, environment, turn.said)
             steps.append(step_of(turn.text, result))
             num_tool_calls += result.num_tool_calls
             if result.done:
@@ -235,7 +239,7 @@ class Collector:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:
                 conversation += [turn.sent, *result.observations]
-        record = self._record(environment)
+        record = self._timed(episode_result, environment)
         name = self.trajectory_id(task, rollout)
         trajectory = Trajectory(
             trajectory_id=name, task_key=task.key, agent=self.endpoint.settings.model, prompt=prompt,
@@ -259,12 +263,6 @@ class Collector:
         if result is None:
             return Outcome.TRUNCATED_TOKENS
         return outcome_of(result) if result.done else None
-
-    def _record(self, environment: Environment) -> EpisodeResult:
-        record: EpisodeResult = self._timed(environment.result)
-        if not math.isfinite(record.episode_return):
-            raise EnvironmentFault(f"the environment recorded a return of {record.episode_return}")
-        return record
 
 
 class _FaultStreak:

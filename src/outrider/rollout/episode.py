@@ -1,6 +1,5 @@
 """One episode as a coroutine: prompt, then turns of policy and environment, until exactly one outcome."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -10,8 +9,11 @@ from outrider.environments.base import (
     Environment,
     EpisodeResult,
     StepResult,
+    episode_result,
     is_answer,
     recorded_turn,
+    start_episode,
+    take_step,
     turn_message,
 )
 from outrider.environments.conversing import Conversation, OwnConversations, Refusal, SampledTurn
@@ -112,10 +114,7 @@ class EpisodeRunner:
     async def _leaf(self, state: EpisodeState, outcome: Outcome) -> Leaf:
         """What the environment says of an episode that has ended."""
         self._at(state, "the environment's result")
-        result = await self._guarded(state.environment.result)
-        # A fault and no number: NaN would pass for a rollout that nobody could score.
-        if not math.isfinite(result.episode_return):
-            raise EnvironmentFault(f"the environment recorded a return of {result.episode_return}")
+        result = await self._guarded(episode_result, state.environment)
         reflection, num_reflection_tokens = await self._reflect(state, result)
         return Leaf(
             node_id=state.last_node.node_id,
@@ -141,7 +140,7 @@ class EpisodeRunner:
         """
         seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
-            messages = await self._guarded(environment.reset, seed)
+            messages = await self._guarded(start_episode, environment, seed)
             ids, messages = await self._opening(environment, messages, refusals)
             return _root(trace, ids, messages), tuple(messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
@@ -297,9 +296,8 @@ class EpisodeRunner:
 
     async def _act(self, state: EpisodeState, action: str) -> StepResult:
         self._at(state, "an environment's step")
-        result = await self._guarded(state.environment.step, turn_message(state.environment, action))
-        if not math.isfinite(result.reward):
-            raise EnvironmentFault(f"the environment gave a step reward of {result.reward}")
+        said = turn_message(state.environment, action)
+        result = await self._guarded(take_step, state.environment, said)
         state.actions.append(action)
         state.results.append(result)
         return result

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
+from outrider.rollout.faults import require_results
 from outrider.rollout.scheduler import Rollouts
 from outrider.seeding import stream
 from outrider.trace import Trace
@@ -79,9 +80,10 @@ def evaluate(
     stream_step: int = -1,
 ) -> tuple[Evaluation, list[Trace]]:
     """Play the panel. The random streams depend on task, sample and ``stream_step`` only, so two checkpoints
-    face the same draws.
+    face the same draws. Raises InvalidResult if rewards are no numbers.
     """
     report = rollouts.run(tasks, modes=(mode,) * num_samples, training_step=stream_step)
+    require_results(report.traces, report.faults)
     leaves = [
         [leaf for leaf, _ in trace.rollouts() if leaf.episode_return is not None] for trace in report.traces
     ]

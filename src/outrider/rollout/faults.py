@@ -3,14 +3,23 @@ repair them.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from outrider.errors import EngineFault, EnvironmentFault, ToolFault
+from outrider.errors import (
+    EngineFault,
+    EnvironmentFault,
+    InvalidResult,
+    NonFiniteResult,
+    ToolFault,
+    UnusableReward,
+)
 from outrider.trace import Leaf, Trace
 from outrider.types import Outcome
 
 _MAX_CHARS = 300
+NON_FINITE: Final = "non_finite"
 
 Fault = ToolFault | EnvironmentFault | EngineFault
 
@@ -20,6 +29,12 @@ def outcome_of_fault(fault: Fault) -> Outcome:
     if isinstance(fault, ToolFault):
         return Outcome.TOOL_FAULT
     return Outcome.ENVIRONMENT_FAULT if isinstance(fault, EnvironmentFault) else Outcome.ENGINE_FAULT
+
+
+def invalid_in(environment: object, task_key: str, error: InvalidResult) -> InvalidResult:
+    """The error with the environment and the task that it came from."""
+    kind = type(environment)
+    return InvalidResult(f"the environment {kind.__module__}.{kind.__qualname__}, task {task_key}: {error}")
 
 
 def lost(rollout: int, outcome: Outcome, detail: str) -> Leaf:
@@ -34,8 +49,8 @@ def given_up(rollout: int) -> Leaf:
 
 @dataclass(slots=True)
 class FaultLog:
-    """``counts`` holds every fault by its outcome, ``retries``, and ``close``: environments that broke while
-    they were closed.
+    """``counts`` holds every fault by its outcome, ``retries``, ``close``: environments that broke while they
+    were closed, and ``non_finite``: rollouts that were lost because of NaN or infinity.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -47,6 +62,11 @@ class FaultLog:
         self.counts[outcome.value] += 1
         self._reasons[group, rollout, attempt] = f"{outcome.value} in {task_key}, rollout {rollout}: {fault}"
         return outcome
+
+    def add_lost(self, fault: Fault) -> None:
+        """Count a rollout that no retry mended, if its result was not finite."""
+        if isinstance(fault, NonFiniteResult):
+            self.counts[NON_FINITE] += 1
 
     def add_close(self, fault: Fault) -> None:
         """Count an environment that could not be closed, which changes no outcome."""
@@ -72,3 +92,15 @@ def lost_reasons(traces: Sequence[Trace]) -> list[str]:
     """Why rollouts were lost for good, in the order of tasks and rollouts."""
     leaves = [(trace.task.key, leaf) for trace in traces for leaf, _ in trace.rollouts()]
     return [f"{key}: {leaf.detail}" for key, leaf in leaves if leaf.outcome.is_fault]
+
+
+def require_results(traces: Sequence[Trace], counts: Mapping[str, int]) -> None:
+    """Raises InvalidResult if an agent program came back with what is no reward, or if every rollout was lost
+    because its result was NaN or infinite: the code that computes rewards is wrong.
+    """
+    reasons = lost_reasons(traces)
+    if unusable := [one for one in reasons if UnusableReward.PREFIX in one]:
+        raise InvalidResult(f"task {unusable[0]}")
+    num = sum(len(trace.leaves) for trace in traces)
+    if num and counts.get(NON_FINITE, 0) == num:
+        raise InvalidResult(f"no rollout has a finite result: task {fault_line(reasons)}")

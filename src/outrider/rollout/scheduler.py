@@ -12,13 +12,13 @@ from typing import Protocol, cast
 
 from outrider.engines.base import Engine
 from outrider.environments.base import Environment, EnvironmentFactory, RoundAware
-from outrider.errors import EngineFault, EnvironmentFault, ToolFault
+from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Brancher, Copies, Fork, Owe, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Sampling
 from outrider.rollout.event_loop import run_to_end
-from outrider.rollout.faults import FaultLog, given_up, lost
+from outrider.rollout.faults import FaultLog, given_up, invalid_in, lost
 from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
 from outrider.rollout.limits import Limits
@@ -38,10 +38,11 @@ Modes = Sequence[str] | Callable[[int], Sequence[str]]
 class RolloutReport:
     """The groups in the order asked, and what was counted on the way.
 
-    ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``, and
-    ``close``: environments that broke while they were closed, which changes no outcome. ``fault_reasons`` is
-    what each of them said. ``loop_lag_s`` is how late the event loop came back to what was due (99th
-    percentile), where requests go to the engine one by one; a round holds the loop, which waits for it.
+    ``faults`` counts every fault by its outcome, also those that a retry made good, ``retries``,
+    ``close``: environments that broke while they were closed, which changes no outcome, and ``non_finite``:
+    rollouts that were lost because of NaN or infinity. ``fault_reasons`` is what each of them said.
+    ``loop_lag_s`` is how late the event loop came back to what was due (99th percentile), where requests go
+    to the engine one by one; a round holds the loop, which waits for it.
     """
 
     traces: list[Trace]
@@ -190,12 +191,15 @@ class Scheduler:
                     fork=fork,
                     is_late=is_late,
                 )
+            except InvalidResult as error:
+                raise invalid_in(environment, trace.task.key, error) from error
             # Nothing else is tried again: any other exception is a defect of code, not of infrastructure.
             except (ToolFault, EnvironmentFault, EngineFault) as fault:
                 outcome = faults.add(
                     fault, group=owed.group, rollout=rollout, attempt=attempt, task_key=trace.task.key
                 )
                 if attempt == self.max_retries:
+                    faults.add_lost(fault)
                     return lost(rollout, outcome, str(fault))
                 faults.counts["retries"] += 1
             finally:

@@ -9,12 +9,16 @@ from outrider.environments.base import (
     EnvironmentFactory,
     EpisodeResult,
     StepResult,
+    episode_result,
     is_answer,
     recorded_turn,
+    start_episode,
+    take_step,
     turn_message,
 )
-from outrider.errors import EnvironmentFault, ToolFault
+from outrider.errors import EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.blocking import timed
+from outrider.rollout.faults import invalid_in
 from outrider.types import Message, Outcome, Step, Task
 
 
@@ -44,17 +48,19 @@ def play_texts(
     """
     environment = timed(factory, task, timeout_s=timeout_s)
     try:
-        prompt = tuple(timed(environment.reset, seed, timeout_s=timeout_s))
+        prompt = timed(start_episode, environment, seed, timeout_s=timeout_s)
         results: list[StepResult] = []
         answers = False
         for text in texts:
             said = turn_message(environment, recorded_turn(environment, text))
             answers = is_answer(environment, said)
-            results.append(timed(environment.step, said, timeout_s=timeout_s))
+            results.append(timed(take_step, environment, said, timeout_s=timeout_s))
             if results[-1].done:
                 break
-        record = timed(environment.result, timeout_s=timeout_s)
+        record = timed(episode_result, environment, timeout_s=timeout_s)
         return DirectEpisode(prompt=prompt, results=tuple(results), record=record, ends_with_answer=answers)
+    except InvalidResult as error:
+        raise invalid_in(environment, task.key, error) from error
     finally:
         close_quietly(environment, timeout_s=timeout_s)
 

@@ -3,7 +3,8 @@
 import copy
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,12 +26,19 @@ _RETURNS: tuple[tuple[float | None, ...], ...] = (
 )
 
 
-def check_algorithm(algorithm: Algorithm | Callable[[], Algorithm], *, num_steps: int = 2) -> None:
+def check_algorithm(
+    algorithm: Algorithm | Callable[[], Algorithm],
+    *,
+    num_steps: int = 2,
+    without_effect: Sequence[str] = (),
+) -> None:
     """Give an algorithm the groups of a few steps, made up, with faults and without spread.
 
     ``algorithm`` is one that has seen nothing, or what makes one. Checked: modes that depend on step and
-    group alone; credit that is finite, the same every time, and only on what an update may train on; nothing
-    for a rollout that a fault ended; measurements under declared names; a memory that is the same after a
+    group alone; credit that is finite, the same every time, and only on what an update may train on; a flag
+    of signal that agrees with the advantages; nothing for a rollout that a fault ended; numbers among its own
+    settings that change some advantage, if it changes nothing but advantages (``without_effect`` names those
+    that may have none); measurements under declared names; a memory that is the same after a
     checkpoint; hooks whose copies in other processes are what they are, where they can have any
     (:class:`outrider.rollout.hooks.Portable`).
     """
@@ -51,6 +59,7 @@ def check_algorithm(algorithm: Algorithm | Callable[[], Algorithm], *, num_steps
         for trace, credit in zip(groups, found, strict=True):
             _check_credit(trace, credit)
         require(_written(groups) == _written(same), f"step {step}: other credit for the same groups")
+    _check_effects(one, without_effect)
     if one.remembers:
         _check_memory(one, make(), num_steps)
     check_copies(one.hooks, make().hooks, _step(one, num_steps))
@@ -79,8 +88,12 @@ def _step(algorithm: Algorithm, step: int) -> list[Trace]:
     return groups
 
 
-def group_of(returns: Sequence[float | None], *, key: str, modes: Sequence[str]) -> Trace:
-    """A group of rollouts of two turns with these returns; None: a fault ended it."""
+def group_of(
+    returns: Sequence[float | None], *, key: str, modes: Sequence[str], num_turns: Sequence[int] = ()
+) -> Trace:
+    """A group of rollouts of two turns with these returns; None: a fault ended it. ``num_turns`` gives every
+    rollout its own number of turns.
+    """
     trace = Trace(task=Task(key=key, question="?"), modes=modes)
     root = trace.append(
         parent=None,
@@ -90,7 +103,7 @@ def group_of(returns: Sequence[float | None], *, key: str, modes: Sequence[str])
     )
     for rollout, value in enumerate(returns):
         last = root
-        for turn in range(2):
+        for turn in range(num_turns[rollout] if num_turns else 2):
             ids = tuple(5 + (rollout + turn + i) % 4 for i in range(2 + rollout % 3))
             said = Message(role="assistant", content=f"turn {turn} of {rollout}")
             logprobs = tuple(-0.5 - 0.1 * i for i in range(len(ids)))
@@ -129,6 +142,7 @@ def _check_credit(trace: Trace, credit: GroupCredit) -> None:
         f"{key}: {len(values)} advantages for {len(trace.leaves)} rollouts",
     )
     require(bool(np.isfinite(values).all()), f"{key}: an advantage is not finite: {values.tolist()}")
+    _check_flag(trace, credit)
     for leaf, path in trace.rollouts():
         if leaf.episode_return is None:
             require(
@@ -150,6 +164,84 @@ def _check_credit(trace: Trace, credit: GroupCredit) -> None:
         except UndeclaredMetric as error:
             raise AssertionError(f"{error}: declare it in the class's metrics") from error
         require_finite({f"{name}[{i}]": float(value) for i, value in enumerate(measured)}, key)
+
+
+def _check_flag(trace: Trace, credit: GroupCredit) -> None:
+    """``has_signal`` says what the advantages say: metrics and dynamic sampling count groups by it."""
+    key, advantages = trace.task.key, credit.advantages
+    values = np.asarray(advantages.values)
+    require(
+        advantages.has_signal or not values.any(),
+        f"{key}: advantages are {values.tolist()}, and has_signal is False (reason {advantages.reason!r}): "
+        "outrider.algorithms.base.with_values sets both",
+    )
+    credited = any(
+        any(node.credit or ()) or any(any(share.credit) for share in (node.shares or {}).values())
+        for node in trace.nodes
+    )
+    require(
+        not advantages.has_signal or values.any() or credited,
+        f"{key}: every advantage is 0, and has_signal is True",
+    )
+
+
+_OTHER_PARTS: Final = ("modes_of", "choose_tasks", "augment", "token_loss", "measure")
+_FACTORS: Final = (0.0, 0.5, 2.0, 10.0)
+
+
+def _check_effects(one: Any, without_effect: Sequence[str]) -> None:
+    """A number among the settings that a class adds changes some advantage. Only for a class that has no
+    other place where it could have an effect, and that is made from its settings alone.
+    """
+    settings = getattr(one, "settings", None)
+    if not isinstance(settings, ObjectiveSettings) or one.hooks:
+        return
+    if any(getattr(type(one), name) is not getattr(Algorithm, name) for name in _OTHER_PARTS):
+        return
+    if type(settings).token_loss is not ObjectiveSettings.token_loss:
+        return
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        is_own = name not in ObjectiveSettings.model_fields and name not in without_effect
+        if not is_own or isinstance(value, bool) or not isinstance(value, float):
+            continue
+        others = _others(type(settings), settings, name, value)
+        try:
+            known, found = (
+                _of_effects(type(one)(settings)),
+                [_of_effects(type(one)(other)) for other in others],
+            )
+        except Exception:  # it is made of more than its settings
+            return
+        require(
+            not found or any(other != known for other in found),
+            f"the setting {name} changes no advantage, whatever its value is (check_algorithm(..., "
+            f"without_effect=[{name!r}]) if that is meant)",
+        )
+
+
+def _others(kind: type[Any], settings: Any, name: str, value: float) -> list[Any]:
+    """The settings with other values of one number, as far as they are valid."""
+    found = []
+    for other in {*(value * factor for factor in _FACTORS), 0.0, 1.0, 0.1, 100.0} - {value}:
+        with suppress(ValueError):
+            found.append(kind.model_validate({**settings.model_dump(), name: other}))
+    return found
+
+
+def _of_effects(algorithm: Any) -> list[Any]:
+    """What is written for groups whose returns, turns, tokens and step rewards differ, over some steps."""
+    found: list[Any] = []
+    for step in range(4):
+        modes = tuple(algorithm.modes_of(step, 0))
+        returns = [((3 * rollout + 2 * step) % 5) / 4 - 0.25 * (step == 2) for rollout in range(len(modes))]
+        turns = [1 + (rollout + step) % 3 for rollout in range(len(modes))]
+        varied = group_of(returns, key="effects", modes=modes, num_turns=turns)
+        equal = group_of([step / 4] * len(modes), key="equal", modes=modes, num_turns=turns)
+        groups = [varied, equal]
+        _credit(algorithm, groups)
+        found.append(_written(groups))
+    return found
 
 
 def _written(groups: Sequence[Trace]) -> list[Any]:

@@ -10,10 +10,13 @@ from outrider.environments.base import (
     Environment,
     StepResult,
     TaskFamily,
+    episode_result,
+    start_episode,
+    take_step,
     turn_message,
 )
-from outrider.errors import DataError
-from outrider.testing.common import GARBAGE, require, require_finite, require_picklable, settings_inside
+from outrider.errors import DataError, InvalidResult, NonFiniteResult
+from outrider.testing.common import GARBAGE, require, require_picklable, settings_inside
 from outrider.types import Message, Task
 
 
@@ -110,15 +113,17 @@ def _check_episode(factory: Callable[[Task], Environment], task: Task, script: S
 
 def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _Played:
     try:
-        prompt = tuple(environment.reset(seed))
-        require(prompt, "reset gives no message: the policy would have no prompt")
+        try:
+            prompt = start_episode(environment, seed)
+        except InvalidResult as error:
+            raise AssertionError(str(error)) from error
         _require_record(environment, "before the first step")
         results: list[StepResult] = []
         for text in script:
             results.append(_step(environment, text))
             if results[-1].done:
                 break
-        return _Played(prompt, results, environment.result())
+        return _Played(prompt, results, episode_result(environment))
     finally:
         environment.close()
         environment.close()
@@ -126,27 +131,28 @@ def _play(environment: Environment, script: Sequence[str], *, seed: int) -> _Pla
 
 def _step(environment: Environment, text: str) -> StepResult:
     try:
-        found = environment.step(turn_message(environment, text))
+        found = take_step(environment, turn_message(environment, text))
+    except (InvalidResult, NonFiniteResult) as error:
+        raise AssertionError(f"step after {text[:40]!r}: {error}") from error
     except Exception as error:
         raise AssertionError(f"step raises for {text[:40]!r}: {type(error).__name__}: {error}") from error
-    require(isinstance(found, StepResult), f"step gives {found!r}, no StepResult")
     require(
         found.observations or found.done,
         f"no message after {text[:40]!r}, and the episode goes on",
     )
     require(found.done or not found.truncated, "truncated without done")
-    require_finite({"reward": found.reward}, f"step after {text[:40]!r}")
     _require_record(environment, f"after {text[:40]!r}")
     return found
 
 
 def _require_record(environment: Environment, when: str) -> None:
     try:
-        record = environment.result()
+        record = episode_result(environment)
+    except (InvalidResult, NonFiniteResult) as error:
+        raise AssertionError(f"result {when}: {error}") from error
     except Exception as error:
         raise AssertionError(f"result raises {when}: {type(error).__name__}: {error}") from error
-    require_finite({"episode_return": record.episode_return, **record.metrics}, f"result {when}")
-    require(record == environment.result(), f"result {when} is another one when it is asked for again")
+    require(record == episode_result(environment), f"result {when} is another one when it is asked for again")
 
 
 def _check_copy(environment: Environment, task: Task, script: Sequence[str], whole: _Played) -> None:
@@ -158,11 +164,11 @@ def _check_copy(environment: Environment, task: Task, script: Sequence[str], who
         middle = len(whole.results) // 2
         for text in script[:middle]:
             _step(environment, text)
-        record, twin = environment.result(), environment.copy()
-        require(twin.result() == record, f"{task.key}: a copy has another record")
+        record, twin = episode_result(environment), environment.copy()
+        require(episode_result(twin) == record, f"{task.key}: a copy has another record")
         _step(twin, "something else")
         require(
-            environment.result() == record,
+            episode_result(environment) == record,
             f"{task.key}: what a copy does changes the record of the original",
         )
         twin.close()
@@ -172,6 +178,8 @@ def _check_copy(environment: Environment, task: Task, script: Sequence[str], who
             results == whole.results[middle:],
             f"{task.key}: the original goes another way after it was copied",
         )
-        require(environment.result() == whole.record, f"{task.key}: another record after a copy was made")
+        require(
+            episode_result(environment) == whole.record, f"{task.key}: another record after a copy was made"
+        )
     finally:
         environment.close()

@@ -24,18 +24,21 @@ from outrider.printing import score
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import Evaluation, evaluate, interval
 from outrider.rollout.faults import fault_line, lost_reasons
+from outrider.rollout.outcome_reasons import require_room
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.terminal import Terminal
 from outrider.trace import Leaf, Trace
 from outrider.train.building import build
 from outrider.train.components import Components, token_counter
+from outrider.train.evaluation_record import evaluation_metrics
 from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.step_files import RecordFiles
 from outrider.types import Task
 from outrider.watch.progress import SET_UP, Progress, make_progress
 from outrider.watch.token_meter import TokenMeter
+from outrider.watch.trackers import make_trackers
 from outrider.watch.watchdog import WatchedProgress
 
 
@@ -116,6 +119,8 @@ class Adaptation:
             mode=TIPS_ON,
             stream_step=-1 - trial,
         )
+        for line in require_room(traces, context_length=self.parts.engine.context_length):
+            self.display.note(f"{label}: {line}")
         if evaluation.num_retries:
             self.display.note(f"{label}: {evaluation.num_retries} tries were repeated after a fault")
         if lost := lost_reasons(traces):
@@ -170,6 +175,9 @@ def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabou
     )
 
     files = RecordFiles.of(run.path)
+    trackers = make_trackers(
+        settings.trackers, run_dir=run.path, config=settings.model_dump(mode="json"), warn=display.note
+    )
 
     def record(trial: Trial) -> None:
         evaluation = trial.so_far
@@ -183,6 +191,7 @@ def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabou
         )
         solved = score(evaluation.score, evaluation.ci_low, evaluation.ci_high)
         returned = score(evaluation.mean_return, is_share=False)
+        trackers.log(trial.number, evaluation_metrics(evaluation))
         counts = (str(evaluation.num_tasks), str(evaluation.num_faults))
         table.add_row(evaluation.label, Text(solved), returned, *counts)
 
@@ -191,6 +200,7 @@ def _play(run: RunDirectory, settings: RunSettings, display: Progress, whereabou
     try:
         adaptation.run(on_trial=record)
     finally:
+        trackers.close()
         parts.factory.close()
     return table
 

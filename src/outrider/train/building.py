@@ -14,7 +14,7 @@ from outrider.algorithms.context import AlgorithmContext
 from outrider.engines.base import Engine
 from outrider.engines.local.model import LanguageModel
 from outrider.environments.base import TaskFamily
-from outrider.environments.families import make_family
+from outrider.environments.families import make_family, split_tasks
 from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import ConfigError, DataError
 from outrider.memory.embedder import load_embedder
@@ -141,7 +141,7 @@ def _read_tasks(settings: RunSettings, *, resumed: bool) -> _Tasks:
 def _train_tasks(family: TaskFamily, settings: RunSettings) -> Sequence[Task]:
     """None where nothing is trained. Raises DataError where they do not fill a step."""
     num_steps, size = settings.train.num_steps, settings.train.tasks_per_step
-    tasks = family.tasks("train") if num_steps or settings.cold_start.num_examples else ()
+    tasks = split_tasks(family, "train") if num_steps or settings.cold_start.num_examples else ()
     if num_steps and len(tasks) < size:
         raise DataError(f"{len(tasks)} training tasks are fewer than train.tasks_per_step = {size}")
     if num_steps:
@@ -153,7 +153,7 @@ def held_out_panel(family: TaskFamily, settings: EvaluationSettings) -> Sequence
     """The first ``num_tasks`` of the split. Raises DataError where they are not the panel that the recipe
     names.
     """
-    tasks = family.tasks(settings.split)[: settings.num_tasks]
+    tasks = split_tasks(family, settings.split)[: settings.num_tasks]
     found = panel_hash(tasks)
     if settings.panel is not None and found != settings.panel:
         raise DataError(

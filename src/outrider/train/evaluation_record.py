@@ -4,12 +4,25 @@ from collections.abc import Sequence
 
 from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import EnvironmentFault
-from outrider.printing import score
+from outrider.printing import beside_score, score
 from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.paired import gain_over_start
 from outrider.trace import Trace
+from outrider.train.metrics.step_metrics import environment_metrics
 from outrider.train.state.run_state import RunState
+
+
+def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """The numbers of an evaluation under their declared names."""
+    return {
+        "eval/score": evaluation.score,
+        "eval/ci_low": evaluation.ci_low,
+        "eval/ci_high": evaluation.ci_high,
+        "eval/mean_return": evaluation.mean_return,
+        "eval/num_tasks": float(evaluation.num_tasks),
+        "eval/num_faults": float(evaluation.num_faults),
+    }
 
 
 def record_evaluation(
@@ -24,14 +37,9 @@ def record_evaluation(
         raise EnvironmentFault(
             f"the evaluation {label!r} has no result, every rollout was lost to a fault: {fault_line(lost)}"
         )
-    values = {
-        "eval/score": evaluation.score,
-        "eval/ci_low": evaluation.ci_low,
-        "eval/ci_high": evaluation.ci_high,
-        "eval/num_tasks": float(evaluation.num_tasks),
-        "eval/num_faults": float(evaluation.num_faults),
-        "time/evaluation": seconds,
-    }
+    values = evaluation_metrics(evaluation) | {"time/evaluation": seconds}
+    if parts.settings.environment.reports_metrics:
+        values |= environment_metrics(traces)
     state.metrics.write(step, "eval", values)
     number = len(run.finished_evaluations())
     state.files.write_evaluation(parts, traces, number=number, step=step)
@@ -44,7 +52,8 @@ def record_evaluation(
     )
     repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
     lines = [
-        f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)} "
+        f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)}"
+        f"{beside_score(evaluation.score, evaluation.mean_return)} "
         f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} "
         f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}"
     ]

@@ -111,7 +111,12 @@ def _set_up(
     ending.callback(parts.factory.close)
     config = settings.model_dump(mode="json")
     trackers = make_trackers(
-        settings.trackers, run_dir=run.path, config=config, newest_step=newest, warn=display.note
+        settings.trackers,
+        run_dir=run.path,
+        config=config,
+        newest_step=newest,
+        first_step=-settings.cold_start.max_steps,
+        warn=display.note,
     )
     ending.callback(trackers.close)
     trainer = Trainer(run=run, parts=parts, progress=display, trackers=trackers, stop=stop)

@@ -64,6 +64,11 @@ class ColdStartSettings(Settings):
     retrieve_share: float = Field(0.0, ge=0, le=1)
     tip_share: float = Field(0.0, ge=0, le=1)
 
+    @property
+    def max_steps(self) -> int:
+        """Optimiser steps if every example is used."""
+        return self.num_epochs * -(-self.num_examples // self.batch_size)
+
 
 class UpdateSettings(Settings):
     """How a batch becomes optimiser steps.

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.environments.base import EnvironmentFactory, StepResult
-from outrider.environments.families import make_family
+from outrider.environments.families import make_family, split_tasks
 from outrider.errors import DataError, EnvironmentFault, ToolFault
 from outrider.printing import say
 from outrider.rollout.scripted_play import DirectEpisode, outcome_of, play_texts
@@ -72,7 +72,7 @@ def replay_step(run: Path, step: int) -> int:
     if not rollouts:
         raise DataError(f"step {step} of {run} holds no finished rollout")
     family = make_family(settings.environment)
-    tasks = {task.key: task for task in family.tasks("train")}
+    tasks = {task.key: task for task in split_tasks(family, "train")}
     lost = sorted({one.task_key for one in rollouts} - tasks.keys())
     if lost:
         raise DataError(

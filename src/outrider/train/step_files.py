@@ -51,6 +51,12 @@ class RecordFiles:
         self.rollouts.write_evaluation(number, rows.rollouts)
         self.traces.write_evaluation(number, rows.nodes)
 
+    def write_experts(self, parts: Components, traces: Sequence[Trace]) -> None:
+        """The expert rollouts of the cold start. Raises OSError."""
+        rows = rows_of(traces, step=0, tokenizer=parts.renderer.tokenizer)
+        self.rollouts.write_experts(rows.rollouts)
+        self.traces.write_experts(rows.nodes)
+
 
 def seen_by_update(parts: Components, trained: Sequence[Trace], updated: UpdateReport) -> NodeValues:
     """What the update saw of the tokens of these groups, which it trained on in this order."""

@@ -9,6 +9,8 @@ from threading import Event
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate
+from outrider.rollout.faults import require_results
+from outrider.rollout.outcome_reasons import require_room
 from outrider.rollout.scheduler import Rollouts, Scheduler
 from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
@@ -18,6 +20,7 @@ from outrider.train.data.off_policy_data import interleaved, mix_in
 from outrider.train.data.stages import groups_on, stage_lines, stage_metrics
 from outrider.train.data.task_sampling import SampledStep
 from outrider.train.evaluation_record import record_evaluation
+from outrider.train.metrics.advice import Advice
 from outrider.train.metrics.ahead import work_ahead
 from outrider.train.metrics.alarms import skipped_alarms, step_alarms
 from outrider.train.metrics.staleness import staleness_metrics
@@ -58,8 +61,14 @@ class Trainer:
     pace: RunPace = field(default_factory=RunPace)
     state: RunState = field(init=False)
     source: StepSource = field(init=False)
+    advice: Advice = field(init=False)
 
     def __post_init__(self) -> None:
+        self.advice = Advice(
+            settings=self.parts.settings,
+            context_length=self.parts.engine.context_length,
+            stop=self.parts.family.stop,
+        )
         self.state = RunState(run=self.run, parts=self.parts, note=self.progress.note)
         self.source = StepSource(
             parts=self.parts,
@@ -163,7 +172,8 @@ class Trainer:
         self._say(stage_lines(settings.train, tasks))
         given = settings.model.initial_checkpoint
         if self.parts.settings.evaluation.at_start:
-            self._evaluate("before training" if given is None else f"of {given}")
+            label = "before training" if given is None else f"of {given}"
+            self._evaluate(label, tracker_step=-settings.cold_start.max_steps)
         self._cold_start()
         self.state.freeze_reference()
         self._save()
@@ -225,8 +235,11 @@ class Trainer:
         if not self.parts.settings.cold_start.num_examples:
             return
 
+        first = -self.parts.settings.cold_start.max_steps
+
         def on_step(done: int, values: dict[str, float]) -> None:
             self.state.metrics.write(done, "sft", values)
+            self.trackers.log(first + done, values)
             self._say(skipped_alarms(done, values))
             self.num_done = done
             self.progress.advance(done, loss=values["sft/loss"])
@@ -234,7 +247,12 @@ class Trainer:
 
         self.parts.engine.free_cache()
         imitate_experts(
-            self.parts, stage=self._stage, note=self.progress.note, on_done=self._show, on_step=on_step
+            self.parts,
+            stage=self._stage,
+            note=self.progress.note,
+            on_done=self._show,
+            on_step=on_step,
+            on_played=lambda traces: self.state.files.write_experts(self.parts, traces),
         )
 
     def _show(self, done: int) -> None:
@@ -275,6 +293,9 @@ class Trainer:
         clock = StepClock(elsewhere=parts.elsewhere)
         played = self.source.next()
         report = played.sampled
+        require_results(report.traces, report.faults)
+        for line in require_room(report.traces, context_length=parts.engine.context_length):
+            self.progress.note(f"step {state.step + 1}: {line}")
         replayed, mixed = mix_in(parts, report.traces, step=state.step, note=self.progress.note)
         clock.rolled(ahead_s=played.seconds or None)
         if not parts.settings.cluster.in_flight:  # there turns are under way
@@ -356,12 +377,13 @@ class Trainer:
         self._say(
             step_alarms(parts.settings, step=state.step, values=values, fault_reasons=report.fault_reasons)
         )
+        self._say(self.advice.lines(report.traces, step=state.step, values=values))
         if parts.elsewhere is not None:
             self._say(parts.elsewhere.notes())
 
-    def _evaluate(self, label: str) -> None:
+    def _evaluate(self, label: str, *, tracker_step: int | None = None) -> None:
         """Play the frozen panel unless its result is on file already. Raises EnvironmentFault where no
-        rollout has one.
+        rollout has one. ``tracker_step`` is the step for trackers if it is not the training step.
         """
         settings, step = self.parts.settings.evaluation, self.state.step
         if self._is_evaluated(label):
@@ -373,8 +395,10 @@ class Trainer:
             evaluation, traces = evaluate(
                 rollouts, self.parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
             )
+        for line in require_room(traces, context_length=self.parts.engine.context_length):
+            self.progress.note(f"{label}: {line}")
         values, lines = record_evaluation(
             self.state, evaluation, traces, seconds=self.pace.last("evaluation")
         )
-        self.trackers.log(step, values)
+        self.trackers.log(step if tracker_step is None else tracker_step, values)
         self._say(lines)

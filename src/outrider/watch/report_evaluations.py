@@ -108,6 +108,8 @@ def evaluation_tables(run: RunData) -> list[EvaluationTable]:
         columns = list(last.values())
         names = dict.fromkeys(name for one in columns for name in one.metrics)
         rows = tuple((_row_name(name), tuple(_cell(one, name) for one in columns)) for name in names)
+        if any(one.graded_return is not None for one in columns):
+            rows += (("mean return (a number, no share)", tuple(map(_return_cell, columns))),)
         heads = tuple((one.label, _head(one)) for one in columns)
         differs = len({one.panel_hash for one in columns}) > 1
         warning = "The panels differ: these columns were not measured on the same tasks." if differs else ""
@@ -135,3 +137,8 @@ def _cell(evaluation: Evaluation, name: str) -> str:
     if found is None:
         return "not measured"
     return score(found.value, found.ci_low, found.ci_high, is_share=name in SHARES)
+
+
+def _return_cell(evaluation: Evaluation) -> str:
+    found = evaluation.mean_return
+    return "not measured" if found is None else score(found, is_share=False)

@@ -10,7 +10,7 @@ from typing import Final
 import pyarrow as pa
 
 from outrider.types import Origin, Outcome
-from outrider.watch.step_files import StepFiles, evaluation_file, step_file
+from outrider.watch.step_files import EXPERTS_FILE, StepFiles, evaluation_file, step_file
 from outrider.watch.traces import TraceRow, metadata_of, read_rows, storable
 
 ROLLOUTS: Final = "rollouts"
@@ -38,6 +38,7 @@ ROLLOUT_SCHEMA: Final = pa.schema(
         pa.field("num_splices", pa.int64(), nullable=False),
         pa.field("num_tips", pa.int64(), nullable=False),
         pa.field("forked_from", pa.int64(), nullable=False),
+        pa.field("metrics", pa.string()),
     ]
 )
 _values: Final = attrgetter(*ROLLOUT_SCHEMA.names)
@@ -51,7 +52,8 @@ class RolloutRow:
     ``episode_return`` and ``success`` are None after a fault, ``advantage`` where none was given. ``kind`` is
     ``on-policy``, ``hybrid`` (a retrieved step), ``tips`` or ``demonstration``. Counted over its path, shared
     nodes too: policy turns, policy tokens, tool calls, retrieved steps, and tips. ``mean_entropy`` is in nats
-    a token. ``forked_from`` is the rollout that wrote its first nodes, or itself.
+    a token. ``forked_from`` is the rollout that wrote its first nodes, or itself. ``metrics`` are those that
+    the environment or the agent program returned, as JSON; None after a fault.
     """
 
     step: int
@@ -74,6 +76,7 @@ class RolloutRow:
     num_splices: int = 0
     num_tips: int = 0
     forked_from: int = 0
+    metrics: str | None = None
 
 
 class RolloutWriter:
@@ -89,6 +92,10 @@ class RolloutWriter:
     def write_evaluation(self, number: int, rows: Sequence[RolloutRow]) -> Path:
         """Of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``. Raises OSError."""
         return self._files.write(evaluation_file(number), rollout_table(rows))
+
+    def write_experts(self, rows: Sequence[RolloutRow]) -> Path:
+        """Of the experts of the cold start. Raises OSError."""
+        return self._files.write(EXPERTS_FILE, rollout_table(rows))
 
     def resume(self, step: int) -> int:
         """Remove the files of steps after the checkpoint step; return how many."""
@@ -126,7 +133,12 @@ def rollouts_on_file(rows: Sequence[TraceRow]) -> Iterator[RolloutRow]:
 
 
 def rollout_row(
-    path: Sequence[TraceRow], leaf: TraceRow, *, fault: str = "", success: bool | None = None
+    path: Sequence[TraceRow],
+    leaf: TraceRow,
+    *,
+    fault: str = "",
+    success: bool | None = None,
+    metrics: str | None = None,
 ) -> RolloutRow:
     """Of the rows from the root to ``leaf``, which has the outcome."""
     told = metadata_of(leaf)
@@ -155,6 +167,7 @@ def rollout_row(
         num_splices=sum(row.origin is Origin.BUFFER for row in path),
         num_tips=sum(row.origin is Origin.MEMORY for row in path),
         forked_from=own[0].rollout if own else leaf.rollout,
+        metrics=metrics,
     )
 
 

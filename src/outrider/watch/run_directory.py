@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
 from outrider.json_lines import readable
+from outrider.printing import is_graded
 from outrider.types import Json
 
 _NAMED_BAD_LINES: Final = 3
@@ -42,6 +43,13 @@ class Evaluation:
     num_faults: int = 0
     task_scores: Mapping[str, float] = field(default_factory=dict)
     task_returns: Mapping[str, float] = field(default_factory=dict)
+    mean_return: float | None = None
+
+    @property
+    def graded_return(self) -> float | None:
+        """The mean return if it differs from the share of solved tasks, else None."""
+        found = self.metrics.get("score")
+        return self.mean_return if found is not None and is_graded(found.value, self.mean_return) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +216,7 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
             num_faults=int(line.get("num_faults", 0)),
             task_scores=_by_task(line, "task_scores"),
             task_returns=_by_task(line, "task_returns"),
+            mean_return=finite(line.get("mean_return")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         notes.append(f"evaluations.jsonl: an evaluation was left out ({type(error).__name__}: {error})")

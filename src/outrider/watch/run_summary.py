@@ -46,6 +46,8 @@ def _learned(data: RunData) -> Iterator[str]:
     width = max(len(one.label) for one in scored)
     for one in scored:
         yield f"{one.label:<{min(width, 24)}}  {_score(one)}"
+        if (graded := one.graded_return) is not None:
+            yield f"{'':<{min(width, 24)}}  mean return {score(graded, is_share=False)}"
     if (gain := gain_over_start([asdict(one) for one in scored])) is not None:
         gained, _, over = str(gain).partition(" over ")
         yield gained

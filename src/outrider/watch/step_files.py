@@ -28,6 +28,12 @@ def evaluation_file(number: int) -> str:
     return f"evaluation-{number:03d}.parquet"
 
 
+EXPERTS_FILE: Final = "cold-start.parquet"
+"""Expert rollouts of the cold start."""
+_LATER: Final = frozenset({"metrics"})
+"""Columns that were added within version 2 of the records."""
+
+
 class StepFiles:
     """The files of one kind of record. The folder is made with its first file."""
 
@@ -86,13 +92,15 @@ class StepFiles:
 
 
 def _added(found: pa.Table, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Columns that files of version 1 lack. Of later versions a file without one is damaged."""
-    if b"outrider.format" in (found.schema.metadata or {}):
-        return {}
+    """Columns that earlier versions did not write. A file of version 2 without any other column is
+    damaged.
+    """
+    is_first = b"outrider.format" not in (found.schema.metadata or {})
     added = [
         field
         for field in schema
-        if field.name not in found.column_names and (field.nullable or pa.types.is_list(field.type))
+        if field.name not in found.column_names
+        and (field.name in _LATER or (is_first and (field.nullable or pa.types.is_list(field.type))))
     ]
     return {
         field.name: pa.array([[] if pa.types.is_list(field.type) else None] * len(found), field.type)

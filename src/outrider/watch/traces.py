@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from outrider.errors import DataError
 from outrider.types import Origin, Outcome
-from outrider.watch.step_files import StepFiles, evaluation_file, step_file
+from outrider.watch.step_files import EXPERTS_FILE, StepFiles, evaluation_file, step_file
 
 _VALUES: Final = pa.list_(pa.float32())  # of a token: what a person looks at, and half the size
 
@@ -114,6 +114,10 @@ class TraceWriter:
     def write_evaluation(self, number: int, rows: Sequence[TraceRow]) -> Path:
         """Write the rollouts of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
         return self.files.write(evaluation_file(number), node_table(rows))
+
+    def write_experts(self, rows: Sequence[TraceRow]) -> Path:
+        """Write the expert rollouts of the cold start."""
+        return self.files.write(EXPERTS_FILE, node_table(rows))
 
     def resume(self, step: int) -> int:
         """Remove the files of steps after the checkpoint step, and what a kill left half written; return how

@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerContext:
     """Facts for building a tracker: ``config`` are the run's settings, ``newest_step`` is that of the newest
-    checkpoint (None without any), and ``known`` what :attr:`Tracker.identity` was when the run began.
+    checkpoint (None without any), ``known`` what :attr:`Tracker.identity` was when the run began, and
+    ``first_step`` the smallest step that may come: negative if the run has a cold start.
     """
 
     run_dir: Path
@@ -40,6 +41,7 @@ class TrackerContext:
     config: Mapping[str, Json]
     newest_step: int | None
     known: str | None
+    first_step: int = 0
 
 
 class Tracker(Protocol):
@@ -52,7 +54,11 @@ class Tracker(Protocol):
     identity: str | None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of one step; all values are finite."""
+        """Send the metrics of one step; all values are finite.
+
+        Training steps count from 1. The steps of a cold start come before them and are at most 0, so steps
+        never decrease within a run.
+        """
 
     def close(self) -> None:
         """Flush and end the remote run."""
@@ -63,9 +69,10 @@ class TensorboardTracker:
 
     identity: str | None = None  # it goes on in its directory
 
-    def __init__(self, *, directory: Path, newest_step: int | None) -> None:
+    def __init__(self, *, directory: Path, newest_step: int | None, first_step: int = 0) -> None:
         module = _import("tensorboardX", extra="tensorboard")
-        purged = {"purge_step": 0 if newest_step is None else newest_step + 1} if directory.exists() else {}
+        purge = first_step if newest_step is None else newest_step + 1
+        purged = {"purge_step": purge} if directory.exists() else {}
         self._writer: Any = _start(
             "tensorboard", lambda: module.SummaryWriter(logdir=str(directory), **purged)
         )
@@ -73,7 +80,11 @@ class TensorboardTracker:
     @classmethod
     def build(cls, settings: Settings, context: TrackerContext) -> "TensorboardTracker":
         """In the run directory. Raises ConfigError."""
-        return cls(directory=context.run_dir / "tensorboard", newest_step=context.newest_step)
+        return cls(
+            directory=context.run_dir / "tensorboard",
+            newest_step=context.newest_step,
+            first_step=context.first_step,
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar per metric."""
@@ -87,7 +98,9 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run. The step is an own axis, since cold start and training both count from one."""
+    """A Weights & Biases run. The step is an axis of its own, because W&B refuses negative steps, which the
+    cold start has.
+    """
 
     def __init__(
         self, *, project: str, name: str, directory: Path, config: Mapping[str, Json], known: str | None
@@ -202,10 +215,11 @@ def make_trackers(
     project: str = "outrider",
     config: Mapping[str, Json],
     newest_step: int | None = None,
+    first_step: int = 0,
     warn: Callable[[str], None] = _log.warning,
 ) -> TrackerSet:
     """Start the named trackers before the first rollout. ``newest_step``: that of the newest checkpoint, None
-    without any.
+    without any. ``first_step``: the smallest step that may be logged.
 
     Raises :class:`~outrider.errors.ConfigError` for an unknown or repeated name, a missing extra, or a
     tracker that cannot start.
@@ -222,7 +236,12 @@ def make_trackers(
     trackers: dict[str, Tracker] = {}
     for name in names:
         context = TrackerContext(
-            run_dir=run_dir, project=project, config=config, newest_step=newest_step, known=known.get(name)
+            run_dir=run_dir,
+            project=project,
+            config=config,
+            newest_step=newest_step,
+            known=known.get(name),
+            first_step=first_step,
         )
         trackers[name] = _start(name, partial(build_named, "trackers", name, None, context))
     known |= {name: tracker.identity for name, tracker in trackers.items() if tracker.identity is not None}

@@ -1,18 +1,12 @@
 """What a program came back with, as the JSON text that its launcher is told: some text whatever it is."""
 
 import json
-import numbers
+import math
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-
-@runtime_checkable
-class _Scalar(Protocol):
-    """A number of NumPy's, PyTorch's or another library's."""
-
-    def item(self) -> Any:
-        """As Python's own. Raises ValueError where it is several."""
-        ...
+from outrider.environments.values import as_float
+from outrider.errors import InvalidResult, NonFiniteResult
 
 
 def paid(value: Any) -> Any:
@@ -25,12 +19,14 @@ def paid(value: Any) -> Any:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """``found`` as JSON; where that cannot be, why not, under ``error``."""
+    """``found`` as JSON; where that cannot be, why not, under ``unusable``."""
     try:
         return json.dumps(found, default=_plain)
     except Exception as error:  # somebody else's object may raise anything
         kind = type(found.get("value")).__name__
-        return json.dumps({"error": f"what came back cannot be written as JSON ({kind}): {words_of(error)}"})
+        return json.dumps(
+            {"unusable": f"what came back cannot be written as JSON ({kind}): {words_of(error)}"}
+        )
 
 
 def told(error: BaseException) -> str:
@@ -46,10 +42,11 @@ def words_of(said: object) -> str:
         return "(it has no words)"
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, numbers.Real):
-        return float(value)
-    found = value.item() if isinstance(value, _Scalar) else None
-    if not isinstance(found, int | float):
-        raise TypeError(f"{type(value).__name__} is no number")
-    return found
+def _plain(value: Any) -> float:
+    """A number of NumPy's, PyTorch's or another library's; NaN stands for what is not finite."""
+    try:
+        return as_float(value, "")
+    except NonFiniteResult:
+        return math.nan
+    except InvalidResult as error:
+        raise TypeError(f"{type(value).__name__} is no number") from error

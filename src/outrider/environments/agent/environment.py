@@ -21,7 +21,7 @@ from outrider.environments.agent.settings import ProgramConfig
 from outrider.environments.agent.wire import Answer, read_json
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.conversing import Conversation, Refusal, SampledTurn, ServedTurn, before_stop
-from outrider.errors import EnvironmentFault
+from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult, UnusableReward
 from outrider.tokens.calls import fault_of, form_named, read_turn_unchecked
 from outrider.tokens.parsed import split_thinking
 from outrider.types import Message, Task, ToolCall
@@ -236,6 +236,8 @@ class AgentEnvironment:
     def _required(self, event: Event) -> Event:
         """The event, unless it is an end without a result that nobody pays. Raises EnvironmentFault."""
         if isinstance(event, Ended) and event.reward is None:
+            if event.unusable is not None:
+                raise event.unusable
             if event.is_fault:
                 raise EnvironmentFault(event.problem)
             if self._config.failed_return is None:
@@ -273,9 +275,17 @@ def ended(report: Report) -> Ended:
         return Ended(reward=None, problem=": ".join(words))
     if "error" in found:
         return Ended(reward=None, problem=str(found["error"])[:300])
+    if "unusable" in found:
+        return _unusable(str(found["unusable"])[:300])
     if found.get("value") is None:
         return Ended(reward=None, problem="it ended without a reward")
     try:
         return Ended(reward=read_reward(found["value"]))
-    except ValueError as error:
-        return Ended(reward=None, problem=str(error))
+    except NonFiniteResult as error:
+        return Ended(reward=None, problem=str(error), unusable=NonFiniteResult(f"the agent program: {error}"))
+    except InvalidResult as error:
+        return _unusable(str(error))
+
+
+def _unusable(problem: str) -> Ended:
+    return Ended(reward=None, problem=problem, unusable=UnusableReward(problem))

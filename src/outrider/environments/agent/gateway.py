@@ -20,7 +20,7 @@ from outrider.environments.agent.fields import BadRequest
 from outrider.environments.agent.responses import read_response, response, response_events
 from outrider.environments.agent.session import Ended, Refused, Reward, Session, read_reward
 from outrider.environments.agent.wire import MODEL, Answer, Ask, read_chat, read_json
-from outrider.errors import EnvironmentFault
+from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult
 from outrider.printing import one_line
 
 MAX_BYTES: Final = 16 << 20
@@ -262,7 +262,7 @@ async def _body(request: Request) -> Any:
 def _reward_of(value: Any) -> Reward:
     try:
         return read_reward(value)
-    except ValueError as error:
+    except (InvalidResult, NonFiniteResult) as error:
         raise BadRequest(str(error)) from error
 
 

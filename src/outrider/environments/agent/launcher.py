@@ -61,6 +61,8 @@ def main(given: str) -> None:
     try:
         run = _runner(settings)
         reward = function_of("reward", settings["reward"]) if settings["reward"] else None
+        if reward is None and settings["command"]:
+            reward = _no_reward
     except (OutriderError, Exception, SystemExit) as error:
         _say(sock, {"failed": f"{type(error).__name__}: {error}"})
         return
@@ -88,6 +90,10 @@ def _runner(settings: Mapping[str, Any]) -> Callable[[Task], Any]:
         return _output_of(words, json.dumps(given)).strip()
 
     return run
+
+
+def _no_reward(task: Task, output: str) -> None:
+    """What a command prints is no reward, unless a function reads it: the command posts its reward."""
 
 
 def _output_of(words: Sequence[str], given: str) -> str:

@@ -1,7 +1,6 @@
 """One episode's end of the server: what its program asks and hands in, and how it ends, as it arrives."""
 
 import asyncio
-import math
 import queue
 import secrets
 from collections import deque
@@ -12,6 +11,8 @@ from threading import Lock
 from typing import Any, Final
 
 from outrider.environments.agent.wire import Answer, Ask
+from outrider.environments.values import as_bool, as_float, as_metrics
+from outrider.errors import EnvironmentFault, InvalidResult
 
 MAX_WAITING: Final = 64
 """Requests of one program that wait for an answer at a time."""
@@ -53,12 +54,14 @@ class Reward:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """The program is over. ``reward`` is what it came back with; ``problem`` why it has none, which
-    ``is_fault`` where that is nothing of the program's own.
+    ``is_fault`` where that is nothing of the program's own. ``unusable`` is the error of a reward that is no
+    number: never a failed episode, whatever ``failed_return`` is.
     """
 
     reward: Reward | None
     problem: str = ""
     is_fault: bool = False
+    unusable: EnvironmentFault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,30 +203,20 @@ class Session:
 
 
 def read_reward(value: Any) -> Reward:
-    """A number, or an object with ``reward``, ``success`` and ``metrics``. Raises ValueError with words."""
-    if isinstance(value, Mapping):
-        if "reward" not in value:
-            raise ValueError("a reward is a number, or an object with the key reward")
-        success = value.get("success")
-        if success is not None and not isinstance(success, bool):
-            raise ValueError("success is true or false")
-        metrics = value.get("metrics") or {}
-        if not isinstance(metrics, Mapping):
-            raise ValueError("metrics is an object of numbers")
-        named = {str(name): _number(one, f"the metric {name}") for name, one in metrics.items()}
-        if not all(name.strip() for name in named):
-            raise ValueError("a metric has an empty name")
-        if taken := sorted(COUNTED & named.keys()):
-            raise ValueError(f"the metric {taken[0]} is counted here: give yours another name")
-        return Reward(value=_number(value["reward"], "the reward"), success=success, metrics=named)
-    return Reward(value=_number(value, "the reward"))
+    """A number, or an object with ``reward``, ``success`` and ``metrics``.
 
-
-def _number(value: Any, what: str) -> float:
-    try:
-        found = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:
-        found = math.inf
-    if not math.isfinite(found):
-        raise ValueError(f"{what} is {str(value)[:40]!r}, no finite number")
-    return found
+    Raises InvalidResult for any other value, NonFiniteResult for NaN and infinity.
+    """
+    if not isinstance(value, Mapping):
+        return Reward(value=as_float(value, "the reward"))
+    if "reward" not in value:
+        raise InvalidResult("a reward is a number, or an object with the key reward")
+    success = value.get("success")
+    named = as_metrics(value.get("metrics"))
+    if taken := sorted(COUNTED & named.keys()):
+        raise InvalidResult(f"the metric {taken[0]} is counted here: give yours another name")
+    return Reward(
+        value=as_float(value["reward"], "the reward"),
+        success=None if success is None else as_bool(success, "success"),
+        metrics=named,
+    )

@@ -57,15 +57,9 @@ class GymEnvironment:
             return self._record.unread(read.problem)
         with self._outside_code("step"):
             observation, reward, terminated, truncated, info = self._made.step(read.action)
-            text, reward = self._written(observation, info), float(reward)
-        key = self._config.success_key
-        return self._record.moved(
-            text,
-            reward,
-            terminated=bool(terminated),
-            truncated=bool(truncated),
-            success=None if key is None else bool(info.get(key, False)),
-        )
+            text = self._written(observation, info)
+            success = None if (key := self._config.success_key) is None else info.get(key)
+        return self._record.moved(text, reward, terminated=terminated, truncated=truncated, success=success)
 
     def result(self) -> EpisodeResult:
         """The sum of rewards so far."""

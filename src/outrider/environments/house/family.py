@@ -8,7 +8,7 @@ must search, and what earlier episodes saw is worth reading. The return is 1 for
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,8 @@ PROMPT: Final = (
 
 class HouseConfig(EnvironmentSettings):
     """Which houses there are. More houses leave the first ones as they are."""
+
+    reports_metrics: ClassVar[bool] = False  # calls and invalid actions have metrics of their own
 
     type: Literal["house"] = "house"
     house: HouseSettings = HouseSettings()

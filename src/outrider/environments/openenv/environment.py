@@ -81,7 +81,7 @@ class OpenEnvEnvironment:
             self._written(found),
             found["reward"],
             terminated=found["done"],
-            success=None if key is None else bool(found["observation"].get(key, False)),
+            success=None if key is None else found["observation"].get(key),
         )
         if result.done:
             self._leave()  # others may wait for a session

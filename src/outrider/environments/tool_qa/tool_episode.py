@@ -28,6 +28,7 @@ class EpisodeConfig(EnvironmentSettings):
     """Limits and reward of a tool-reasoning episode. ``has_verifier``: whether the tasks bring their own."""
 
     has_verifier: ClassVar[bool] = False
+    reports_metrics: ClassVar[bool] = False  # calls, refusals and rewards have metrics of their own
     details: ClassVar[frozenset[str]] = frozenset({"max_invalid", "repeated"})
 
     max_calls: int = Field(default=3, ge=0)

@@ -19,6 +19,8 @@ from outrider.evals.benchmark.store import PanelStore
 from outrider.evals.benchmark.tasks import PlayedPanel
 from outrider.rollout.collect import Collector
 from outrider.rollout.episode import Sampling
+from outrider.rollout.faults import require_results
+from outrider.rollout.outcome_reasons import require_room
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.train.rendering import make_renderer
@@ -140,6 +142,8 @@ class LocalPlayer:
                     self.engine.free_cache()
                     report = scheduler.run(chosen, modes=(_MODE,), training_step=-1 - sample)
                     self.num_retries += report.num_retries
+                    require_results(report.traces, report.faults)
+                    require_room(report.traces, context_length=self.engine.context_length)
                     played = [from_trace(trace, sample) for trace in report.traces]
                     record([one for one in played if (one.task.key, sample) in owed])
 

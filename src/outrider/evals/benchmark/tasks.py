@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskFamily
-from outrider.environments.families import make_family
+from outrider.environments.families import make_family, split_tasks
 from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.environments.tool_qa.judge import JudgeSettings
 from outrider.environments.tool_qa.single_turn import QuestionFactory
@@ -107,7 +107,7 @@ def _given(settings: PanelSettings) -> Panel:
 def _own(settings: PanelSettings, family: TaskFamily | None) -> Panel:
     """An environment's tasks of one split."""
     assert family is not None  # the settings see to it
-    tasks = tuple(family.tasks(settings.split)[: settings.limit])
+    tasks = tuple(split_tasks(family, settings.split)[: settings.limit])
     task_set = TaskSet(name=settings.tasks, kind="qa", scorer="em", columns=())
     return Panel(task_set=task_set, tasks=tasks, panel_hash=panel_hash(tasks))
 

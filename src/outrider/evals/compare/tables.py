@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Final
 
 from outrider.evals.compare.compare import Comparison, Pair
@@ -10,7 +11,7 @@ from outrider.evals.compare.curves import SCORE, Curves
 from outrider.evals.compare.runs import AXES, Run
 from outrider.evals.significance import ALPHA, MIN_SEEDS
 from outrider.evals.statistics import COVERAGE, Estimate
-from outrider.printing import points, score
+from outrider.printing import is_graded, points, score
 from outrider.watch.curves import number
 
 MAX_SERIES: Final = 8  # as many as the page has line styles for
@@ -130,14 +131,16 @@ def _group_table(comparison: Comparison) -> TextTable:
         else ""
     )
     over = "seeds" if comparison.num_tasks is None else f"seeds and {comparison.num_tasks} tasks"
+    graded = _is_graded(comparison)
     rows = tuple(
         (group.label, str(len(group.runs)), "not measured" if group.score is None else _percent(group.score),
+         *((_mean_return(group.runs),) if graded else ()),
          *(number(group.costs[axis]) if axis in group.costs else "not measured" for axis in AXES))
         for group in comparison.groups
     )  # fmt: skip
     return TextTable(
         title="Groups",
-        columns=("group", "seeds", "score", *AXES),
+        columns=("group", "seeds", "score", *(("mean return",) if graded else ()), *AXES),
         rows=rows,
         caption=f"{where}Score: interquartile mean over seeds of the last evaluation [95 % bootstrap "
         f"interval over {over}]. Costs: means over runs, of training steps only: no cold start, "
@@ -191,19 +194,33 @@ def _cost_table(comparison: Comparison) -> TextTable:
 
 
 def _run_table(comparison: Comparison) -> TextTable:
+    graded = _is_graded(comparison)
     rows = tuple(
         (run.name, group.label, run.config["seed"],
          *((score(run.evaluations[-1].score), str(run.evaluations[-1].step)) if run.evaluations
            else ("not measured", "")),
+         *((_mean_return([run]),) if graded else ()),
          *(number(run.cost_at(axis, run.num_steps)) if axis in run.costs else "not measured"
            for axis in AXES))
         for group in comparison.groups
         for run in group.runs
     )  # fmt: skip
     caption = "Score: mean success over the tasks that the run's last evaluation scored."
-    return TextTable(
-        title="Runs", columns=("run", "group", "seed", "score", "at step", *AXES), rows=rows, caption=caption
-    )
+    columns = ("run", "group", "seed", "score", "at step", *(("mean return",) if graded else ()), *AXES)
+    return TextTable(title="Runs", columns=columns, rows=rows, caption=caption)
+
+
+def _is_graded(comparison: Comparison) -> bool:
+    """Whether the last evaluation of some run has a mean return other than its share of solved tasks."""
+    last = [run.evaluations[-1] for group in comparison.groups for run in group.runs if run.evaluations]
+    return any(one.task_returns and is_graded(one.score, fmean(one.task_returns.values())) for one in last)
+
+
+def _mean_return(runs: Sequence[Run]) -> str:
+    """Mean over runs of the mean return over the tasks of the last evaluation."""
+    last = [run.evaluations[-1].task_returns for run in runs if run.evaluations]
+    means = [fmean(one.values()) for one in last if one]
+    return number(fmean(means)) if means else "not measured"
 
 
 def _p_value(p: float | None) -> str:

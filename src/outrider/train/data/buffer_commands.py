@@ -12,7 +12,7 @@ from rich.text import Text
 from outrider.config import validate
 from outrider.engines.chat.engine import ChatEndpoint, EndpointSettings
 from outrider.environments.base import EnvironmentFactory, TaskFamily
-from outrider.environments.families import make_family
+from outrider.environments.families import make_family, split_tasks
 from outrider.errors import ConfigError, DataError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps import sources
@@ -24,7 +24,7 @@ from outrider.terminal import Terminal
 from outrider.train.data.collection_log import CollectionLog
 from outrider.train.data.experts import fill_buffer
 from outrider.train.settings import RunSettings
-from outrider.types import Task, Trajectory
+from outrider.types import Outcome, Task, Trajectory
 
 _MAX_CONCURRENT = 8
 _SHOWN_FAULTS = 5
@@ -45,7 +45,7 @@ def build_buffer(
     agent = None if endpoint is None else _agent(endpoint, endpoint_model, settings.seed)
     embedder = load_embedder(settings.buffer.embedder)
     family = make_family(settings.environment)
-    tasks = family.tasks("train")[: settings.buffer.num_tasks]
+    tasks = split_tasks(family, "train")[: settings.buffer.num_tasks]
     factory = family.make()
     log = CollectionLog(out)
     try:
@@ -247,6 +247,14 @@ def _ask_endpoint(
         f"agent {collector.endpoint.settings.model}", {"num_tasks": len(tasks), **counts, **_totals(builds)}
     )
     _print_some("fault", details)
+    limits = settings.limits
+    if num := counts[f"num_{Outcome.TRUNCATED_TURNS.value}"]:
+        say(f"{num} trajectories were cut by rollout.max_turns = {limits.max_turns} or the environment")
+    if num := counts[f"num_{Outcome.TRUNCATED_TOKENS.value}"]:
+        say(
+            f"{num} trajectories were cut by rollout.max_turn_tokens = {limits.max_turn_tokens}, "
+            f"rollout.max_response_tokens = {limits.max_response_tokens} or the server's context"
+        )
 
 
 def _totals(reports: Sequence[BuildReport]) -> dict[str, int]:

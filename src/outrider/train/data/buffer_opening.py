@@ -43,14 +43,16 @@ def open_buffer(
     if named is not None and not path.exists():
         copy_database(named, path)
     buffer = StepTraceBuffer(path, embedder, mode="write")
+    why = ""
     try:
         if buffer.report.lost_batch:
             note("the buffer's last writer was killed inside a batch: that batch is added again")
         if named is None and not resumed:
             tasks = train_tasks[: settings.buffer.num_tasks]
-            fill_buffer(buffer, family, factory, tasks, settings, note, count_tokens=count_tokens)
+            filled = fill_buffer(buffer, family, factory, tasks, settings, note, count_tokens=count_tokens)
             family.close()
-        _require_steps(buffer, ": no expert solved a training task" if named is None and not resumed else "")
+            why = f": no trajectory of an expert entered it (of {len(tasks)} tasks: {filled.outcomes()})"
+        _require_steps(buffer, why)
     except BaseException:
         buffer.close()
         raise

@@ -43,6 +43,20 @@ class FillReport:
     faults: list[str] = field(default_factory=list)
     builds: list[BuildReport] = field(default_factory=list)
 
+    def outcomes(self) -> str:
+        """The counts in words, for the person who has to find out why a buffer is empty."""
+        num_low = sum(one.num_below_min_reward for one in self.builds)
+        num_empty = sum(one.num_empty for one in self.builds)
+        counts = {
+            "have no expert": self.counts["without_expert"],
+            "have an expert who did not solve the task": self.counts["unsolved"],
+            "have a trajectory below buffer.min_reward": num_low,
+            "have a trajectory without a step": num_empty,
+            "were lost to faults": self.counts["fault"],
+        }
+        told = ", ".join(f"{num} {what}" for what, num in counts.items() if num) or "nothing was counted"
+        return told + (f"; {fault_line(self.faults)}" if self.faults else "")
+
 
 def ask_expert(family: TaskFamily, task: Task, settings: RunSettings, *, seed: int) -> Sequence[Step] | None:
     """The expert's path through the episode that ``reset(seed)`` starts. Blocks, so it is for code outside of

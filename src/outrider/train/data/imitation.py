@@ -7,16 +7,19 @@ from typing import Final
 
 from outrider.algorithms.empo2.hook import TipHook
 from outrider.algorithms.empo2.modes import PLAIN, TIPS_ON
+from outrider.errors import DataError
 from outrider.memory.embedder import load_embedder
 from outrider.rollout.expert import ExpertSource, play_experts
 from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.hooks import Hook
+from outrider.rollout.outcome_reasons import cut_line, failure_reasons, num_cut, reasons_line, require_room
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.train.components import Components, token_counter
 from outrider.train.data.experts import ask_experts
 from outrider.train.data.sft import successful_paths
 from outrider.types import Step, Task
+from outrider.watch.step_files import EXPERTS_FILE
 
 _STEP: Final = 0  # whose initial states the cold start is played in
 
@@ -92,12 +95,14 @@ def imitate_experts(
     note: Callable[[str], None],
     on_step: Callable[[int, dict[str, float]], None],
     on_done: Callable[[int], None] = lambda num_done: None,
+    on_played: Callable[[Sequence[Trace]], None] = lambda traces: None,
 ) -> None:
     """Fine-tune on the experts of the first ``cold_start.num_examples`` training tasks; the optimiser starts
     afresh after it.
 
-    ``stage(name, size)``, ``on_done(done)`` and ``on_step(done, metrics)`` feed the display. Raises DataError
-    when no expert solved its task.
+    ``stage(name, size)``, ``on_done(done)`` and ``on_step(done, metrics)`` feed the display, ``on_played``
+    gets the expert rollouts for the record. Raises DataError with the reasons when no expert solved its task,
+    ConfigError when no prompt fits the context.
     """
     settings = parts.settings
     tasks, steps, reasons = _experts(parts, stage=stage, on_done=on_done)  # before all rollouts
@@ -112,17 +117,35 @@ def imitate_experts(
         on_finished=lambda done, total: on_done(done),
     )
     traces = with_tips(parts, traces, lambda task: steps[task.key])
+    on_played(traces)
+    for line in require_room(traces, context_length=parts.engine.context_length):
+        note(f"cold start: {line}")
     if lost := [*reasons, *lost_reasons(traces)]:
         note(
             f"cold start: {len(lost)} of {len(tasks)} expert rollouts were lost to faults: {fault_line(lost)}"
         )
+    limits, length = settings.limits, parts.engine.context_length
+    reasons_of = failure_reasons(traces, limits, context_length=length)
+    if missing := len(tasks) - len(known) - len(reasons):
+        reasons_of["had no expert"] = missing
+    if not any(leaf.success for trace in traces for leaf in trace.leaves.values()):
+        why = reasons_line(reasons_of | ({"lost to faults": len(lost)} if lost else {}))
+        raise DataError(
+            f"no expert rollout solved its task: there is nothing to imitate (of {len(tasks)} tasks: "
+            f"{why or 'none has an expert'}); the rollouts are in rollouts/{EXPERTS_FILE}"
+        )
     paths = successful_paths(traces)
-    note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task")
+    why = f"; the others: {reasons_line(reasons_of)}" if reasons_of else ""
+    note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task{why}")
+    cut = num_cut(traces, limits, context_length=length)
+    if cut:
+        note(f"cold start: limits cut {cut.total()} of {len(traces)} expert rollouts: {cut_line(cut)}")
+    values_of_all = {"sft/num_examples_cut": float(cut.total())} if cut else {}
     stage(
         "cold start: fine-tuning",
         settings.cold_start.num_epochs * -(-len(paths) // settings.cold_start.batch_size),
     )
-    parts.learner.fit(paths, on_step=lambda done, _, values: on_step(done, values))
+    parts.learner.fit(paths, on_step=lambda done, _, values: on_step(done, values | values_of_all))
     parts.engine.load(parts.engine.weight_version + 1)
 
 

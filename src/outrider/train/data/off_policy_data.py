@@ -3,10 +3,11 @@ policy's.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.algorithms.algorithm import ExpertPaths
 from outrider.rollout.faults import fault_line
+from outrider.rollout.outcome_reasons import cut_line, num_cut
 from outrider.trace import Trace
 from outrider.train.components import Components
 from outrider.train.data.experts import ask_experts
@@ -22,6 +23,7 @@ class ExpertsOfStep:
 
     parts: Components
     step: int
+    played: list[Trace] = field(default_factory=list)
 
     def ask_experts(self, tasks: Sequence[Task]) -> tuple[ExpertPaths, list[str]]:
         """Steps by task key, and why experts could not be asked."""
@@ -29,7 +31,9 @@ class ExpertsOfStep:
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
         """One rollout per task, in the state that its group began in."""
-        return expert_rollouts(self.parts, tasks, lambda task: paths[task.key], training_step=self.step)
+        traces = expert_rollouts(self.parts, tasks, lambda task: paths[task.key], training_step=self.step)
+        self.played.extend(traces)
+        return traces
 
 
 def mix_in(
@@ -39,12 +43,19 @@ def mix_in(
 
     What joins ``traces`` themselves gets its credit later. ``note`` is told why rollouts were lost.
     """
-    added = parts.algorithm.augment(traces, step=step, play=ExpertsOfStep(parts=parts, step=step))
+    experts = ExpertsOfStep(parts=parts, step=step)
+    added = parts.algorithm.augment(traces, step=step, play=experts)
     if added.lost:
         note(
             f"step {step + 1}: {len(added.lost)} demonstrations were lost to faults: {fault_line(added.lost)}"
         )
-    return added.groups, added.metrics
+    cut = num_cut(experts.played, parts.settings.limits, context_length=parts.engine.context_length)
+    if not cut:
+        return added.groups, added.metrics
+    note(
+        f"step {step + 1}: limits cut {cut.total()} of {len(experts.played)} demonstrations: {cut_line(cut)}"
+    )
+    return added.groups, added.metrics | {"rollout/num_demonstrations_cut": float(cut.total())}
 
 
 def interleaved(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace]:

@@ -44,7 +44,8 @@ def cold_start(
     on_step: Callable[[int, int, dict[str, float]], None],
 ) -> int:
     """Negative log-likelihood, mean over the tokens of the batch; the learning rate falls linearly to a
-    tenth.
+    tenth. A batch that is skipped because its gradient is not finite advances neither the warm-up nor the
+    decay.
 
     ``on_step(done, total, metrics)`` is called after every optimiser step. Returns the number of steps.
     """
@@ -58,10 +59,14 @@ def cold_start(
         for order in orders
         for start in range(0, len(order), size)
     ]
+    num_skipped = 0
     for number, batch in enumerate(batches):
-        warm = min(1.0, (number + 1) / max(1, settings.warmup_steps))
-        rate = settings.learning_rate * warm * (1.0 - 0.9 * number / len(batches))
-        on_step(number + 1, len(batches), _step(policy, batch, rate, max_tokens))
+        num_taken = number - num_skipped
+        warm = min(1.0, (num_taken + 1) / max(1, settings.warmup_steps))
+        rate = settings.learning_rate * warm * (1.0 - 0.9 * num_taken / len(batches))
+        values = _step(policy, batch, rate, max_tokens)
+        num_skipped += int(values["grad/num_skipped"])
+        on_step(number + 1, len(batches), values)
     return len(batches)
 
 

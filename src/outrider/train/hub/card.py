@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from outrider import __version__
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.printing import score
+from outrider.printing import beside_score, score
 from outrider.train.hub.shown import OMITTED, base_model, shown_settings, shown_variables
 from outrider.train.settings import RunSettings
 from outrider.watch.run_directory import Evaluation, RunData
@@ -99,7 +99,8 @@ def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
         cells = [
             f"**{one.label}**" if one.step == step else one.label,
             f"{one.step}",
-            score(found.value, found.ci_low, found.ci_high),
+            score(found.value, found.ci_low, found.ci_high)
+            + beside_score(found.value, one.mean_return).rstrip(","),
             f"{one.num_tasks} of `{one.split}`",
             f"{one.num_faults}",
             f"{one.temperature:g}",

@@ -13,6 +13,7 @@ from outrider.rollout.modes import HYBRID, has_part
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Origin, Outcome
 
+_MAX_NAME: Final = 80
 _Kept: TypeAlias = tuple[Leaf, Sequence[Node]]  # a rollout with a return, and its path
 
 
@@ -244,9 +245,33 @@ def retrieval_metrics(
     return metrics
 
 
-def _part_of_a_name(agent: str) -> str:
-    """An imported buffer may call its agents anything."""
-    return re.sub(r"[/{}]", "_", agent) or "unnamed"
+def environment_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """Means of what environments and agent programs measured, over the rollouts that have the metric.
+
+    Names are made fit for metric names; names that then are equal get a number.
+    """
+    values: dict[str, list[float]] = {}
+    for trace in traces:
+        for leaf, _ in trace.own_rollouts():
+            if leaf.episode_return is not None:
+                for name, value in leaf.metrics.items():
+                    values.setdefault(name, []).append(value)
+    means: dict[str, float] = {}
+    for name in sorted(values):
+        part = key = _part_of_a_name(name)
+        number = 1
+        while f"environment/mean/{key}" in means:
+            number += 1
+            key = f"{part}_{number}"
+        means[f"environment/mean/{key}"] = fmean(values[name])
+    return means
+
+
+def _part_of_a_name(name: str) -> str:
+    """A name that others chose, as the last part of a metric's name: without slashes, braces and what is not
+    printable.
+    """
+    return re.sub(r"[/{}\s]|[^\x20-\x7e\u00a0-\uffff]", "_", name.strip())[:_MAX_NAME] or "unnamed"
 
 
 def measured_means(credits_: Sequence[GroupCredit]) -> dict[str, float]:

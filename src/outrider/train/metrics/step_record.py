@@ -10,6 +10,7 @@ from outrider.train.metrics.step_metrics import (
     branch_metrics,
     credit_metrics,
     diversity,
+    environment_metrics,
     retrieval_metrics,
     rollout_metrics,
 )
@@ -33,6 +34,8 @@ def step_record(
     values = rollout_metrics(traces) | credit_metrics(credits_) | algorithm.measure(traces)
     if any(isinstance(hook, Brancher) for hook in algorithm.hooks):
         values |= branch_metrics(traces)
+    if parts.settings.environment.reports_metrics:
+        values |= environment_metrics(traces)
     values |= {**mixed, **updated}
     if now := algorithm.counts():
         counts = {name: number - counts_before[0].get(name, 0) for name, number in now[0].items()}

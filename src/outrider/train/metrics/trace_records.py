@@ -123,6 +123,7 @@ def _rollout(
         end,
         fault=leaf.detail if is_fault else "",
         success=None if is_fault else leaf.success,
+        metrics=None if is_fault else json.dumps(dict(leaf.metrics)),
     )
 
 

@@ -152,17 +152,19 @@ class Policy(Scorer):
         """Clip, apply, round into the working copy; the gradient norm before clipping.
 
         A gradient of zero is no step: the moments alone would move the weights. A norm that is not finite
-        skips the step (the caller counts it): one bad batch must not destroy the weights.
+        skips the step (the caller counts it): one bad batch must not destroy the weights. A skipped step
+        does not advance the warm-up.
         """
         gradients = [one.grad for one in self.masters.values() if one.grad is not None]
         norm = self._norm(gradients)
         clip(gradients, norm=norm, max_norm=self.settings.max_grad_norm)
-        if norm != 0.0:
+        is_taken = math.isfinite(norm) and norm != 0.0
+        if is_taken:
             self.num_steps += 1
         # Every time, because the rate of a warm-up depends on num_steps.
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate if learning_rate is None else learning_rate
-        if math.isfinite(norm) and norm != 0.0:
+        if is_taken:
             self.optimizer.step()
             self.round_masters()
         self.drop_gradients()
