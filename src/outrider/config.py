@@ -158,7 +158,7 @@ def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("; ".join(problem_line(kind, item) for item in error.errors())) from error
+        raise ConfigError("; ".join(problem_line(kind, item, tree) for item in error.errors())) from error
 
 
 def value_of(raw: str) -> Any:
