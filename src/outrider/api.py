@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from outrider.config import Settings, load_settings
+from outrider.config_paths import require_paths
 from outrider.errors import ConfigError
-from outrider.plugins.imports import search_in
+from outrider.plugins.imports import search_in, searched
 from outrider.plugins.names import Kind
 from outrider.plugins.registry import given
 from outrider.runs import Run
@@ -95,6 +96,9 @@ def _resume(
     opened = RunDirectory.open(folder, overrides, takes_plugins=changed_plugins)
     try:
         _require_same_objects(opened[1], again)
+        # demonstrations and initial weights have been read, a buffer has been copied
+        for name in ("environment", "engine"):
+            require_paths(getattr(opened[1], name), searched(), prefix=f"{name}.")
     except ConfigError:
         opened[0].release()
         raise
@@ -135,8 +139,17 @@ def _require_same_objects(settings: "RunSettings", again: Mapping[str, Mapping[s
     for name, section in again.items():
         began = getattr(settings, name).model_dump()
         for key, value in section.items():
-            if began.get(key) != value:
+            if not _is_same(began.get(key), value):
                 raise ConfigError(f"{name}.{key} is {value!r}, the run began with {began.get(key)!r}")
+
+
+def _is_same(began: Any, value: Any) -> bool:
+    """Whether two values of settings are equal; a run records paths as absolute ones."""
+    if isinstance(began, Mapping) and isinstance(value, Mapping):
+        return began.keys() == value.keys() and all(_is_same(began[key], value[key]) for key in began)
+    if isinstance(began, Path) and isinstance(value, Path):
+        return began == Path.cwd() / value.expanduser()
+    return bool(began == value)
 
 
 def evaluate(
@@ -271,6 +284,7 @@ def _require_possible(run: str | Path | None, settings: "RunSettings") -> Path:
     folder = _new_folder(run)
     require_free(folder)
     require_experts(settings)
+    require_paths(settings, searched())
     require_known_model(settings.model.name)
     return folder
 

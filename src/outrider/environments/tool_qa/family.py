@@ -5,7 +5,7 @@ RAPO).
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,6 +30,8 @@ from outrider.types import Step, Task
 
 class ToolsConfig(EpisodeConfig):
     """Tasks from your own data, with the tools that you name."""
+
+    input_paths: ClassVar[frozenset[str]] = frozenset({"corpus", "pages"})
 
     type: Literal["tools"] = "tools"
     train: DatasetConfig | None = None
@@ -107,7 +109,7 @@ class ToolsFamily:
         )
         if dataset is None:
             raise DataError(f"tools: no data set is configured for the split {split!r}")
-        return load_tasks(dataset)
+        return load_tasks(dataset, setting=f"environment.{split}")
 
     def make(self) -> ToolEnvironmentFactory:
         """Load every configured tool; raises ToolUnavailable or DataError when one cannot work here."""
