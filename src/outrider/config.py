@@ -32,8 +32,8 @@ class Settings(BaseModel):
     """
 
     input_paths: ClassVar[frozenset[str]] = frozenset()
-    """Fields that name a file or folder that has to exist, as a path or as text. Other fields of the type Path
-    name what may be made.
+    """Fields that name a file or folder that has to exist, as a path or as text. Other fields of the type
+    Path name what may be made.
     """
 
     def names_path(self, key: str) -> bool:

@@ -23,8 +23,8 @@ _reported: set[tuple[str, Path]] = set()
 
 
 def absolute_paths(settings: SettingsT, folders: Folders, prefix: str = "") -> SettingsT:
-    """The settings with every relative path made absolute. An input that is in none of the folders stays as it
-    is, for :func:`require_paths`; any other path that does not exist is one below the current folder.
+    """The settings with every relative path made absolute. An input that is in none of the folders stays as
+    it is, for :func:`require_paths`; any other path that does not exist is one below the current folder.
     """
     changed: dict[str, Any] = {}
     for name, value in settings:
