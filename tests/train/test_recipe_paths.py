@@ -1,5 +1,5 @@
-"""Paths in a recipe: relative to the recipe, else to the current folder; absolute in the run; and one line that
-names setting, path and folders when nothing is there.
+"""Paths in a recipe: relative to the recipe, else to the current folder; absolute in the run; and one line
+that names setting, path and folders when nothing is there.
 """
 
 import json
@@ -112,9 +112,9 @@ def test_a_path_of_the_command_line_is_relative_to_the_current_folder_first(reci
         ("environment.pages=gone.jsonl", "environment.pages", "gone.jsonl"),
         ("model.initial_checkpoint=runs/gone", "model.initial_checkpoint", "runs/gone"),
         ("engine={type='retrospex',critic='c.st',allow_training=true}", "engine.critic", "c.st"),
-        ("environment={type='webshop',products='p.json',attributes='a.json'}", "environment.products", "p.json"),
+        ("environment={type='webshop',products='p',attributes='a'}", "environment.products", "p"),
         ("environment={type='alfworld',data='games'}", "environment.data", "games"),
-        ("cold_start={num_examples=2,demonstrations='chats.jsonl'}", "cold_start.demonstrations", "chats.jsonl"),
+        ("cold_start={num_examples=2,demonstrations='c.jsonl'}", "cold_start.demonstrations", "c.jsonl"),
         ("algorithm={type='luffy',demonstrations='d.jsonl'}", "algorithm.demonstrations", "d.jsonl"),
         ("environment.corpus=/no/such/file.jsonl", "environment.corpus", "/no/such/file.jsonl"),
     ],
