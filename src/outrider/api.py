@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from outrider.config import Settings, load_settings
 from outrider.config_paths import require_paths
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import search_in, searched
 from outrider.plugins.names import Kind
 from outrider.plugins.registry import given
@@ -99,7 +99,7 @@ def _resume(
         # demonstrations and initial weights have been read, a buffer has been copied
         for name in ("environment", "engine"):
             require_paths(getattr(opened[1], name), searched(), prefix=f"{name}.")
-    except ConfigError:
+    except OutriderError:
         opened[0].release()
         raise
     from outrider.train.launch import run_training

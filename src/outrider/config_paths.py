@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from outrider.errors import ConfigError
+from outrider.errors import DataError
 
 if TYPE_CHECKING:
     from outrider.config import Settings
@@ -74,20 +74,20 @@ def _located(path: Path, key: str, folders: Folders, *, is_input: bool) -> Path:
 
 
 def require_paths(settings: "Settings", folders: Sequence[Path], *, prefix: str = "") -> None:
-    """Raises ConfigError, which names the setting, the path and the folders that were searched, for an input
+    """Raises DataError, which names the setting, the path and the folders that were searched, for an input
     that does not exist. Sections that the run does not read are not checked.
     """
     for key, path in _inputs(settings, prefix):
         if not path.exists() and shutil.which(path) is None:
-            raise ConfigError(f"{key}: {no_such_file(path, folders)}")
+            raise DataError(f"{key}: {no_such_file(path, folders)}")
 
 
 def no_such_file(path: Path, folders: Sequence[Path]) -> str:
     """What is reported of a path that does not exist."""
     if path.is_absolute():
-        return f"no such file or folder: {path}"
+        return f"{path}: no such file or folder"
     searched = " and ".join(dict.fromkeys(str(folder.absolute()) for folder in (*folders, Path.cwd())))
-    return f"no such file or folder: {path} (searched: {searched})"
+    return f"{path}: no such file or folder (searched: {searched})"
 
 
 def _inputs(settings: "Settings", prefix: str) -> Iterator[tuple[str, Path]]:

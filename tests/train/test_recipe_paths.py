@@ -13,7 +13,7 @@ from outrider import api
 from outrider.cli import main
 from outrider.config_paths import require_paths
 from outrider.environments.families import make_family
-from outrider.errors import ConfigError, DataError
+from outrider.errors import DataError
 from outrider.plugins.imports import searched
 from outrider.train.settings import RunSettings
 
@@ -122,10 +122,10 @@ def test_a_path_of_the_command_line_is_relative_to_the_current_folder_first(reci
 def test_a_missing_file_names_setting_path_and_folders(
     recipe: Path, override: str, setting: str, path: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(DataError) as error:
         api.train(recipe, run=tmp_path / "run", overrides=[override])
     line = str(error.value)
-    assert line.startswith(f"{setting}: no such file or folder: {path}")
+    assert line.startswith(f"{setting}: {path}: no such file or folder")
     if not path.startswith("/"):
         assert f"{recipe.parent} and " in line and str(Path.cwd()) in line
     assert "\n" not in line and not (tmp_path / "run").exists()
@@ -140,7 +140,7 @@ def test_a_missing_data_set_names_setting_path_and_folders(recipe: Path, kind: s
     )
     settings = api.run_settings(recipe, overrides=[override])
     with pytest.raises(
-        DataError, match=r"^environment\.train\.path: no such file or folder: trian\.jsonl"
+        DataError, match=r"^environment\.train\.path: trian\.jsonl: no such file"
     ) as e:
         make_family(settings.environment).tasks("train")
     assert str(recipe.parent) in str(e.value) and str(Path.cwd()) in str(e.value)

@@ -69,10 +69,12 @@ class EnvironmentSettings(Settings):
     """Base of the settings of every task family; the rest says what a run asks before anything is built.
 
     ``is_closed_book``: whether the tasks are questions with answers, which can be asked without the
-    environment.
+    environment. ``starts_quickly``: whether ``--dry-run`` may list its tasks and start an episode, which
+    takes seconds at most and starts no program.
     """
 
     is_closed_book: ClassVar[bool] = False
+    starts_quickly: ClassVar[bool] = True
     if TYPE_CHECKING:
         type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named
 

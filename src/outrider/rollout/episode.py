@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from outrider.engines.base import FinishReason, Request
-from outrider.environments.base import Environment, EpisodeResult, StepResult, turn_message
+from outrider.environments.base import Environment, EpisodeResult, StepResult, tools_of, turn_message
 from outrider.environments.conversing import Conversation, OwnConversations, SampledTurn
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
@@ -23,8 +23,8 @@ from outrider.rollout.tip_splice import ask_for_reflection, show_tip
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
-from outrider.trace import Leaf, Node, Trace
-from outrider.types import Message, Origin, Outcome, Step, Task
+from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
+from outrider.types import Message, Origin, Outcome, Step, Task, ToolSchema
 
 ResultT = TypeVar("ResultT")
 
@@ -119,7 +119,7 @@ class EpisodeRunner:
         if fork is None:
             messages = await self._guarded(environment.reset, seed)
             ids = opening_ids(environment, messages, self.renderer)
-            return _root(trace, ids, messages), tuple(messages)
+            return _root(trace, ids, messages, tools_of(environment)), tuple(messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
         return fork.last_node, fork.conversation
 
@@ -336,12 +336,18 @@ def _ended(result: StepResult) -> Outcome:
     return Outcome.INVALID if result.invalid else Outcome.FINISHED
 
 
-def _root(trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message]) -> Node:
+def _root(
+    trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[ToolSchema]
+) -> Node:
     """The group's shared prompt node; a simulator without a seed may open differently and then gets its
-    own.
+    own. Its message has the words of the environment alone; the ids also describe ``tools``, whose names are
+    in the metadata.
     """
     for node in trace.nodes:
         if node.parent is None and node.token_ids == token_ids:
             return node
     message = Message(role="user", content=prompt_text(messages))
-    return trace.append(parent=None, origin=Origin.PROMPT, token_ids=token_ids, message=message)
+    metadata = {DESCRIBED_TOOLS: [str(tool["name"]) for tool in tools]} if tools else {}
+    return trace.append(
+        parent=None, origin=Origin.PROMPT, token_ids=token_ids, message=message, metadata=metadata
+    )

@@ -56,7 +56,9 @@ def _score(one: Evaluation) -> str:
     name = "score" if "score" in one.metrics else next(iter(one.metrics))
     found = one.metrics[name]
     told = score(found.value, found.ci_low, found.ci_high, is_share=name in SHARES)
-    return f"{told}  {one.num_tasks} tasks, temperature {one.temperature:g}"
+    kind = "training tasks" if one.num_training_tasks >= one.num_tasks else "tasks"
+    some = f" ({one.num_training_tasks} of training)" if 0 < one.num_training_tasks < one.num_tasks else ""
+    return f"{told}  {one.num_tasks} {kind}{some}, temperature {one.temperature:g}"
 
 
 def _cost(data: RunData) -> Iterator[str]:

@@ -8,7 +8,7 @@ the steps behind its checkpoint again, with the same values: TensorBoard forgets
 may show them twice. W&B cannot continue a run that was written offline: what follows is a run of its own.
 """
 
-import importlib
+import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +25,7 @@ from outrider.plugins.registry import build_named, resolve
 from outrider.types import Json
 
 IDENTITIES: Final = "trackers.json"
+_PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 _log = logging.getLogger(__name__)
 
@@ -193,6 +194,13 @@ class TrackerSet:
             self._trackers.pop(name, None)
             cause = f"{type(error).__name__}: {error}"
             self._warn(f"TRACKER OFF: {name} failed ({cause}); training goes on, metrics.jsonl is complete")
+
+
+def require_installed(names: Sequence[str]) -> None:
+    """Raises ConfigError for a built-in tracker whose package is not installed; imports none of them."""
+    for name in names:
+        if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
+            raise ConfigError(f"tracker {name!r} needs an extra: pip install 'outrider[{name}]'")
 
 
 def make_trackers(

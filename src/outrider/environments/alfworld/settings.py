@@ -17,6 +17,7 @@ class AlfworldConfig(EnvironmentSettings):
     compare with no published one.
     """
 
+    starts_quickly: ClassVar[bool] = False
     input_paths: ClassVar[frozenset[str]] = frozenset({"data"})
 
     type: Literal["alfworld"] = "alfworld"

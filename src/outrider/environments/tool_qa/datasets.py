@@ -16,7 +16,7 @@ from outrider.config import Settings
 from outrider.config_paths import no_such_file
 from outrider.errors import DataError, ToolUnavailable
 from outrider.plugins.imports import searched
-from outrider.records import Row, read_rows
+from outrider.records import SUFFIXES, Row, read_rows
 from outrider.types import Json, Task
 
 Split = Literal["train", "valid", "test"]
@@ -66,7 +66,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
     column, a blank question or answer and a duplicate key; ToolUnavailable where the hub is needed without
     its package.
     """
-    if config.path is not None and not config.path.is_file():
+    if config.path is not None and config.path.suffix in SUFFIXES and not config.path.exists():
         where = f"{setting}.path: " if setting else ""
         raise DataError(f"{where}{no_such_file(config.path, searched())}")
     tasks: dict[str, Task] = {}

@@ -17,6 +17,7 @@ class VerifiersConfig(ProgramConfig):
 
     details: ClassVar[frozenset[str]] = ProgramConfig.details | {"python", "start_limit_s"}
 
+    starts_quickly: ClassVar[bool] = False
     input_paths: ClassVar[frozenset[str]] = frozenset({"python"})
 
     type: Literal["verifiers"] = "verifiers"
