@@ -90,6 +90,12 @@ def no_such_file(path: Path, folders: Sequence[Path]) -> str:
     return f"{path}: no such file or folder (searched: {searched})"
 
 
+def shown_path(path: Path) -> str:
+    """A path for people: relative if it is below the current folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def _inputs(settings: "Settings", prefix: str) -> Iterator[tuple[str, Path]]:
     from outrider.config import Settings
 

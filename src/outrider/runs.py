@@ -27,7 +27,7 @@ class Run:
     def of(cls, path: Path) -> "Run":
         """Raises DataError where no run directory is."""
         if not (path / "config.toml").is_file():
-            raise DataError(f"{path} is no run directory: it has no config.toml")
+            raise DataError(told_of_tasks(path) or f"{path} is no run directory: it has no config.toml")
         return cls(path)
 
     @property
@@ -124,6 +124,16 @@ class Run:
             return [parsed(line) for line in whole_lines(self.path / name)]
         except ValueError as error:
             raise DataError(f"{name} is damaged: {error}") from error
+
+
+def told_of_tasks(folder: Path) -> str:
+    """What is reported of the folder of an evaluation of tasks, which is no run; empty for any other."""
+    if not (folder / "results.jsonl").is_file() or (folder / "config.toml").is_file():
+        return ""
+    return (
+        f"{folder} holds an evaluation of eval --tasks, no run: its scores are in summary.json, its replies "
+        "in results.jsonl, and outrider inspect-log makes a log of them that inspect view opens"
+    )
 
 
 def _never_written(name: str) -> str:

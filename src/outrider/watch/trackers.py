@@ -45,7 +45,7 @@ class TrackerContext:
 
 class Tracker(Protocol):
     """A mirror of the metrics; may raise, :class:`TrackerSet` deals with it. ``identity`` is what its run can
-    be continued by.
+    be continued by; a tracker that cannot continue a run needs none.
 
     As a plug-in, a class made by ``build(settings, context)`` with :class:`TrackerContext`.
     """
@@ -233,10 +233,16 @@ def make_trackers(
             run_dir=run_dir, project=project, config=config, newest_step=newest_step, known=known.get(name)
         )
         trackers[name] = _start(name, partial(build_named, "trackers", name, None, context))
-    known |= {name: tracker.identity for name, tracker in trackers.items() if tracker.identity is not None}
+    known |= {name: found for name, one in trackers.items() if (found := _identity(one)) is not None}
     if known:
         replace_file(identities, json.dumps(known).encode())
     return TrackerSet(trackers, warn=warn)
+
+
+def _identity(tracker: Tracker) -> str | None:
+    """What the tracker's run can be continued by; a tracker need not have any."""
+    found = getattr(tracker, "identity", None)
+    return None if found is None else str(found)
 
 
 def _import(module: str, *, extra: str) -> ModuleType:
