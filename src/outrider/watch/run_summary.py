@@ -33,6 +33,17 @@ def summary_lines(run: Path) -> list[str]:
     ]
 
 
+def one_line_summary(run: Path) -> str:
+    """Method, task, steps, and the last score with its interval, as far as they are on file."""
+    data = read_run(run)
+    method, task = (data.config.get(f"{name}.type", "?") for name in ("algorithm", "environment"))
+    parts = [f"{method} on {task}", f"{data.num_steps} of {data.config.get('train.num_steps', '?')} steps"]
+    scored = [one for one in data.evaluations if one.metrics]
+    if scored:
+        parts.append(f"{scored[-1].label}: {_score(scored[-1])}")
+    return ", ".join(parts)
+
+
 def _titled(title: str, lines: Iterator[str]) -> Iterator[str]:
     for number, line in enumerate(lines):
         yield f"{'' if number else title:<8} {line}"

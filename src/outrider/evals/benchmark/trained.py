@@ -1,4 +1,6 @@
-"""How the model of an evaluation was trained, if it is a run: an evaluation with tools plays as the run did."""
+"""How the model of an evaluation was trained, if it is a run: an evaluation with tools plays as the run
+did.
+"""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -6,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.config import NONE
+from outrider.plugins.imports import search_in
 
 _CONFIG: Final = "config.toml"
 _DATA: Final = ("train", "valid", "test")
@@ -13,12 +16,13 @@ _PROMPTED: Final = ("require_think", "require_boxed")  # of a reward's settings:
 
 
 def config_of_run(name: str) -> dict[str, Any] | None:
-    """The recorded settings of a run directory, or of the run that a checkpoint belongs to; None for any other
-    model. Unreadable files are reported when the model is loaded.
+    """The recorded settings of a run directory, or of the run that a checkpoint belongs to; None for any
+    other model. Unreadable files are reported when the model is loaded.
     """
     folder = Path(name).absolute()
     for run in (folder, folder.parent.parent):
         if (run / _CONFIG).is_file() and (run == folder or folder.parent.name == "checkpoints"):
+            search_in(run)  # its tools may be functions of the user
             try:
                 return tomllib.loads((run / _CONFIG).read_text(encoding="utf-8"))
             except (OSError, ValueError):
