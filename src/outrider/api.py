@@ -8,17 +8,21 @@ run begins.
     run.metrics("train").to_pandas()
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from outrider.config import Settings, load_settings
-from outrider.errors import ConfigError
-from outrider.plugins.imports import search_in
+from outrider.config_paths import require_paths
+from outrider.errors import ConfigError, OutriderError
+from outrider.plugins.imports import search_in, searched
 from outrider.plugins.names import Kind
 from outrider.plugins.registry import given
 from outrider.runs import Run
+from outrider.stopping import interruption_asks
 
 if TYPE_CHECKING:
     from outrider.evals.benchmark.settings import PanelSettings
@@ -41,19 +45,28 @@ def train(
     run: str | Path | None = None,
     resume: str | Path | None = None,
     overrides: Sequence[str] = (),
-    progress: Progress = "none",
+    progress: Progress | None = None,
     changed_plugins: bool = False,
-    on_start: OnStart = lambda request_stop: None,
+    on_start: OnStart | None = None,
+    environment: Any = None,
+    algorithm: Any = None,
+    engine: Any = None,
     **plugins: Any,
 ) -> Run:
     """Train from a recipe into the new folder ``run``, or go on with the run ``resume``.
 
-    ``plugins`` (``environment``, ``algorithm``, ``engine``) are objects, names or tables in the place of the
-    recipe's sections; a resumed run that began with an object whose class cannot be imported needs it again.
-    ``changed_plugins``: their code may be another one than the run began with. ``on_start`` gets a function
-    that asks the run to stop after its step. Raises what a bad command line tells in one line, as
-    :class:`outrider.errors.OutriderError`.
+    ``environment``, ``algorithm`` and ``engine`` are objects, names or tables in the place of the recipe's
+    sections; a resumed run that began with an object whose class cannot be imported needs it again.
+    ``progress`` None shows lines in a notebook and nothing elsewhere. ``changed_plugins``: the plug-ins' code
+    may differ from that the run began with. ``on_start`` gets a function that asks the run to stop after its
+    step. Without it an interruption (Ctrl-C, or a notebook's stop button) does: finished steps go into a
+    checkpoint, and KeyboardInterrupt, which says how to resume, is raised then. A second interruption ends
+    the run at once.
+
+    Raises :class:`outrider.errors.OutriderError`, whose one line is what the command line prints.
     """
+    plugins |= {"environment": environment, "algorithm": algorithm, "engine": engine}
+    progress = progress or _default_progress()
     with _standing_in(plugins) as sections:
         if (recipe is None) == (resume is None):
             raise ConfigError("give a recipe for a new run, or --resume RUN to continue one")
@@ -69,14 +82,39 @@ def train(
         from outrider.train.state.run_directory import RunDirectory
 
         opened = RunDirectory.create(folder, settings), settings
-        run_training(
-            opened,
-            progress=progress,
-            on_start=on_start,
-            start=_learner_of(settings),
-            spread=_elsewhere_of(settings),
-        )
+        with _stopping(folder, on_start) as stop:
+            run_training(
+                opened,
+                progress=progress,
+                on_start=stop,
+                start=_learner_of(settings),
+                spread=_elsewhere_of(settings),
+            )
     return load_run(folder)
+
+
+def _default_progress() -> Progress:
+    """Lines in a notebook, whose reader sees nothing else of the run; else nothing, as a library does."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    names = {one.__name__ for one in type(shell).__mro__}
+    return "plain" if "ZMQInteractiveShell" in names else "none"
+
+
+@contextmanager
+def _stopping(folder: Path, on_start: OnStart | None) -> Iterator[OnStart]:
+    """The ``on_start`` of a training; without the caller's, an interruption asks the run to stop. Raises
+    KeyboardInterrupt at the end of a run that was stopped so.
+    """
+    if on_start is not None:
+        yield on_start
+        return
+    with ExitStack() as installed:
+        asked: list[Event] = []
+        yield lambda request_stop: asked.append(installed.enter_context(interruption_asks(request_stop)))
+    if any(one.is_set() for one in asked):
+        raise KeyboardInterrupt(
+            f"finished steps are in {folder}; continue with outrider.train(resume={str(folder)!r})"
+        )
 
 
 def _resume(
@@ -85,7 +123,7 @@ def _resume(
     overrides: Sequence[str],
     progress: Progress,
     changed_plugins: bool,
-    on_start: OnStart,
+    on_start: OnStart | None,
     again: Mapping[str, Mapping[str, Any]],
 ) -> Run:
     from outrider.train.state.run_directory import RunDirectory
@@ -95,18 +133,22 @@ def _resume(
     opened = RunDirectory.open(folder, overrides, takes_plugins=changed_plugins)
     try:
         _require_same_objects(opened[1], again)
-    except ConfigError:
+        # demonstrations and initial weights have been read, a buffer has been copied
+        for name in ("environment", "engine"):
+            require_paths(getattr(opened[1], name), searched(), prefix=f"{name}.")
+    except OutriderError:
         opened[0].release()
         raise
     from outrider.train.launch import run_training
 
-    run_training(
-        opened,
-        progress=progress,
-        on_start=on_start,
-        start=_learner_of(opened[1]),
-        spread=_elsewhere_of(opened[1]),
-    )
+    with _stopping(folder, on_start) as stop:
+        run_training(
+            opened,
+            progress=progress,
+            on_start=stop,
+            start=_learner_of(opened[1]),
+            spread=_elsewhere_of(opened[1]),
+        )
     return load_run(folder)
 
 
@@ -135,8 +177,17 @@ def _require_same_objects(settings: "RunSettings", again: Mapping[str, Mapping[s
     for name, section in again.items():
         began = getattr(settings, name).model_dump()
         for key, value in section.items():
-            if began.get(key) != value:
+            if not _is_same(began.get(key), value):
                 raise ConfigError(f"{name}.{key} is {value!r}, the run began with {began.get(key)!r}")
+
+
+def _is_same(began: Any, value: Any) -> bool:
+    """Whether two values of settings are equal; a run records paths as absolute ones."""
+    if isinstance(began, Mapping) and isinstance(value, Mapping):
+        return began.keys() == value.keys() and all(_is_same(began[key], value[key]) for key in began)
+    if isinstance(began, Path) and isinstance(value, Path):
+        return began == Path.cwd() / value.expanduser()
+    return bool(began == value)
 
 
 def evaluate(
@@ -147,15 +198,20 @@ def evaluate(
     checkpoint: str | Path | None = None,
     num_trials: int | None = None,
     method: Literal["tips", "reflexion"] = "tips",
-    progress: Progress = "none",
+    progress: Progress | None = None,
+    environment: Any = None,
+    algorithm: Any = None,
+    engine: Any = None,
     **plugins: Any,
 ) -> Run:
     """Evaluate on a recipe's held-out panel, into the new folder ``run``; ``checkpoint`` has the weights of a
     training run.
 
-    ``num_trials`` with a memory by ``method`` and no change of weights. ``plugins`` and errors are as of
-    :func:`train`.
+    ``num_trials`` with a memory by ``method`` and no change of weights. ``progress``, ``environment``,
+    ``algorithm``, ``engine`` and errors are as of :func:`train`.
     """
+    plugins |= {"environment": environment, "algorithm": algorithm, "engine": engine}
+    progress = progress or _default_progress()
     with _standing_in(plugins) as sections:
         settings = evaluation_settings(
             recipe,
@@ -180,7 +236,9 @@ def evaluate(
     return load_run(folder)
 
 
-def evaluate_tasks(settings: "PanelSettings", *, run: str | Path | None, progress: Progress = "none") -> int:
+def evaluate_tasks(
+    settings: "PanelSettings", *, run: str | Path | None, progress: Progress | None = None
+) -> int:
     """Evaluate on named task sets or an environment's own tasks (docs/evaluation.md); 0 where all was
     scored."""
     from outrider.engines.model_names import require_known_model
@@ -190,7 +248,7 @@ def evaluate_tasks(settings: "PanelSettings", *, run: str | Path | None, progres
         require_known_model(settings.model.name)
     from outrider.evals.benchmark.run import evaluate_tasks as play
 
-    return play(settings, folder, progress=progress)
+    return play(settings, folder, progress=progress or _default_progress())
 
 
 def load_run(path: str | Path) -> Run:
@@ -271,6 +329,7 @@ def _require_possible(run: str | Path | None, settings: "RunSettings") -> Path:
     folder = _new_folder(run)
     require_free(folder)
     require_experts(settings)
+    require_paths(settings, searched())
     require_known_model(settings.model.name)
     return folder
 

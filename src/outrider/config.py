@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from outrider.config_paths import absolute_paths
 from outrider.config_problems import problem_line
 from outrider.errors import ConfigError
 from outrider.plugins.imports import import_target, search_in
@@ -29,6 +30,15 @@ class Settings(BaseModel):
     """Fields, or dotted keys below them, that hardly anybody sets: at their default ``--dry-run`` names them
     below the others.
     """
+
+    input_paths: ClassVar[frozenset[str]] = frozenset()
+    """Fields that name a file or folder that has to exist, as a path or as text. Other fields of the type
+    Path name what may be made.
+    """
+
+    def names_path(self, key: str) -> bool:
+        """Whether a field of this instance names a file or folder that exists, or nothing that exists."""
+        return key in self.input_paths
 
     def idle(self) -> frozenset[str]:
         """Fields, or dotted keys below them, that have no effect as the others stand (a kind of KL without a
@@ -130,7 +140,8 @@ def load_settings(
     respelled: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> SettingsT:
     """Read a TOML file, put ``sections`` in the place of its own, apply ``section.key=value`` overrides in
-    order, and validate. ``respelled`` gives the file's tree today's keys before that.
+    order, and validate. ``respelled`` gives the file's tree today's keys before that. Relative paths become
+    absolute (:mod:`outrider.config_paths`).
 
     A value is read as TOML (``1``, ``true``, ``[1, 2]``) and, where that fails, as a plain string.
     Raises ConfigError naming the key; nothing is written.
@@ -150,7 +161,24 @@ def load_settings(
     tree.update(copy.deepcopy(dict(sections or {})))
     for override in overrides:
         _apply(tree, override)
-    return validate(kind, tree)
+    return absolute_paths(validate(kind, tree), _folders(file, overrides, sections or {}))
+
+
+def _folders(
+    file: Path | None, overrides: Sequence[str], sections: Mapping[str, Any]
+) -> Callable[[str], Sequence[Path]]:
+    """Where a path is looked up, by its dotted key: what the recipe wrote beside the recipe first, what came
+    by command or from Python in the current folder first.
+    """
+    current = Path.cwd()
+    beside = current if file is None else file.absolute().parent
+    by_hand = {override.partition("=")[0].strip() for override in overrides} | sections.keys()
+
+    def of_key(key: str) -> Sequence[Path]:
+        is_by_hand = any(key == one or key.startswith(f"{one}.") for one in by_hand)
+        return (current, beside) if is_by_hand else (beside, current)
+
+    return of_key
 
 
 def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
@@ -158,7 +186,7 @@ def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("; ".join(problem_line(kind, item) for item in error.errors())) from error
+        raise ConfigError("; ".join(problem_line(kind, item, tree) for item in error.errors())) from error
 
 
 def value_of(raw: str) -> Any:

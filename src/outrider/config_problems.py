@@ -1,15 +1,17 @@
-"""Tells somebody what is wrong with the configuration they wrote: plain dotted paths and near matches.
+"""Describes problems of a configuration in one line each: plain dotted paths and near matches.
 
-Places hold the tag of the member of a union, or the name of a section's plug-in
-(``algorithm.grpo.groupsize``), which nobody has written there.
+Locations of pydantic's errors contain the tag of a union's member, or the name of a section's plug-in
+(``algorithm.grpo.groupsize``), which the user did not write.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, get_args, get_origin
 
 from pydantic import BaseModel
 
+from outrider.errors import ConfigError
 from outrider.near import did_you_mean, near_match
 
 _NO_SECTION = {"model_attributes_type", "model_type", "dict_type"}
@@ -27,15 +29,27 @@ _EXPLAINED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_schedule"), _SCHEDULE),
 }
 """Keys of other libraries that have no counterpart, and why."""
+_SURE: Final = 0.8  # similarity above which a name is a typing error before it is anything else
 
 
-def problem_line(kind: type[BaseModel], item: Mapping[str, Any]) -> str:
-    """One error of pydantic about a tree of ``kind`` as ``path: what is wrong``."""
-    path, sections = _place(kind, item["loc"])
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A section of which there are several types. ``depth`` is the length of its path; ``name`` is the type
+    that the configuration chose, ``others`` are the sections of the other types.
+    """
+
+    depth: int
+    name: str
+    others: Mapping[str, type[BaseModel]]
+
+
+def problem_line(kind: type[BaseModel], item: Mapping[str, Any], tree: Any = None) -> str:
+    """One error of pydantic about ``tree``, a tree of ``kind``, as ``path: what is wrong``."""
+    path, sections, choices = _locate(kind, item["loc"])
     where, text = ".".join(path), item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "extra_forbidden":
-            text = f"unknown key{_EXPLAINED.get(path[-1]) or _meant(kind, path, sections)}"
+            text = f"unknown key{_EXPLAINED.get(path[-1]) or _meant(kind, path, sections, choices, tree)}"
         case "union_tag_invalid":
             known = [name.strip(" '") for name in item["ctx"]["expected_tags"].split(",")]
             tag = item["ctx"]["tag"]
@@ -47,10 +61,14 @@ def problem_line(kind: type[BaseModel], item: Mapping[str, Any]) -> str:
             text += did_you_mean(item["input"], re.findall(r"'([^']+)'", item["ctx"]["expected"]))
         case "plugin_name" if not isinstance(item["input"], str):
             where = f"{where}.type"
-        case kind_of_error if kind_of_error in _NO_LIST:
+        case kind_of_error if kind_of_error in _NO_LIST and not isinstance(item["input"], Mapping):
             text = f'needs a list, such as {where}=["{item["input"]}"]'
+        case kind_of_error if kind_of_error in _NO_LIST:
+            text = f"is a list and has no keys ({', '.join(map(str, item['input']))})"[:200]
         case kind_of_error if kind_of_error in _NO_SECTION and where:
             text = f"is a section with keys of its own, not {item['input']!r}"[:200]
+        case "string_type" if isinstance(item["input"], Mapping):
+            text = f"is a string and has no keys ({', '.join(map(str, item['input']))})"[:200]
     return f"{where}: {text}" if where else str(text)
 
 
@@ -58,18 +76,27 @@ def _discriminator(item: Mapping[str, Any]) -> str:
     return str(item["ctx"]["discriminator"]).strip("'")
 
 
-def _place(kind: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The path without tags, and the sections that its last key was looked for in."""
+def _locate(
+    kind: type[BaseModel], loc: Sequence[str | int]
+) -> tuple[list[str], list[type[BaseModel]], list[_Choice]]:
+    """The path without tags, the sections in which its last key was looked up, and the types that were chosen
+    on the way.
+    """
     path: list[str] = []
     parents: list[type[BaseModel]] = []
+    choices: list[_Choice] = []
     sections = [kind]
     marker: _Marker | None = None
     for part in loc:
-        if marker is not None and isinstance(part, str):
-            sections, marker = [marker.class_of(part)], None  # the plug-in's name, which is no key
+        if marker is not None and isinstance(part, str):  # the plug-in's name, which is no key
+            others = {_type_of(one): one for one in marker.built_in() if _type_of(one) != part}
+            choices.append(_Choice(len(path), part, others))
+            sections, marker = [marker.class_of(part)], None
             continue
         chosen = [section for section in sections if part in _tags(section)] if len(sections) > 1 else []
         if chosen:
+            others = {_type_of(one): one for one in sections if one not in chosen and _type_of(one)}
+            choices.append(_Choice(len(path), str(part), others))
             sections = chosen
             continue
         path.append(str(part))
@@ -79,7 +106,14 @@ def _place(kind: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str], 
                 (found for section in sections if (found := _marker(section, part)) is not None), None
             )
             sections = [one for section in sections for one in _sections_of(section, part)]
-    return path, parents
+    return path, parents, choices
+
+
+def _type_of(section: type[BaseModel]) -> str:
+    """The value of ``type`` that selects a section; empty if nothing does."""
+    field = section.model_fields.get("type")
+    values = get_args(field.annotation) if field is not None else ()
+    return str(values[0]) if len(values) == 1 else ""
 
 
 def _sections_of(section: type[BaseModel], key: str) -> list[type[BaseModel]]:
@@ -125,30 +159,113 @@ def _markers(parts: Iterable[Any]) -> Iterator[_Marker]:
         yield from _markers(get_args(part))
 
 
-def _meant(kind: type[BaseModel], path: list[str], sections: Sequence[type[BaseModel]]) -> str:
-    """A key of the same section that is like this one or has it for a word (``url``: ``server_url``), or one
-    of this very name in another section.
+def _meant(
+    kind: type[BaseModel],
+    path: list[str],
+    sections: Sequence[type[BaseModel]],
+    choices: Sequence[_Choice],
+    tree: Any,
+) -> str:
+    """What an unknown key may mean, every suggestion valid in this configuration: a key of another type of
+    the section, a key of the same section that is like this one or contains it as a word (``url``:
+    ``server_url``), or one of this very name in another section.
     """
     *above, key = path
     names = {name for section in sections for name in section.model_fields}
+    elsewhere = _of_that_name(kind, path, tree)
+    section = f"{'.'.join(path[: choices[-1].depth])}." if choices else ""
+    if section and (near := [other for other in elsewhere if other.startswith(section)]):
+        return f", did you mean {' or '.join(near[:2])}?"
+    if owned := next((told for choice in reversed(choices) if (told := _owned(choice, path))), ""):
+        return f": {owned}{f'; did you mean {elsewhere[0]}?' if elsewhere else ''}"
     longer = sorted(name for name in names if key in name.split("_"))
-    found = near_match(key, names) or (longer[0] if len(longer) == 1 else None)
-    if found is not None:
+    found = near_match(key, names, cutoff=_SURE) or (longer[0] if len(longer) == 1 else None)
+    if found is None and elsewhere:
+        return f", did you mean {' or '.join(elsewhere[:2])}?"
+    if (found := found or near_match(key, names)) is not None:
         return f", did you mean {'.'.join([*above, found])}?"
-    elsewhere = sorted(
-        (
-            other
-            for other in set(_paths(kind, ""))
-            if other.rpartition(".")[2] == key and other != ".".join(path)
-        ),
-        key=lambda other: (other.count("."), other),  # what every run has before what one plug-in has
-    )
-    return f", did you mean {' or '.join(elsewhere[:2])}?" if elsewhere else ""
+    return next((f", {told}" for choice in reversed(choices) if (told := _near_owned(choice, path))), "")
 
 
-def _paths(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    """Every dotted key below a section, those of all members of a union among them."""
-    for name in section.model_fields:
+def _of_that_name(kind: type[BaseModel], path: Sequence[str], tree: Any) -> list[str]:
+    """Other keys with the same last part, those of every run before those of one plug-in."""
+    found = {
+        other
+        for other in _paths(kind, tree, "")
+        if other.rpartition(".")[2] == path[-1] and other != ".".join(path)
+    }
+    return sorted(found, key=lambda other: (other.count("."), other))
+
+
+def _owned(choice: _Choice, path: Sequence[str]) -> str:
+    """The other types of a section that have this key: at the same place or, if none has, elsewhere in the
+    section.
+    """
+    rest = [part for part in path[choice.depth :] if not part.isdigit()]
+    if owners := [name for name, section in choice.others.items() if _has(section, rest)]:
+        return f"{'.'.join(rest)} belongs to {_types(owners)}, yours is {choice.name}"
+    deeper = {
+        name: found
+        for name, section in choice.others.items()
+        if (found := sorted(one for one in _paths(section, None, "") if one.rpartition(".")[2] == rest[-1]))
+    }
+    if not deeper or len(rest) > 1:
+        return ""
+    name = min(deeper, key=lambda one: deeper[one][0].count("."))
+    return f"{deeper[name][0]} belongs to {_types([name])}, yours is {choice.name}"
+
+
+def _near_owned(choice: _Choice, path: Sequence[str]) -> str:
+    """A mistyped key of another type."""
+    rest = path[choice.depth :]
+    for name, section in choice.others.items():
+        found = near_match(rest[-1], section.model_fields, cutoff=_SURE) if len(rest) == 1 else None
+        if found is not None:
+            return f"did you mean {found}? It belongs to {_types([name])}, yours is {choice.name}"
+    return ""
+
+
+def _types(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"types {', '.join(first)} and {last}" if first else f"type {last}"
+
+
+def _has(section: type[BaseModel], keys: Sequence[str]) -> bool:
+    """Whether a dotted key leads somewhere below a section."""
+    sections = [section]
+    for number, key in enumerate(keys):
+        if not any(key in one.model_fields for one in sections):
+            return False
+        if number + 1 < len(keys):
+            sections = [inner for one in sections for inner in _sections_of(one, key)]
+    return True
+
+
+def _paths(section: type[BaseModel], tree: Any, prefix: str) -> Iterator[str]:
+    """Every dotted key below a section; of a section with several types, those of the type that ``tree``
+    chooses, else that of the default.
+    """
+    for name, field in section.model_fields.items():
         yield f"{prefix}{name}"
-        for inner in _sections_of(section, name):
-            yield from _paths(inner, f"{prefix}{name}.")
+        inner = tree.get(name) if isinstance(tree, Mapping) else None
+        for one in _chosen_sections(section, name, inner, field.default):
+            yield from _paths(one, inner, f"{prefix}{name}.")
+
+
+def _chosen_sections(
+    section: type[BaseModel], name: str, tree: Any, default: Any
+) -> Sequence[type[BaseModel]]:
+    chosen = tree.get("type") if isinstance(tree, Mapping) else None
+    marker = _marker(section, name)
+    if marker is not None:
+        if not isinstance(chosen, str):
+            return [type(default)] if isinstance(default, BaseModel) else []
+        try:
+            return [marker.class_of(chosen)]
+        except ConfigError:  # an unknown name is an error of its own
+            return []
+    members = _sections_of(section, name)
+    if len(members) < 2:
+        return members
+    wanted = chosen if isinstance(chosen, str) else getattr(default, "type", None)
+    return [one for one in members if _type_of(one) == wanted] or members

@@ -2,6 +2,7 @@
 the line.
 """
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ def read_rows(path: Path) -> list[Row]:
 
     Raises DataError for a missing file, an unknown suffix, malformed content or a file without rows.
     """
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder, expected a file ({' or '.join(SUFFIXES)})")
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: unknown kind of file, expected one of {', '.join(SUFFIXES)}")
     if not path.is_file():
@@ -61,20 +64,44 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
+    try:
+        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # which editors of Windows write
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{path}:1: malformed JSON: UTF-16 text; save the file as UTF-8")
+    for number, raw in enumerate(content.split(b"\n"), start=1):
         if not raw.strip():
             continue
         place = f"{path}:{number}"
         try:
-            record = json.loads(raw.decode("utf-8"))
+            record = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
             if b"\\u" in raw:
                 # half of a pair of escapes is no text that anybody can store
                 json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{raw[error.start]:02x} at position {error.start}"
+            raise DataError(
+                f"{place}: malformed JSON: not UTF-8 text ({byte}); save the file as UTF-8"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: malformed JSON: {error}") from error
         if not isinstance(record, dict):
-            raise DataError(f"{place}: malformed JSON: expected an object, got {type(record).__name__}")
+            raise DataError(
+                f"{place}: malformed JSON: expected an object, got {type(record).__name__} "
+                "(a .jsonl file has one object per line)"
+            )
         yield Row(place=place, values=record)
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """An object of JSON. Raises ValueError for a key that occurs twice: one of its values would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} occurs more than once in an object")
+    return found
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

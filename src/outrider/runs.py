@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """Reads what is on disk when it is asked, so a run that goes on may be looked at. Raises DataError for
     damaged files."""
@@ -27,8 +27,14 @@ class Run:
     def of(cls, path: Path) -> "Run":
         """Raises DataError where no run directory is."""
         if not (path / "config.toml").is_file():
-            raise DataError(f"{path} is no run directory: it has no config.toml")
+            raise DataError(told_of_tasks(path) or f"{path} is no run directory: it has no config.toml")
         return cls(path)
+
+    def __repr__(self) -> str:
+        """Folder, method, task, steps and the last score."""
+        from outrider.watch.run_summary import one_line_summary
+
+        return f"<Run {self.path}: {one_line_summary(self.path)}>"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -78,14 +84,21 @@ class Run:
         """Those of the evaluation in row ``number`` of :meth:`evaluations`."""
         return self._parquet(f"evaluation-{number:03d}.parquet")
 
-    def rollouts(self, step: int) -> "pa.Table":
-        """The rollouts of a training step, one per row, faulted ones with their reason. Of a run of version 1
-        of the records, which has none of those, they are made from the nodes.
+    def rollouts(self, step: int | None = None) -> "pa.Table":
+        """The rollouts of a training step, or without ``step`` of all of them in order: one per row, with its
+        step, faulted ones with their reason. Of a run of version 1 of the records, which has none of those,
+        they are made from the nodes.
         """
-        from outrider.watch.rollout_rows import read_rollouts
-        from outrider.watch.step_files import step_file
+        import pyarrow as pa
 
-        return read_rollouts(self.path, step_file(step))
+        from outrider.watch.rollout_rows import ROLLOUT_SCHEMA, ROLLOUTS, read_rollouts
+        from outrider.watch.step_files import StepFiles, step_file
+
+        if step is not None:
+            return read_rollouts(self.path, step_file(step))
+        steps = sorted({*self.steps(), *StepFiles(self.path / ROLLOUTS).steps()})
+        tables = [read_rollouts(self.path, step_file(one)) for one in steps]
+        return pa.concat_tables(tables, promote_options="default") if tables else ROLLOUT_SCHEMA.empty_table()
 
     def evaluation_rollouts(self, number: int) -> "pa.Table":
         """Those of the evaluation in row ``number`` of :meth:`evaluations`."""
@@ -133,6 +146,16 @@ class Run:
             return [parsed(line) for line in whole_lines(self.path / name)]
         except ValueError as error:
             raise DataError(f"{name} is damaged: {error}") from error
+
+
+def told_of_tasks(folder: Path) -> str:
+    """What is reported of the folder of an evaluation of tasks, which is no run; empty for any other."""
+    if not (folder / "results.jsonl").is_file() or (folder / "config.toml").is_file():
+        return ""
+    return (
+        f"{folder} holds an evaluation of eval --tasks, no run: its scores are in summary.json, its replies "
+        "in results.jsonl, and outrider inspect-log makes a log of them that inspect view opens"
+    )
 
 
 def _never_written(name: str) -> str:

@@ -29,6 +29,10 @@ _TOLD: Final = (
     b"\noutrider: stopping (an update in flight ends first); what is finished goes into a checkpoint. "
     b"A second signal ends at once.\n"
 )
+_TOLD_PROGRAM: Final = (
+    b"\noutrider: stopping (an update in flight ends first); what is finished goes into a checkpoint. "
+    b"A second interruption ends the run at once.\n"
+)
 _live: set[Callable[[], None]] = set()
 _own: list[None] = []  # an element for every signal of ours on its way, which is no second one
 
@@ -151,6 +155,32 @@ def first_signal_asks(request_stop: Callable[[], object]) -> Iterator[threading.
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def interruption_asks(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
+    """Within the block the first SIGINT calls ``request_stop``, and a second one raises KeyboardInterrupt, as
+    it does without this: for a program or a notebook that goes on afterwards. The event tells of the first.
+    In another thread than the main one, or where somebody else handles SIGINT, this does nothing.
+    """
+    asked = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield asked
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            signal.default_int_handler(number, frame)
+        asked.set()
+        request_stop()
+        os.write(2, _TOLD_PROGRAM)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _listen(heard: int, how_to_go_on: str) -> None:

@@ -7,7 +7,7 @@ section 2).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 from outrider.types import Message, Origin, Outcome, Task
 
@@ -25,6 +25,10 @@ class Share:
             tuple(value * factor for value, factor in zip(self.credit, factors, strict=True)),
             self.ratio_scale,
         )
+
+
+DESCRIBED_TOOLS: Final = "described_tools"
+"""Key of a prompt node's metadata: names of the tools that its ids describe and its message does not."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.environments.agent.launched import Launched
+from tests.tiny import save_tiny_model
 
 HERE = "tests.environments.agents.misnamed"
 RECIPE = """
@@ -20,8 +21,22 @@ AGENT = f"""{RECIPE}
 type = "agent"
 function = "{HERE}:agent"
 train = {{{{ path = "{{root}}/tasks.jsonl" }}}}
+test = {{{{ path = "{{root}}/tasks.jsonl" }}}}
 """
 GYM = f'{RECIPE}type = "gym"\n'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def _files(model: Path, tmp_path: Path) -> None:
+    """The model and the tasks of the recipes, which ``--dry-run`` opens."""
+    (tmp_path / "model").symlink_to(model)
+    rows = [f'{{"question": "q{number}?", "answer": "a"}}\n' for number in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(rows))
 
 
 def dry(tmp_path: Path, recipe: str, *overrides: str) -> int:

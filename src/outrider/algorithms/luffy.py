@@ -7,7 +7,7 @@ docs/algorithms/luffy.md.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -47,6 +47,8 @@ class LuffySettings(ObjectiveSettings):
     f(p) = p. ``statistics`` says whose returns make mean and std: the ``mixed`` group's or the ``on_policy``
     rollouts' alone. ``clip_own`` clips the policy's own tokens. A ``preset`` fills what is not given.
     """
+
+    input_paths: ClassVar[frozenset[str]] = frozenset({"demonstrations"})
 
     type: Literal["luffy"] = "luffy"
     preset: Literal["luffy-paper", "luffy-official"] = "luffy-paper"

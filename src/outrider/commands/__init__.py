@@ -12,6 +12,7 @@ from outrider.commands import (
     looking,
     packs,
     planning,
+    prompts,
     pushing,
     training,
     viewing,
@@ -29,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (
         training,
+        prompts,
         planning,
         evaluation,
         buffers,

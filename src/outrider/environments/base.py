@@ -99,11 +99,13 @@ class EnvironmentSettings(Settings):
     """Base of the settings of every task family; the rest says what a run asks before anything is built.
 
     ``is_closed_book``: whether the tasks are questions with answers, which can be asked without the
-    environment. ``reports_metrics``: whether the means of the metrics that episodes return are recorded with
-    every step and evaluation; those of single rollouts always are.
+    environment. ``starts_quickly``: whether ``--dry-run`` may list its tasks and start an episode, which
+    takes seconds at most and starts no program. ``reports_metrics``: whether the means of the metrics that
+    episodes return are recorded with every step and evaluation; those of single rollouts always are.
     """
 
     is_closed_book: ClassVar[bool] = False
+    starts_quickly: ClassVar[bool] = True
     reports_metrics: ClassVar[bool] = True
     if TYPE_CHECKING:
         type: str = ""  # the plug-in's name; a class that does not declare it gets it when it is named

@@ -11,6 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 from outrider.config import Settings
 from outrider.errors import ConfigError
 from outrider.plugins.names import BUILT_IN, Kind, is_import_path, target_of
+from outrider.plugins.presets import expand_preset
 from outrider.plugins.registry import resolve, section_type, settings_of
 
 BAD_NAME = "plugin_name"
@@ -39,6 +40,10 @@ class Section:
             raise PydanticKnownError("dict_type")
         if "type" not in value:
             raise PydanticCustomError(BAD_NAME, "is missing")
+        try:
+            value = expand_preset(self.kind, value)
+        except ConfigError as error:
+            raise PydanticCustomError(BAD_NAME, "{told}", {"told": str(error)}) from error
         name = str(value["type"])
         _require(self.kind, name)
         reader = _reader(self.kind, name, settings_of(self.kind, name))
@@ -46,7 +51,7 @@ class Section:
 
     def class_of(self, name: str) -> type[Settings]:
         """The settings that a table with this ``type`` is read by."""
-        return settings_of(self.kind, name)
+        return settings_of(self.kind, expand_preset(self.kind, {"type": name})["type"])
 
     def built_in(self) -> list[type[Settings]]:
         """Those of every plug-in that is built in."""

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from outrider.errors import ConfigError
 from outrider.plugins.names import BUILT_IN, Kind, known_names, package_of, registered
+from outrider.plugins.presets import PAPER, preset_keys, preset_types
 from outrider.plugins.registry import origin, resolve
 from outrider.terminal import Terminal
 
@@ -40,6 +41,7 @@ def rows(kind: Kind) -> Iterator[tuple[str, str, str, bool]]:
     for name in known_names(kind):
         try:
             yield name, str(origin(kind, name)), summary(resolve(kind, name)), False
+            yield from _preset_rows(kind, name)
         except ConfigError as error:
             points = registered(kind).get(name, ())
             yield name, " and ".join(package_of(point) for point in points) or "built in", str(error), True
@@ -47,6 +49,15 @@ def rows(kind: Kind) -> Iterator[tuple[str, str, str, bool]]:
         if name in BUILT_IN[kind]:
             packages = " and ".join(package_of(point) for point in points)
             yield name, packages, f"hidden by the one that is built in: name it {points[0].value}", False
+
+
+def _preset_rows(kind: Kind, name: str) -> Iterator[tuple[str, str, str, bool]]:
+    """The presets of a built-in plug-in that may be a ``type``, by their short names, and what they set."""
+    for short, (owner, preset) in preset_types(kind).items():
+        is_known_shorter = short.endswith(PAPER) and short.removesuffix(PAPER) in preset_types(kind)
+        if owner == name and not is_known_shorter:
+            keys = preset_keys(kind, name, preset)
+            yield short, f"of {name}", f"Sets {', '.join(keys)}." if keys else "The default.", False
 
 
 def summary(cls: type) -> str:

@@ -116,10 +116,28 @@ def target_of(kind: Kind, name: str, *, also: Sequence[str] = ()) -> str:
     if points:
         return points[0].value
     known = [*also, *known_names(kind)]
+    presets = _presets(kind)
+    listed = f"{', '.join(known)}, or package.module:Class"
     raise ConfigError(
-        f"there is no {name!r}{did_you_mean(name, known)} (one of "
-        f"{', '.join(known)}, or package.module:Class)",
+        f"there is no {name!r}{_owner(kind, name) or did_you_mean(name, [*known, *presets])} (one of "
+        f"{listed}{'; presets: ' if presets else ''}{', '.join(presets)})",
     )
+
+
+def _presets(kind: Kind) -> list[str]:
+    """Presets that may stand in a type's place."""
+    from outrider.plugins.presets import preset_types  # it imports the settings of every algorithm
+
+    known = preset_types(kind)
+    return [one for one in known if not one.endswith("-paper")]
+
+
+def _owner(kind: Kind, name: str) -> str:
+    """The end of a message about a name that another kind has."""
+    owners = [other for other in KINDS if other != kind and name in BUILT_IN[other]]
+    if not owners:
+        return ""
+    return f" among the {kind.replace('_', ' ')}; it is one of the {owners[0].replace('_', ' ')}"
 
 
 def package_of(point: EntryPoint) -> str:

@@ -34,6 +34,19 @@ _BASES: Final[Mapping[Kind, str]] = {
 # What makes a class of a function, for the kinds that take one.
 _OF_FUNCTIONS: Final[Mapping[Kind, str]] = {"tools": "outrider.tools.functions:tool_class"}
 _ARTICLE: Final = {"algorithms": "an algorithm", "environments": "an environment", "engines": "an engine"}
+_NOUN: Final = _ARTICLE | {
+    "tools": "a tool", "embedders": "an embedder", "trackers": "a tracker", "call_formats": "a call format",
+}  # fmt: skip
+# Methods without which an object is nothing of its kind; of a pair, either.
+_METHODS: Final[Mapping[Kind, tuple[tuple[str, ...], ...]]] = {
+    "algorithms": (("credit",),),
+    "environments": (("tasks",), ("make",)),
+    "engines": (("generate",),),
+    "tools": (("run_text", "tools"),),
+    "embedders": (("embed",),),
+    "trackers": (("log",), ("close",)),
+    "call_formats": (("read",), ("write",)),
+}
 _given: dict[tuple[Kind, str], object] = {}
 
 
@@ -61,7 +74,16 @@ def _found(kind: Kind, name: str) -> type:
     if not isinstance(found, type):
         raise ConfigError(f"{label} is no class{' and no function' if kind in _OF_FUNCTIONS else ''}")
     _require_settings(kind, label, found)
+    if not hasattr(found, "build"):
+        _require_methods(kind, f"{label} ({origin_of(found)})", found)
     return found
+
+
+def _require_methods(kind: Kind, label: str, one: object) -> None:
+    """Raises ConfigError for an object or a class that lacks a method of its kind."""
+    for names in _METHODS[kind]:
+        if not any(getattr(one, name, None) is not None for name in names):
+            raise ConfigError(f"{label} is not {_NOUN[kind]}: it has no method {names[0]}")
 
 
 def _require_settings(kind: Kind, label: str, cls: type) -> None:
@@ -140,11 +162,13 @@ def build_named(kind: Kind, name: str, settings: Settings | None, context: Any) 
     if origin_of(cls).is_built_in:
         return _built(cls, settings, context)
     try:
-        return _built(cls, settings, context)
+        built = _built(cls, settings, context)
     except OutriderError:
         raise
     except Exception as error:  # of somebody else's code: one line that names it
         raise ConfigError(f"{name} cannot be built{told_of(error)}") from error
+    _require_methods(kind, f"what {name} builds ({type(built).__name__})", built)
+    return built
 
 
 def _built(cls: type, settings: Settings, context: Any) -> Any:
@@ -174,6 +198,12 @@ def given(objects: Mapping[Kind, object]) -> Iterator[dict[Kind, dict[str, Any]]
     sections: dict[Kind, dict[str, Any]] = {}
     keys = []
     for kind, one in objects.items():
+        if isinstance(one, type):
+            raise ConfigError(
+                f"{one.__name__} is a class: give an object of it, or its import path "
+                f"{one.__module__}:{one.__qualname__}"
+            )
+        _require_methods(kind, f"an object of {type(one).__name__}", one)
         name = f"{type(one).__module__}:{type(one).__qualname__}"
         own = _settings_inside(one)
         sections[kind] = {**({} if own is None else own.model_dump(exclude={"type"})), "type": name}

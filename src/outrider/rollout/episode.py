@@ -14,6 +14,7 @@ from outrider.environments.base import (
     recorded_turn,
     start_episode,
     take_step,
+    tools_of,
     turn_message,
 )
 from outrider.environments.conversing import Conversation, OwnConversations, Refusal, SampledTurn
@@ -41,8 +42,8 @@ from outrider.rollout.tip_splice import ask_for_reflection, show_tip
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
-from outrider.trace import Leaf, Node, Trace
-from outrider.types import Message, Origin, Outcome, Step, Task
+from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
+from outrider.types import Message, Origin, Outcome, Step, Task, ToolSchema
 
 ResultT = TypeVar("ResultT")
 _MAX_REFUSALS: Final = 64  # of one program: one that asks the same for ever would not end
@@ -142,7 +143,7 @@ class EpisodeRunner:
         if fork is None:
             messages = await self._guarded(start_episode, environment, seed)
             ids, messages = await self._opening(environment, messages, refusals)
-            return _root(trace, ids, messages), tuple(messages)
+            return _root(trace, ids, messages, tools_of(environment)), tuple(messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
         return fork.last_node, fork.conversation
 
@@ -428,12 +429,18 @@ class EpisodeRunner:
         return await guarded(call, *arguments, timeout_s=self.limits.step_timeout_s)
 
 
-def _root(trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message]) -> Node:
+def _root(
+    trace: Trace, token_ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[ToolSchema]
+) -> Node:
     """The group's shared prompt node; a simulator without a seed may open differently and then gets its
-    own.
+    own. Its message has the words of the environment alone; the ids also describe ``tools``, whose names are
+    in the metadata.
     """
     for node in trace.nodes:
         if node.parent is None and node.token_ids == token_ids:
             return node
     message = Message(role="user", content=prompt_text(messages))
-    return trace.append(parent=None, origin=Origin.PROMPT, token_ids=token_ids, message=message)
+    metadata = {DESCRIBED_TOOLS: [str(tool["name"]) for tool in tools]} if tools else {}
+    return trace.append(
+        parent=None, origin=Origin.PROMPT, token_ids=token_ids, message=message, metadata=metadata
+    )

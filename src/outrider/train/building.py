@@ -14,20 +14,25 @@ from outrider.algorithms.context import AlgorithmContext
 from outrider.engines.base import Engine
 from outrider.engines.local.model import LanguageModel
 from outrider.environments.base import TaskFamily
-from outrider.environments.families import make_family, split_tasks
-from outrider.environments.tool_qa.datasets import panel_hash
-from outrider.errors import ConfigError, DataError
+from outrider.environments.families import make_family
+from outrider.errors import ConfigError
 from outrider.memory.embedder import load_embedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.metrics import declare
 from outrider.plugins import registry as plugins
-from outrider.rollout.evaluate import EvaluationSettings
 from outrider.tokens import ChatRenderer
 from outrider.train.components import Components, Elsewhere, token_counter
 from outrider.train.data.buffer_opening import open_buffer
 from outrider.train.data.experts import demonstrations_of
 from outrider.train.data.no_expert import require_experts
-from outrider.train.data.stages import require_tasks
+from outrider.train.data.task_checks import (
+    held_out_panel,
+    num_training_tasks,
+    overlap_line,
+    repetition_lines,
+    tasks_to_compare,
+    training_tasks,
+)
 from outrider.train.learner import Learner
 from outrider.train.models import (
     StartElsewhere,
@@ -59,6 +64,8 @@ def build(
     require_experts(settings)
     set_threads(settings.num_threads, device=settings.model.device)
     tasks = _read_tasks(settings, resumed=resumed)
+    for line in tasks.lines(settings.evaluation.split):
+        note(line)
     with ExitStack() as made:  # closed again where a later part cannot be made
         factory = tasks.family.make()
         made.callback(factory.close)
@@ -80,6 +87,7 @@ def build(
             factory=factory,
             train_tasks=tasks.train,
             test_tasks=tasks.test,
+            num_training_tasks=tasks.num_training_tasks,
             buffer=buffer,
             algorithm=_algorithm(settings, tasks, buffer, model=learner.language_model, renderer=renderer),
             elsewhere=played.elsewhere,
@@ -117,51 +125,37 @@ class _Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tasks:
-    """Tasks to play, and the demonstrations of a cold start still to come (None: experts are asked)."""
+    """Tasks to play, and the demonstrations of a cold start still to come (None: experts are asked).
+    ``num_training_tasks`` of the evaluation tasks are training tasks.
+    """
 
     family: TaskFamily
     train: Sequence[Task]
     test: Sequence[Task]
+    num_training_tasks: int
     demonstrations: Mapping[str, Sequence[Step] | None] | None
+
+    def lines(self, split: str) -> list[str]:
+        """What somebody should know of them."""
+        lines = overlap_line(self.num_training_tasks, len(self.test), split)
+        lines += repetition_lines(self.train, "train")
+        return lines + (repetition_lines(self.test, split) if split != "train" else [])
 
 
 def _read_tasks(settings: RunSettings, *, resumed: bool) -> _Tasks:
     family = make_family(settings.environment)
-    train = _train_tasks(family, settings)
+    train = training_tasks(family, settings)
+    test = held_out_panel(family, settings.evaluation)
+    known = tasks_to_compare(family, settings, train, settings.evaluation)
     begin = settings.cold_start if settings.cold_start.num_examples and not resumed else None
     named = begin.demonstrations if begin is not None else None
     return _Tasks(
         family=family,
         train=train,
-        test=held_out_panel(family, settings.evaluation),
+        test=test,
+        num_training_tasks=num_training_tasks(known, test),
         demonstrations=None if named is None else demonstrations_of(named, train, settings.environment),
     )
-
-
-def _train_tasks(family: TaskFamily, settings: RunSettings) -> Sequence[Task]:
-    """None where nothing is trained. Raises DataError where they do not fill a step."""
-    num_steps, size = settings.train.num_steps, settings.train.tasks_per_step
-    tasks = split_tasks(family, "train") if num_steps or settings.cold_start.num_examples else ()
-    if num_steps and len(tasks) < size:
-        raise DataError(f"{len(tasks)} training tasks are fewer than train.tasks_per_step = {size}")
-    if num_steps:
-        require_tasks(settings.train, tasks)
-    return tasks
-
-
-def held_out_panel(family: TaskFamily, settings: EvaluationSettings) -> Sequence[Task]:
-    """The first ``num_tasks`` of the split. Raises DataError where they are not the panel that the recipe
-    names.
-    """
-    tasks = split_tasks(family, settings.split)[: settings.num_tasks]
-    found = panel_hash(tasks)
-    if settings.panel is not None and found != settings.panel:
-        raise DataError(
-            f"the {len(tasks)} tasks of the split {settings.split!r} are not the panel of the recipe: "
-            "evaluation.panel is "
-            f"{settings.panel}, theirs is {found} (evaluation.panel=none takes any)"
-        )
-    return tasks
 
 
 def _algorithm(

@@ -92,6 +92,7 @@ class Components:
     elsewhere: Elsewhere | None = None
     # of the cold start, by task key; None: experts are asked
     demonstrations: Mapping[str, Sequence[Step] | None] | None = None
+    num_training_tasks: int = 0  # of the evaluation tasks
     whereabouts: Whereabouts = field(default_factory=Whereabouts)  # of all rollouts: for the one who watches
 
 

@@ -9,6 +9,7 @@ from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import fault_line, lost_reasons
 from outrider.rollout.paired import gain_over_start
 from outrider.trace import Trace
+from outrider.train.data.task_checks import kind_of_tasks
 from outrider.train.metrics.step_metrics import environment_metrics
 from outrider.train.state.run_state import RunState
 
@@ -49,12 +50,14 @@ def record_evaluation(
         split=parts.settings.evaluation.split,
         temperature=parts.settings.evaluation.temperature,
         panel_hash=panel_hash(parts.test_tasks),
+        num_training_tasks=parts.num_training_tasks,
     )
     repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
     lines = [
         f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)}"
         f"{beside_score(evaluation.score, evaluation.mean_return)} "
-        f"on {evaluation.num_tasks} held-out tasks, {evaluation.num_faults} "
+        f"on {evaluation.num_tasks} {kind_of_tasks(len(parts.test_tasks), parts.num_training_tasks)}, "
+        f"{evaluation.num_faults} "
         f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}"
     ]
     if (gain := gain_over_start(run.finished_evaluations())) is not None:

@@ -54,6 +54,7 @@ class ColdStartSettings(Settings):
     """
 
     details: ClassVar[frozenset[str]] = frozenset({"num_epochs", "warmup_steps"})
+    input_paths: ClassVar[frozenset[str]] = frozenset({"demonstrations"})
 
     num_examples: int = Field(0, ge=0)
     demonstrations: str | None = None

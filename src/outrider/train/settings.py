@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import Settings
 from outrider.engines.base import EngineSettings, LocalSettings
+from outrider.engines.model_names import PACKAGED
 from outrider.environments.families import EnvironmentConfig, is_inline
 from outrider.plugins.fields import EmbedderName, Name, Section
 from outrider.rollout.evaluate import EvaluationSettings
@@ -38,6 +39,7 @@ class ModelSettings(Settings):
     """
 
     details: ClassVar[frozenset[str]] = frozenset({"template_kwargs", "history_thinking"})
+    input_paths: ClassVar[frozenset[str]] = frozenset({"initial_checkpoint"})
 
     name: str = "smollm2-135m-instruct"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -50,6 +52,10 @@ class ModelSettings(Settings):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     history_thinking: Literal["keep", "strip"] = "keep"
 
+    def names_path(self, key: str) -> bool:
+        """The checkpoint, and the name unless it is that of a packaged model."""
+        return super().names_path(key) or (key == "name" and self.name not in PACKAGED)
+
 
 class BufferSettings(Settings):
     """The step-trace buffer. ``path`` opens an existing one; without it, experts fill one inside the run
@@ -59,6 +65,8 @@ class BufferSettings(Settings):
     ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts while
     training, to a copy of the buffer in the run directory.
     """
+
+    input_paths: ClassVar[frozenset[str]] = frozenset({"path"})
 
     path: str | None = None
     embedder: EmbedderName = "minilm"

@@ -4,8 +4,10 @@ between.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event
 
+from outrider.config_paths import shown_path
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate
@@ -28,7 +30,7 @@ from outrider.train.metrics.step_clock import StepClock
 from outrider.train.metrics.step_record import step_record
 from outrider.train.metrics.trace_records import NodeValues
 from outrider.train.overlap import beside
-from outrider.train.state.checkpoint import checkpoints_newest_first
+from outrider.train.state.checkpoint import checkpoints_newest_first, step_named
 from outrider.train.state.run_directory import RunDirectory
 from outrider.train.state.run_state import RunState
 from outrider.train.step_files import seen_by_update
@@ -170,10 +172,8 @@ class Trainer:
         for num_groups, num_tasks in groups_on(settings.train, tasks):
             self._say(settings.algorithm.warnings(num_groups=num_groups, num_tasks=num_tasks))
         self._say(stage_lines(settings.train, tasks))
-        given = settings.model.initial_checkpoint
-        if self.parts.settings.evaluation.at_start:
-            label = "before training" if given is None else f"of {given}"
-            self._evaluate(label, tracker_step=-settings.cold_start.max_steps)
+        if settings.evaluation.at_start:
+            self._evaluate_start(settings.model.initial_checkpoint)
         self._cold_start()
         self.state.freeze_reference()
         self._save()
@@ -381,11 +381,31 @@ class Trainer:
         if parts.elsewhere is not None:
             self._say(parts.elsewhere.notes())
 
-    def _evaluate(self, label: str, *, tracker_step: int | None = None) -> None:
-        """Play the frozen panel unless its result is on file already. Raises EnvironmentFault where no
-        rollout has one. ``tracker_step`` is the step for trackers if it is not the training step.
+    def _evaluate_start(self, checkpoint: str | None) -> None:
+        """Evaluate the weights that the run begins with. If it does not train them, the evaluation is one of
+        the checkpoint's step.
         """
-        settings, step = self.parts.settings.evaluation, self.state.step
+        before = -self.parts.settings.cold_start.max_steps
+        if checkpoint is None:
+            self._evaluate("before training", tracker_step=before)
+            return
+        settings, folder = self.parts.settings, Path(checkpoint)
+        # An earlier version may have written the path in another way.
+        on_file = [str(one["label"]) for one in self.run.finished_evaluations()]
+        label = next((one for one in on_file if one.startswith("of ")), f"of {shown_path(folder)}")
+        trains = settings.train.num_steps or settings.cold_start.num_examples
+        if trains:
+            self._evaluate(label, tracker_step=before)
+        else:
+            self._evaluate(label, step=step_named(folder))
+
+    def _evaluate(self, label: str, *, step: int | None = None, tracker_step: int | None = None) -> None:
+        """Play the frozen panel unless its result is on file already; ``step`` None is that of the run,
+        ``tracker_step`` the step for trackers if it is another one. Raises EnvironmentFault if no rollout has
+        a result.
+        """
+        settings = self.parts.settings.evaluation
+        step = self.state.step if step is None else step
         if self._is_evaluated(label):
             return
         num_rollouts = len(self.parts.test_tasks) * settings.num_samples

@@ -103,6 +103,7 @@ def render(
         config=run.config,
         notes=shown,
         tables=evaluation_tables(run),
+        on_training_tasks=run.evaluates_training_tasks,
         figures=figures,
         missing=missing,
         counts=_counts(run),

@@ -58,7 +58,7 @@ def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
             title=title, x_label=x_label, y_label=unit, series=series, is_share=is_share, places=axis
         )
         before = " Left of step 0: before the cold start, which is no training step." if axis else ""
-        charts.append((chart, f"Points with 95 % intervals. {_played(run)}{before}"))
+        charts.append((chart, f"Points with 95 % intervals. {_played(run, ours)}{before}"))
     return charts
 
 
@@ -96,8 +96,15 @@ def _has_trials(run: RunData) -> bool:
     return run.config.get("evaluation.num_trials", "0") != "0"
 
 
-def _played(run: RunData) -> str:
-    return _WITH_MEMORY if _has_trials(run) else _WITHOUT
+def _played(run: RunData, columns: Sequence[Evaluation]) -> str:
+    if _has_trials(run):
+        return _WITH_MEMORY
+    num = max((one.num_training_tasks for one in columns), default=0)
+    if not num:
+        return _WITHOUT
+    all_of_them = all(one.num_training_tasks >= one.num_tasks for one in columns)
+    which = "training tasks" if all_of_them else f"tasks of which {num} are training tasks"
+    return _WITHOUT.replace("held-out tasks", which)
 
 
 def evaluation_tables(run: RunData) -> list[EvaluationTable]:
@@ -113,9 +120,8 @@ def evaluation_tables(run: RunData) -> list[EvaluationTable]:
         heads = tuple((one.label, _head(one)) for one in columns)
         differs = len({one.panel_hash for one in columns}) > 1
         warning = "The panels differ: these columns were not measured on the same tasks." if differs else ""
-        tables.append(
-            EvaluationTable(split=split, played=_played(run), columns=heads, rows=rows, warning=warning)
-        )
+        played = _played(run, columns)
+        tables.append(EvaluationTable(split=split, played=played, columns=heads, rows=rows, warning=warning))
     return tables
 
 

@@ -30,7 +30,8 @@ class Evaluation:
     """One line of ``evaluations.jsonl``. ``metrics`` are the finite ones; ``task_scores`` and
     ``task_returns`` are empty where they are not on file.
 
-    ``num_faults`` are rollouts that ended in a fault and are in no score.
+    ``num_faults`` are rollouts that ended in a fault and are in no score; ``num_training_tasks`` of the tasks
+    are training tasks.
     """
 
     label: str
@@ -41,6 +42,7 @@ class Evaluation:
     temperature: float
     panel_hash: str
     num_faults: int = 0
+    num_training_tasks: int = 0
     task_scores: Mapping[str, float] = field(default_factory=dict)
     task_returns: Mapping[str, float] = field(default_factory=dict)
     mean_return: float | None = None
@@ -65,6 +67,11 @@ class RunData:
     records: tuple[Mapping[str, Json], ...]
     evaluations: tuple[Evaluation, ...]
     notes: tuple[str, ...]
+
+    @property
+    def evaluates_training_tasks(self) -> bool:
+        """Whether an evaluation is on tasks of which some are training tasks."""
+        return any(one.num_training_tasks for one in self.evaluations)
 
     def curve(self, kind: str, name: str) -> list[tuple[int, float | None]]:
         """(step, value) of a metric over the records of a kind that have it."""
@@ -214,6 +221,7 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
             temperature=float(line["temperature"]),
             panel_hash=str(line["panel_hash"]),
             num_faults=int(line.get("num_faults", 0)),
+            num_training_tasks=int(line.get("num_training_tasks", 0)),
             task_scores=_by_task(line, "task_scores"),
             task_returns=_by_task(line, "task_returns"),
             mean_return=finite(line.get("mean_return")),

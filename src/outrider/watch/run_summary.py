@@ -33,6 +33,17 @@ def summary_lines(run: Path) -> list[str]:
     ]
 
 
+def one_line_summary(run: Path) -> str:
+    """Method, task, steps, and the last score with its interval, as far as they are on file."""
+    data = read_run(run)
+    method, task = (data.config.get(f"{name}.type", "?") for name in ("algorithm", "environment"))
+    parts = [f"{method} on {task}", f"{data.num_steps} of {data.config.get('train.num_steps', '?')} steps"]
+    scored = [one for one in data.evaluations if one.metrics]
+    if scored:
+        parts.append(f"{scored[-1].label}: {_score(scored[-1])}")
+    return ", ".join(parts)
+
+
 def _titled(title: str, lines: Iterator[str]) -> Iterator[str]:
     for number, line in enumerate(lines):
         yield f"{'' if number else title:<8} {line}"
@@ -58,7 +69,9 @@ def _score(one: Evaluation) -> str:
     name = "score" if "score" in one.metrics else next(iter(one.metrics))
     found = one.metrics[name]
     told = score(found.value, found.ci_low, found.ci_high, is_share=name in SHARES)
-    return f"{told}  {one.num_tasks} tasks, temperature {one.temperature:g}"
+    kind = "training tasks" if one.num_training_tasks >= one.num_tasks else "tasks"
+    some = f" ({one.num_training_tasks} of training)" if 0 < one.num_training_tasks < one.num_tasks else ""
+    return f"{told}  {one.num_tasks} {kind}{some}, temperature {one.temperature:g}"
 
 
 def _cost(data: RunData) -> Iterator[str]:

@@ -8,7 +8,7 @@ the steps behind its checkpoint again, with the same values: TensorBoard forgets
 may show them twice. W&B cannot continue a run that was written offline: what follows is a run of its own.
 """
 
-import importlib
+import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +25,7 @@ from outrider.plugins.registry import build_named, resolve
 from outrider.types import Json
 
 IDENTITIES: Final = "trackers.json"
+_PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class TrackerContext:
 
 class Tracker(Protocol):
     """A mirror of the metrics; may raise, :class:`TrackerSet` deals with it. ``identity`` is what its run can
-    be continued by.
+    be continued by; a tracker that cannot continue a run needs none.
 
     As a plug-in, a class made by ``build(settings, context)`` with :class:`TrackerContext`.
     """
@@ -208,6 +209,13 @@ class TrackerSet:
             self._warn(f"TRACKER OFF: {name} failed ({cause}); training goes on, metrics.jsonl is complete")
 
 
+def require_installed(names: Sequence[str]) -> None:
+    """Raises ConfigError for a built-in tracker whose package is not installed; imports none of them."""
+    for name in names:
+        if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
+            raise ConfigError(f"tracker {name!r} needs an extra: pip install 'outrider[{name}]'")
+
+
 def make_trackers(
     names: Sequence[str],
     *,
@@ -244,10 +252,16 @@ def make_trackers(
             first_step=first_step,
         )
         trackers[name] = _start(name, partial(build_named, "trackers", name, None, context))
-    known |= {name: tracker.identity for name, tracker in trackers.items() if tracker.identity is not None}
+    known |= {name: found for name, one in trackers.items() if (found := _identity(one)) is not None}
     if known:
         replace_file(identities, json.dumps(known).encode())
     return TrackerSet(trackers, warn=warn)
+
+
+def _identity(tracker: Tracker) -> str | None:
+    """What the tracker's run can be continued by; a tracker need not have any."""
+    found = getattr(tracker, "identity", None)
+    return None if found is None else str(found)
 
 
 def _import(module: str, *, extra: str) -> ModuleType:

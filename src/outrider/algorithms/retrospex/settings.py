@@ -46,6 +46,7 @@ class RetrospexSettings(LocalSettings):
     """
 
     reads_contexts: ClassVar[bool] = True
+    input_paths: ClassVar[frozenset[str]] = frozenset({"critic"})
 
     type: Literal["retrospex"] = "retrospex"  # type: ignore[assignment]
     critic: Path

@@ -47,7 +47,7 @@ class AgentFamily:
         )
         if dataset is None:
             raise DataError(f"agent: no data set is configured for the split {split!r}")
-        return load_tasks(dataset)
+        return load_tasks(dataset, setting=f"environment.{split}")
 
     def make(self) -> AgentFactory:
         """Load the agent and start the server. Raises ToolUnavailable."""

@@ -1,7 +1,7 @@
 """Which ALFWorld games there are, and by which rules they are played."""
 
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,9 @@ class AlfworldConfig(EnvironmentSettings):
     """Which games are played, and by which rules. Without ``data`` they are made offline, and their scores
     compare with no published one.
     """
+
+    starts_quickly: ClassVar[bool] = False
+    input_paths: ClassVar[frozenset[str]] = frozenset({"data"})
 
     type: Literal["alfworld"] = "alfworld"
     task_types: Annotated[tuple[TaskType, ...], Field(min_length=1)] = TASK_TYPES

@@ -1,6 +1,6 @@
 """Which OpenEnv server is played with, and how its actions and observations are written."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -12,6 +12,8 @@ class OpenEnvConfig(SeedSettings):
     """An environment behind an OpenEnv server, of which every episode has a session. An ``expert`` is a
     generator function: called with the prompt, it yields the texts of turns and is sent the answers.
     """
+
+    starts_quickly: ClassVar[bool] = False
 
     type: Literal["openenv"] = "openenv"
     server_url: str | None = None

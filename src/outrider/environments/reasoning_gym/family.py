@@ -91,7 +91,8 @@ def system_prompt(config: ReasoningGymConfig) -> str:
         "Think step by step between <think> and </think>" if config.reward.require_think else "Think first"
     )
     if config.call_format is not None:
-        return f"{thinking}. You have {config.max_calls} tool calls. Then write the final answer alone."
+        how = f" as {box}" if config.reward.require_boxed else " alone"
+        return f"{thinking}. You have {config.max_calls} tool calls. Then write the final answer{how}."
     lines = [
         f"{thinking}, then give the final answer between tags: <answer>{box}</answer>.",
         *usages(config.tools),

@@ -1,6 +1,6 @@
 """Which ScienceWorld episodes are played, by which rules, and on how many simulators."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,8 @@ from outrider.environments.scienceworld import tasks as scienceworld_tasks
 
 class ScienceWorldConfig(EnvironmentSettings):
     """Which episodes are played, by which rules, and on how many simulators."""
+
+    starts_quickly: ClassVar[bool] = False
 
     type: Literal["scienceworld"] = "scienceworld"
     task_names: Annotated[tuple[str, ...], Field(min_length=1)] = ("find-animal",)

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ from outrider.types import Task
 
 class TextWorldConfig(EnvironmentSettings):
     """Which games are made and by which rules they are played."""
+
+    starts_quickly: ClassVar[bool] = False
 
     type: Literal["textworld"] = "textworld"
     game: GameSettings = QuestGame()

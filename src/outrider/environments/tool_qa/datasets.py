@@ -13,8 +13,10 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
+from outrider.config_paths import no_such_file
 from outrider.errors import DataError, ToolUnavailable
-from outrider.records import Row, read_rows
+from outrider.plugins.imports import searched
+from outrider.records import SUFFIXES, Row, read_rows
 from outrider.types import Json, Task
 
 Split = Literal["train", "valid", "test"]
@@ -27,6 +29,7 @@ class DatasetConfig(Settings):
 
     makes_tasks: ClassVar[bool] = True  # which are compared themselves, not the files that they are made of
     details: ClassVar[frozenset[str]] = frozenset({"hub_split", "question", "answer", "blank_answers"})
+    input_paths: ClassVar[frozenset[str]] = frozenset({"path"})
 
     path: Path | None = None
     """A ``.jsonl`` or ``.parquet`` file."""
@@ -58,13 +61,16 @@ class DatasetConfig(Settings):
         return self
 
 
-def load_tasks(config: DatasetConfig) -> list[Task]:
-    """The tasks of one split in file order.
+def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
+    """The tasks of one split in file order. ``setting`` is the dotted key of ``config``, for messages.
 
     Raises DataError, naming file and line, for a missing or empty data set, a malformed row, a missing
     column, a blank question or answer and a duplicate key; ToolUnavailable where the hub is needed without
     its package.
     """
+    if config.path is not None and config.path.suffix in SUFFIXES and not config.path.exists():
+        where = f"{setting}.path: " if setting else ""
+        raise DataError(f"{where}{no_such_file(config.path, searched())}")
     tasks: dict[str, Task] = {}
     blank: list[str] = []
     for index, row in enumerate(_rows(config)):

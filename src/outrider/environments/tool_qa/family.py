@@ -5,7 +5,7 @@ RAPO).
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
 from outrider.environments.tool_qa.named_tools import (
     ToolName,
+    argument_lines,
     load_tools,
     require_possible,
     tool_tags,
@@ -30,6 +31,8 @@ from outrider.types import Step, Task
 
 class ToolsConfig(EpisodeConfig):
     """Tasks from your own data, with the tools that you name."""
+
+    input_paths: ClassVar[frozenset[str]] = frozenset({"corpus", "pages"})
 
     type: Literal["tools"] = "tools"
     train: DatasetConfig | None = None
@@ -107,7 +110,7 @@ class ToolsFamily:
         )
         if dataset is None:
             raise DataError(f"tools: no data set is configured for the split {split!r}")
-        return load_tasks(dataset)
+        return load_tasks(dataset, setting=f"environment.{split}")
 
     def make(self) -> ToolEnvironmentFactory:
         """Load every configured tool; raises ToolUnavailable or DataError when one cannot work here."""
@@ -133,10 +136,11 @@ def system_prompt(config: ToolsConfig) -> str:
         return ""
     box = r"\boxed{...}" if config.reward.require_boxed else "..."
     if config.call_format is not None:
-        return _native_prompt(config, box)
+        return _native_prompt(config)
     if config.prompt == "short":
         calls = " or ".join(f"<{name}>...</{name}>" for name in config.tool_names())
-        return f"Think, use {calls}, then end with <answer>{box}</answer>."
+        arguments = "".join(f" {line}" for line in argument_lines(config.tools))
+        return f"Think, use {calls}, then end with <answer>{box}</answer>.{arguments}"
     lines = [
         "Solve the question step by step. Put your thoughts in <think> and </think> before each action.",
         *usages(config.tools),
@@ -149,12 +153,14 @@ def system_prompt(config: ToolsConfig) -> str:
     return "\n".join(lines)
 
 
-def _native_prompt(config: ToolsConfig, box: str) -> str:
-    """The same without the tools, of which the chat template tells."""
+def _native_prompt(config: ToolsConfig) -> str:
+    """The same without the tools, which the chat template describes."""
+    boxed = config.reward.require_boxed
     if config.prompt == "short":
-        return f"Use the tools, then answer with {box}."
+        return r"Use the tools, then answer with \boxed{...}." if boxed else "Use the tools, then answer."
     thinking = "Put your thoughts in <think> and </think>. " if config.reward.require_think else ""
-    return (
-        f"Solve the question step by step. {thinking}You have {config.max_calls} tool calls. "
-        f"Then answer without a call; write the final answer as {box}."
+    return f"Solve the question step by step. {thinking}You have {config.max_calls} tool calls. " + (
+        r"Then answer without a call; write the final answer as \boxed{...}."
+        if boxed
+        else "Then answer without a call; write the final answer and nothing else."
     )

@@ -86,6 +86,14 @@ def usages(tools: Sequence[ToolName]) -> list[str]:
     return [line for one in tools for line in _lines(one).values()]
 
 
+def argument_lines(tools: Sequence[ToolName]) -> list[str]:
+    """The lines of the tools that take arguments by name (a JSON object inside the tag), which a tag alone
+    does not describe.
+    """
+    lines = [named for one in tools for named in _lines(one).items()]
+    return [line for name, line in lines if f"<{name}>{{" in line]
+
+
 def waiting_s(tools: Sequence[ToolName], num_concurrent: int) -> float:
     """Seconds that a call may wait for those of other episodes, whatever tool it is of."""
     own = [one.waiting_s(num_concurrent) for one in tools if isinstance(one, ToolSettings)]

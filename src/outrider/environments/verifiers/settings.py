@@ -17,6 +17,9 @@ class VerifiersConfig(ProgramConfig):
 
     details: ClassVar[frozenset[str]] = ProgramConfig.details | {"python", "start_limit_s"}
 
+    starts_quickly: ClassVar[bool] = False
+    input_paths: ClassVar[frozenset[str]] = frozenset({"python"})
+
     type: Literal["verifiers"] = "verifiers"
     id: Annotated[str, Field(min_length=1)]
     """The taskset: a package that is installed where verifiers is, or a module beside the recipe."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,8 @@ _MAX_QUERY_CHARACTERS: Final = webshop_text.MAX_ACTION_CHARACTERS - 20
 
 class WebShopConfig(EnvironmentSettings):
     """Which catalogue, which goals, and how a purchase is scored and paid."""
+
+    input_paths: ClassVar[frozenset[str]] = frozenset({"products", "attributes", "human_goals"})
 
     type: Literal["webshop"] = "webshop"
     products: Path | None = None

@@ -26,6 +26,7 @@ from outrider.evals.benchmark.settings import PanelSettings, keep_settings
 from outrider.evals.benchmark.store import RESULTS, SUMMARY, PanelStore
 from outrider.evals.benchmark.table import PanelReport
 from outrider.evals.benchmark.tasks import PlayedPanel, open_panel
+from outrider.evals.benchmark.trained import differences
 from outrider.printing import say
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.terminal import Terminal
@@ -57,6 +58,8 @@ def evaluate_tasks(
     display = WatchedProgress(make_progress(progress), whereabouts=whereabouts, after_s=settings.watchdog_s)
     try:
         display.stage(SET_UP, None)
+        for line in _differences(settings):
+            display.note(line)
         report, notes = run_panel(settings, folder, display=display, whereabouts=whereabouts)
     finally:
         display.close()
@@ -69,6 +72,15 @@ def evaluate_tasks(
         )
         return 1
     return 0
+
+
+def _differences(settings: PanelSettings) -> list[str]:
+    """One line if the model is a run that was trained with another prompt, other limits or other tools."""
+    if settings.model is None:
+        return []
+    tools = settings.environment if settings.tools != "off" else None
+    environment = None if tools is None else tools.model_dump(mode="json")
+    return differences(settings.model.name, environment, settings.rollout.model_dump(mode="json"))
 
 
 def run_panel(

@@ -14,6 +14,7 @@ from outrider.environments.tool_qa.judge import JudgeSettings
 from outrider.evals.benchmark.extraction import Scorer
 from outrider.evals.benchmark.store import SETTINGS
 from outrider.evals.benchmark.task_sets import TASK_SETS
+from outrider.evals.benchmark.trained import as_trained
 from outrider.plugins.names import is_import_path, is_known, known_names
 from outrider.plugins.record import write_origins
 from outrider.rollout.limits import Limits
@@ -65,7 +66,9 @@ class PanelSettings(Settings):
     environment: EnvironmentConfig | None = None
     """The environment's settings, or with ``tools = "on"`` those of the tools (``environment.corpus``)."""
     tools: Literal["default", "on", "off"] = "default"
-    """``default``: off for questions, on for environments."""
+    """``default``: off for questions, on for environments. ``on`` takes tools, prompt and limits of a model
+    that is a run from that run, but for what is set here.
+    """
     num_samples: int = Field(1, ge=1)
     """k of pass@k and avg@k."""
     temperature: float = Field(0.0, ge=0)
@@ -108,7 +111,7 @@ class PanelSettings(Settings):
     @classmethod
     def _named_environment(cls, values: Any) -> Any:
         """``tasks = "webshop"`` is ``environment.type = "webshop"``, and ``tools = "on"`` is
-        ``environment.type = "tools"``.
+        ``environment.type = "tools"``, with the settings of the run if the model is one.
         """
         if not isinstance(values, dict):
             return values
@@ -122,6 +125,8 @@ class PanelSettings(Settings):
                 "environment": {"type": name, **given} if isinstance(given, dict) else given,
             }
         if values.get("tools") == "on" and isinstance(given, dict):
+            values = as_trained(values)
+            given = values.get("environment") or {}
             names = ["search", "python"] if "corpus" in given else ["python"]
             return {**values, "environment": {"type": "tools", "tools": names, **given}}
         if given and isinstance(given, dict) and "type" not in given:

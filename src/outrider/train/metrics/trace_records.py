@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.tokens import Tokenizer
 from outrider.tokens.continuation import Continuation
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
 from outrider.train.update.token_record import TokenValues
 from outrider.types import Origin
 from outrider.watch.rollout_rows import RolloutRow, rollout_row
@@ -86,7 +86,7 @@ def _row(
         parent_id=-1 if node.parent is None else node.parent,
         rollout=owner,
         origin=node.origin,
-        text=node.message.content,
+        text=_text(node, pieces),
         tokens=tuple(pieces.decode([one]) for one in node.token_ids) if node.trainable else (),
         logprobs=node.logprobs,
         entropies=node.entropies,
@@ -101,6 +101,15 @@ def _row(
         weight_version=node.weight_version,
         role=node.message.role,
     )
+
+
+def _text(node: Node, pieces: Continuation) -> str:
+    """What the node says; of a prompt with native tools, which the environment does not describe, all that
+    the policy saw.
+    """
+    if DESCRIBED_TOOLS in node.metadata:
+        return pieces.decode(node.token_ids)
+    return node.message.content
 
 
 def _rollout(

@@ -156,6 +156,12 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+def step_named(checkpoint: Path) -> int | None:
+    """The training step in the name of a checkpoint's folder; None for a folder of another name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return None if match is None else int(match[1])
+
+
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint below ``folder``, which may be damaged; None without any."""
     found = _numbered(folder)

@@ -210,9 +210,12 @@ class RunDirectory:
         split: str,
         temperature: float,
         panel_hash: str,
+        num_training_tasks: int = 0,
         trial: Evaluation | None = None,
     ) -> None:
-        """Append one line and force it to disk; of an adaptation also what the ``trial`` alone brought."""
+        """Append one line and force it to disk; of an adaptation also what the ``trial`` alone brought.
+        ``num_training_tasks`` of the panel are training tasks.
+        """
         score = {"value": evaluation.score, "ci_low": evaluation.ci_low, "ci_high": evaluation.ci_high}
         line = {
             "label": evaluation.label,
@@ -229,6 +232,8 @@ class RunDirectory:
             "task_scores": dict(evaluation.task_scores),
             "task_returns": dict(evaluation.task_returns),
         }
+        if num_training_tasks:
+            line["num_training_tasks"] = num_training_tasks
         if trial is not None:
             line["trial"] = {
                 "task_scores": dict(trial.task_scores),

@@ -8,6 +8,7 @@ from outrider.json_lines import readable
 from outrider.watch.recorded_progress import NOTES
 
 _ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing|faults)")
+_LONGER: Final = "to the same bits as far as it went"  # a run that was given more, as documented
 
 
 def alarms_of(run: Path) -> list[dict[str, Any]]:
@@ -21,5 +22,5 @@ def alarms_of(run: Path) -> list[dict[str, Any]]:
     return [
         {"step": line.get("step"), "time": line.get("time"), "text": str(line["text"])}
         for line in lines
-        if "text" in line and _ALARM.match(str(line["text"]))
+        if "text" in line and _ALARM.match(str(line["text"])) and _LONGER not in str(line["text"])
     ]

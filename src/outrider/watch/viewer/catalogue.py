@@ -10,6 +10,7 @@ from typing import Any, Final
 from outrider.errors import DataError
 from outrider.file_lock import is_locked
 from outrider.metrics import WRITTEN_TOKENS
+from outrider.runs import told_of_tasks
 from outrider.watch.run_directory import read_run
 from outrider.watch.viewer.alarms import alarms_of
 from outrider.watch.viewer.live import fingerprint, live_state
@@ -46,6 +47,9 @@ class Catalogue:
         for root in roots:
             if not root.is_dir():
                 raise DataError(f"{root} is no folder")
+        for root in roots:
+            if refusal := told_of_tasks(root):
+                raise DataError(refusal)
         if not self.all():
             raise DataError(f"no run directory (one with config.toml) is below {', '.join(map(str, roots))}")
 

@@ -1,0 +1,93 @@
+"""``outrider prompt``: the first prompt of a task, as the policy sees it."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.commands.first_prompt import first_prompt, rendered_ids, rendered_text, renderer_of
+from outrider.commands.parts import Commands, overrides
+from outrider.errors import ConfigError
+from outrider.near import did_you_mean
+from outrider.printing import say
+from outrider.types import Task
+
+if TYPE_CHECKING:
+    from outrider.train.settings import RunSettings
+
+
+def add(commands: Commands) -> None:
+    """The command ``prompt``."""
+    parser = commands.add_parser(
+        "prompt",
+        help="print the first prompt of a task: messages, text as the chat template renders it, ids",
+        description="Print the first prompt of a task as the policy sees it, without retrieved steps and "
+        "tips. Example: outrider prompt recipe.toml --split train --task 3",
+    )
+    parser.add_argument("recipe", type=Path, help="TOML file, or a run directory")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--model", help="short for model.name=...")
+    parser.add_argument("--split", help="of the task (default: that of the evaluations)")
+    parser.add_argument(
+        "--task",
+        default="0",
+        metavar="N",
+        help="number (from 0) or key of the task in its split",
+    )
+    parser.add_argument("--ids", action="store_true", help="also print the token ids")
+    parser.set_defaults(command=_prompt)
+
+
+def _prompt(parsed: argparse.Namespace) -> int:
+    from outrider.config_paths import require_paths
+    from outrider.engines.model_names import require_known_model
+    from outrider.environments.families import make_family
+    from outrider.plugins.imports import searched
+
+    settings = _settings(parsed.recipe, overrides(parsed))
+    for name in ("environment", "engine"):
+        require_paths(getattr(settings, name), searched(), prefix=f"{name}.")
+    require_known_model(settings.model.name)
+    split = parsed.split or settings.evaluation.split
+    family = make_family(settings.environment)
+    try:
+        tasks = family.tasks(split)
+        task = _chosen(tasks, parsed.task, split)
+        factory = family.make()
+        try:
+            step = -1 if split == settings.evaluation.split else 0
+            prompt = first_prompt(factory, task, run_seed=settings.seed, step=step)
+        finally:
+            factory.close()
+    finally:
+        family.close()
+    say(f"task {task.key} (split {split}, {len(tasks)} tasks)", *prompt.lines())
+    from outrider.engines.local.model import resolve_model
+
+    renderer = renderer_of(settings, resolve_model(settings.model.name))
+    ids = rendered_ids(prompt, renderer)
+    say("", f"as the chat template of {settings.model.name} renders it: {len(ids)} ids", "")
+    say(*rendered_text(ids, renderer).split("\n"))
+    if parsed.ids:
+        say("", " ".join(map(str, ids)))
+    return 0
+
+
+def _settings(recipe: Path, given: Sequence[str]) -> "RunSettings":
+    from outrider import api
+    from outrider.train.state.recorded import RECORD
+
+    return api.run_settings(recipe / RECORD if recipe.is_dir() else recipe, overrides=given)
+
+
+def _chosen(tasks: Sequence[Task], wanted: str, split: str) -> Task:
+    """Raises ConfigError if no task has the number or the key."""
+    by_key = {task.key: task for task in tasks}
+    if wanted in by_key:
+        return by_key[wanted]
+    if wanted.isdecimal() and int(wanted) < len(tasks):
+        return tasks[int(wanted)]
+    if wanted.isdecimal():
+        raise ConfigError(f"--task {wanted}: the split {split} has {len(tasks)} tasks, counted from 0")
+    near = did_you_mean(wanted, by_key)
+    raise ConfigError(f"--task {wanted}: no task of the split {split} has this key{near}")

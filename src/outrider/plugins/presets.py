@@ -1,0 +1,67 @@
+"""Presets of the algorithms: named combinations of settings, which a recipe may also name as ``type``."""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final, get_args
+
+from outrider.config import Settings
+from outrider.errors import ConfigError
+from outrider.plugins.names import BUILT_IN, Kind, is_known
+from outrider.plugins.registry import settings_of
+
+PAPER: Final = "-paper"  # the variant that a method's plain name means, unless that is a preset itself
+
+
+def presets_of(settings: type[Settings]) -> tuple[str, ...]:
+    """The values of the field ``preset``, the default first; none without that field."""
+    field = settings.model_fields.get("preset")
+    return () if field is None else tuple(map(str, get_args(field.annotation)))
+
+
+@cache
+def preset_types(kind: Kind) -> Mapping[str, tuple[str, str]]:
+    """What else may be a ``type`` of this kind, with the type and the preset that it stands for: every preset
+    whose name is no type, and ``dapo`` for ``dapo-paper``. Only algorithms have such names.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for name in BUILT_IN[kind] if kind == "algorithms" else ():
+        for preset in presets_of(settings_of(kind, name)):
+            if preset not in BUILT_IN[kind]:
+                found[preset] = (name, preset)
+    plain = {preset.removesuffix(PAPER): chosen for preset, chosen in found.items()}
+    return {**{name: chosen for name, chosen in plain.items() if name not in BUILT_IN[kind]}, **found}
+
+
+def expand_preset(kind: Kind, table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A section whose ``type`` may be a preset, spelled out as ``type`` and ``preset``; what the section sets
+    itself stays. Spelling may differ in case, hyphens and dots (``DrGRPO``, ``dr_grpo``).
+
+    Raises ConfigError if the section has a preset that is no variant of the one in ``type``.
+    """
+    name = str(table.get("type"))
+    if kind != "algorithms" or is_known(kind, name):
+        return table
+    known = {_bare(one): (one, *chosen) for one, chosen in preset_types(kind).items()}
+    if _bare(name) not in known:
+        return table
+    spelled, owner, preset = known[_bare(name)]
+    given = table.get("preset", preset)
+    if not str(given).startswith(spelled):
+        raise ConfigError(
+            f"{name} is the preset {preset} of type {owner}, and preset = {given} contradicts it: "
+            f"use type = {owner} with the preset that you want"
+        )
+    return {**table, "type": owner, "preset": given}
+
+
+def preset_keys(kind: Kind, owner: str, preset: str) -> list[str]:
+    """The settings that a preset sets differently from its type's default."""
+    settings = settings_of(kind, owner)
+    default = settings().model_dump(mode="json")
+    found = settings.model_validate({"preset": preset}).model_dump(mode="json")
+    return [key for key, value in found.items() if key != "preset" and default.get(key, ...) != value]
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[^a-z0-9+]", "", name.lower())

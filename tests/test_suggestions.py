@@ -1,0 +1,149 @@
+"""What an unknown key or name is answered with: suggestions that work in the configuration at hand, the type
+that has the key, and presets as types.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from outrider.cli import main
+from outrider.config import validate
+from outrider.errors import ConfigError
+from outrider.plugins.names import BUILT_IN
+from outrider.plugins.presets import preset_types
+from outrider.plugins.registry import settings_of
+from outrider.train.settings import RunSettings
+
+BASE: dict[str, Any] = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}}
+
+
+def refusal(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        validate(RunSettings, tree)
+    return str(error.value)
+
+
+def put(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    copied = {key: dict(one) if isinstance(one, dict) else one for key, one in tree.items()}
+    *above, key = path.split(".")
+    inner = copied
+    for part in above:
+        inner[part] = dict(inner.get(part, {}))
+        inner = inner[part]
+    inner[key] = value
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("path", "sections", "told"),
+    [
+        ("algorithm.first_wave", {}, "first_wave belongs to type arpo, yours is grpo"),
+        ("algorithm.temperature", {}, "temperature belongs to type rollout_replay, yours is grpo"),
+        ("algorithm.first_wave", {"algorithm": {"type": "empo2"}}, "belongs to type arpo, yours is empo2"),
+        ("algorithm.branch", {}, "branch belongs to types rapo and combined, yours is grpo"),
+        ("algorithm.num_generated", {"algorithm": {"type": "empo2"}}, "unknown key"),
+        ("algorithm.loss.ratio_cap", {}, ": ratio_cap belongs to type cispo, yours is clip"),
+        ("environment.corpus", {}, "corpus belongs to type tools, yours is factbook"),
+        ("environment.task_types", {}, "task_types belongs to type alfworld, yours is factbook"),
+        ("engine.max_rows", {"engine": {"type": "vllm"}}, "yours is vllm"),
+        ("algorithm.first_wav", {}, "did you mean first_wave? It belongs to type arpo, yours is grpo"),
+        ("algorithm.first_wave", {"algorithm": {"type": "rapo"}}, "did you mean algorithm.branch.first_wave"),
+        ("train.batch_size", {}, "did you mean cold_start.batch_size?"),
+        ("train.learning_rate", {}, "did you mean cold_start.learning_rate or optimizer.learning_rate?"),
+        ("trackers.wandb", {}, "trackers: is a list and has no keys (wandb)"),
+        ("buffer.embedder.type", {}, "buffer.embedder: is a string and has no keys (type)"),
+    ],
+)
+def test_an_unknown_key_names_the_type_that_has_it(path: str, sections: dict[str, Any], told: str) -> None:
+    assert told in refusal(put({**BASE, **sections}, path, 1))
+
+
+def test_a_key_of_a_tool_names_the_tool_that_has_it(tmp_path: Path) -> None:
+    own = {"path": str(tmp_path / "q.jsonl")}
+    tools = [{"type": "mcp", "max_page_chars": 500}]
+    tree = {**BASE, "environment": {"type": "tools", "tools": tools, "train": own}}
+    assert "max_page_chars belongs to type browser, yours is mcp" in refusal(tree)
+
+
+def _keys(section: type[BaseModel]) -> Iterator[str]:
+    yield from section.model_fields
+
+
+@pytest.mark.parametrize("kind", ["algorithms", "environments", "engines"])
+def test_no_suggestion_leads_to_another_unknown_key(kind: Any) -> None:
+    """For every type, and every key that another type has."""
+    section = {"algorithms": "algorithm", "environments": "environment", "engines": "engine"}[kind]
+    keys = sorted({key for name in BUILT_IN[kind] for key in _keys(settings_of(kind, name))})
+    for name in BUILT_IN[kind]:
+        tree = {**BASE, section: {"type": name}}
+        for key in keys:
+            if key in settings_of(kind, name).model_fields:
+                continue
+            path = f"{section}.{key}"
+            told = refusal(put(tree, path, 1))
+            line = next(one for one in told.split("; ") if one.startswith(f"{path}: unknown key"))
+            assert f"yours is {name}" in line or "did you mean" in line, told
+            whole = told[told.index(path) :]
+            for suggested in re.findall(r"did you mean ([\w.]+)(?: or ([\w.]+))?\?", whole):
+                for one in filter(None, suggested):
+                    if "." in one:
+                        try:
+                            validate(RunSettings, put(tree, one, 1))
+                        except ConfigError as error:
+                            assert f"{one}: unknown key" not in str(error), (path, one, str(error))
+
+
+@pytest.mark.parametrize(
+    ("spelled", "owner", "preset"),
+    [
+        ("aepo", "arpo", "aepo"), ("dapo", "grpo", "dapo-paper"), ("drgrpo", "grpo", "dr-grpo"),
+        ("Dr. GRPO", "grpo", "dr-grpo"), ("dr_grpo", "grpo", "dr-grpo"), ("gspo", "grpo", "gspo"),
+        ("cispo", "grpo", "cispo-paper"), ("DAPO-official", "grpo", "dapo-official"),
+        ("reinforce++-baseline", "reinforce++", "reinforce++-baseline"),
+        ("tree-grpo-official", "tree_grpo", "tree-grpo-official"),
+    ],
+)  # fmt: skip
+def test_a_preset_as_type_is_the_long_spelling(spelled: str, owner: str, preset: str) -> None:
+    short = validate(RunSettings, {**BASE, "algorithm": {"type": spelled}})
+    assert short == validate(RunSettings, {**BASE, "algorithm": {"type": owner, "preset": preset}})
+    assert short.model_dump() == validate(RunSettings, short.model_dump()).model_dump()
+
+
+@pytest.mark.parametrize("spelled", sorted(preset_types("algorithms")))
+def test_every_preset_may_be_a_type_and_explicit_settings_win(spelled: str) -> None:
+    settings = validate(RunSettings, {**BASE, "algorithm": {"type": spelled, "kl_weight": 0.125}})
+    assert settings.algorithm.kl_weight == 0.125
+    assert (settings.algorithm.type, settings.algorithm.preset) == preset_types("algorithms")[spelled]
+
+
+def test_a_preset_and_another_one_contradict() -> None:
+    assert "contradicts" in refusal({**BASE, "algorithm": {"type": "aepo", "preset": "arpo-released"}})
+    official = {"type": "dapo", "preset": "dapo-official"}
+    assert validate(RunSettings, {**BASE, "algorithm": official}).algorithm.preset == "dapo-official"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "told"),
+    [
+        ("algorithm.type", "dpao", "did you mean dapo?"),
+        ("algorithm.type", "wandb", "it is one of the trackers"),
+        ("engine.type", "hermes", "it is one of the call formats"),
+        ("environment.type", "grpo", "it is one of the algorithms"),
+        ("trackers", ["minilm"], "it is one of the embedders"),
+    ],
+)
+def test_an_unknown_name_lists_presets_and_finds_other_kinds(path: str, name: Any, told: str) -> None:
+    line = refusal(put(BASE, path, name))
+    assert told in line and "\n" not in line
+    assert ("presets: " in line and "aepo" in line) == path.startswith("algorithm")
+
+
+def test_the_list_has_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "algorithms"]) == 0
+    listed = capsys.readouterr().out
+    for name in ("aepo", "dapo", "dr-grpo", "gspo", "cispo", "rloo", "reinforce++-baseline"):
+        assert re.search(rf"{re.escape(name)}\s+.* of \S+", listed), name
