@@ -4,6 +4,7 @@ layers; and the weights with adapters merged, for whoever loads them without pef
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any, Final
@@ -20,6 +21,7 @@ from outrider.train.learning_settings import ALL_LINEAR, LoraSettings
 
 _SETTING: Final = "model.lora.target_modules"
 _MAX_NAMES: Final = 8  # that a message lists
+_FUSED_MAMBA: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _LAYER: Final = re.compile(r".*?\.\d+\.")  # the first number of a name is that of its layer
 
 
@@ -57,15 +59,24 @@ def _inject(model: nn.Module, settings: LoraSettings, seed: int) -> None:
 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    asked = [] if settings.is_all_linear else list(settings.target_modules)
-    is_linear = {name for name, _ in _linear_layers(model)}
+    unfit = _unfit(model)
+    wanted = {
+        name
+        for name, _ in _linear_layers(model)
+        if settings.is_all_linear or any(_fits(name, target) for target in settings.target_modules)
+    }
     if settings.is_all_linear:
-        wanted = is_linear
-    else:
-        wanted = {name for name in is_linear if any(_fits(name, target) for target in asked)}
+        wanted -= unfit
+    elif refused := sorted(wanted & unfit):
+        raise ModelError(
+            f"{_SETTING}: {_listed(_short(refused))} cannot have adapters, because the model does more with "
+            "its weights than one product: leave it out"
+        )
     try:
         config = _config(model, settings)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # peft warns of tied weights, which `broken_ties` reports, and of what it changes itself
+            warnings.simplefilter("ignore")
             torch.manual_seed(seed)
             inject_adapter_in_model(config, model)
             # For a mixture of experts, peft takes "gate_proj" for a name of the experts only, and leaves out
@@ -99,7 +110,8 @@ def _config(model: nn.Module, settings: LoraSettings) -> Any:
     in part (:func:`coverage` reports that).
     """
     if settings.is_all_linear:
-        return _lora_config(settings, ALL_LINEAR)
+        unfit = sorted(_unfit(model))
+        return _lora_config(settings, ALL_LINEAR, **({"exclude_modules": unfit} if unfit else {}))
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters()]
     asked = settings.target_modules
@@ -150,6 +162,19 @@ def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not name.startswith(inside)
     ]
+
+
+def _unfit(model: nn.Module) -> set[str]:
+    """Linear layers that do not only multiply: routers that choose, and those whose weights a fused kernel
+    of the Mamba families reads, as peft knows them.
+    """
+    has_kernels = getattr(getattr(model, "config", None), "model_type", None) in _FUSED_MAMBA
+    return {
+        name
+        for name, module in _linear_layers(model)
+        if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
+        or (has_kernels and _fits(name, "out_proj"))
+    }
 
 
 def _fused_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -23,8 +23,8 @@ them, and attention is computed by another implementation.
 @torch.no_grad()
 def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
     """Load the folder as everybody does, and compare. Raises ModelError where a weight is missing or has
-    another name or shape, or where the logits of all of a few sequences differ by more than rounding. (One
-    that agrees is enough: in another one a router may choose another expert because of rounding.)
+    another name or shape, or where the logits of all of a few sequences differ by more than rounding. One
+    that agrees is enough: in another one a router may choose another expert because of rounding.
     """
     model = language_model.model
     loaded, _ = read_weights(str(folder), "as exported", dtype=model.dtype, attention=EAGER)
