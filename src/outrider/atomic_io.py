@@ -61,6 +61,7 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
     temporary = _temporary_name(path)
     try:
         yield temporary
+        follow_umask(temporary)
         sync(temporary)
         os.replace(temporary, path)
     finally:
@@ -80,6 +81,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        follow_umask(partial)
         os.replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -96,10 +98,25 @@ def first_folder(folder: Path) -> Iterator[Path]:
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         yield scratch
+        follow_umask(scratch)
         with contextlib.suppress(OSError):  # another process finished first
             scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def follow_umask(path: Path) -> None:
+    """A file, or a folder with all that is in it, gets the permissions of newly made ones: writers such as
+    safetensors and ``mkdtemp`` leave out everybody else, whatever the umask is.
+    """
+    mask = os.umask(0o077)  # the only way to read it
+    os.umask(mask)
+    for root, folders, files in os.walk(path):
+        for name in folders:
+            os.chmod(os.path.join(root, name), 0o777 & ~mask)
+        for name in files:
+            os.chmod(os.path.join(root, name), 0o666 & ~mask)
+    os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def remove(path: Path) -> None:

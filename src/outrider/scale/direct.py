@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from outrider.engines.vllm_requests import require_vllm
 from outrider.engines.weight_sum import NAME, summed
 from outrider.errors import ClusterFault, ConfigError
 from outrider.scale.waiting import results
@@ -110,15 +111,18 @@ class Sender:
     """A trainer rank's side; made and asked on all ranks at once."""
 
     def __init__(self, source: Source, client: EngineClient, *, kind: str, rank: int, address: str) -> None:
-        """``address`` is rank 0's, ``host:port`` with a free port. Raises ConfigError without vLLM."""
+        """``address`` is rank 0's, ``host:port`` with a free port. Raises ModelError without the version of
+        vLLM that this is for.
+        """
         self._source, self._client = source, client
         host, _, port = address.rpartition(":")
+        require_vllm()
         try:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         except ImportError as error:
-            raise ConfigError(f"cluster.weights = {kind} needs vLLM: pip install vllm") from error
+            raise ConfigError(f"cluster.weights = {kind}: vLLM has no such interface ({error})") from error
         info = (
             IPCTrainerInitInfo(rank=rank, packed=True)
             if kind == "ipc"

@@ -123,7 +123,7 @@ class EngineActor:
 
     def _export(self, folder: Path) -> None:
         assert self._model is not None
-        export(self._model, folder)
+        export(self._model, folder, check=False)
 
 
 class RemoteEngine:

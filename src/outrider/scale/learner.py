@@ -119,7 +119,7 @@ class ShardedLearner:
         """See :class:`outrider.train.learner.Learner`."""
         if self._is_old:
             self._sync()
-        export(self.language_model, folder)
+        export(self.language_model, folder, check=False)
 
     def close(self) -> None:
         """See :class:`outrider.train.learner.Learner`."""

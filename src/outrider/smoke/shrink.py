@@ -70,6 +70,18 @@ def smoke_overrides(settings: RunSettings, names: StandIns, *, server: str) -> l
     return [_override(key, value) for key, value in wanted.items() if before.get(key, ...) != value]
 
 
+def left_out(settings: RunSettings) -> str:
+    """What ``--smoke`` does not try, in one line; empty where nothing is left out."""
+    tree = settings.model_dump(mode="json")
+    names = [f"{key} = {tree['cluster'][key]}" for key in (one.partition(".")[2] for one in _cluster(tree))]
+    parts = [f"[cluster] ({', '.join(names)})"] if names else []
+    if tree["engine"]["type"] == "vllm":
+        parts.append("engine.type = vllm")
+    if not parts:
+        return ""
+    return f"--smoke leaves out {' and '.join(parts)}: everything runs in one process, with the local engine"
+
+
 def smoke_checkpoint(given: str, names: StandIns) -> str | None:
     """The newest checkpoint of the run that ``given`` is one of, whatever its step, if that was a smoke run;
     the weights of another model are left out. What is not there stays as it is, and is told.

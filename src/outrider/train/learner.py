@@ -14,7 +14,7 @@ from outrider.train.data.sft import cold_start
 from outrider.train.settings import RunSettings
 from outrider.train.state.reference import load_reference, save_reference
 from outrider.train.update.pack import RolloutPath
-from outrider.train.update.policy import Policy, Scorer
+from outrider.train.update.policy import Policy, Scorer, export
 from outrider.train.update.reward_kl import measure_kl
 from outrider.train.update.update import UpdateReport, update
 
@@ -90,7 +90,9 @@ class Learner(Protocol):
         ...
 
     def export(self, folder: Path) -> None:
-        """The policy with its tokenizer as a Hugging Face folder."""
+        """The policy with its tokenizer as a Hugging Face folder for an engine, whose log-probs every update
+        compares with the trainer's: the folder is not checked here.
+        """
         ...
 
     def close(self) -> None:
@@ -193,7 +195,7 @@ class LocalLearner:
 
     def export(self, folder: Path) -> None:
         """See :class:`Learner`."""
-        self.policy.export(folder)
+        export(self.policy.language_model, folder, check=False)
 
     def close(self) -> None:
         """See :class:`Learner`."""

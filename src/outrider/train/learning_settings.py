@@ -2,27 +2,50 @@
 moment.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from outrider.config import Settings
 
+ALL_LINEAR: Final = "all-linear"
+"""peft's shorthand for every linear layer but the projection onto the vocabulary."""
+_DEFAULT_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 
 class LoraSettings(Settings):
-    """Low-rank adapters through peft. ``target_modules``: names of the linear layers that get one."""
+    """Low-rank adapters through peft. ``target_modules``: names of the layers that get one, or of parameters
+    of fused experts; a name may have the names of modules above in front, such as ``self_attn.q_proj``.
+    ``"all-linear"``: every linear layer but the projection onto the vocabulary.
+    """
 
     rank: int = Field(16, ge=1)
     alpha: int = Field(32, ge=1)
-    target_modules: tuple[str, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = _DEFAULT_TARGETS
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str) else given
+
+    @field_validator("target_modules")
+    @classmethod
+    def _shorthand_alone(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if ALL_LINEAR in given and len(given) > 1:
+            raise ValueError(f'"{ALL_LINEAR}" stands for all linear layers: no other name goes with it')
+        if any(not name.strip() for name in given):
+            raise ValueError("a name of a layer is empty")
+        return given
+
+    @property
+    def is_all_linear(self) -> bool:
+        """Whether every linear layer gets an adapter."""
+        return self.target_modules == (ALL_LINEAR,)
+
+    @property
+    def has_default_targets(self) -> bool:
+        """Whether the names are those of the Llama and Qwen families, which other families have in part."""
+        return self.target_modules == _DEFAULT_TARGETS
 
 
 class OptimizerSettings(Settings):

@@ -20,6 +20,7 @@ from outrider.train.rendering import checked_renderer
 from outrider.train.settings import RunSettings
 from outrider.train.state.checkpoint import checkpoints_newest_first, require_intact
 from outrider.train.state.checkpoint_state import STATE
+from outrider.train.update.adapters import coverage
 from outrider.train.update.policy import Policy
 from outrider.train.update.weight_files import OPTIMIZER, read_tensors, tensor_files
 
@@ -62,6 +63,9 @@ def learner_and_renderer(
     """The model with its chat template, and what a person should know of them."""
     learner = start(settings, initial=not resumed)
     note(path_of(learner.language_model, settings.model.name))
+    lora = settings.model.lora
+    if lora is not None and (told := coverage(learner.language_model.model, lora)):
+        note(told)
     longest = learner.language_model.context_length
     check_positions(settings, model=settings.model.name, longest=longest, note=note, resumed=resumed)
     tokenizer = learner.language_model.tokenizer

@@ -295,6 +295,13 @@ class RunSettings(Settings):
             raise ValueError("cluster.num_trainers above 1 has nothing to train here")
         if cluster.num_processes and self.model.device not in ("cpu", "cuda"):
             raise ValueError("[cluster] takes model.device = cpu or cuda: Ray says which GPU is whose")
+        if self.has_ranks and not cluster.is_remote and self.model.device != "cpu":
+            raise ValueError(
+                f"cluster.num_trainers = {cluster.num_trainers} on GPUs needs engines of their own: the "
+                "process that was started has no GPU to generate with. Set engine.type=vllm and "
+                f"cluster.placement=colocate cluster.num_engines={cluster.num_trainers} (one on each "
+                "trainer's GPU), or cluster.weights=nccl with cluster.num_engines (on further GPUs)"
+            )
         if cluster.is_remote:
             self._possible_remote()
             self._possible_gpus()

@@ -29,6 +29,12 @@ def engine_for(
 
 def path_of(language_model: LanguageModel, name: str) -> str:
     """One line: how the model is computed, and why."""
+    unused = language_model.unused
+    rest = f"; it has no place for {len(unused)} weights of its files, such as {unused[0]}" if unused else ""
+    return _path_of(language_model, name) + rest
+
+
+def _path_of(language_model: LanguageModel, name: str) -> str:
     longest, unpacked = language_model.context_length, language_model.unpacked
     if unpacked is not None:
         return (

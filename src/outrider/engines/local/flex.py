@@ -2,26 +2,39 @@
 
 The segments of a tree are packed depth first, so that whoever descends from a segment lies in one interval
 behind it: a query q sees a key k exactly where ``k <= q < end[k]``, with the end of the interval of the
-segment of k. Rows are padded to one of few lengths, so that compilations are bounded. The reference is
+segment of k. Rows are padded to one length an octave, so that compilations are few; what is padded attends
+within its own block only, which costs next to nothing. The reference is
 :meth:`outrider.engines.local.attention.TreePlan.attend`.
 
 Shape letters: N packed tokens, L positions after padding, H query heads, K key-value heads, D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from outrider.engines.local.attention import TreePlan
+from outrider.errors import ModelError
 
 BLOCK: Final = 128  # positions of a side of the mask's blocks
-_STEPS: Final = 8  # lengths between a power of two and the next one
+PROGRAMS: Final = 256
+"""Programs that may be compiled for one process: each length, with and without gradient, for every kind of
+layer (head size, window, scale). torch's own limit is 8, behind which it falls back, silently, to the plain
+formula with all scores in memory.
+"""
+_LIMITS: Final[Mapping[str, Any]] = {
+    "recompile_limit": PROGRAMS,
+    "accumulated_recompile_limit": 4 * PROGRAMS,
+    "fail_on_recompile_limit_hit": True,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,34 +49,41 @@ class FlexPlan:
         """Raises ValueError for segments that are not packed depth first."""
         num_tokens = sum(segment.length for segment in plan.segments)
         length = bucket(num_tokens)
-        # what is padded sees what is padded: no row of scores is empty
-        ends = torch.full((length,), length, dtype=torch.int32)
+        # what is padded sees what is padded in its block: no row of scores is empty
+        ends = (torch.arange(length, dtype=torch.int32) // BLOCK + 1) * BLOCK
         ends[:num_tokens] = _ends_N(plan)
         return cls(mask=_mask(ends.to(device)), num_positions=length)
 
     def attend(
         self, module: nn.Module, query_1HND: Tensor, key_1KND: Tensor, value_1KND: Tensor, scale: float
     ) -> Tensor:
-        """Attention output [1, N, H, D]."""
+        """Attention output [1, N, H, D]. Raises ModelError where more programs than :data:`PROGRAMS` would be
+        compiled.
+        """
         num_tokens = query_1HND.shape[2]
         rest = (0, 0, 0, self.num_positions - num_tokens)
         query, key, value = (pad(one, rest) for one in (query_1HND, key_1KND, value_1KND))
-        output: Tensor = _attention(query.device.type)(
-            query,
-            key,
-            value,
-            block_mask=self.mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        try:
+            with dynamo_config.patch(**_LIMITS):
+                output: Tensor = _attention(query.device.type)(
+                    query,
+                    key,
+                    value,
+                    block_mask=self.mask,
+                    scale=scale,
+                    enable_gqa=query.shape[1] != key.shape[1],
+                )
+        except FailOnRecompileLimitHit as error:
+            raise ModelError(
+                f"flex attention would be compiled more than {PROGRAMS} times for this model: set "
+                "update.attention=segments"
+            ) from error
         return output[:, :, :num_tokens].transpose(1, 2)
 
 
 def bucket(num_tokens: int) -> int:
-    """The padded length: whole blocks, and above eight of them eight lengths an octave."""
-    blocks = max(1, -(-num_tokens // BLOCK))
-    step = max(1, (1 << (blocks - 1).bit_length()) // (2 * _STEPS))
-    return -(-blocks // step) * step * BLOCK
+    """The padded length: the next power of two, and at least a block."""
+    return max(BLOCK, 1 << (num_tokens - 1).bit_length())
 
 
 def _ends_N(plan: TreePlan) -> Tensor:

@@ -2,8 +2,9 @@
 package.
 """
 
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +50,7 @@ _ROUNDING = {torch.bfloat16: 0.02, torch.float32: 0.001}
 """Share of what a context changes in the logits. SmolLM2 has 2e-4 and 5e-7 of it, a layer that ignores the
 plan 0.05 and more.
 """
+_NUMBER = re.compile(r"\.\d+\.")
 _KERNELS = {torch.bfloat16: 0.1, torch.float32: 0.001}
 """The same between two implementations of attention, which round in other places."""
 
@@ -65,6 +67,7 @@ class LanguageModel:
     eos_token_ids: frozenset[int]
     eos_texts: tuple[str, ...] = ()  # what ends a turn where the chat template closes it with ordinary tokens
     unpacked: Unpacked | None = None
+    unused: tuple[str, ...] = ()  # weights in the folder that the model has no place for
 
     @property
     def device(self) -> torch.device:
@@ -126,9 +129,10 @@ def _convert(packaged: PackagedModel, target: Path) -> None:
     """
     with first_folder(target) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
         gguf = packaged.whole(Path(scratch))
-        dequantised = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        dequantised, info = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
         )
+        require_whole(dequantised, info, gguf.name)
         config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # a model marked as GGUF refuses to be saved: move its weights into a plain one
         with torch.device("meta"):
@@ -205,7 +209,11 @@ def load_model(
     require_device(device)
     register()
     disable_progress_bar()  # the run has its own display
-    model, tokenizer = _read(name, getattr(torch, resolve_precision(precision, device)), forward)
+    dtype = getattr(torch, resolve_precision(precision, device))
+    attention = EAGER if forward == "unpacked" else IMPLEMENTATION
+    folder = resolve_model(name)
+    model, unused = read_weights(folder, name, dtype=dtype, attention=attention)
+    tokenizer = _read_tokenizer(folder, name)
     ends, texts = turn_ends(name, tokenizer, model.generation_config)
     context_length = longest_context(model.config, name)
     # its annotation hides the argument
@@ -218,22 +226,92 @@ def load_model(
         context_length=context_length,
         eos_token_ids=ends,
         eos_texts=texts,
+        unused=unused,
     )
     return _on_its_path(loaded, name, forward)
 
 
-def _read(name: str, dtype: torch.dtype, forward: Forward) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    folder = resolve_model(name)
+def read_weights(
+    folder: str, name: str, *, dtype: torch.dtype, attention: str
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The model of a folder or hub id on the CPU, all of whose weights are in its files; and the names of
+    weights that it has no place for. ``name`` is how messages call it. Raises ModelError.
+    """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=EAGER if forward == "unpacked" else IMPLEMENTATION
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    # damaged or hostile weights, settings and tokenizers raise whatever their readers raise
+    # damaged or hostile weights and settings raise whatever their readers raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"cannot load model {name!r}: {reason}"[:500]) from error
-    return model, tokenizer
+        raise _unreadable(name, error) from error
+    return model, require_whole(model, info, name)
+
+
+def _read_tokenizer(folder: str, name: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    # damaged or hostile tokenizers raise whatever their readers raise
+    except Exception as error:
+        raise _unreadable(name, error) from error
+    return tokenizer
+
+
+def _unreadable(name: str, error: Exception) -> ModelError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ModelError(f"cannot load model {name!r}: {reason}"[:500])
+
+
+def require_whole(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Raises ModelError, naming one, where a weight is in no file of the model's (transformers would draw it
+    at random), has another shape there, or is of a layer that the configuration leaves out. ``info`` is what
+    transformers reports of a load; tied weights, and what an architecture declares as optional, are not
+    missing there. Returns the weights that the model has no place for, such as heads of other tasks.
+    """
+    where = f"model {name!r} cannot be used: "
+    if mismatched := sorted(info["mismatched_keys"]):
+        key, found, wanted = mismatched[0]
+        raise ModelError(
+            f"{where}its files have {key}{_more(mismatched)} in the shape {list(found)}, its configuration "
+            f"asks for {list(wanted)}: config.json and weights belong to different models"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{where}the weight {missing[0]}{_more(missing)} is in none of its files, and would be random: "
+            "copy or download the model again, or save all of it"
+        )
+    unused = sorted(info["unexpected_keys"])
+    if left := _left_out(model, unused):
+        raise ModelError(
+            f"{where}its files have {left[0]}{_more(left)}, which its configuration leaves out: config.json "
+            "and weights belong to different models"
+        )
+    return tuple(unused)
+
+
+def _more(names: Sequence[Any]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _left_out(model: PreTrainedModel, unused: Sequence[str]) -> list[str]:
+    """Of the weights without a place those of layers like the model's (but not of layers that predict
+    several tokens, which have weights besides), and biases of its linear layers.
+    """
+    known = {_NUMBER.sub(".0.", key) for key in model.state_dict()}
+    modules = dict(model.named_modules())
+    kinds: dict[str, list[str]] = {}
+    for key in unused:
+        kinds.setdefault(key[: found.end()] if (found := _NUMBER.search(key)) else "", []).append(key)
+    more = [
+        key
+        for layer, keys in kinds.items()
+        for key in keys
+        if layer and {_NUMBER.sub(".0.", one) for one in keys} <= known
+    ]
+    return more or [key for key in unused if isinstance(modules.get(key.removesuffix(".bias")), nn.Linear)]
 
 
 def _on_its_path(loaded: LanguageModel, name: str, forward: Forward) -> LanguageModel:

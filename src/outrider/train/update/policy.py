@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from outrider.atomic_io import follow_umask
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.flex import FlexPlan
 from outrider.engines.local.model import LanguageModel
 from outrider.engines.local.unpacked import passes_of
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
-from outrider.train.update.adapters import choose_trained, merged
+from outrider.train.update.adapters import broken_ties, choose_trained, merged
+from outrider.train.update.export_check import require_same_logits
 from outrider.train.update.gradient_norm import clip, sum_of_squares
 from outrider.train.update.pack import PackedBatch
 from outrider.train.update.ranks import Alone, Ranks
@@ -185,7 +187,7 @@ class Policy(Scorer):
                 parameter.copy_(self.masters[name])
 
     def export(self, folder: Path) -> None:
-        """The working copy with its tokenizer as a Hugging Face folder, adapters merged."""
+        """See :func:`export`."""
         export(self.language_model, folder)
 
     def save(self, folder: Path) -> None:
@@ -256,10 +258,24 @@ def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
     )
 
 
-def export(language_model: LanguageModel, folder: Path) -> None:
-    """Model and tokenizer as a Hugging Face folder, adapters merged."""
-    language_model.model.save_pretrained(folder, state_dict=merged(language_model.model))
+def export(language_model: LanguageModel, folder: Path, *, check: bool = True) -> None:
+    """Write model and tokenizer as a Hugging Face folder, adapters merged; the model itself does not change.
+
+    ``check``: load the folder again, and compare its logits with the policy's. Where an adapter parts the
+    vocabulary projection from the embedding that it is tied to, the folder has both. Raises ModelError where
+    an adapter is not merged, or the folder does not compute what the policy computes.
+    """
+    model = language_model.model
+    model.save_pretrained(folder, state_dict=merged(model))
+    if broken_ties(model):
+        config = copy.deepcopy(model.config)
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        config.save_pretrained(folder)
     language_model.tokenizer.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        follow_umask(file)
+    if check:
+        require_same_logits(language_model, folder)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
