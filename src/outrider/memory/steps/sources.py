@@ -27,7 +27,7 @@ from outrider.memory.steps.chats import COLUMNS, read_chat, turn_text
 from outrider.types import Message, Step, Trajectory
 
 ANSWER_MARKS = ("<answer>", "\\boxed{")
-_SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 _UNREADABLE: Final = (
     OSError,
     pyarrow.ArrowException,
@@ -178,7 +178,7 @@ def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
         elif suffix == ".csv":
             yield from _csv_records(path)
         else:
-            raise DataError(f"{path}: must end in one of {', '.join(_SUFFIXES)}")
+            raise DataError(f"{path}: must end in one of {', '.join(SUFFIXES)}")
     except DataError:
         raise
     except _UNREADABLE as error:
@@ -246,7 +246,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
             if not reader.fieldnames:
                 raise DataError(
                     f"{path}: the file is empty. A file of trajectories must end in one of "
-                    f"{', '.join(_SUFFIXES)}; a CSV file begins with the names of its columns"
+                    f"{', '.join(SUFFIXES)}; a CSV file begins with the names of its columns"
                 )
             for number, row in enumerate(reader, start=1):
                 cells = {key: one for key, one in row.items() if isinstance(key, str) and one}
