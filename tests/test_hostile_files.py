@@ -2,9 +2,12 @@
 
 import contextlib
 import json
+import math
 import sqlite3
 import struct
+import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +22,8 @@ from outrider.config import load_settings
 from outrider.engines.local.model import load_model
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import ConfigError, DataError, ModelError, OutriderError
+from outrider.evals.benchmark.task_sets import load_task_set
+from outrider.memory.embedder import HashEmbedder
 from outrider.memory.steps.buffer import StepTraceBuffer
 from outrider.memory.steps.sources import import_trajectories
 from outrider.records import read_rows
@@ -310,3 +315,80 @@ def test_d5_hostile_weights_are_a_model_error(tmp_path: Path, weights: bytes, na
     with pytest.raises(ModelError) as error:
         load_model(str(tmp_path), precision="float32")
     assert "\n" not in str(error.value)
+
+
+UNKNOWN_ZONE = pa.timestamp("s", tz="No/Where")
+EXOTIC: dict[str, pa.Array] = {
+    "an unknown time zone": pa.array([1], UNKNOWN_ZONE),
+    "an unknown time zone inside": pa.array([[{"a": 1}]], pa.list_(pa.struct([("a", UNKNOWN_ZONE)]))),
+    "a time zone that is no offset": pa.array([1], pa.timestamp("s", tz="+25:99")),
+    "nanoseconds": pa.array([1], pa.timestamp("ns")),
+    "a decimal": pa.array([Decimal("1.5")]),
+    "a duration": pa.array([1], pa.duration("ns")),
+    "a time": pa.array([1], pa.time64("ns")),
+    "a dictionary": pa.array(["a"]).dictionary_encode(),
+    "large text": pa.array(["a"], pa.large_string()),
+    "a view of text": pa.array(["a"], pa.string_view()),
+    "a view of bytes": pa.array([b"a"], pa.binary_view()),
+    "null": pa.nulls(1),
+    "half a float": pa.array([1.5], pa.float16()),
+    "a map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
+    "an extension": pa.ExtensionArray.from_storage(
+        pa.fixed_shape_tensor(pa.int64(), [2]), pa.FixedSizeListArray.from_arrays(pa.array([1, 2]), 2)
+    ),
+}
+WHOLE = {**{key: pa.array([value]) for key, value in GOOD.items()}, "answer": pa.array(["a"])}
+
+
+@pytest.mark.parametrize("kind", EXOTIC)
+def test_a_column_that_nobody_reads_may_have_any_type(tmp_path: Path, kind: str) -> None:
+    path = parquet(tmp_path / "a.parquet", extra=EXOTIC[kind], **WHOLE)
+    assert len(import_trajectories(path).trajectories) == len(load_tasks(DatasetConfig(path=path))) == 1
+
+
+@pytest.mark.parametrize("column", ["question", "reward", "messages", "answer"])
+@pytest.mark.parametrize("kind", EXOTIC)
+def test_a_column_of_an_unusable_type_is_named(tmp_path: Path, kind: str, column: str) -> None:
+    path = parquet(tmp_path / "a.parquet", **{**WHOLE, column: EXOTIC[kind]})
+    read = {"answer": [load_tasks], "question": [import_trajectories, load_tasks]}.get(
+        column, [import_trajectories]
+    )
+    for one in read:
+        try:
+            one(DatasetConfig(path=path) if one is load_tasks else path)  # type: ignore[operator]
+        except DataError as error:
+            assert column in str(error) or (column == "messages" and "message 0" in str(error)), error
+            assert "zone" not in kind or f"column {column!r}" in str(error)
+
+
+def test_decimals_are_numbers(tmp_path: Path) -> None:
+    half = pa.array([Decimal("0.50")])
+    path = parquet(tmp_path / "a.parquet", **{**WHOLE, "reward": half, "answer": half})
+    assert import_trajectories(path).trajectories[0].reward == 0.5
+    assert load_tasks(DatasetConfig(path=path))[0].answers == ("0.50",)
+    assert load_task_set(str(path)).tasks[0].answers == ("0.50",)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("rewards", "quantiles"),
+    [
+        ([1.7e308, -1.7e308], (-1.7e308, -0.85e308, 0.0, 0.85e308, 1.7e308)),
+        ([1.7e308] * 3, (1.7e308,) * 5),
+        ([sys.float_info.max, 0.0, -sys.float_info.max], None),
+        ([5e-324, 1.0], None),
+    ],
+)
+def test_stats_of_the_largest_rewards_are_numbers(
+    tmp_path: Path, rewards: list[float], quantiles: tuple[float, ...] | None
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "\n".join(json.dumps(GOOD | {"question": str(n), "reward": r}) for n, r in enumerate(rewards))
+    )
+    with StepTraceBuffer(tmp_path / "a.sqlite", HashEmbedder(), mode="write") as buffer:
+        buffer.add_trajectories(import_trajectories(path).trajectories)
+        found = buffer.stats().reward_quantiles
+    assert all(map(math.isfinite, found)) and list(found) == sorted(found)
+    assert (found[0], found[-1]) == (min(rewards), max(rewards))
+    assert quantiles is None or found == pytest.approx(quantiles)

@@ -5,8 +5,9 @@ the line.
 import codecs
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from outrider.errors import DataError
 from outrider.types import Json
@@ -17,31 +18,35 @@ SUFFIXES = (".jsonl", ".parquet")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One record. ``place`` is ``file:line`` (JSONL, from 1) or ``file:row N`` (Parquet, from 0), for
-    messages.
+    messages. ``unreadable`` names the types of columns that Python cannot have, such as dates in an unknown
+    time zone; nothing is wrong with a file while nobody reads them.
     """
 
     place: str
     values: Mapping[str, Json]
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
-    def get(self, field: str) -> Json:
+    def get(self, name: str) -> Json:
         """The value of a column; a dotted name goes into nested records. Raises DataError when it is
         missing.
         """
         value: Json = dict(self.values)
-        for part in field.split("."):
+        if (kind := self.unreadable.get(name.split(".")[0])) is not None:
+            raise DataError(f"{self.place}: column {name!r} cannot be read: it is of the type {kind}")
+        for part in name.split("."):
             if not isinstance(value, dict) or part not in value:
                 raise DataError(
-                    f"{self.place}: no column {field!r}; the row has {', '.join(sorted(self.values))}"
+                    f"{self.place}: no column {name!r}; the row has {', '.join(sorted(self.values))}"
                 )
             value = value[part]
         return value
 
-    def text(self, field: str) -> str:
+    def text(self, name: str) -> str:
         """The value of a column that must be a string and not blank; raises DataError otherwise."""
-        value = self.get(field)
+        value = self.get(name)
         if not isinstance(value, str) or not value.strip():
             raise DataError(
-                f"{self.place}: column {field!r} must hold a string that is not blank, got {value!r}"[:300]
+                f"{self.place}: column {name!r} must hold a string that is not blank, got {value!r}"[:300]
             )
         return value
 
@@ -108,8 +113,14 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow as pa  # slow to import, and seldom needed
     import pyarrow.parquet as pq
 
+    unreadable: dict[str, str] = {}
     try:
-        records = pq.read_table(path).to_pylist()
+        table = pq.read_table(path)
+        try:
+            records = table.to_pylist()
+        except (KeyError, pa.ArrowNotImplementedError):  # types that Python does not have here
+            unreadable = {name: str(table.schema.field(name).type) for name in _unreadable(table)}
+            records = table.drop_columns(list(unreadable)).to_pylist()
     # Text that is not UTF-8, dates that Python has not, sizes that are not: the file says one thing and holds
     # another.
     except (
@@ -117,10 +128,22 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         OSError,
         ValueError,
         OverflowError,
+        KeyError,
         TypeError,
         MemoryError,
         RecursionError,
     ) as error:
         raise DataError(f"{path}: malformed Parquet: {' '.join(str(error).split())}"[:300]) from error
     for index, record in enumerate(records):
-        yield Row(place=f"{path}:row {index}", values=record)
+        yield Row(place=f"{path}:row {index}", values=record, unreadable=unreadable)
+
+
+def _unreadable(table: Any) -> list[str]:
+    """Names of the columns whose values cannot become Python's."""
+    names = []
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        try:
+            column.to_pylist()
+        except Exception:
+            names.append(name)
+    return names

@@ -263,6 +263,20 @@ def test_import_counts_everything_and_can_be_repeated(tmp_path: Path, capsys: An
     assert (again["num_inserted"], again["num_present"]) == ("0", "1")
 
 
+def test_an_import_prints_what_it_left_out(tmp_path: Path, capsys: Any) -> None:
+    record = chat("a", 1.0) | {"tools": [{"name": "search"}]}
+    record["messages"][1]["weight"] = 0
+    image = chat("b", 1.0)
+    image["messages"][0]["content"] = [{"type": "image_url", "image_url": {"url": "x"}}]
+    file = chats(tmp_path / "a.jsonl", record, image)
+    assert imported(file, tmp_path / "b.sqlite", skip_malformed=True) == 0
+    text = capsys.readouterr().out
+    counts = table(text)
+    assert counts["left out: column 'tools'"] == "1" and counts["num_malformed"] == "1"
+    assert counts["left out: 'weight' of messages of the role assistant"] == "1"
+    assert "a.jsonl:2: message 0 holds a part of the type 'image_url': Outrider trains on text" in text
+
+
 def test_an_import_that_was_stopped_continues_to_the_same_contents(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,14 @@ import pytest
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
+from outrider.environments.tool_qa.family import ToolsConfig
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.train.data.experts import demonstrations_of
 from outrider.train.data.no_expert import require_experts
 from outrider.train.launch import run_training
 from outrider.train.settings import RunSettings
 from outrider.train.state.run_directory import RunDirectory
+from outrider.types import Task
 from tests.train.tool_run import write_demonstrations, write_tool_run
 
 
@@ -155,3 +157,86 @@ def test_f12_a_run_without_training_shows_no_stage_of_it(
     told = capsys.readouterr().out
     assert "evaluation before training: start, 1 to do" in told
     assert "train:" not in told and "0 to do" not in told
+
+
+def call_of(name: str, arguments: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+NATIVE = [
+    {"role": "user", "content": "q?"},
+    {"role": "assistant", "content": None, "tool_calls": [call_of("python", {"code": "print(1)"})]},
+    {"role": "tool", "content": "1"},
+    {"role": "assistant", "content": "\\boxed{1}", "weight": 1},
+]
+TAGGED = [
+    {"role": "user", "content": "q?"},
+    {"role": "assistant", "content": "<think>Hm.</think><python>print(1)</python>"},
+    {"role": "assistant", "content": "<think>So.</think><answer>\\boxed{1}</answer>"},
+]
+
+
+def tools_config(protocol: str) -> ToolsConfig:
+    return ToolsConfig.model_validate({"tools": ["python"], "protocol": protocol})
+
+
+@pytest.mark.parametrize(
+    ("chat", "protocol", "told"),
+    [
+        (
+            NATIVE,
+            "tags",
+            r"1 of 1 demonstrations call tools natively, .* <python>\.\.\.</python>: set",
+        ),
+        (
+            TAGGED,
+            "hermes",
+            r"1 of 1 demonstrations call tools between tags, .* environment\.protocol=tags",
+        ),
+        (NATIVE, "hermes", ""),
+        (NATIVE, "llama3_json", ""),
+        (TAGGED, "tags", ""),
+    ],
+)
+def test_demonstrations_whose_calls_nobody_reads_are_told(
+    tmp_path: Path, chat: list[dict[str, object]], protocol: str, told: str
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": chat, "reward": True}))
+    environment = tools_config(protocol)
+    tasks = [Task(key="t", question="q?", answers=("1",))]
+    if told:
+        with pytest.raises(DataError, match=told):
+            demonstrations_of(str(file), tasks, environment)
+    else:
+        assert len(demonstrations_of(str(file), tasks, environment)["t"] or ()) == 2
+
+
+def test_what_is_left_out_of_demonstrations_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "a.jsonl"
+    other = [NATIVE[0] | {"content": "r?"}, NATIVE[1] | {"tool_calls": [call_of("sing", {})]}, *NATIVE[2:]]
+    plain = [{"role": "user", "content": "s?"}, {"role": "assistant", "content": "<answer>1</answer>"}]
+    records = [{"messages": chat, "reward": 1} for chat in (NATIVE, other, plain)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    tasks = [Task(key=f"t{n}", question=f"{one}?", answers=("1",)) for n, one in enumerate("qrs")]
+    demonstrations_of(
+        str(file), tasks, ToolsConfig.model_validate({"tools": ["python"], "protocol": "hermes"})
+    )
+    assert "left out of the chats: 'weight' of messages of the role assistant (2)" in caplog.text
+    assert "call tools that the environment lacks: sing (1); it has python" in caplog.text
+    caplog.clear()
+    demonstrations_of(str(file), tasks, tools_config("tags"))
+    assert "2 of 3 demonstrations call tools natively" in caplog.text
+
+
+def test_a_cold_start_says_why_it_cannot_imitate(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = json.loads((recipe.parent / "tasks.jsonl").read_text().splitlines()[0])["question"]
+    file = tmp_path / "native.jsonl"
+    file.write_text(json.dumps({"question": question, "messages": NATIVE, "reward": 1.0}))
+    given = [f"cold_start.demonstrations={file}", "cold_start.num_examples=4"]
+    assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "--progress", "none", *given]) == 1
+    assert "1 of 1 demonstrations call tools natively" in capsys.readouterr().err

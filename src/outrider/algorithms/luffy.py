@@ -42,10 +42,10 @@ class LuffySettings(ObjectiveSettings):
     """``group_size`` n counts the demonstration: n - 1 rollouts are the policy's. ``num_demonstrations`` 0
     leaves it out.
 
-    ``demonstrations`` names a ``.jsonl`` or ``.parquet`` file of trajectories (docs/algorithms/luffy.md);
-    without it the environment's experts demonstrate. ``shaping`` is gamma of f(p) = p / (p + gamma), None:
-    f(p) = p. ``statistics`` says whose returns make mean and std: the ``mixed`` group's or the ``on_policy``
-    rollouts' alone. ``clip_own`` clips the policy's own tokens. A ``preset`` fills what is not given.
+    ``demonstrations`` names a file of trajectories (docs/formats.md); without it the environment's
+    experts demonstrate. ``shaping`` is gamma of f(p) = p / (p + gamma), None: f(p) = p. ``statistics``
+    says whose returns make mean and std: the ``mixed`` group's or the ``on_policy`` rollouts' alone.
+    ``clip_own`` clips the policy's own tokens. A ``preset`` fills what is not given.
     """
 
     input_paths: ClassVar[frozenset[str]] = frozenset({"demonstrations"})

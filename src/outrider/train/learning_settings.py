@@ -67,8 +67,8 @@ class ColdStartSettings(Settings):
     """``num_examples`` expert rollouts of the training split, ``num_epochs`` passes, ``batch_size`` an
     optimiser step.
 
-    ``demonstrations`` names a ``.jsonl`` or ``.parquet`` file of trajectories (docs/formats.md) that stand
-    for the experts: those of the first ``num_examples`` training tasks that have one are played again, and
+    ``demonstrations`` names a file of trajectories (docs/formats.md) that stand for the experts: those of the
+    first ``num_examples`` training tasks that have one are played again, and
     the solved ones are imitated. ``retrieve_share`` of the examples show one middle step inside
     ``<retrieve>`` (done in the environment, not trained on), so that the policy has met the form before
     hybrid rollouts use it. ``tip_share`` of the examples show tips of the memory that all experts' episodes

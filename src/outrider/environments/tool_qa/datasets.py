@@ -7,8 +7,9 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,7 +18,7 @@ from outrider.config_paths import no_such_file
 from outrider.errors import DataError, ToolUnavailable
 from outrider.plugins.imports import searched
 from outrider.records import SUFFIXES, Row, read_rows
-from outrider.types import Json, Task
+from outrider.types import Task
 
 Split = Literal["train", "valid", "test"]
 
@@ -169,7 +170,9 @@ def answer_column(row: Row, named: str) -> str:
     return "answers" if is_other else named
 
 
-def _answer(value: Json, row: Row, config: DatasetConfig) -> str:
+def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
+    if isinstance(value, Decimal):  # of Parquet
+        value = str(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(
             f"{row.place}: column {config.answer!r} must hold text or numbers, got {value!r}"[:300]

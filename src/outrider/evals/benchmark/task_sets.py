@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Final
 
@@ -267,6 +268,9 @@ def _answers(values: Sequence[Json], row: Row, columns: Columns) -> Iterator[str
     """Texts of the accepted answers; a blank one among others is passed over."""
     texts: list[str] = []
     for value in values:
+        if isinstance(value, Decimal) and value.is_finite():  # of Parquet
+            texts.append(str(value))
+            continue
         if (
             isinstance(value, bool)
             or not isinstance(value, str | int | float)

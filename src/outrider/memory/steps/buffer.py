@@ -2,6 +2,7 @@
 and Eq. 3).
 """
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -362,8 +363,10 @@ def _mask(view: _View, step_filter: StepFilter) -> Mask:
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    return (
-        tuple(float(q) for q in np.quantile(values, _QUANTILES))
-        if values
-        else (float("nan"),) * len(_QUANTILES)
-    )
+    """Linear between neighbours; the difference of two rewards may be larger than any float."""
+    if not values:
+        return (float("nan"),) * len(_QUANTILES)
+    largest = max(map(abs, values))
+    scale = 0.25 if largest > sys.float_info.max / 4 else 1.0
+    found = np.quantile([value * scale for value in values], _QUANTILES)
+    return tuple(float(one) / scale for one in found)

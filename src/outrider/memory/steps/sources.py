@@ -27,7 +27,7 @@ from outrider.memory.steps.chats import COLUMNS, read_chat, turn_text
 from outrider.types import Message, Step, Trajectory
 
 ANSWER_MARKS = ("<answer>", "\\boxed{")
-_SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 _UNREADABLE: Final = (
     OSError,
     pyarrow.ArrowException,
@@ -114,6 +114,16 @@ class _JsonLine:
         return _parsed(self.line)
 
 
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A record that is read already."""
+
+    value: object
+
+    def __call__(self) -> object:
+        return self.value
+
+
 def _parsed(data: bytes) -> object:
     try:
         return json.loads(data.decode())
@@ -178,7 +188,7 @@ def _records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
         elif suffix == ".csv":
             yield from _csv_records(path)
         else:
-            raise DataError(f"{path}: must end in one of {', '.join(_SUFFIXES)}")
+            raise DataError(f"{path}: must end in one of {', '.join(SUFFIXES)}")
     except DataError:
         raise
     except _UNREADABLE as error:
@@ -202,7 +212,7 @@ def _json_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
             yield from _array(file.read().removeprefix(_BOM))
             return
         if path.suffix.lower() == ".json" and (whole := _one_object(file.read().removeprefix(_BOM))):
-            yield 1, lambda: whole
+            yield 1, _Value(whole)
             return
         file.seek(0)
         for number, line in enumerate(file, start=1):
@@ -225,7 +235,7 @@ def _array(data: bytes) -> Iterator[tuple[int, Callable[[], object]]]:
         return
     assert isinstance(found, list)  # of what begins with a bracket
     for number, one in enumerate(found, start=1):
-        yield number, lambda one=one: one
+        yield number, _Value(one)
 
 
 def _one_object(data: bytes) -> dict[str, object] | None:
@@ -246,11 +256,11 @@ def _csv_records(path: Path) -> Iterator[tuple[int, Callable[[], object]]]:
             if not reader.fieldnames:
                 raise DataError(
                     f"{path}: the file is empty. A file of trajectories must end in one of "
-                    f"{', '.join(_SUFFIXES)}; a CSV file begins with the names of its columns"
+                    f"{', '.join(SUFFIXES)}; a CSV file begins with the names of its columns"
                 )
             for number, row in enumerate(reader, start=1):
                 cells = {key: one for key, one in row.items() if isinstance(key, str) and one}
-                yield number, lambda cells=cells: cells
+                yield number, _Value(cells)
     except csv.Error as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     finally:
@@ -375,7 +385,9 @@ def _split(
             start == starts[-1] or any(mark in text for mark in answer_marks) or _BOX.search(text) is not None
         )
         steps.append(Step(text=text, observation="\n".join(texts[start + 1 : end]), is_terminal=is_terminal))
-    roles_and_texts = [(one.role, text) for one, text in zip(messages, texts, strict=True)]
+    roles_and_texts: list[tuple[str, str]] = [
+        (one.role, text) for one, text in zip(messages, texts, strict=True)
+    ]
     return tuple(messages[: starts[0]]), tuple(steps), roles_and_texts
 
 

@@ -16,7 +16,7 @@ from outrider.errors import ConfigError
 from outrider.memory.steps.database import Database, copy_database
 from outrider.memory.steps.format import check_file, check_schema, meta
 from outrider.memory.steps.load import load_all
-from outrider.memory.steps.sources import Imported, import_trajectories
+from outrider.memory.steps.sources import SUFFIXES, Imported, import_trajectories
 from outrider.train.hub.dataset_card import dataset_card
 from outrider.train.hub.shown import may_be_secret
 from outrider.train.hub.uploading import CARD, Pushed, files_in, hub, require_target, upload
@@ -37,8 +37,8 @@ class Prepared:
 
 
 def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool = False) -> Pushed:
-    """Check a file of ours, write its card, and upload both. ``path`` is a step-trace buffer, a ``.jsonl`` or
-    ``.parquet`` file of chat trajectories, or the folder ``traces`` of a run.
+    """Check a file of ours, write its card, and upload both. ``path`` is a step-trace buffer, a file of
+    chat trajectories, or the folder ``traces`` of a run.
 
     Raises DataError and BufferCorrupt for what is none of these or is damaged, and ConfigError where it holds
     a secret of this environment; else as :func:`outrider.train.hub.push.push_run`.
@@ -49,7 +49,7 @@ def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool 
         folder.mkdir()
         if path.is_dir():
             prepared = _traces(path, folder)
-        elif path.suffix in (".jsonl", ".parquet"):
+        elif path.suffix.lower() in SUFFIXES:
             prepared = _trajectories(path, folder)
         else:
             prepared = _buffer(path, folder)
