@@ -262,7 +262,7 @@ class EpisodeRunner:
         }
         observation = result.text
         state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
-        outcome = self._observe(state, result, finish, seen)
+        outcome = self._observe(state, result, finish, seen=seen, is_asked=question is not None)
         state.turn += 1
         for hook in self.hooks:
             hook.after_turn(state)
@@ -342,14 +342,20 @@ class EpisodeRunner:
         return generation.finish_reason, text, sampled
 
     def _observe(
-        self, state: EpisodeState, result: StepResult, finish: FinishReason, seen: Seen | None
+        self,
+        state: EpisodeState,
+        result: StepResult,
+        finish: FinishReason,
+        *,
+        seen: Seen | None,
+        is_asked: bool,
     ) -> Outcome | None:
-        """Append the observation and decide whether the episode is over."""
+        """Append the observation, ``seen`` where a program asks, and decide whether the episode is over."""
         if result.done:
             # unreadable because it was cut, not because it is wrong
             cut = finish is FinishReason.LENGTH and result.invalid
             return Outcome.TRUNCATED_TOKENS if cut else _ended(result)
-        if isinstance(state.environment, OwnConversations):
+        if is_asked:
             appended = seen is not None and self._context.append_asked(state, seen, result)
             return None if appended else Outcome.TRUNCATED_TOKENS
         observations = result.observations
