@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from outrider.engines.base import FinishReason, Request
 from outrider.environments.base import Environment, EpisodeResult, StepResult, turn_message
-from outrider.environments.conversing import Conversation, OwnConversations, Refusal, SampledTurn
+from outrider.environments.conversing import Conversation, OwnConversations, Refusal, Refusing, SampledTurn
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
@@ -178,12 +178,11 @@ class EpisodeRunner:
         turn: int,
     ) -> StepResult | None:
         """Refuse what a program asks in front of a turn; what comes next, None where the rollout is cut."""
-        if len(refusals) == _MAX_REFUSALS:
+        if len(refusals) == _MAX_REFUSALS or not isinstance(environment, Refusing):
             if refusal.is_too_long:
                 return None
-            raise EnvironmentFault(
-                f"the program was refused {_MAX_REFUSALS} times and asked again: {refusal.reason}"
-            )
+            words = f", {len(refusals)} times before" if refusals else ""
+            raise EnvironmentFault(f"the program asks what cannot be answered{words}: {refusal.reason}")
         refusals.append((turn, refusal))
         return await self._guarded(environment.refuse, refusal)
 
