@@ -21,7 +21,7 @@ from tests.environments.test_agent_requests import with_native_calls  # noqa: E4
 from tests.templates_of_families import FAMILIES, byte_tokenizer  # noqa: E402
 
 ERRING = "tests.environments.agents.erring"
-TOOL = WEATHER["function"]
+TOOL: Any = WEATHER["function"]
 LIMITS = Limits(max_turns=10, max_turn_tokens=400, max_response_tokens=20000)
 
 

@@ -31,7 +31,7 @@ from tests.environments.test_agent import play  # noqa: E402
 from tests.environments.test_agent_requests import HELLO, gateway, look, sent  # noqa: E402
 
 __all__ = ["gateway"]
-VALUE = {"some": "value"}  # the default of no field
+VALUE: Any = {"some": "value"}  # the default of no field
 PATHS = (CHAT, RESPONSES)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "agents.md"
 

@@ -112,7 +112,7 @@ def test_roles_in_any_order_are_rendered_or_refused(family: str) -> None:
 def test_templates_that_want_a_user_first_give_their_reason(family: str) -> None:
     renderer, environment = renderer_of(FAMILIES[family]), Asking(["assistant", "user"])
     with pytest.raises(Unanswerable, match=r"it refuses assistant, user: .*alternate"):
-        opening_ids(environment, environment.asked.messages, renderer)  # type: ignore[arg-type]
+        opening_ids(environment, environment.asked.messages, renderer)
 
 
 def test_a_program_that_asks_nothing_that_can_be_answered_is_a_fault_with_the_reason() -> None:

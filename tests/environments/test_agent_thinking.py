@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.base import Request  # noqa: E402
+from outrider.environments.agent.fields import BadRequest  # noqa: E402
 from outrider.environments.agent.responses import read_response, response  # noqa: E402
-from outrider.environments.agent.wire import Answer, BadRequest, read_chat  # noqa: E402
+from outrider.environments.agent.wire import Answer, read_chat  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.tokens.chat import HistoryThinking  # noqa: E402

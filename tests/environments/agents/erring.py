@@ -11,7 +11,7 @@ from tests.environments.agents.programs import chat, post
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
-def _streamed(messages: list[dict[str, Any]], tools: list[Any]) -> dict[str, Any]:
+def _streamed(messages: list[Any], tools: list[Any]) -> dict[str, Any]:
     from openai import OpenAI
 
     with OpenAI(max_retries=0).chat.completions.stream(model="p", messages=messages, tools=tools) as stream:
@@ -46,7 +46,7 @@ def recovering(task: Any) -> dict[str, Any]:
 
 def recovering_items(task: Any) -> float:
     """The same by ``/v1/responses``, where what came out goes back as it is."""
-    tool = {"type": "function", **WEATHER["function"]}
+    tool: dict[str, Any] = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
     items: list[Any] = [{"role": "user", "content": "weather?"}]
     found: list[list[str]] = []
     while True:
