@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.base import Request  # noqa: E402
-from outrider.environments.agent.responses import read_response  # noqa: E402
-from outrider.environments.agent.wire import BadRequest, read_chat  # noqa: E402
+from outrider.environments.agent.fields import BadRequest  # noqa: E402
+from outrider.environments.agent.responses import read_response, response  # noqa: E402
+from outrider.environments.agent.wire import Answer, read_chat  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.tokens.chat import HistoryThinking  # noqa: E402
@@ -68,6 +69,13 @@ def called(name: str) -> dict[str, Any]:
     return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
 
 
+def of_turn(number: int, item: dict[str, Any]) -> dict[str, Any]:
+    """The item as this endpoint has written it."""
+    kind = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[item["type"]]
+    behind = f"-c{number:08d}" if kind == "fc" else ""
+    return {**item, "id": f"{kind}-turn-{number}{behind}"}
+
+
 @pytest.mark.parametrize(
     ("items", "turns"),
     [
@@ -77,6 +85,14 @@ def called(name: str) -> dict[str, Any]:
         ([thought("a"), thought("b"), said("c")], [("a\nb", "c", 0)]),
         ([said("a"), thought("b"), said("c")], [("", "a", 0), ("b", "c", 0)]),
         ([{"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "x"}], []),
+        ([said("a"), said("b")], [("", "a", 0), ("", "b", 0)]),
+        ([said("a"), called("c")], [("", "a", 1)]),
+        ([called("c"), said("a")], [("", "a", 1)]),  # its call has no result: the turn goes on
+        ([thought("a"), called("c"), thought("b"), called("d")], [("a\nb", "", 2)]),
+        ([of_turn(1, said("a")), of_turn(1, called("c"))], [("", "a", 1)]),
+        ([of_turn(1, said("a")), of_turn(2, called("c"))], [("", "a", 0), ("", "", 1)]),
+        ([of_turn(1, thought("a")), of_turn(2, thought("b"))], [("a", "", 0), ("b", "", 0)]),
+        ([of_turn(1, thought("a")), said("b"), of_turn(1, called("c"))], [("a", "b", 1)]),
     ],
 )
 def test_the_items_of_a_turn_are_one_message(items: list[Any], turns: list[tuple[str, str, int]]) -> None:
@@ -96,6 +112,39 @@ def test_a_history_is_the_same_in_both_forms() -> None:
     assert read_response({"input": items}, takes_tools=True).conversation == expected
     calls = (ToolCall(name="c", call_id="c"),)
     assert expected.messages[1] == Message(role="assistant", content="b", reasoning="a", tool_calls=calls)
+
+
+def test_the_roles_and_forms_of_an_input() -> None:
+    """Instructions come first; developers are the system; results are text, in parts or not."""
+    parts = [{"type": "input_text", "text": "sun"}, {"type": "input_text", "text": "ny"}]
+    output = {"type": "function_call_output", "call_id": "c", "output": parts}
+    items = [{"role": "developer", "content": "d"}, {"role": "user", "content": parts}, called("c"), output]
+    found = read_response({"instructions": "i", "input": items}, takes_tools=True).conversation.messages
+    assert [(one.role, one.content) for one in found] == [
+        ("system", "i"),
+        ("system", "d"),
+        ("user", "sunny"),
+        ("assistant", ""),
+        ("tool", "sunny"),
+    ]
+    assert (found[-1].tool_call_id, found[-1].tool_name) == ("c", "c")
+    [only] = read_response({"input": "q"}, takes_tools=True).conversation.messages
+    assert only == Message(role="user", content="q")
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_what_came_out_is_the_same_turn_when_it_goes_back_in(with_ids: bool) -> None:
+    """Thinking, words and calls; else the rollout would become a sample more."""
+    calls = tuple(ToolCall(name="c", arguments={"a": number}, call_id=f"c{number}") for number in range(2))
+    turn = Message(role="assistant", content="b", reasoning="a", tool_calls=calls)
+    asked = {"role": "user", "content": "q"}
+    out = response(
+        read_response({"input": [asked]}, takes_tools=True), Answer(message=turn, turn=None), "turn-3"
+    )
+    items = out["output"] if with_ids else [{**one, "id": None} for one in out["output"]]
+    results = [{"type": "function_call_output", "call_id": one.call_id, "output": "x"} for one in calls]
+    found = read_response({"input": [asked, *items, *results]}, takes_tools=True).conversation.messages
+    assert found[1] == turn and len(found) == 4
 
 
 @pytest.mark.parametrize("field", ["content", "summary"])

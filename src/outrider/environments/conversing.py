@@ -103,16 +103,23 @@ class OwnConversations(Protocol):
         """A turn as the program will be given it, and will keep it in its history."""
         ...
 
-    def refuse(self, refusal: Refusal) -> "StepResult | None":
-        """Tell the program that what it asks cannot be answered, as a server does with status 400, and wait
-        for what it asks next or for its end, as ``step`` does. None if it ends without a result because its
-        conversation is too long: the rollout is cut then. Raises EnvironmentFault for other such ends.
-        """
-        ...
-
     def sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """Called in front of ``read`` and ``step`` with what is known of the turn: how the policy has drawn
         it, also when it is played again, or what the endpoint said that plays the policy. Not called for an
         expert's.
+        """
+        ...
+
+
+@runtime_checkable
+class Refusing(Protocol):
+    """Such an environment whose program can be told that its question cannot be answered. Of others such a
+    question is a fault, or cuts the rollout if it is too long.
+    """
+
+    def refuse(self, refusal: Refusal) -> "StepResult | None":
+        """Tell the program that what it asks cannot be answered, as a server does with status 400, and wait
+        for what it asks next or for its end, as ``step`` does. None if it ends without a result because its
+        conversation is too long: the rollout is cut then. Raises EnvironmentFault for other such ends.
         """
         ...

@@ -19,7 +19,7 @@ from outrider.environments.base import (
     take_step,
     turn_message,
 )
-from outrider.environments.conversing import Conversation, OwnConversations, Refusal
+from outrider.environments.conversing import Conversation, OwnConversations, Refusal, Refusing
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.blocking import guarded
 from outrider.rollout.conversing import Exchange, asked_of
@@ -85,13 +85,14 @@ class Fork:
         nothing.
         """
         refusals = [refusal for number, refusal in self.refusals if number == turn]
-        if not refusals or not isinstance(environment, OwnConversations):
+        if not refusals or not isinstance(environment, Refusing):
             return ()
         for refusal in refusals:
             result = await guarded(environment.refuse, refusal, timeout_s=timeout_s)
             if result is None or result.done:
                 raise EnvironmentFault("a program ended where it went on: it cannot fork by replay")
-        return environment.asked.messages
+        asked = asked_of(environment)
+        return () if asked is None else asked.messages
 
     def continue_in(self, state: EpisodeState) -> None:
         """Give a new rollout's state the history up to here."""

@@ -21,8 +21,8 @@ from outrider.environments.base import (
     take_step,
     tools_of,
 )
-from outrider.environments.conversing import OwnConversations
 from outrider.environments.conversing import Refusal as ProgramRefusal
+from outrider.environments.conversing import Refusing
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.blocking import timed
 from outrider.rollout.conversing import asked_of
@@ -217,7 +217,7 @@ class Collector:
                 # before the first answer it may be the endpoint's settings that are wrong
                 if not steps or not isinstance(why, Refusal) or why.status not in _BAD_REQUEST:
                     raise
-                if not isinstance(environment, OwnConversations):
+                if not isinstance(environment, Refusing):
                     if not why.is_too_long:
                         raise
                     outcome = Outcome.TRUNCATED_TOKENS
@@ -250,7 +250,7 @@ class Collector:
             metrics=dict(record.metrics), num_tool_calls=num_tool_calls, num_retries=num_retries,
         )  # fmt: skip
 
-    def _refused(self, environment: OwnConversations, why: Refusal, *, is_last: bool) -> Outcome | None:
+    def _refused(self, environment: Refusing, why: Refusal, *, is_last: bool) -> Outcome | None:
         """Tell a program that the endpoint refuses its request; how the episode ends then, None where the
         program asks something else.
         """

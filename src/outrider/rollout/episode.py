@@ -17,7 +17,7 @@ from outrider.environments.base import (
     tools_of,
     turn_message,
 )
-from outrider.environments.conversing import Conversation, OwnConversations, Refusal, SampledTurn
+from outrider.environments.conversing import Conversation, OwnConversations, Refusal, Refusing, SampledTurn
 from outrider.errors import EnvironmentFault
 from outrider.rollout.batcher import RoundBatcher
 from outrider.rollout.blocking import guarded
@@ -186,12 +186,11 @@ class EpisodeRunner:
         turn: int,
     ) -> StepResult | None:
         """Refuse what a program asks in front of a turn; what comes next, None where the rollout is cut."""
-        if len(refusals) == _MAX_REFUSALS:
+        if len(refusals) == _MAX_REFUSALS or not isinstance(environment, Refusing):
             if refusal.is_too_long:
                 return None
-            raise EnvironmentFault(
-                f"the program was refused {_MAX_REFUSALS} times and asked again: {refusal.reason}"
-            )
+            words = f", {len(refusals)} times before" if refusals else ""
+            raise EnvironmentFault(f"the program asks what cannot be answered{words}: {refusal.reason}")
         refusals.append((turn, refusal))
         return await self._guarded(environment.refuse, refusal)
 
@@ -357,14 +356,14 @@ class EpisodeRunner:
         question: Conversation | None,
         seen: Seen | None,
     ) -> Outcome | None:
-        """Append the observation and decide whether the episode is over."""
+        """Append the observation, ``seen`` where a program asks, and decide whether the episode is over."""
         if result.done:
             num_tokens = len(state.last_node.token_ids)
             # a program's own limit cuts nothing that it did not want cut
             is_own_limit = question is not None and num_tokens == question.max_tokens
             cut = finish is FinishReason.LENGTH and not is_own_limit
             return outcome_of(result, is_cut=cut, is_answer=is_answer(state.environment, said))
-        if isinstance(state.environment, OwnConversations):
+        if question is not None:
             appended = seen is not None and self._context.append_asked(state, seen, result)
             return None if appended else Outcome.TRUNCATED_TOKENS
         observations = result.observations

@@ -275,3 +275,16 @@ def halved(task: Any, messages: list[dict[str, str]]) -> str:
 
 def one(task: Any, messages: list[dict[str, str]]) -> str:
     return "1"
+
+
+def cold(task: Any) -> float:
+    """Wants to choose how its answers are sampled."""
+    for _ in range(2):
+        chat([{"role": "user", "content": "a"}], temperature=0.1, seed=7)
+    try:
+        chat([{"role": "user", "content": "a"}], min_tokens=3)
+    except urllib.error.HTTPError as error:
+        assert json.load(error)["error"]["param"] == "min_tokens"
+        chat([{"role": "user", "content": "a"}], made_up=1)
+        return 1.0
+    return float(not chat([{"role": "user", "content": "a"}], made_up=1)["content"])

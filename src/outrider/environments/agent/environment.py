@@ -158,7 +158,7 @@ class AgentEnvironment:
         return self._observed(self._next(), invalid=invalid)
 
     def refuse(self, refusal: Refusal) -> StepResult | None:
-        """See :class:`~outrider.environments.conversing.OwnConversations`."""
+        """See :class:`~outrider.environments.conversing.Refusing`."""
         question, session, self._turn = self._question, self._session, None
         if question is None or session is None:
             raise EnvironmentFault("the program asks nothing")

@@ -11,11 +11,11 @@ from typing import Any, Final, Literal, TypeAlias
 
 from outrider.environments.agent.fields import BadRequest
 
-Path: TypeAlias = Literal["chat/completions", "responses"]
+RequestPath: TypeAlias = Literal["chat/completions", "responses"]
 Use: TypeAlias = Literal["done", "ignored", "refused", "elsewhere"]
 """``elsewhere``: a field of the other path alone, which is refused on this one."""
-CHAT: Final[Path] = "chat/completions"
-RESPONSES: Final[Path] = "responses"
+CHAT: Final[RequestPath] = "chat/completions"
+RESPONSES: Final[RequestPath] = "responses"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class RequestField:
     reason: str = ""
     is_ignorable: bool = False
 
-    def use(self, path: Path) -> Use:
+    def use(self, path: RequestPath) -> Use:
         """What becomes of it on a path."""
         return self.chat if path == CHAT else self.responses
 
@@ -108,16 +108,18 @@ FIELDS: Final[tuple[RequestField, ...]] = (
     ),
     *_ignored(_HINT, reasoning_effort=(), reasoning=({},), verbosity=("medium",), prediction=()),
     *_ignored("a limit of OpenAI's own tools, which are not here", max_tool_calls=()),
-    *_ignored("no conversation is shortened", truncation=("disabled",)),
+    *_ignored("too long conversations are refused, not shortened", truncation=("disabled",)),
     *_ignored(
         _BOOKS,
         user=("",), safety_identifier=("",), metadata=({},), store=(False,), request_id=(),
         service_tier=("auto", "default"), prompt_cache_key=("",), prompt_cache_retention=(),
         prompt_cache_options=(), cache_salt=(), priority=(0,), moderation=(),
+        access_programs=(), background_options=(),
     ),
     *_ignored(
         "of no effect here", spaces_between_special_tokens=(True,), guided_decoding_backend=(),
-        guided_whitespace_pattern=(), mm_processor_kwargs=({},), add_special_tokens=(False,),
+        guided_whitespace_pattern=(), mm_processor_kwargs=({},), media_io_kwargs=({},), image=({},),
+        add_special_tokens=(False,), kv_transfer_params=({},),
     ),
     *_refused(
         "only the log-probs of the drawn tokens are known", top_logprobs=(0,), prompt_logprobs=(False,),
@@ -157,7 +159,7 @@ FIELDS: Final[tuple[RequestField, ...]] = (
     *_refused("send tools and tool_choice, which have taken its place", is_ignorable=False,
               functions=([],), function_call=()),
     *_refused(_NOTHING_KEPT, is_ignorable=False, previous_response_id=("",), conversation=(),
-              context_management=([],)),
+              context_management=([],), previous_input_messages=([],)),
     *_refused("no prompts are stored here", is_ignorable=False, prompt=()),
     *_refused("an answer comes with its request", is_ignorable=False, background=(False,)),
 )  # fmt: skip
@@ -166,7 +168,9 @@ _BY_NAME: Final[Mapping[str, RequestField]] = {one.name: one for one in FIELDS}
 IGNORABLE: Final = frozenset(one.name for one in FIELDS if one.is_ignorable)
 
 
-def ignored_fields(body: Mapping[str, Any], path: Path, *, accepted: Collection[str] = ()) -> tuple[str, ...]:
+def ignored_fields(
+    body: Mapping[str, Any], path: RequestPath, *, accepted: Collection[str] = ()
+) -> tuple[str, ...]:
     """The fields of a request that are not done, sorted. ``accepted`` are those that the recipe wants
     ignored.
 
