@@ -11,7 +11,9 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 from outrider.environments.agent.environment import ended  # noqa: E402
 from outrider.environments.agent.launched import Report  # noqa: E402
 from outrider.environments.agent.session import COUNTED  # noqa: E402
-from outrider.trace import Leaf  # noqa: E402
+from outrider.errors import InvalidResult  # noqa: E402
+from outrider.rollout.faults import require_results  # noqa: E402
+from outrider.trace import Leaf, Trace  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
 from tests.environments.agents.broken import BREAKS  # noqa: E402
 from tests.environments.test_agent import ONE, scheduled  # noqa: E402
@@ -69,7 +71,9 @@ def test_why_a_program_ended_without_asking(
 @pytest.mark.parametrize(
     ("written", "value"),
     [("np.float32(0.5)", 0.5), ("np.int64(2)", 2.0), ("np.bool_(True)", 1.0), ("np.array(3)", 3.0),
-     ("(np.float16(1), {'num_words': np.int8(3)})", 1.0), ("np.longdouble(2)", 2.0)],
+     ("(np.float16(1), {'num_words': np.int8(3)})", 1.0), ("np.longdouble(2)", 2.0), ("True", 1.0),
+     ("__import__('decimal').Decimal('0.25')", 0.25), ("__import__('fractions').Fraction(1, 4)", 0.25),
+     ("{'reward': np.bool_(True), 'success': np.int8(1)}", 1.0)],
 )  # fmt: skip
 def test_numbers_of_libraries_are_numbers(written: str, value: float) -> None:
     leaf = only((Task(key="t", question=written),), function=f"{BROKEN}:scalar")
@@ -85,6 +89,31 @@ def test_numbers_of_libraries_are_numbers(written: str, value: float) -> None:
 def test_and_other_objects_are_none(written: str, reason: str) -> None:
     leaf = only((Task(key="t", question=written),), function=f"{BROKEN}:scalar")
     assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and reason in leaf.detail
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "'1.0'",
+        "[1.0]",
+        "1j",
+        "{'reward': 1, 'success': 'yes'}",
+        "{'v': 1}",
+        "float('nan')",
+        "np.float32('inf')",
+    ],
+)
+@pytest.mark.parametrize("failed_return", [None, -1.0])
+def test_what_is_no_reward_is_never_a_failed_episode_and_stops_a_run(
+    written: str, failed_return: float | None
+) -> None:
+    task = Task(key="the task", question=written)
+    leaf = only((task,), function=f"{BROKEN}:scalar", failed_return=failed_return)
+    assert leaf.outcome is Outcome.ENVIRONMENT_FAULT
+    trace = Trace(task=task, modes=("m",))
+    trace.finish(leaf)
+    with pytest.raises(InvalidResult, match="the task"):
+        require_results([trace], {"non_finite": 1})
 
 
 def test_counts_are_not_the_program_s() -> None:

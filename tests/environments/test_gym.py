@@ -4,6 +4,8 @@ with draws of their own.
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,15 @@ from pydantic import ValidationError
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra gym")
 
-from outrider.environments.base import CopyableEnvironment  # noqa: E402
+from outrider.environments.base import CopyableEnvironment, EpisodeResult, StepResult  # noqa: E402
+from outrider.environments.gym.actions import TextAction  # noqa: E402
 from outrider.environments.gym.environment import GymEnvironment  # noqa: E402
 from outrider.environments.gym.family import GymFamily  # noqa: E402
 from outrider.environments.gym.generators import Drawn, OwnDraws  # noqa: E402
+from outrider.environments.gym.making import Recipe  # noqa: E402
 from outrider.environments.gym.observations import plain, written  # noqa: E402
 from outrider.environments.gym.settings import GymConfig  # noqa: E402
-from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable  # noqa: E402
+from outrider.errors import ConfigError, EnvironmentFault, InvalidResult, ToolUnavailable  # noqa: E402
 from outrider.plugins.record import plugin_digests  # noqa: E402
 from outrider.testing import check_environment  # noqa: E402
 from outrider.types import Message  # noqa: E402
@@ -317,3 +321,42 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ToolUnavailable, match="pip install gem-llm"):
         GymFamily(GymConfig(source="gem", id="game:x")).make()
+
+
+class Paying:
+    """An environment whose values have other types than Gymnasium's."""
+
+    action_space = observation_space = None
+
+    def __init__(self, **values: Any) -> None:
+        self.values = {"reward": 1.0, "terminated": True, "truncated": False, "won": True, **values}
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return "?", {}
+
+    def step(self, action: str) -> tuple[str, Any, Any, Any, dict[str, Any]]:
+        one = self.values
+        return "!", one["reward"], one["terminated"], one["truncated"], {"won": one["won"]}
+
+
+def paid(**values: Any) -> tuple[StepResult, EpisodeResult]:
+    config = GymConfig(source="factory", id="a:b", success_key="won")
+    recipe = Recipe(make=lambda: Paying(**values), action=TextAction(), observation="text")
+    environment = GymEnvironment(recipe=recipe, config=config, seed=0)
+    environment.reset(0)
+    return say(environment, "<action>go</action>"), environment.result()
+
+
+@pytest.mark.parametrize("made", [np.float32, np.int64, np.array, np.bool_, bool, Fraction, Decimal])
+def test_rewards_and_flags_of_any_numeric_type(made: Any) -> None:
+    step, record = paid(reward=made(1), terminated=made(1), truncated=made(0), won=made(1))
+    assert (step.reward, step.done, step.truncated) == (1.0, True, False)
+    assert (record.episode_return, record.success) == (1.0, True)
+    assert paid(won=None)[1].success is False
+
+
+@pytest.mark.parametrize("field", ["reward", "terminated", "truncated", "won"])
+@pytest.mark.parametrize("value", ["1", [True], np.ones(2), 1j])
+def test_and_of_no_other(field: str, value: Any) -> None:
+    with pytest.raises(InvalidResult, match=f"a:b.*{field}"):
+        paid(**{field: value})

@@ -49,8 +49,9 @@ NUMBERS: dict[str, Callable[[float], Any]] = {
     "tensor with a gradient": lambda value: torch.tensor(value, requires_grad=True),
 }  # fmt: skip
 NO_NUMBERS: dict[str, Any] = {
-    "text": "0.5", "bytes": b"1", "numpy text": np.str_("1"), "complex": 1j, "numpy complex": np.complex64(1),
-    "torch complex": torch.tensor(1j), "list": [1.0], "tuple": (1.0,), "mapping": {"reward": 1.0}, "None": None,
+    "text": "0.5", "bytes": b"1", "numpy text": np.str_("1"), "complex": 1j,
+    "numpy complex": np.complex64(1), "torch complex": torch.tensor(1j), "list": [1.0], "tuple": (1.0,),
+    "mapping": {"reward": 1.0}, "None": None,
     "array": np.ones(2), "tensor": torch.ones(2), "empty array": np.array([]), "date": np.datetime64("2020"),
     "object": object(),
 }  # fmt: skip
@@ -180,7 +181,7 @@ def test_what_is_not_finite_is_a_fault_with_the_field(field: str, kind: str) -> 
 
 @pytest.mark.parametrize("value", [0.5, 2, -1, np.float32(0.5), torch.tensor(3)])
 def test_a_graded_success_is_neither_true_nor_false(value: Any) -> None:
-    with pytest.raises(InvalidResult, match="success is .* neither true nor false"):
+    with pytest.raises(InvalidResult, match=r"success is .* neither true nor false"):
         played(Returned(success=value))
 
 

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.algorithms.base import GroupCredit
+from outrider.algorithms.algorithm import Algorithm
+from outrider.algorithms.base import (
+    GroupCredit,
+    ObjectiveSettings,
+    group_advantages,
+    with_values,
+    write_credit,
+)
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
@@ -196,3 +203,57 @@ def test_faults_of_an_engine(changed: dict[str, Any], told: str) -> None:
     check_engine(Script())
     with pytest.raises(AssertionError, match=told):
         check_engine(type("Broken", (Script,), changed)())
+
+
+class Halved(Grpo):
+    """Changes values without the flag."""
+
+    def advantages(self, traces: Sequence[Trace]) -> list[GroupCredit]:
+        found = super().advantages(traces)
+        for credit in found:
+            credit.advantages.values[:] = np.where(credit.advantages.assigned, 0.5, 0.0)
+        return found
+
+
+def test_a_flag_that_contradicts_the_advantages() -> None:
+    settings = GrpoSettings(group_size=2)
+    with pytest.raises(AssertionError, match=r"has_signal is False .*with_values"):
+        check_algorithm(Halved(settings))
+
+
+class ShiftSettings(ObjectiveSettings):
+    """``shift`` is taken from every return."""
+
+    shift: float = 0.5
+    eps_of_mine: float = 1e-9
+
+
+class Shift(Algorithm):
+    """A constant shift of the returns changes no advantage of a group."""
+
+    Settings = ShiftSettings
+    uses_shift = False
+
+    def __init__(self, settings: ShiftSettings) -> None:
+        self.settings = settings
+        self.objective = settings
+        self.modes = ("on_policy",) * settings.group_size
+
+    def credit(self, trace: Trace) -> GroupCredit:
+        returns = [leaf.episode_return for leaf, _ in trace.rollouts()]
+        shifted = [None if one is None else one - self.settings.shift for one in returns]
+        advantages = group_advantages(shifted, "group_centered")
+        if self.uses_shift:
+            advantages = with_values(advantages, advantages.values + self.settings.shift)
+        write_credit(trace, advantages)
+        return GroupCredit(advantages=advantages, measurements={})
+
+
+def test_a_setting_without_effect() -> None:
+    with pytest.raises(AssertionError, match="the setting shift changes no advantage"):
+        check_algorithm(Shift(ShiftSettings(group_size=4)))
+    with pytest.raises(AssertionError, match="the setting eps_of_mine changes no advantage"):
+        check_algorithm(Shift(ShiftSettings(group_size=4)), without_effect=["shift"])
+    check_algorithm(Shift(ShiftSettings(group_size=4)), without_effect=["shift", "eps_of_mine"])
+    used = type("Used", (Shift,), {"uses_shift": True})
+    check_algorithm(used(ShiftSettings(group_size=4)), without_effect=["eps_of_mine"])

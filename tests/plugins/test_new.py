@@ -116,3 +116,28 @@ def test_new_functions_are_tools_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     said = turn_message(environment, "<count_words>the quick brown fox</count_words>")
     assert "\n4\n" in environment.step(said).text
     sys.modules.pop("word_tools", None)
+
+
+def test_the_test_of_a_new_algorithm_fails_if_its_setting_has_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "algorithm", "word-shift"]) == 0
+    monkeypatch.syspath_prepend(str(tmp_path / "word-shift" / "src"))
+    written = (tmp_path / "word-shift" / "tests" / "test_word_shift.py").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(written, names)
+    tests = [name for name in names if name.startswith("test_")]
+    for name in tests:
+        names[name]()
+    credit = names["WordShiftAlgorithm"].credit
+
+    def without_memory(self: Any, trace: Any) -> Any:
+        self._means.clear()
+        return credit(self, trace)
+
+    monkeypatch.setattr(names["WordShiftAlgorithm"], "credit", without_memory)
+    for name in tests:
+        with pytest.raises(AssertionError):
+            names[name]()
+    sys.modules.pop("word_shift", None)

@@ -82,6 +82,24 @@ def test_every_step_is_the_mean_over_the_tokens_of_its_batch(max_tokens: int) ->
     assert policy.rates == pytest.approx([0.5 * falling[0], *falling[1:]])
 
 
+def test_a_skipped_batch_advances_neither_warm_up_nor_decay() -> None:
+    class Skipping(Scheduled):
+        def step(self, *, learning_rate: float | None = None) -> float:
+            norm = super().step(learning_rate=learning_rate)
+            return float("nan") if len(self.rates) in (1, 4) else norm
+
+    def rates_of(kind: type[Scheduled]) -> list[float | None]:
+        policy = kind(tiny_model(dtype=torch.float64))
+        chosen = ColdStartSettings(num_examples=9, num_epochs=2, batch_size=2, warmup_steps=2)
+        _, paths = solved()
+        cold_start(policy, paths, chosen, run_seed=4, max_tokens=40, on_step=lambda *_: None)
+        return policy.rates
+
+    plain, skipping = rates_of(Scheduled), rates_of(Skipping)
+    assert skipping[1:4] == plain[:3] and skipping[4:] == plain[2 : len(plain) - 2]
+    assert skipping[0] == plain[0]
+
+
 def test_only_solved_rollouts_and_only_what_the_policy_says_are_imitated() -> None:
     traces, paths = solved()
     kept = [path for trace in traces for leaf, path in trace.rollouts() if leaf.success]

@@ -149,6 +149,18 @@ def test_a_resumed_run_goes_on_in_the_trackers_own_runs(
     assert wandb == [(None, None), ("abc", "allow"), ("abc", "allow")]
 
 
+def test_tensorboard_forgets_the_cold_start_of_a_run_that_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps are at most 0."""
+    service = FakeService()
+    service.install(monkeypatch)
+    (tmp_path / "tensorboard").mkdir()
+    for newest in (None, 0):
+        make_trackers(["tensorboard"], run_dir=tmp_path, config={}, newest_step=newest, first_step=-4)
+    assert [kwargs["purge_step"] for name, _, kwargs in service.calls if name == "SummaryWriter"] == [-4, 1]
+
+
 def test_a_run_that_wandb_wrote_offline_is_not_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

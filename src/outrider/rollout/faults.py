@@ -33,8 +33,19 @@ def outcome_of_fault(fault: Fault) -> Outcome:
 
 def invalid_in(environment: object, task_key: str, error: InvalidResult) -> InvalidResult:
     """The error with the environment and the task that it came from."""
+    return InvalidResult(f"the environment {_name(environment)}, task {task_key}: {error}")
+
+
+def detail_of(fault: Fault, environment: object | None) -> str:
+    """Why a rollout was lost; for a result that is not finite with the environment that it came from."""
+    if isinstance(fault, NonFiniteResult) and environment is not None:
+        return f"the environment {_name(environment)}: {fault}"
+    return str(fault)
+
+
+def _name(environment: object) -> str:
     kind = type(environment)
-    return InvalidResult(f"the environment {kind.__module__}.{kind.__qualname__}, task {task_key}: {error}")
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def lost(rollout: int, outcome: Outcome, detail: str) -> Leaf:

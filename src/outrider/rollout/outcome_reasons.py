@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from outrider.errors import ConfigError
 from outrider.rollout.limits import Limits
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import Leaf, Node, Trace, samples_of
 from outrider.types import Origin, Outcome
 
 CUT = "cut by "
@@ -25,7 +25,9 @@ def cut_by(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: 
         return None
     num_response = sum(len(node.token_ids) for node in path if node.origin is not Origin.PROMPT)
     left = limits.max_response_tokens - num_response
-    room = context_length - sum(len(node.token_ids) for node in path)
+    room = context_length - sum(len(node.token_ids) for node in samples_of(path)[-1])
+    if leaf.outcome is not Outcome.TRUNCATED_TOKENS and min(left, room) > 0:
+        return None  # a program's own limit of a turn
     if room <= left:
         return f"the context of {context_length} tokens (model.context_length)"
     return f"rollout.max_response_tokens = {limits.max_response_tokens}"

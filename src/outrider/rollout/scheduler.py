@@ -18,7 +18,7 @@ from outrider.rollout.blocking import guarded
 from outrider.rollout.branch import Book, Brancher, Copies, Fork, Owe, fork_environment
 from outrider.rollout.episode import EpisodeRunner, Sampling
 from outrider.rollout.event_loop import run_to_end
-from outrider.rollout.faults import FaultLog, given_up, invalid_in, lost
+from outrider.rollout.faults import FaultLog, detail_of, given_up, invalid_in, lost
 from outrider.rollout.group_book import GroupBook
 from outrider.rollout.hooks import Hook
 from outrider.rollout.limits import Limits
@@ -200,7 +200,7 @@ class Scheduler:
                 )
                 if attempt == self.max_retries:
                     faults.add_lost(fault)
-                    return lost(rollout, outcome, str(fault))
+                    return lost(rollout, outcome, detail_of(fault, environment))
                 faults.counts["retries"] += 1
             finally:
                 self.whereabouts.at(name, "closing its environment")

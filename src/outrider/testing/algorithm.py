@@ -239,9 +239,19 @@ def _of_effects(algorithm: Any) -> list[Any]:
         varied = group_of(returns, key="effects", modes=modes, num_turns=turns)
         equal = group_of([step / 4] * len(modes), key="equal", modes=modes, num_turns=turns)
         groups = [varied, equal]
+        for number, node in enumerate(node for trace in groups for node in trace.nodes if node.trainable):
+            node.reward = (number % 3) / 4
+            node.metadata |= {"invalid": number % 2 == 0, "num_tool_calls": number % 3, "tools": []}
         _credit(algorithm, groups)
-        found.append(_written(groups))
+        found.append(_rounded(_written(groups)))
     return found
+
+
+def _rounded(value: Any) -> Any:
+    """With numbers to nine digits: what only rounds in another way is no effect."""
+    if isinstance(value, float):
+        return round(value, 9) + 0.0
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _written(groups: Sequence[Trace]) -> list[Any]:

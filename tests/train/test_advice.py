@@ -1,0 +1,136 @@
+"""Alarms about steps without a learning signal or without retrieval, with reasons from what was counted."""
+
+from typing import Any
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.rollout.limits import Limits
+from outrider.rollout.modes import HYBRID
+from outrider.rollout.outcome_reasons import cut_by, failure_reasons, num_cut, require_room
+from outrider.trace import Leaf, Trace
+from outrider.train.metrics.advice import Advice
+from outrider.train.settings import RunSettings
+from outrider.types import Message, Origin, Outcome, Task
+
+LIMITS = Limits(max_turns=2, max_turn_tokens=4, max_response_tokens=8)
+NO_SIGNAL = {"group/fraction_without_signal": 1.0, "rollout/num": 4.0, "rollout/num_masked": 0.0}
+RETRIEVED_NOTHING = {"retrieval/num_inserted": 0.0, "rollout/num": 4.0, "rollout/num_masked": 0.0}
+
+
+def trace_of(
+    *turns: int,
+    outcome: Outcome = Outcome.FINISHED,
+    finish: str = "stop",
+    success: bool = False,
+    text: str = "a</answer>",
+    prompt: int = 3,
+    mode: str = "on_policy",
+    num: int = 4,
+) -> Trace:
+    """A group of equal rollouts with turns of so many tokens."""
+    trace = Trace(task=Task(key="task", question="?"), modes=(mode,) * num)
+    root = trace.append(
+        parent=None, origin=Origin.PROMPT, token_ids=(1,) * prompt, message=Message(role="user", content="?")
+    )
+    for rollout in range(num):
+        last = root
+        for size in turns:
+            last = trace.append(
+                parent=last.node_id, origin=Origin.POLICY, token_ids=(5,) * size, logprobs=(-1.0,) * size,
+                entropies=(1.0,) * size, message=Message(role="assistant", content=text),
+                metadata={"finish": finish},
+            )  # fmt: skip
+        leaf = Leaf(
+            node_id=last.node_id, rollout=rollout, outcome=outcome, episode_return=0.0, success=success
+        )
+        trace.finish(leaf)
+    return trace
+
+
+def reason(trace: Trace, **changed: Any) -> str | None:
+    [(leaf, path), *_] = trace.scored_rollouts()
+    return cut_by(leaf, path, LIMITS, **{"context_length": 100, **changed})
+
+
+def test_the_setting_that_cut_a_rollout_is_named() -> None:
+    cut = Outcome.TRUNCATED_TOKENS
+    assert reason(trace_of(4, finish="length")) == "rollout.max_turn_tokens = 4"
+    assert reason(trace_of(4, finish="length", outcome=cut)) == "rollout.max_turn_tokens = 4"
+    assert reason(trace_of(1, 1, outcome=Outcome.TRUNCATED_TURNS)) == "rollout.max_turns = 2"
+    assert reason(trace_of(1, outcome=Outcome.TRUNCATED_TURNS)) == "the environment's own limit of moves"
+    assert reason(trace_of(3, 3, 2, outcome=cut)) == "rollout.max_response_tokens = 8"
+    assert (
+        reason(trace_of(3, outcome=cut), context_length=6) == "the context of 6 tokens (model.context_length)"
+    )
+    assert reason(trace_of(3)) is None
+    assert reason(trace_of(2, finish="length")) is None  # a program asked for so few tokens
+
+
+def test_reasons_are_counted() -> None:
+    traces = [trace_of(4, finish="length", num=3), trace_of(1, num=1), trace_of(1, success=True)]
+    assert failure_reasons(traces, LIMITS, context_length=100) == {
+        "cut by rollout.max_turn_tokens = 4": 3, "ended without success": 1,
+    }  # fmt: skip
+    assert num_cut(traces, LIMITS, context_length=100) == {"rollout.max_turn_tokens = 4": 3}
+
+
+def test_prompts_without_room() -> None:
+    full = trace_of(outcome=Outcome.TRUNCATED_TOKENS, prompt=9)
+    assert require_room([trace_of(1)], context_length=9) == []
+    [line] = require_room([trace_of(1), full], context_length=9)
+    assert "4 of 8 rollouts" in line and "model.context_length" in line
+    with pytest.raises(ConfigError, match=r"model\.context_length.* 9 tokens.*\(task\) has 9"):
+        require_room([full], context_length=9)
+
+
+def advice() -> Advice:
+    settings = RunSettings.model_validate(
+        {"model": {"name": "m"}, "environment": {"type": "factbook"}, "algorithm": {"type": "grpo"},
+         "rollout": LIMITS.model_dump()}
+    )  # fmt: skip
+    return Advice(settings=settings, context_length=100, stop=("</search>", "</answer>"))
+
+
+@pytest.mark.parametrize(
+    ("trace", "told"),
+    [
+        (trace_of(3, text="so I think"), "4 of 4 rollouts ended without a closing tag; a cold start"),
+        (
+            trace_of(1, outcome=Outcome.INVALID),
+            "4 ended with a turn that the environment cannot read; a",
+        ),
+        (trace_of(4, finish="length"), "4 cut by rollout.max_turn_tokens = 4; raise the limit"),
+        (trace_of(1, success=True), "all 4 rollouts solved their tasks; train on harder tasks"),
+        (trace_of(1), "4 ended without success and all rollouts of a group have the same return"),
+    ],
+)
+def test_a_step_without_signal_says_why_and_what_helps(trace: Trace, told: str) -> None:
+    [line] = advice().lines([trace], step=3, values=NO_SIGNAL)
+    assert line.startswith("ALARM: step 3: ") and told in line
+
+
+@pytest.mark.parametrize(
+    ("counted", "told"),
+    [
+        ({}, "from the second turn on, and 4 of them ended in their first turn"),
+        ({"retrieval/rate": 0.0, "retrieval/num_no_candidate": 5.0}, "the buffer held no step for 5"),
+        ({"retrieval/rate": 0.5, "retrieval/num_dropped": 2.0}, "raise rollout.max_response_tokens (now 8)"),
+        ({"retrieval/rate": 0.5, "retrieval/num_refused": 2.0}, "refused 2 retrieved actions"),
+        ({"retrieval/rate": 0.0}, "no turn drew a retrieval"),
+    ],
+)
+def test_retrieval_of_nothing_says_why(counted: dict[str, float], told: str) -> None:
+    traces = [trace_of(1, mode=HYBRID)]
+    [line] = advice().lines(traces, step=1, values=RETRIEVED_NOTHING | counted)
+    assert "none of 4 hybrid rollouts got a retrieved step" in line and told in line
+
+
+def test_an_advice_comes_again_after_some_steps_and_not_in_each() -> None:
+    one = advice()
+    told = [len(one.lines([trace_of(1)], step=step, values=NO_SIGNAL)) for step in range(1, 14)]
+    assert told == [1] + [0] * 9 + [1, 0, 0]
+    assert one.lines([trace_of(1)], step=14, values=NO_SIGNAL | {"group/fraction_without_signal": 0.5}) == []
+    assert len(one.lines([trace_of(1)], step=15, values=NO_SIGNAL)) == 1
+    lost = NO_SIGNAL | {"rollout/num_masked": 4.0}  # faults have an alarm of their own
+    assert advice().lines([trace_of(1)], step=1, values=lost) == []
