@@ -104,7 +104,7 @@ def _declared(head: bytes) -> str:
     if xml := _XML.match(head):
         return xml[1].decode("latin-1")
     for meta in _META.finditer(head):
-        found = {
+        found: dict[bytes, bytes] = {
             name.lower(): double or single or bare
             for name, double, single, bare in _ATTRIBUTE.findall(meta[1])
         }
