@@ -11,6 +11,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
+from outrider.tools.stream_safe import stream_safe
+
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional
 # thousands commas and power of ten; letters may follow ("2.5km").
@@ -104,7 +106,7 @@ def normalize_answer(text: str) -> str:
     ``1,000`` becomes ``1000`` and ``12.0`` becomes ``12``. A text that would vanish (the choice ``A``, a lone
     ``%``) keeps its articles, or its punctuation.
     """
-    composed = unicodedata.normalize("NFC", text).translate(_SAME_SIGNS)
+    composed = unicodedata.normalize("NFC", stream_safe(text)).translate(_SAME_SIGNS)
     lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", " ".join(composed.lower().split()))
     # Around numbers punctuation goes; between two digits it becomes a blank, one for one: 1/2 is not 12.
     parted = _BETWEEN_DIGITS.sub(" ", lowered)
