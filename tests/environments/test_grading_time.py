@@ -12,6 +12,7 @@ import pytest
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.grading import math_answers, math_worker
+from outrider.environments.grading.answers import normalize_answer
 from outrider.environments.grading.math_answers import compare_math
 from outrider.environments.grading.math_pool import MathPool
 from outrider.environments.tool_qa.episode import ToolEnvironmentFactory
@@ -26,6 +27,8 @@ from outrider.tools.call_clock import CallAbandoned, uncounted
 from outrider.tools.fair_pool import FairPool
 from outrider.tools.once import Once
 from outrider.tools.python import PythonTool, PythonToolConfig
+from outrider.tools.search import terms
+from outrider.tools.stream_safe import stream_safe
 from outrider.train.metrics.step_metrics import rollout_metrics
 from outrider.types import Outcome, Task
 from tests.rollout.fakes import TOKENIZER
@@ -90,6 +93,15 @@ def test_long_answers_are_compared_in_bounded_time(part: str) -> None:
     compare_math(text, "3")
     compare_math(text, text)
     assert time.process_time() - begun < 2
+
+
+@pytest.mark.parametrize("read", [normalize_answer, terms])
+def test_marks_without_end_are_read_in_bounded_time(read: Callable[[str], object]) -> None:
+    begun = time.process_time()
+    read("e" + "\u0301\u0323" * 200_000)
+    assert time.process_time() - begun < 5
+    for text in ("e" + "\u0301" * 30, "Vie\u0323\u0302t Nam " * 50):
+        assert stream_safe(text) == text
 
 
 def waits_for(event: threading.Event) -> str:

@@ -24,7 +24,7 @@ from outrider.trace import Trace
 from outrider.train.data.task_sampling import TaskOrder
 from outrider.train.in_flight import Flight
 from outrider.train.state.flight_queue import OpenStep, PlayedGroup, read_kept, write_kept
-from outrider.types import Task
+from outrider.types import Outcome, Task
 from tests.scale.test_remote_faults import Crew, crew_of
 from tests.scale.traces import Traces
 from tests.train.whole_runs import command, write_data
@@ -344,3 +344,41 @@ def test_a_group_plays_as_many_at_a_time_as_there_are_places(monkeypatch: pytest
         )  # fmt: skip
         worker.play(job, ["known"])
     assert [job.max_concurrent for job in jobs] == [1, 2, 2]
+
+
+class Refunding(Together):
+    num_refunded = 0
+
+    def refund(self, num_repairs: int) -> None:
+        self.num_refunded += num_repairs
+
+
+class Poisoned(Worker):
+    """Dies whenever it plays one task, and names it."""
+
+    def __init__(self, number: int, key: str) -> None:
+        super().__init__()
+        self.number, self.key = number, key
+
+    def _play(self, job: Job, snapshots: Any) -> Any:
+        if job.tasks[0].key == self.key:
+            name = f"rollout worker {self.number}"
+            self.ends = [Gone(f"{name} did not answer, last seen at {self.key}/0: a step; go on", name, True)]
+        return super()._play(job, snapshots)
+
+
+def test_a_group_in_flight_that_breaks_its_worker_alone_is_masked_and_others_play() -> None:
+    crew = Refunding(2)
+    crew.workers = [Poisoned(number, "0.1") for number in range(2)]
+    flight = flight_of(crew)
+    flight.begin(step_of(0), range(4), is_again=False)
+    found = all_of(flight, 4)
+    assert (
+        found[0, 1].gathered is None and [found[0, group].gathered for group in (0, 2, 3)] == [["seen"]] * 3
+    )
+    [trace] = found[0, 1].report.traces
+    assert [leaf.outcome for leaf, _ in trace.rollouts()] == [Outcome.ENVIRONMENT_FAULT] * 2
+    [reason] = found[0, 1].report.fault_reasons
+    assert "in 0.1: " in reason and "last seen at 0.1/0: a step" in reason
+    assert [job.tasks[0].key for job in crew.workers[1].jobs].count("0.1") == 3  # beside others, twice; alone
+    assert crew.num_refunded == 1

@@ -25,7 +25,7 @@ from outrider.scale.rollouts import RemoteRollouts
 from outrider.scale.worker import Beat, Job, Played
 from outrider.trace import Trace
 from outrider.train.settings import RunSettings
-from outrider.types import Task
+from outrider.types import Outcome, Task
 
 
 class Answers:
@@ -263,3 +263,81 @@ def test_a_plug_in_beside_the_recipe_is_found_in_another_process(tmp_path: Path)
         [sys.executable, "-c", code, tmp_path / "sent"], text=True, capture_output=True, timeout=120
     )
     assert ended.stdout.split() == ["8", "beside_recipe", "beside_recipe:Mine"], ended.stderr
+
+
+class Refunded(Together):
+    """Counts what was charged, and what was refunded."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        super().__init__(workers)
+        self.num_charged = 0
+
+    def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
+        super().replace(gone, num_groups=num_groups)
+        self.num_charged += sum(fault.is_charged for fault in gone.values())
+
+    def refund(self, num_repairs: int) -> None:
+        self.num_charged -= num_repairs
+
+
+class Breaking(Worker):
+    """Breaks whenever it plays one of these tasks."""
+
+    def __init__(self, number: int, tasks: set[str], *, is_silent: bool) -> None:
+        super().__init__(number)
+        self.tasks, self.is_silent = tasks, is_silent
+
+    def _run(self, job: Job) -> Any:
+        if broken := sorted(self.tasks & {task.key for task in job.tasks}):
+            what = "did not end a heartbeat" if self.is_silent else "died"
+            name = f"rollout worker {self.number}"
+            told = f"{name} {what}, last seen at {broken[0]}/0: a step; go on"
+            self.breaks = [Gone(told, name, self.is_silent)]
+        return super()._run(job)
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@pytest.mark.parametrize("poisoned", [{"t1"}, {"t1", "t5"}, {"t1", "t2"}, {"t1", "t3", "t5"}])
+def test_a_group_that_breaks_its_worker_is_masked_and_named(poisoned: set[str], is_silent: bool) -> None:
+    workers: list[Worker] = [Breaking(number, poisoned, is_silent=is_silent) for number in range(2)]
+    hook, tasks = Notes(), [Task(key=f"t{number}", question="") for number in range(6)]
+    played = rollouts_of(workers, [hook])
+    crew = played._crew = Refunded(workers)  # type: ignore[assignment]
+    report = played.run(tasks, modes=("plain", "other"), training_step=0)
+    assert [trace.task for trace in report.traces] == tasks
+    for trace in report.traces:
+        outcomes = [leaf.outcome for leaf, _ in trace.rollouts()]
+        assert outcomes == ([Outcome.ENVIRONMENT_FAULT] * 2 if trace.task.key in poisoned else [])
+    assert report.faults["environment_fault"] == 2 * len(poisoned)
+    named = [reason for reason in report.fault_reasons if reason.startswith("environment_fault")]
+    assert len(named) == len(poisoned)
+    for key in poisoned:
+        assert any(f"in {key}: " in reason and f"last seen at {key}/0: a step" in reason for reason in named)
+    assert all(str(fault) for fault in named) and "; go on" not in "".join(named)
+    # A worker plays all of its groups together again, and then each of them alone.
+    most = 2 if is_silent else 4
+    for number, worker in enumerate(workers):
+        mine = {task.key for task in tasks[number::2]} & poisoned
+        sizes = [len(job.tasks) for job in worker.jobs]
+        assert sizes == ([3] * most + [1] * 3 if mine else [3])
+    assert crew.num_charged <= (0 if is_silent else 6)
+
+
+def test_a_group_that_is_alone_from_the_beginning_is_played_twice() -> None:
+    workers: list[Worker] = [Breaking(0, {"t0"}, is_silent=True)]
+    played = rollouts_of(workers, [])
+    crew = played._crew = Refunded(workers)  # type: ignore[assignment]
+    report = played.run([Task(key="t0", question="")], modes=("plain",), training_step=0)
+    assert [len(job.tasks) for job in workers[0].jobs] == [1, 1]
+    assert (report.faults["environment_fault"], crew.num_charged) == (1, 0)
+
+
+def test_a_batch_s_calls_are_shared_when_its_groups_are_played_one_by_one() -> None:
+    workers: list[Worker] = [Breaking(0, {"t1"}, is_silent=True)]
+    workers[0].num_spent = 2
+    played = rollouts_of(workers, [])
+    played._crew = Refunded(workers)  # type: ignore[assignment]
+    tasks = [Task(key=f"t{number}", question="") for number in range(3)]
+    played.run(tasks, modes=("plain",), training_step=0)
+    assert [job.calls for job in workers[0].jobs] == [(0, 3, 3)] * 2 + [(0, 1, 3), (1, 2, 3), (2, 3, 3)]
+    assert played._num_spent == {0: 4}

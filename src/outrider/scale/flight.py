@@ -46,8 +46,9 @@ class RemoteFlight:
         whereabouts: Whereabouts,
         busy_s: float = 0.0,
         pid_of: Callable[[str], int | None] = lambda name: None,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._busy_s, self._pid_of = busy_s, pid_of
+        self._busy_s, self._pid_of, self._note = busy_s, pid_of, note
         self._ray, self._crew, self._copied = ray, crew, portable(hooks)
         self._version, self._heartbeat_s, self._whereabouts = version, heartbeat_s, whereabouts
         self._calls: dict[Any, _Call] = {}
@@ -165,6 +166,7 @@ class RemoteFlight:
             on_ended=lambda num_ended: None,
             busy_s=self._busy_s,
             pid_of=self._pid_of,
+            note=self._note,
         )
 
     def _who(self, call: _Call) -> str:

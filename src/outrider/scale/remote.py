@@ -264,6 +264,7 @@ class Remote:
             ahead=ahead,
             busy_s=self._settings.limits.step_timeout_s,
             pid_of=self._pid_of,
+            note=self.repairs.note,
         )
 
     def flight(self, parts: Components) -> GroupPlayer:
@@ -277,6 +278,7 @@ class Remote:
             whereabouts=parts.whereabouts,
             busy_s=self._settings.limits.step_timeout_s,
             pid_of=self._pid_of,
+            note=self.repairs.note,
         )
 
     def probes(self, trace: Trace) -> list[Trace]:

@@ -52,6 +52,10 @@ class Repairs:
         counts, self._counts = self._counts, Counter()
         return {name: float(counts[name]) for name in COUNTED}
 
+    def note(self, line: str) -> None:
+        """One more line for the person who watches."""
+        self._notes.append(line)
+
     def take_notes(self) -> list[str]:
         """Since the last call: for the person who watches."""
         notes, self._notes = self._notes, []

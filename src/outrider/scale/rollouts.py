@@ -70,8 +70,9 @@ class RemoteRollouts:
         ahead: Ahead | None = None,
         busy_s: float = 0.0,
         pid_of: Callable[[str], int | None] = lambda name: None,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._ahead, self._busy_s, self._pid_of = ahead, busy_s, pid_of
+        self._ahead, self._busy_s, self._pid_of, self._note = ahead, busy_s, pid_of, note
         self._ray, self._crew = ray, crew
         self._hooks, self._copied = hooks, portable(hooks)
         self._is_training, self._version = is_training, version
@@ -111,7 +112,8 @@ class RemoteRollouts:
             for number, part in broken.items():
                 if part.is_lost:
                     played[number].append(part.masked())
-                    self._crew.refund(part.num_charged)
+                    self._crew.refund(len(part.charged))
+                    part.charged.clear()
                 left[number][:1] = part.again()
         if self._ahead is not None:
             self._ahead.ended()
@@ -139,6 +141,7 @@ class RemoteRollouts:
             on_ended=lambda num: self._on_finished(num_before + num, num_owed),
             busy_s=self._busy_s,
             pid_of=self._pid_of,
+            note=self._note,
         )
         try:
             outcome_of = outcomes(self._ray, calls, what="its rollouts", watch=partial(self._watch, beats))
@@ -227,7 +230,7 @@ class Part:
     job: Job
     is_alone: bool = False
     num_breaks: int = 0
-    num_charged: int = 0
+    charged: list[ProcessGone] = field(default_factory=list)  # shared by the parts of one part
     faults: list[ProcessGone] = field(default_factory=list)
 
     def note(self, fault: ProcessGone | None) -> None:
@@ -241,7 +244,8 @@ class Part:
         fault.is_charged = not self.is_alone and self.num_breaks <= (
             1 if fault.is_silent else _MOST_DEATHS - 1
         )
-        self.num_charged += fault.is_charged
+        if fault.is_charged:
+            self.charged.append(fault)
 
     @property
     def is_spent(self) -> bool:
@@ -271,6 +275,7 @@ class Part:
                     calls=(begin + index, begin + index + 1, total) if is_shared else self.job.calls,
                 ),
                 is_alone=True,
+                charged=self.charged,
             )
             for index, (task, modes) in enumerate(zip(self.job.tasks, self.job.modes, strict=True))
         ]
@@ -350,7 +355,9 @@ class Beats:
         on_ended: Callable[[int], None],
         busy_s: float = 0.0,
         pid_of: Callable[[str], int | None] = lambda name: None,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self._note, self._busy = note, set[str]()
         self._ray, self._workers, self._limit_s = ray, workers, limit_s
         self._whereabouts, self._on_ended = whereabouts, on_ended
         self._busy_s, self._pid_of = busy_s, pid_of
@@ -389,6 +396,12 @@ class Beats:
             return False
         is_busy = used - asked.cpu_s > _BUSY_SHARE * (now - asked.looked)
         asked.looked, asked.cpu_s = now, used
+        if is_busy and name not in self._busy:
+            self._busy.add(name)
+            self._note(
+                f"{name} works but has not answered for {self._limit_s:g} s (cluster.heartbeat_s), last seen "
+                f"at {self.place_of(name) or 'its start'}: a step that holds Python's lock delays the others"
+            )
         return is_busy
 
     def _cpu_s(self, name: str) -> float | None:

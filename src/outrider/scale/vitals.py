@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ class RecordedWhereabouts(Whereabouts):
     def __init__(self) -> None:
         super().__init__()
         self._file = os.memfd_create(_NAME)
+        weakref.finalize(self, os.close, self._file)
 
     def at(self, rollout: str, place: str) -> None:
         """See :class:`outrider.rollout.whereabouts.Whereabouts`."""
@@ -43,5 +45,6 @@ def last_place(pid: int) -> str | None:
             with contextlib.suppress(OSError):
                 if _NAME in os.readlink(descriptor):
                     text = descriptor.read_bytes()[:_SIZE].rstrip(b"\0").decode("utf-8", "replace")
-                    return text or None
+                    if text:
+                        return text
     return None

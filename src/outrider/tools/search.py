@@ -19,6 +19,7 @@ from outrider.config import Settings
 from outrider.errors import DataError, ToolUnavailable
 from outrider.records import read_rows
 from outrider.tools.base import ToolContext, ToolOutput
+from outrider.tools.stream_safe import stream_safe
 from outrider.types import Json
 
 if TYPE_CHECKING:  # its import is slow, and settings are read without an index
@@ -184,6 +185,7 @@ def query_terms(text: str) -> list[str]:
 
 
 def _terms(text: str, of_run: Callable[[list[str]], list[str]]) -> list[str]:
+    text = stream_safe(text)
     composed = unicodedata.normalize("NFKC", text)
     found: list[str] = []
     end = 0

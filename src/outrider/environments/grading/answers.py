@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from outrider.environments.grading.words import plain_words
 from outrider.tokens.thoughts import without_thoughts
+from outrider.tools.stream_safe import stream_safe
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional
@@ -104,7 +105,7 @@ def normalize_answer(text: str) -> str:
     ``1,000`` becomes ``1000`` and ``12.0`` becomes ``12``. A text that would vanish (the choice ``A``, a lone
     ``%``) keeps its articles, or its punctuation.
     """
-    lowered = " ".join(plain_words(text).lower().split())
+    lowered = " ".join(plain_words(stream_safe(text)).lower().split())
     lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", lowered)
     # Around numbers punctuation goes; between two digits it becomes a blank, one for one: 1/2 is not 12.
     parted = _BETWEEN_DIGITS.sub(" ", lowered)

@@ -18,6 +18,7 @@ _READ = (1, 2)
 
 _APPLICATION_ID = 0x4F535442
 _STATISTICS: Final = frozenset({"sqlite_stat1", "sqlite_stat4"})  # of ANALYZE, written by SQLite alone
+_STORED: Final = ("table", "index")  # told behind views and triggers, which matter more
 # A file keeps this text letter by letter: a long line is continued, not broken.
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -72,7 +73,7 @@ def check_schema(path: Path, db: sqlite3.Connection) -> None:
         if name not in _STATISTICS
     }
     expected = _expected_schema()
-    for name, (kind, _) in sorted(found.items(), key=lambda item: str(item[0])):
+    for name, (kind, _) in sorted(found.items(), key=lambda item: (item[1][0] in _STORED, str(item[0]))):
         if found[name] != expected.get(name):
             raise BufferCorrupt(
                 f"{path}: refused: the {kind} {str(name)[:80]!r} is not one that Outrider writes into a "

@@ -69,9 +69,9 @@ def decoded(content: bytes, charset: str | None) -> str:
 
     Without any of them it is UTF-8 if it can be, else windows-1252. What cannot be read becomes U+FFFD.
     """
-    for mark, codec in _MARKS:
+    for mark, marked in _MARKS:
         if content.startswith(mark):
-            return _decode(content[len(mark) :], codec)
+            return _decode(content[len(mark) :], marked)
     if codec := _codec(charset or ""):
         return _decode(content, codec)
     if codec := _codec(_declared(content[:_HEAD_BYTES])):
@@ -104,7 +104,7 @@ def _declared(head: bytes) -> str:
     if xml := _XML.match(head):
         return xml[1].decode("latin-1")
     for meta in _META.finditer(head):
-        found = {
+        found: dict[bytes, bytes] = {
             name.lower(): double or single or bare
             for name, double, single, bare in _ATTRIBUTE.findall(meta[1])
         }
@@ -123,7 +123,8 @@ def _decode(content: bytes, codec: str) -> str:
     if codec == "euc_jp":
         return _EUC_JP.sub(_euc_jp_character, content.decode("latin-1"))
     try:
-        return content.decode(codec, _ERRORS)
+        text: str = content.decode(codec, _ERRORS)
+        return text
     except ValueError:  # some codecs raise whatever the handler says
         return content.decode("utf-8", "replace")
 
