@@ -226,7 +226,7 @@ def _converted(
     """Read what transformers converts; the names of that, and for all other weights the keys of the files."""
     disable_progress_bar()
     model = empty_model(str(folder)).model
-    mapping = get_model_conversion_mapping(model)
+    mapping: list[Any] = list(get_model_conversion_mapping(model))
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     state, found = model.state_dict(), dict[str, str]()
@@ -247,16 +247,15 @@ def _converted(
             if not (wanted := {name for name in pending if layer_of(name) == layer}):
                 continue
             read = {name: slices[name] for name in names}
-            config = LoadStateDictConfig(
-                weight_mapping=get_model_conversion_mapping(model), dtype=torch.float32
-            )
+            anew: list[Any] = list(get_model_conversion_mapping(model))  # the last ones hold what they read
+            config = LoadStateDictConfig(weight_mapping=anew, dtype=torch.float32)
             convert_and_load_state_dict_in_model(model, read, config)
             for name in wanted:
                 whole = model.get_parameter_or_buffer(name)
                 if whole.device.type != "meta":
                     _copy(whole, tensors[name])
                     done.add(name)
-            model.to("meta")  # only one layer is in memory
+            cast(nn.Module, model).to("meta")  # only one layer is in memory
     return done, found
 
 

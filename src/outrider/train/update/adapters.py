@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -311,7 +311,7 @@ def in_folder(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterat
     layer at a time, since none of them reaches over layers.
     """
     for _, group in groupby(weights, key=lambda pair: layer_of(pair[0])):
-        yield from revert_weight_conversion(model, dict(group)).items()
+        yield from revert_weight_conversion(cast(PreTrainedModel, model), dict(group)).items()
 
 
 def layer_of(name: str) -> str:
