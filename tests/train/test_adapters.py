@@ -2,20 +2,27 @@
 of a model without adapters.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from docsite.models import ARCHITECTURES
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.layer import Linear
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from outrider.atomic_io import replacing_folder
 from outrider.config import validate
 from outrider.engines.base import VllmSettings
 from outrider.engines.local.attention import Segment, TreePlan
-from outrider.errors import ConfigError
+from outrider.engines.local.model import load_model
+from outrider.errors import ConfigError, ModelError
 from outrider.train.learning_settings import LoraSettings, OptimizerSettings
 from outrider.train.settings import RunSettings
-from outrider.train.update.adapters import merged
+from outrider.train.update.adapters import coverage, merged
 from outrider.train.update.policy import Policy
 from tests.tiny import tiny_model
 
@@ -76,3 +83,142 @@ def test_without_adapters_the_weights_are_the_model_s_own(trained_layers: int | 
     assert {name: one.data_ptr() for name, one in merged(policy.model).items()} == {
         name: one.data_ptr() for name, one in own.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("q_proj", "v_porj"), r"the model has no v_porj, did you mean v_proj\?"),
+        (("query_key_value",), r"the model has no query_key_value; it has self_attn\.q_proj"),
+        (("mlp.q_proj",), r"the model has no mlp\.q_proj"),
+        (("model",), r"model\.lora\.target_modules: "),  # what peft cannot adapt
+        (("norm",), r"model\.lora\.target_modules: "),
+    ],
+)
+def test_names_that_fit_nothing_are_an_error_of_one_line(targets: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ModelError, match=expected) as caught:
+        Policy(tiny_model(), OptimizerSettings(), lora=LoraSettings(target_modules=targets))
+    assert "\n" not in str(caught.value)
+
+
+def test_many_names_one_of_which_fits_nothing() -> None:
+    """peft shortens long lists, after which the wrong one is no longer there."""
+    names = tuple(
+        f"layers.{layer}.{part}"
+        for layer in (0, 1)
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
+    )
+    wrong = (*names, *(f"layers.{number}.mlp.up_proj" for number in range(7, 25)))
+    with pytest.raises(ModelError, match=r"the model has no layers\.7\.mlp\.up_proj"):
+        Policy(tiny_model(), OptimizerSettings(), lora=LoraSettings(target_modules=wrong))
+    assert (
+        len(Policy(tiny_model(), OptimizerSettings(), lora=LoraSettings(target_modules=names)).masters) == 16
+    )
+
+
+def test_the_shorthand_is_a_name_or_a_list_of_it_alone() -> None:
+    read = [
+        LoraSettings.model_validate({"target_modules": given}) for given in ("all-linear", ["all-linear"])
+    ]
+    assert all(one.is_all_linear for one in read)
+    assert LoraSettings.model_validate({"target_modules": "q_proj"}).target_modules == ("q_proj",)
+    for wrong in (["all-linear", "lm_head"], [], [""], ""):
+        with pytest.raises(ValueError, match="target_modules"):
+            LoraSettings.model_validate({"target_modules": wrong})
+
+
+def test_coverage_is_reported_for_the_default_names_only() -> None:
+    policy = moved()
+    assert coverage(policy.model, LoraSettings()) == ""
+    chosen = LoraSettings(rank=2, target_modules=("q_proj",))
+    assert coverage(Policy(tiny_model(), OptimizerSettings(), lora=chosen).model, chosen) == ""
+
+
+def test_half_of_a_fused_projection_is_an_error_of_one_line(tmp_path: Path) -> None:
+    next(one for one in ARCHITECTURES if one.model_type == "qwen3_moe").save(tmp_path)
+    lora = LoraSettings(target_modules=("gate_proj", "q_proj"))
+    with pytest.raises(ModelError, match=r"gate_proj without also targeting up_proj"):
+        Policy(load_model(str(tmp_path), precision="float32"), OptimizerSettings(), lora=lora)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 20}},
+        {"layers_to_transform": [1]},
+        {"init_lora_weights": "olora"},
+    ],
+)
+def test_whatever_peft_injects_is_merged_as_peft_does(options: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model()
+    targets = ["q_proj", "v_proj", "down_proj"]
+    bias = options.get("lora_bias", False)
+    if bias:
+        for layer in model.model.model.layers:
+            layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(32))
+        targets = ["q_proj"]
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=4, target_modules=targets, **options), model.model)
+    dice = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=dice))
+    ids, positions = torch.arange(5, 25), torch.arange(20)
+    plan = TreePlan(segments=(Segment(length=20),))
+    plain = tiny_model()
+    with torch.no_grad():
+        ours = model.logits(ids, positions, plan)
+        weights = merged(model.model)
+        if bias:
+            for layer in plain.model.model.layers:
+                layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(32))
+        plain.model.load_state_dict(weights, strict=False)
+        theirs = plain.logits(ids, positions, plan)
+        assert (ours - tiny_model().logits(ids, positions, plan)).abs().max() > 0.1
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_that_is_not_merged_is_named() -> None:
+    policy = moved()
+    policy.model.model.layers[1].mlp.up_proj.set_adapter([])
+    with pytest.raises(ModelError, match=r"'default' of model\.layers\.1\.mlp\.up_proj was not merged"):
+        merged(policy.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_merge_or_a_lost_weight_is_found_before_the_folder_is_there(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = moved(dtype)
+    with replacing_folder(tmp_path / "right") as folder:
+        policy.export(folder)
+    before = {name: one.clone() for name, one in policy.model.state_dict().items()}
+    right = Linear.get_delta_weight
+    wrong: list[Callable[[Any, str], torch.Tensor]] = [
+        lambda layer, adapter: torch.zeros_like(right(layer, adapter)),
+        lambda layer, adapter: -right(layer, adapter),
+        lambda layer, adapter: right(layer, adapter) / layer.scaling[adapter],
+    ]
+    for number, delta in enumerate(wrong):
+        monkeypatch.setattr(Linear, "get_delta_weight", delta)
+        target = tmp_path / str(number)
+        with pytest.raises(ModelError, match="does not compute"), replacing_folder(target) as folder:
+            policy.export(folder)
+        assert not target.exists()
+    monkeypatch.undo()
+    save = type(policy.model).save_pretrained
+
+    def lossy(model: Any, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        save(
+            model,
+            folder,
+            state_dict={name: one for name, one in state_dict.items() if "1.mlp.up" not in name},
+        )
+
+    monkeypatch.setattr(type(policy.model), "save_pretrained", lossy)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        policy.export(tmp_path / "lossy")
+    assert all(one.equal(before[name]) for name, one in policy.model.state_dict().items())

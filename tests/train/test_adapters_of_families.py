@@ -72,7 +72,7 @@ def loaded(architecture: Architecture, folder: Path) -> LanguageModel:
 
 
 def moved(model: LanguageModel, lora: LoraSettings) -> Policy:
-    """A policy whose adapters are far from where they began, and so is what an architecture has as buffers."""
+    """A policy whose adapters are far from where they began, and so are the buffers of routers."""
     policy = Policy(model, OptimizerSettings(), lora=lora)
     dice = torch.Generator().manual_seed(1)
     with torch.no_grad():

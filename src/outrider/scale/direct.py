@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from outrider.engines.vllm_requests import require_vllm
 from outrider.engines.weight_sum import NAME, summed
 from outrider.errors import ClusterFault, ConfigError
 from outrider.scale.waiting import results
-from outrider.train.update.adapters import merged_one_by_one, plain_names
+from outrider.scale.weights import require_ties
+from outrider.train.update.adapters import in_folder, merged_names, merged_one_by_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,28 +34,33 @@ class Described:
 
 class Source:
     """The weights of a model in shards by Hugging Face names, adapters merged, in ``dtype``; behind them the
-    sum of them all. Every rank has to go through all of it: each tensor is gathered.
+    sum of them all. Every rank has to go through all of it: each tensor is gathered. Raises ConfigError for
+    adapters that part tied weights.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        require_ties(model)
         self._model, self._dtype = model, dtype
 
     def metadata(self) -> list[Described]:
         """What comes, in its order; nothing is gathered."""
         told = [
-            Described(name=name, dtype=self._dtype, shape=tuple(one.shape))
-            for name, one in plain_names(self._model).items()
+            Described(name=name, dtype=self._dtype, shape=tuple(one.shape)) for name, one in self._empty()
         ]
         return [*told, Described(name=NAME, dtype=torch.int64, shape=(1,))]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        rounded = ((name, one.to(self._dtype)) for name, one in merged_one_by_one(self._model, whole=_whole))
-        return summed(rounded)
+        gathered = in_folder(self._model, merged_one_by_one(self._model, whole=_whole))
+        return summed((name, one.to(self._dtype).contiguous()) for name, one in gathered)
+
+    def _empty(self) -> Iterator[tuple[str, Tensor]]:
+        names = merged_names(self._model).items()
+        return in_folder(self._model, ((name, torch.empty(one.shape, device="meta")) for name, one in names))
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors but the sum."""
-        return self._dtype.itemsize * sum(one.numel() for one in plain_names(self._model).values())
+        return self._dtype.itemsize * sum(one.numel() for _, one in self._empty())
 
 
 def _whole(tensor: Tensor) -> Tensor:

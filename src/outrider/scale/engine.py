@@ -15,7 +15,7 @@ from outrider.scale.recipe import Recipe
 from outrider.scale.waiting import AGAIN, results, silent, told
 from outrider.scale.weights import Carrier, Parcel, unpack
 from outrider.tokens import Tokenizer
-from outrider.train.update.adapters import choose_trained
+from outrider.train.update.adapters import choose_trained, plain_names
 from outrider.train.update.policy import export, set_threads
 
 
@@ -55,7 +55,9 @@ class EngineActor:
         assert self._model is not None
         require_newer(self._number, self._version, parcel.version)
         self._version = None  # half of them are served to nobody
-        found = unpack(parcel, dict(self._model.model.named_parameters()), carrier=self._carrier)
+        model = self._model.model
+        own = plain_names(model) | dict(model.named_parameters())
+        found = unpack(parcel, own, carrier=self._carrier)
         for engine in self._engines.values():
             engine.load(parcel.version)
         self._version = parcel.version

@@ -16,6 +16,7 @@ from outrider.scale.group import RankGroup
 from outrider.scale.rank import RankSettings
 from outrider.scale.resources import Resources
 from outrider.scale.session import Session
+from outrider.scale.sharding import require_shardable
 from outrider.trace import Trace
 from outrider.train.learner import OnStep
 from outrider.train.settings import RunSettings
@@ -38,6 +39,7 @@ class ShardedLearner:
         self.learning_rate = 0.0
         self.has_reference = settings.algorithm.needs_reference
         self.language_model, self.trained = _loaded(settings)
+        require_shardable(str(_folder(settings)))
         self._weights = settings.cluster.weights if settings.cluster.sends_directly else None
         self._met: list[Any] = []
         self._is_old = False
@@ -169,18 +171,23 @@ def _loaded(settings: RunSettings) -> tuple[LanguageModel, frozenset[str]]:
     return model, trained
 
 
-def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
+def _folder(settings: RunSettings) -> Path:
+    """Where the model's files are."""
     folder = Path(resolve_model(settings.model.name)).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(settings.model.name, local_files_only=True))
+    return folder.resolve()
+
+
+def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
     given = settings.model.initial_checkpoint if initial else None
     if given is not None:
         for name in tensor_files(Path(given)):
             require_intact(Path(given), name)
     return RankSettings(
-        folder=str(folder.resolve()),
+        folder=str(_folder(settings)),
         precision=_precision(settings),
         lora=settings.model.lora,
         trained_layers=settings.model.trained_layers,

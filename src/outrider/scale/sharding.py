@@ -1,10 +1,14 @@
 """A model in shards by FSDP2, filled from a folder of safetensors without a full copy on any rank."""
 
+import contextlib
+import copy
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -12,13 +16,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.logging import disable_progress_bar
 
 from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.fused import fuse
 from outrider.engines.local.model import LanguageModel, longest_context
 from outrider.errors import ModelError
 from outrider.train.learning_settings import LoraSettings
-from outrider.train.update.adapters import choose_trained, plain_names
+from outrider.train.update.adapters import choose_trained, layer_of, plain_names
 from outrider.train.update.scoring import Scoring
 
 
@@ -77,24 +90,34 @@ def choose_empty(
     precision: torch.dtype,
 ) -> dict[str, Tensor]:
     """:func:`outrider.train.update.adapters.choose_trained` of a model without memory; the adapters by name,
-    in float32, drawn as one process draws them. No weight of the model has to be there for that: its place
-    is taken by one number.
+    in float32, drawn as one process draws them. No weight of the model has to be there for that: the place
+    of each is taken by one number.
     """
-    whole = {module: module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+    held = [
+        (module, name, one) for module in model.modules() for name, one in _parameters(module)
+    ]  # a tied one is in several modules
     if lora is not None:
-        for module, weight in whole.items():
-            module.weight = nn.Parameter(torch.zeros((), dtype=precision).expand(weight.shape))
+        stands = {id(one): torch.zeros((), dtype=precision).expand(one.shape) for _, _, one in held}
+        lent = {key: nn.Parameter(one) for key, one in stands.items()}
+        for module, name, one in held:
+            setattr(module, name, lent[id(one)])
     choose_trained(model, lora=lora, trained_layers=trained_layers, seed=seed)
     if lora is None:
         return {}
-    for module, weight in whole.items():
-        module.weight = weight.requires_grad_(False)
+    for module, name, one in held:
+        setattr(module, name, one.requires_grad_(False))
+    own = {id(one) for _, _, one in held}
     adapters: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        if ".lora_" in path and isinstance(module, nn.Linear):
-            adapters[f"{path}.weight"] = module.weight.detach().float()
-            module.weight = nn.Parameter(torch.empty_like(adapters[f"{path}.weight"], device="meta"))
+        for name, one in _parameters(module):
+            if id(one) not in own:
+                adapters[f"{path}.{name}"] = one.detach().float()
+                setattr(module, name, nn.Parameter(torch.empty_like(one, dtype=torch.float32, device="meta")))
     return adapters
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(recurse=False))
 
 
 @torch.no_grad()
@@ -103,36 +126,143 @@ def begin(model: nn.Module, folder: Path, adapters: Mapping[str, Tensor]) -> Non
     fill(folder, plain_names(model))
     parameters = dict(model.named_parameters())
     for name, adapter in adapters.items():
-        target = cast(DTensor, parameters[name])
-        # everybody drew the same: each takes its part
-        own = adapter.to(target.device)
-        target.copy_(distribute_tensor(own, target.device_mesh, target.placements, src_data_rank=None))
+        target = parameters[name]
+        _copy(adapter, target)  # everybody drew the same: each takes its part
 
 
-def allocate(root: nn.Module, model: PreTrainedModel, *, device: str = "cpu") -> None:
-    """Memory for this rank's shards, and the buffers, which no file has, made anew."""
-    root.to_empty(device=device)
+def _copy(whole: Tensor, target: Tensor) -> None:
+    """A tensor that every rank has as a whole, into its part of one in shards."""
+    own = whole.to(target.device)
+    if isinstance(target, DTensor):
+        own = distribute_tensor(own, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(own)
+
+
+def require_shardable(folder: str) -> None:
+    """Raises ModelError, before any process is started, for a model of which no rank could hold a part."""
+    instead = "set cluster.num_trainers = 1"
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ModelError(
+            f"{folder} has no safetensors, which trainer ranks read: save it as such, or {instead}"
+        )
+    model = empty_model(folder).model
+    if not hasattr(model.base_model, "layers"):
+        raise ModelError(
+            f"cluster.num_trainers: {type(model).__name__} names its layers otherwise: {instead}"
+        )
+    _fresh_buffers(model)
+
+
+def _fresh_buffers(model: PreTrainedModel) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    """The modules that have buffers, with what these are in a new model. Raises ModelError where that cannot
+    be found out.
+    """
     config = model.config.get_text_config()
+    found = []
     for name, module in model.named_modules():
         if not list(module.buffers(recurse=False)):
             continue
         try:
-            fresh = type(module)(config=config)
-        except TypeError as error:
-            raise ModelError(
-                f"{name} has buffers that cannot be made anew: no cluster.num_trainers"
-            ) from error
-        for key, value in fresh.named_buffers(recurse=False):
+            fresh = dict(type(module)(config=config).named_buffers(recurse=False))
+        except TypeError as error:  # it is made of other things than the configuration
+            fresh = _initialised(model, module)
+            if not all(bool(one.isfinite().all()) for one in fresh.values()):
+                raise ModelError(
+                    f"cluster.num_trainers: the buffers of {name} cannot be made anew: "
+                    "set cluster.num_trainers = 1"
+                ) from error
+        found.append((module, fresh))
+    return found
+
+
+@torch.no_grad()
+def _initialised(model: PreTrainedModel, module: nn.Module) -> dict[str, Tensor]:
+    """A module's buffers as its architecture initialises them, NaN where it does not."""
+    shell = copy.copy(module)
+    weights = {name: nn.Parameter(torch.empty(0)) for name in module._parameters}
+    for weight in weights.values():
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it alone
+    shell._parameters = cast(Any, weights)
+    shell._buffers = {
+        name: torch.full(one.shape, torch.nan) for name, one in module.named_buffers(recurse=False)
+    }
+    with contextlib.suppress(Exception):  # an architecture's own code, which may want its weights
+        model._init_weights(shell)
+    return {name: cast(Tensor, one) for name, one in shell._buffers.items()}
+
+
+def allocate(root: nn.Module, model: PreTrainedModel, *, device: str = "cpu") -> None:
+    """Memory for this rank's shards, and the buffers made anew; those that a checkpoint has are read with the
+    weights.
+    """
+    root.to_empty(device=device)
+    for module, fresh in _fresh_buffers(model):
+        for key, value in fresh.items():
             module._buffers[key] = value.to(device)
 
 
 def fill(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "") -> None:
-    """Read every tensor's own part from the safetensors of a folder, by its name behind ``prefix``. Raises
-    ModelError where one is not there.
+    """Read every tensor's own part from the safetensors of a folder, by its name behind ``prefix``. In the
+    folder of a model, what transformers holds in other tensors than the files do (the experts of a layer in
+    one) is read as a whole, a layer at a time. Raises ModelError where one is not there.
     """
     reader = HuggingFaceStorageReader(str(folder))
     known = reader.read_metadata().state_dict_metadata
-    if missing := [name for name in tensors if prefix + name not in known]:
+    keys, converted = {key.removeprefix(prefix): key for key in known if key.startswith(prefix)}, set[str]()
+    if (folder / "config.json").is_file():
+        converted, keys = _converted(folder, keys, tensors)
+    if missing := [name for name in tensors if name not in keys and name not in converted]:
         raise ModelError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more of the model's weights")
-    wanted: dict[str, Any] = {prefix + name: one.detach() for name, one in tensors.items()}
+    wanted: dict[str, Any] = {
+        keys[name]: one.detach() for name, one in tensors.items() if name not in converted
+    }
     state_dict_loader.load(wanted, storage_reader=reader)
+
+
+@torch.no_grad()
+def _converted(
+    folder: Path, keys: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> tuple[set[str], dict[str, str]]:
+    """Read what transformers converts; the names of that, and for all other weights the keys of the files."""
+    disable_progress_bar()
+    model = empty_model(str(folder)).model
+    mapping: list[Any] = list(get_model_conversion_mapping(model))
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    state, found = model.state_dict(), dict[str, str]()
+    layers: dict[str, list[str]] = {}  # files' keys by the layer that they are converted for
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if pattern is None:
+            found[name] = key
+        else:
+            layers.setdefault(layer_of(name), []).append(key)
+    pending = {name for name in tensors if name not in found}
+    done = set[str]()
+    with ExitStack() as opened:
+        slices = _slices(folder, opened)
+        for layer, names in layers.items():
+            if not (wanted := {name for name in pending if layer_of(name) == layer}):
+                continue
+            read = {name: slices[name] for name in names}
+            anew: list[Any] = list(get_model_conversion_mapping(model))  # the last ones hold what they read
+            config = LoadStateDictConfig(weight_mapping=anew, dtype=torch.float32)
+            convert_and_load_state_dict_in_model(model, read, config)
+            for name in wanted:
+                whole = model.get_parameter_or_buffer(name)
+                if whole.device.type != "meta":
+                    _copy(whole, tensors[name])
+                    done.add(name)
+            cast(nn.Module, model).to("meta")  # only one layer is in memory
+    return done, found
+
+
+def _slices(folder: Path, opened: ExitStack) -> dict[str, Any]:
+    """Every weight of the files by its key, none of them read yet."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = opened.enter_context(safe_open(path, "pt"))
+        found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return found

@@ -12,12 +12,12 @@ from typing import Any, Final, Protocol
 
 import torch
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.engines.base import EngineSettings
-from outrider.errors import ClusterFault
+from outrider.errors import ClusterFault, ConfigError
 from outrider.train.learner import Learner
-from outrider.train.update.adapters import merged
+from outrider.train.update.adapters import broken_ties, in_folder, merged
 
 PIECE_BYTES: Final = 128 * 2**20
 
@@ -105,12 +105,24 @@ class Parcel:
 def of_engines(learner: Learner, engine: EngineSettings) -> dict[str, Tensor]:
     """What engines have to get. One that generates with the model that trains: what trains, adapters by their
     own names. Any other one: all weights, adapters merged, since vLLM loads the projections of a layer
-    together and leaves those that it did not get undefined.
+    together and leaves those that it did not get undefined; vLLM gets them by the names of the model's
+    folder. Raises ConfigError for adapters that part tied weights.
     """
     model = learner.language_model.model
     if not engine.is_exact:
-        return merged(model)
+        require_ties(model)
+        weights = merged(model)
+        return dict(in_folder(model, weights.items())) if engine.has_own_processes else weights
     return {name: one for name, one in model.named_parameters() if name in learner.trained}
+
+
+def require_ties(model: nn.Module) -> None:
+    """Raises ConfigError where an engine that loads the model's folder could not hold what is sent to it."""
+    if parted := broken_ties(model):
+        raise ConfigError(
+            f"model.lora.target_modules: {' and '.join(parted)} are one tied weight, and an adapter on one "
+            "of them parts them: engines in processes of their own cannot have that, so leave it out"
+        )
 
 
 def pack(tensors: Mapping[str, Tensor], *, version: int, carrier: Carrier) -> Parcel:

@@ -50,6 +50,7 @@ _ROUNDING = {torch.bfloat16: 0.02, torch.float32: 0.001}
 """Share of what a context changes in the logits. SmolLM2 has 2e-4 and 5e-7 of it, a layer that ignores the
 plan 0.05 and more.
 """
+_FROM_PRETRAINED: Any = AutoModelForCausalLM.from_pretrained  # with what it reports, which is not in its type
 _NUMBER = re.compile(r"\.\d+\.")
 _KERNELS = {torch.bfloat16: 0.1, torch.float32: 0.001}
 """The same between two implementations of attention, which round in other places."""
@@ -129,7 +130,7 @@ def _convert(packaged: PackagedModel, target: Path) -> None:
     """
     with first_folder(target) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
         gguf = packaged.whole(Path(scratch))
-        dequantised, info = AutoModelForCausalLM.from_pretrained(
+        dequantised, info = _FROM_PRETRAINED(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
         )
         require_whole(dequantised, info, gguf.name)
@@ -238,7 +239,7 @@ def read_weights(
     weights that it has no place for. ``name`` is how messages call it. Raises ModelError.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _FROM_PRETRAINED(
             folder,
             dtype=dtype,
             attn_implementation=attention,

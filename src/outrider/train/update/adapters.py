@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -310,11 +310,12 @@ def in_folder(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterat
     reads: transformers holds some in one tensor that are several in the files, such as a layer's experts. A
     layer at a time, since none of them reaches over layers.
     """
-    for _, group in groupby(weights, key=lambda pair: _layer_of(pair[0])):
-        yield from revert_weight_conversion(model, dict(group)).items()
+    for _, group in groupby(weights, key=lambda pair: layer_of(pair[0])):
+        yield from revert_weight_conversion(cast(PreTrainedModel, model), dict(group)).items()
 
 
-def _layer_of(name: str) -> str:
+def layer_of(name: str) -> str:
+    """The beginning of a weight's name, up to the number of its layer; empty outside of the layers."""
     found = _LAYER.match(name)
     return found.group() if found else ""
 
