@@ -140,9 +140,11 @@ def test_a_cold_start_trains_on_the_ids_of_the_rendered_conversation(name: str) 
         pytest.skip("loading says where they differ")
     renderer = renderer_of(name, ("user",))
     for messages in conversations(name, 12):
-        turns = iter([m.content for m in messages if m.role == "assistant"])
+        turns = [m.content for m in messages if m.role == "assistant"][::-1]
         engine = ScriptedEngine(
-            tokenizer=renderer.tokenizer, script=lambda request, text: next(turns), renderer=renderer
+            tokenizer=renderer.tokenizer,
+            script=lambda request, text, turns=turns: turns.pop(),
+            renderer=renderer,
         )
         first = next(n for n, m in enumerate(messages) if m.role == "assistant")
         ids = list(renderer.prompt(messages[:first]))
@@ -302,7 +304,7 @@ def test_settings_may_name_the_template() -> None:
 
 
 def test_templates_without_a_default_are_refused_with_what_to_set() -> None:
-    with pytest.raises(ModelError, match="a, b and no default: name one in model.template_kwargs") as told:
+    with pytest.raises(ModelError, match=r"a, b and no default: name one in model\.template_kwargs") as told:
         ChatRenderer(several({"a": TWO["default"], "b": TWO["tool_use"]}))
     assert "\n" not in str(told.value)
 

@@ -1,5 +1,5 @@
-"""Whole runs with tiny models of many families, whose tokenizers and chat templates are their own: a cold start
-on experts, a step, an evaluation, an export.
+"""Whole runs with tiny models of many families, whose tokenizers and chat templates are their own: a cold
+start on experts, a step and an evaluation; or a refusal in one line.
 """
 
 import json
@@ -96,7 +96,7 @@ def check(name: str, recipe: str, folder: Path, *overrides: str) -> None:
     try:
         run = train(name, recipe, folder, *overrides)
     except ModelError as error:
-        assert "\n" not in str(error) and FAMILIES[name].file in str(error) or "model" in str(error)
+        assert "\n" not in str(error) and "chat template" in str(error)
         pytest.skip(str(error)[:200])
     assert (run / "checkpoints" / "step-000001").exists()
 
