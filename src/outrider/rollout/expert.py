@@ -113,9 +113,7 @@ def play_experts(
     renderer = renderer or ChatRenderer(tokenizer)
 
     def say(request: Request, context: str) -> str:
-        text = player.say(request, context)
-        # a block of thinking that the template has opened already
-        return text.removeprefix("<think>") if renderer.opened(request.token_ids) else text
+        return renderer.demonstration(player.say(request, context), request.token_ids)
 
     engine = ScriptedEngine(tokenizer=tokenizer, script=say, context_length=context_length, renderer=renderer)
     scheduler = Scheduler(

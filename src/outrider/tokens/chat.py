@@ -257,10 +257,17 @@ class ChatRenderer:
             text = self.closing.cut(text).removesuffix(self._white_space_before_end)
         return self.opened(context) + text
 
+    def demonstration(self, text: str, context: Sequence[int]) -> str:
+        """A demonstrator's turn for a template that has opened a block of thinking: without a second opening,
+        and with the block closed in front of a text that does not think.
+        """
+        if not text or not self.opened(context):
+            return text
+        return text.removeprefix("<think>") if THINKING_END in text else f"\n{THINKING_END}\n\n{text}"
+
     def turn_ids(self, text: str, context: Sequence[int], *, is_closed: bool) -> list[int]:
         """The ids of a turn that somebody else has written, as the template writes it behind ``context``:
-        with the white space in front of it, and with its end if it ``is_closed``. A block of thinking that
-        the template has opened is closed in front of a text without thinking.
+        with the white space in front of it, and with its end if it ``is_closed``.
 
         End tokens that the text spells are no ends: those behind it are left out, others get a space after
         their first character.
@@ -272,8 +279,6 @@ class ChatRenderer:
         for end in ends:
             text = text.replace(end, f"{end[0]} {end[1:]}")
         lead = self.lead if self._is_opened(context) and not text.startswith(self.lead) else ""
-        if self.opened(context) and THINKING_END not in text:
-            lead = f"\n{THINKING_END}\n\n"
         ids = self.template.encode_behind(context, lead + text)
         if is_closed:
             ids += self._end_ids(text, (*context, *ids))
