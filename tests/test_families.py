@@ -223,6 +223,30 @@ def test_a_turn_ends_once(name: str) -> None:
     assert renderer.closing.next_roles or own_end not in bridge[: len(renderer.end_of_turn)]
 
 
+OPENED = [
+    name for name in FAMILIES if renderer_of(name, ()).opened(renderer_of(name, ()).opening)
+]  # their templates open a block of thinking
+
+
+@pytest.mark.parametrize("name", OPENED)
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("It is.", "", "It is."),
+        ("<think>So</think>It is.", "So", "It is."),
+        ("So</think>It is.", "So", "It is."),
+    ],
+)
+def test_a_demonstration_is_an_answer_where_the_template_opens_thinking(
+    name: str, text: str, thought: str, answer: str
+) -> None:
+    renderer = renderer_of(name, ("user",))
+    prompt = renderer.prompt([Message(role="user", content="Who?")])
+    ids = renderer.turn_ids(renderer.demonstration(text, prompt), prompt, is_closed=True)
+    read = renderer.parse(ids, context=prompt)
+    assert (read.reasoning, read.content, read.problems) == (thought, answer, ())
+
+
 # Templates that write nothing behind an answer
 
 
