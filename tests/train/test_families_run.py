@@ -37,7 +37,7 @@ type = "tools"
 protocol = "FORM"
 tools = ["tests.train.test_families_run:double"]
 train = {path = "DATA"}
-valid = {path = "DATA"}
+test = {path = "DATA"}
 """
 REST = """
 [algorithm]

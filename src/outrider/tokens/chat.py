@@ -272,7 +272,9 @@ class ChatRenderer:
         End tokens that the text spells are no ends: those behind it are left out, others get a space after
         their first character.
         """
-        ids_of_ends = {*self.closing.token_ids, self.tokenizer.eos_token_id} - {None}
+        ids_of_ends = set(self.closing.token_ids)
+        if self.tokenizer.eos_token_id is not None:
+            ids_of_ends.add(self.tokenizer.eos_token_id)
         ends = [end for one in sorted(ids_of_ends) if (end := self._added_text(one))]
         while is_closed and (end := next((one for one in ends if text.rstrip().endswith(one)), "")):
             text = text.rstrip().removesuffix(end)
