@@ -18,6 +18,7 @@ from outrider.train.machine import processor
 from outrider.train.machine.doctor import Check, examine, examine_model, find, write_recipe
 from outrider.train.settings import RunSettings
 from tests.tiny import save_tiny_model
+from tests.train.test_families_run import save_model
 
 
 def raising(error: Exception) -> Any:
@@ -166,3 +167,20 @@ def test_no_recipe_is_overwritten(tmp_path: Path, capsys: Any) -> None:
     assert file.read_text() == "mine" and main(["init", str(file)]) == 2
     assert main(["init", str(tmp_path / "new.toml")]) == 0
     assert tomllib.loads((tmp_path / "new.toml").read_text())["seed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("glm4", ["answers as user messages: ok", "results inside the answer: ok"]),
+        ("phi3", ["answers as user messages: ok", "results of native calls: refused: the chat template of"]),
+        ("command-r", ["tool_use renders conversations with tools, default renders others"]),
+    ],
+)
+def test_the_chat_template_of_a_model_is_tried_as_a_run_does(
+    name: str, lines: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "900")
+    assert examine_model(str(save_model(name, tmp_path / "model"))) == 0
+    told = capsys.readouterr().out
+    assert all(line in told for line in lines), told

@@ -140,9 +140,11 @@ def test_a_cold_start_trains_on_the_ids_of_the_rendered_conversation(name: str) 
         pytest.skip("loading says where they differ")
     renderer = renderer_of(name, ("user",))
     for messages in conversations(name, 12):
-        turns = iter([m.content for m in messages if m.role == "assistant"])
+        turns = [m.content for m in messages if m.role == "assistant"][::-1]
         engine = ScriptedEngine(
-            tokenizer=renderer.tokenizer, script=lambda request, text: next(turns), renderer=renderer
+            tokenizer=renderer.tokenizer,
+            script=lambda request, text, turns=turns: turns.pop(),
+            renderer=renderer,
         )
         first = next(n for n, m in enumerate(messages) if m.role == "assistant")
         ids = list(renderer.prompt(messages[:first]))
@@ -219,6 +221,30 @@ def test_a_turn_ends_once(name: str) -> None:
     own_end = renderer.closing.token_id
     assert not renderer.closing.next_roles or bridge.count(own_end) == 1
     assert renderer.closing.next_roles or own_end not in bridge[: len(renderer.end_of_turn)]
+
+
+OPENED = [
+    name for name in FAMILIES if renderer_of(name, ()).opened(renderer_of(name, ()).opening)
+]  # their templates open a block of thinking
+
+
+@pytest.mark.parametrize("name", OPENED)
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("It is.", "", "It is."),
+        ("<think>So</think>It is.", "So", "It is."),
+        ("So</think>It is.", "So", "It is."),
+    ],
+)
+def test_a_demonstration_is_an_answer_where_the_template_opens_thinking(
+    name: str, text: str, thought: str, answer: str
+) -> None:
+    renderer = renderer_of(name, ("user",))
+    prompt = renderer.prompt([Message(role="user", content="Who?")])
+    ids = renderer.turn_ids(renderer.demonstration(text, prompt), prompt, is_closed=True)
+    read = renderer.parse(ids, context=prompt)
+    assert (read.reasoning, read.content, read.problems) == (thought, answer, ())
 
 
 # Templates that write nothing behind an answer
@@ -302,7 +328,7 @@ def test_settings_may_name_the_template() -> None:
 
 
 def test_templates_without_a_default_are_refused_with_what_to_set() -> None:
-    with pytest.raises(ModelError, match="a, b and no default: name one in model.template_kwargs") as told:
+    with pytest.raises(ModelError, match=r"a, b and no default: name one in model\.template_kwargs") as told:
         ChatRenderer(several({"a": TWO["default"], "b": TWO["tool_use"]}))
     assert "\n" not in str(told.value)
 

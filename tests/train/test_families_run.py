@@ -1,5 +1,5 @@
-"""Whole runs with tiny models of many families, whose tokenizers and chat templates are their own: a cold start
-on experts, a step, an evaluation, an export.
+"""Whole runs with tiny models of many families, whose tokenizers and chat templates are their own: a cold
+start on experts, a step and an evaluation; or a refusal in one line.
 """
 
 import json
@@ -27,15 +27,17 @@ FACTBOOK = """
 type = "factbook"
 hops = [1]
 passages = "facts"
+expert_thinks = false
 num_train = 2
 search = {top_k = 1, max_chars = 60}
 """
 NATIVE = """
 [environment]
-type = "tool_qa"
+type = "tools"
 protocol = "FORM"
-tools = ["python"]
-data = {train = "DATA", valid = "DATA"}
+tools = ["tests.train.test_families_run:double"]
+train = {path = "DATA"}
+test = {path = "DATA"}
 """
 REST = """
 [algorithm]
@@ -63,6 +65,15 @@ num_examples = 1
 batch_size = 1
 """
 EXPERTS = ("rollout.max_turn_tokens=44", "rollout.max_turns=4")
+
+
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: What to double.
+    """
+    return 2 * number
 
 
 def save_model(name: str, folder: Path) -> Path:
@@ -96,7 +107,7 @@ def check(name: str, recipe: str, folder: Path, *overrides: str) -> None:
     try:
         run = train(name, recipe, folder, *overrides)
     except ModelError as error:
-        assert "\n" not in str(error) and FAMILIES[name].file in str(error) or "model" in str(error)
+        assert "\n" not in str(error) and "chat template" in str(error)
         pytest.skip(str(error)[:200])
     assert (run / "checkpoints" / "step-000001").exists()
 
@@ -118,7 +129,7 @@ def test_a_run_of_every_family_with_a_cold_start_in_a_text_world(name: str, tmp_
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_of_every_family_with_results_inside_the_answer(name: str, tmp_path: Path) -> None:
-    check(name, FACTBOOK + REST + COLD, tmp_path, *EXPERTS)
+    check(name, FACTBOOK + REST + COLD, tmp_path, "rollout.max_turn_tokens=100")
 
 
 @pytest.mark.long

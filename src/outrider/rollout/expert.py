@@ -8,7 +8,7 @@ from functools import partial
 
 from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.base import EnvironmentFactory, NativeTools, StepResult, recorded_turn
+from outrider.environments.base import EnvironmentFactory, StepResult, recorded_turn
 from outrider.memory.steps.history import TokenCounter
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice, joined, retrieved
@@ -17,7 +17,6 @@ from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.whereabouts import Whereabouts
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer, Tokenizer
-from outrider.tokens.parsed import THINKING_END
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task, Trajectory
 
@@ -71,10 +70,6 @@ class ExpertPlayer:
         steps, position = self._steps[key], len(state.steps)
         return recorded_turn(state.environment, steps[position].text) if position < len(steps) else ""
 
-    def calls_natively(self, request: Request) -> bool:
-        """Whether the environment reads thinking and calls from a turn."""
-        return isinstance(self._states[request.request_id.rsplit("/", 2)[0]].environment, NativeTools)
-
 
 def _shown(action: str, result: StepResult) -> Splice | None:
     """The step as it was answered; nothing where the environment did not do it: then the expert says it."""
@@ -118,13 +113,7 @@ def play_experts(
     renderer = renderer or ChatRenderer(tokenizer)
 
     def say(request: Request, context: str) -> str:
-        text = player.say(request, context)
-        opened = renderer.opened(request.token_ids)  # a block of thinking that the template has begun
-        if not opened:
-            return text
-        if THINKING_END not in text and player.calls_natively(request):  # a turn without thinking
-            return f"\n{THINKING_END}\n\n{text}"
-        return text.removeprefix(opened) if text.startswith(opened) else text.removeprefix("<think>")
+        return renderer.demonstration(player.say(request, context), request.token_ids)
 
     engine = ScriptedEngine(tokenizer=tokenizer, script=say, context_length=context_length, renderer=renderer)
     scheduler = Scheduler(

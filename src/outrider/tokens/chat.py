@@ -5,7 +5,7 @@ without the new messages and keep the difference. (The package ``renderers`` doe
 brings the OpenAI client and its own config system, which is more than a light core should carry.)
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -40,8 +40,7 @@ class ChatRenderer:
 
     ``template_kwargs`` are variables of the template (``enable_thinking`` …). ``observations`` are the roles
     that answer a turn. ``history_thinking``: whether a conversation that is rendered again shows the
-    thinking of its earlier turns. ``eos_token_ids`` are tokens with which the model may end a turn beside the
-    template's own.
+    thinking of its earlier turns.
 
     If a tokenizer has several templates, conversations with tools are rendered by ``tool_use`` and others by
     ``default``, as transformers chooses; ``template_kwargs`` may name one for all (``chat_template``).
@@ -55,7 +54,6 @@ class ChatRenderer:
         call_format: str | None = None,
         observations: Sequence[Role] = ("user",),
         history_thinking: HistoryThinking = "keep",
-        eos_token_ids: Collection[int] = (),
         template: Template | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -67,7 +65,6 @@ class ChatRenderer:
         self._call_format_name = call_format
         self.call_format = None if call_format is None else form_named(call_format)
         self.history_thinking = history_thinking
-        self._eos_token_ids = frozenset({*eos_token_ids, tokenizer.eos_token_id} - {None})
         self._turn_end = self._plain_closing(is_answered="user" in observations)
         self.end_of_turn: tuple[int, ...] = self._turn_end.ids
         asked = self.template.behind("user messages", [{"role": "user", "content": MARK}], opened=True)
@@ -94,7 +91,6 @@ class ChatRenderer:
             call_format=self._call_format_name,
             observations=(),
             history_thinking=self.history_thinking,
-            eos_token_ids=self._eos_token_ids,
             template=self._other_template,
         )
 
@@ -165,7 +161,7 @@ class ChatRenderer:
 
         Inline messages continue the open assistant turn; chat messages close it first, with exactly those of
         the template's closing ids that the policy has not written itself, and open the next assistant turn.
-        A turn that the policy has ended with another end token of its own is closed: no second one follows.
+        A turn that the policy has ended with the tokenizer's end token is closed: no second one follows.
         """
         if any(m.role == "tool" for m in messages) and (renderer := self.with_tools(True)) is not self:
             return renderer.bridge(previous_ids, messages)
@@ -201,10 +197,10 @@ class ChatRenderer:
         return self.template.written_closing(closing.text + marker[0]), rest[len(marker[0]) :]
 
     def _ended_otherwise(self, previous_ids: Sequence[int]) -> bool:
-        """Whether the policy has ended its turn with a token that is not the template's."""
+        """Whether the turn ends with the tokenizer's end token, which is not the template's."""
         if not previous_ids or self.closing.token_id is None:
             return False
-        return previous_ids[-1] in self._eos_token_ids - self.closing.token_ids
+        return previous_ids[-1] == self.tokenizer.eos_token_id not in self.closing.token_ids
 
     def _after_calls(self, chat: Chat) -> tuple[WrittenClosing, str]:
         """The closing of a turn that calls tools, and the text of their results behind it."""
@@ -261,23 +257,33 @@ class ChatRenderer:
             text = self.closing.cut(text).removesuffix(self._white_space_before_end)
         return self.opened(context) + text
 
+    def demonstration(self, text: str, context: Sequence[int]) -> str:
+        """A demonstrator's turn for a template that has opened a block of thinking: without a second opening,
+        and with the block closed in front of a text that does not think.
+        """
+        opened = self.opened(context)
+        if not text or not opened:
+            return text
+        if THINKING_END not in text:
+            return f"\n{THINKING_END}\n\n{text}"
+        return text.removeprefix(opened) if text.startswith(opened) else text.removeprefix("<think>")
+
     def turn_ids(self, text: str, context: Sequence[int], *, is_closed: bool) -> list[int]:
         """The ids of a turn that somebody else has written, as the template writes it behind ``context``:
-        with the white space in front of it, and with its end if it ``is_closed``. A block of thinking that
-        the template has opened is closed in front of a text without thinking.
+        with the white space in front of it, and with its end if it ``is_closed``.
 
         End tokens that the text spells are no ends: those behind it are left out, others get a space after
         their first character.
         """
-        ends = {i: self._added_text(i) for i in (*self.closing.token_ids, *self._eos_token_ids)}
-        if is_closed:
-            for end in sorted(filter(None, ends.values())):
-                text = text.rstrip().removesuffix(end) if text.rstrip().endswith(end) else text
-        for end in filter(None, ends.values()):
+        ids_of_ends = set(self.closing.token_ids)
+        if self.tokenizer.eos_token_id is not None:
+            ids_of_ends.add(self.tokenizer.eos_token_id)
+        ends = [end for one in sorted(ids_of_ends) if (end := self._added_text(one))]
+        while is_closed and (end := next((one for one in ends if text.rstrip().endswith(one)), "")):
+            text = text.rstrip().removesuffix(end)
+        for end in ends:
             text = text.replace(end, f"{end[0]} {end[1:]}")
         lead = self.lead if self._is_opened(context) and not text.startswith(self.lead) else ""
-        if self.opened(context) and THINKING_END not in text:
-            lead = f"\n{THINKING_END}\n\n"
         ids = self.template.encode_behind(context, lead + text)
         if is_closed:
             ids += self._end_ids(text, (*context, *ids))

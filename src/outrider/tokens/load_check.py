@@ -162,7 +162,8 @@ def _demonstrated(renderer: ChatRenderer, tools: Sequence[ToolSchema]) -> str:
     """Where the ids of a demonstrated answer part from those of the conversation rendered at once."""
     messages = _conversation([])
     prompt = renderer.prompt(messages, tools)
-    turn = renderer.turn_ids(_ANSWER.content, prompt, is_closed=False)
+    text = renderer.demonstration(_ANSWER.content, prompt)
+    turn = renderer.turn_ids(text, prompt, is_closed=False)
     try:
         text = renderer.whole_text([*messages, _ANSWER], tools, opened=False)
     except ModelError as error:
