@@ -40,7 +40,9 @@ class Wrong:
 '''
 
 
-PLAYABLE = FAMILY.replace("class Mine:", "from tests.plugins.test_api import Own\nclass Mine(Own):")
+PLAYABLE = FAMILY.replace(
+    "class Mine:", "from tests.plugins.test_api import Own\nclass Mine(Own):\n    num_made = 0"
+)
 
 
 @pytest.fixture
