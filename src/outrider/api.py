@@ -20,6 +20,7 @@ from outrider.config_paths import require_paths
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import search_in, searched
 from outrider.plugins.names import Kind
+from outrider.plugins.record import require_kinds
 from outrider.plugins.registry import given
 from outrider.runs import Run
 from outrider.stopping import interruption_asks
@@ -328,6 +329,7 @@ def _require_possible(run: str | Path | None, settings: "RunSettings") -> Path:
 
     folder = _new_folder(run)
     require_free(folder)
+    require_kinds(settings)
     require_experts(settings)
     require_paths(settings, searched())
     require_known_model(settings.model.name)

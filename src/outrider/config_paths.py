@@ -9,14 +9,11 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from outrider.errors import DataError
 
-if TYPE_CHECKING:
-    from outrider.config import Settings
-
-SettingsT = TypeVar("SettingsT", bound="Settings")
+SettingsT = TypeVar("SettingsT")
 Folders: TypeAlias = Callable[[str], Sequence[Path]]
 """The folders in which the path of a dotted key is looked up, the first one first."""
 _reported: set[tuple[str, Path]] = set()
@@ -26,18 +23,17 @@ def absolute_paths(settings: SettingsT, folders: Folders, prefix: str = "") -> S
     """The settings with every relative path made absolute. An input that is in none of the folders stays as
     it is, for :func:`require_paths`; any other path that does not exist is one below the current folder.
     """
+    tree: Any = settings  # outrider.config needs this module, so that its class cannot be named here
     changed: dict[str, Any] = {}
-    for name, value in settings:
-        found = _absolute(value, f"{prefix}{name}", folders, is_input=settings.names_path(name))
+    for name, value in tree:
+        found = _absolute(value, f"{prefix}{name}", folders, is_input=tree.names_path(name))
         if found is not value:
             changed[name] = found
-    return settings.model_copy(update=changed) if changed else settings
+    return tree.model_copy(update=changed) if changed else settings
 
 
 def _absolute(value: Any, key: str, folders: Folders, *, is_input: bool) -> Any:
-    from outrider.config import Settings
-
-    if isinstance(value, Settings):
+    if hasattr(value, "names_path"):
         return absolute_paths(value, folders, f"{key}.")
     if isinstance(value, tuple):
         items = [_absolute(one, f"{key}.{n}", folders, is_input=False) for n, one in enumerate(value)]
@@ -73,7 +69,7 @@ def _located(path: Path, key: str, folders: Folders, *, is_input: bool) -> Path:
     return there[0]
 
 
-def require_paths(settings: "Settings", folders: Sequence[Path], *, prefix: str = "") -> None:
+def require_paths(settings: Any, folders: Sequence[Path], *, prefix: str = "") -> None:
     """Raises DataError, which names the setting, the path and the folders that were searched, for an input
     that does not exist. Sections that the run does not read are not checked.
     """
@@ -96,9 +92,7 @@ def shown_path(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _inputs(settings: "Settings", prefix: str) -> Iterator[tuple[str, Path]]:
-    from outrider.config import Settings
-
+def _inputs(settings: Any, prefix: str) -> Iterator[tuple[str, Path]]:
     idle = settings.idle()
     for name, value in settings:
         if name in idle:
@@ -106,5 +100,5 @@ def _inputs(settings: "Settings", prefix: str) -> Iterator[tuple[str, Path]]:
         if name in settings.input_paths and value is not None:
             yield f"{prefix}{name}", Path(value)
         for number, one in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
-            if isinstance(one, Settings) and not getattr(one, "makes_tasks", False):
+            if hasattr(one, "names_path") and not getattr(one, "makes_tasks", False):
                 yield from _inputs(one, f"{prefix}{name}{'' if number is None else f'.{number}'}.")

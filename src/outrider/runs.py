@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import DataError
 from outrider.json_lines import parsed, whole_lines
+from outrider.watch.run_directory import told_of_tasks
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -146,16 +147,6 @@ class Run:
             return [parsed(line) for line in whole_lines(self.path / name)]
         except ValueError as error:
             raise DataError(f"{name} is damaged: {error}") from error
-
-
-def told_of_tasks(folder: Path) -> str:
-    """What is reported of the folder of an evaluation of tasks, which is no run; empty for any other."""
-    if not (folder / "results.jsonl").is_file() or (folder / "config.toml").is_file():
-        return ""
-    return (
-        f"{folder} holds an evaluation of eval --tasks, no run: its scores are in summary.json, its replies "
-        "in results.jsonl, and outrider inspect-log makes a log of them that inspect view opens"
-    )
 
 
 def _never_written(name: str) -> str:

@@ -70,7 +70,7 @@ def test_the_page_of_an_agent_does_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("openai", reason="needs the package openai")
-    kinds = ["python", "json", "python", "toml", "sh"]
+    kinds = ["python", "json", "json", "python", "toml", "sh"]
     follow(START / "own_agent.md", kinds, tmp_path, monkeypatch)
     assert (tmp_path / "runs" / "arpo" / "report.html").exists(), capsys.readouterr().out[-2000:]
 
@@ -89,7 +89,7 @@ def test_the_page_of_functions_does_what_it_says(
 ) -> None:
     follow(
         FUNCTIONS,
-        ["python", "python", "json", "toml", "sh"],
+        ["python", "python", "json", "json", "toml", "sh"],
         tmp_path,
         monkeypatch,
         more=SHORT,

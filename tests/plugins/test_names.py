@@ -18,6 +18,7 @@ from outrider.plugins.names import BUILT_IN, KINDS
 from outrider.plugins.origin import origin_of
 from outrider.plugins.registry import resolve, settings_of
 from outrider.train.settings import RunSettings
+from tests.tiny import save_tiny_model
 
 FAMILY = '''
 from outrider.environments.base import EnvironmentSettings
@@ -37,6 +38,11 @@ class Bare:
 class Wrong:
     Settings = int
 '''
+
+
+PLAYABLE = FAMILY.replace(
+    "class Mine:", "from tests.plugins.test_api import Own\nclass Mine(Own):\n    num_made = 0"
+)
 
 
 @pytest.fixture
@@ -168,7 +174,10 @@ def test_a_dry_run_shows_its_settings(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["train", str(recipe(tmp_path, f"{module}:Mine")), "--dry-run"]) == 0
+    (tmp_path / f"{module}.py").write_text(PLAYABLE)
+    model = save_tiny_model(tmp_path / "model")
+    small = [f"model.name={model}", "train.tasks_per_step=2"]
+    assert main(["train", str(recipe(tmp_path, f"{module}:Mine")), "--dry-run", *small]) == 0
     shown = f'[environment]\nsize = 3  # default\ntype = "{module}:Mine"  # recipe\n'
     assert shown in capsys.readouterr().out
 

@@ -183,5 +183,5 @@ def test_a_mapping_is_relative_to_the_current_folder(recipe: Path, monkeypatch: 
 
 
 def test_dry_run_prints_absolute_paths(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", str(recipe), "--dry-run"])
+    main(["train", str(recipe), "--dry-run", "--smoke"])
     assert f'corpus = "{recipe.parent / "data/passages.jsonl"}"' in capsys.readouterr().out

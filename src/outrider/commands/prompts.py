@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.commands.first_prompt import first_prompt, rendered_ids, rendered_text, renderer_of
 from outrider.commands.parts import Commands, overrides
 from outrider.errors import ConfigError
 from outrider.near import did_you_mean
 from outrider.printing import say
-from outrider.types import Task
 
 if TYPE_CHECKING:
     from outrider.train.settings import RunSettings
+    from outrider.types import Task
 
 
 def add(commands: Commands) -> None:
@@ -39,6 +38,7 @@ def add(commands: Commands) -> None:
 
 
 def _prompt(parsed: argparse.Namespace) -> int:
+    from outrider.commands.first_prompt import first_prompt, rendered_ids, rendered_text, renderer_of
     from outrider.config_paths import require_paths
     from outrider.engines.model_names import require_known_model
     from outrider.environments.families import make_family
@@ -80,7 +80,7 @@ def _settings(recipe: Path, given: Sequence[str]) -> "RunSettings":
     return api.run_settings(recipe / RECORD if recipe.is_dir() else recipe, overrides=given)
 
 
-def _chosen(tasks: Sequence[Task], wanted: str, split: str) -> Task:
+def _chosen(tasks: "Sequence[Task]", wanted: str, split: str) -> "Task":
     """Raises ConfigError if no task has the number or the key."""
     by_key = {task.key: task for task in tasks}
     if wanted in by_key:

@@ -71,8 +71,8 @@ def _compared(runs: Sequence[Path]) -> str:
 
 def _report(parsed: argparse.Namespace) -> int:
     from outrider.errors import DataError
-    from outrider.runs import told_of_tasks
     from outrider.watch.report import write_report
+    from outrider.watch.run_directory import told_of_tasks
 
     if refusal := told_of_tasks(parsed.run):
         raise DataError(refusal)

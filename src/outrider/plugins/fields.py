@@ -10,8 +10,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 
 from outrider.config import Settings
 from outrider.errors import ConfigError
-from outrider.plugins.names import BUILT_IN, Kind, is_import_path, target_of
-from outrider.plugins.presets import expand_preset
+from outrider.plugins.names import BUILT_IN, Kind, is_import_path, is_known, target_of
+from outrider.plugins.presets import expand_preset, preset_names
 from outrider.plugins.registry import resolve, section_type, settings_of
 
 BAD_NAME = "plugin_name"
@@ -133,7 +133,8 @@ def _markers(parts: Iterable[Any]) -> Iterator[Marker]:
 def _require(kind: Kind, name: str, *, also: Sequence[str] = ()) -> None:
     """The name is known and, where it is not built in, its class can be imported."""
     try:
-        target_of(kind, name, also=also)
+        if not is_known(kind, name):
+            target_of(kind, name, also=also, presets=preset_names(kind))
         if name not in BUILT_IN[kind]:
             resolve(kind, name)
     except ConfigError as error:

@@ -96,10 +96,10 @@ def is_known(kind: Kind, name: str) -> bool:
     return name in BUILT_IN[kind] or is_import_path(name) or name in registered(kind)
 
 
-def target_of(kind: Kind, name: str, *, also: Sequence[str] = ()) -> str:
+def target_of(kind: Kind, name: str, *, also: Sequence[str] = (), presets: Sequence[str] = ()) -> str:
     """``module:Class`` of a name. Raises ConfigError, with a near match, for one that nobody has.
 
-    ``also`` are words that may stand in its place.
+    ``also`` are words that may stand in its place, ``presets`` names that a message lists behind the others.
 
     What is built in keeps its name, whatever is installed beside it: no package changes what a recipe meant.
     """
@@ -116,20 +116,11 @@ def target_of(kind: Kind, name: str, *, also: Sequence[str] = ()) -> str:
     if points:
         return points[0].value
     known = [*also, *known_names(kind)]
-    presets = _presets(kind)
     listed = f"{', '.join(known)}, or package.module:Class"
     raise ConfigError(
         f"there is no {name!r}{_owner(kind, name) or did_you_mean(name, [*known, *presets])} (one of "
         f"{listed}{'; presets: ' if presets else ''}{', '.join(presets)})",
     )
-
-
-def _presets(kind: Kind) -> list[str]:
-    """Presets that may stand in a type's place."""
-    from outrider.plugins.presets import preset_types  # it imports the settings of every algorithm
-
-    known = preset_types(kind)
-    return [one for one in known if not one.endswith("-paper")]
 
 
 def _owner(kind: Kind, name: str) -> str:

@@ -33,6 +33,11 @@ def preset_types(kind: Kind) -> Mapping[str, tuple[str, str]]:
     return {**{name: chosen for name, chosen in plain.items() if name not in BUILT_IN[kind]}, **found}
 
 
+def preset_names(kind: Kind) -> list[str]:
+    """Presets that a message lists: of two names for one, the shorter."""
+    return [one for one in preset_types(kind) if not one.endswith(PAPER)]
+
+
 def expand_preset(kind: Kind, table: Mapping[str, Any]) -> Mapping[str, Any]:
     """A section whose ``type`` may be a preset, spelled out as ``type`` and ``preset``; what the section sets
     itself stays. Spelling may differ in case, hyphens and dots (``DrGRPO``, ``dr_grpo``).

@@ -12,9 +12,9 @@ from outrider.config import Settings
 from outrider.errors import ConfigError
 from outrider.plugins.fields import markers_of
 from outrider.plugins.imports import ORIGINS_FILE, import_target
-from outrider.plugins.names import Kind, is_known
+from outrider.plugins.names import Kind, is_import_path, is_known, registered
 from outrider.plugins.origin import Origin, origin_of
-from outrider.plugins.registry import origin
+from outrider.plugins.registry import origin, require_kind
 
 PREFIX: Final = "plug-in "
 _NO_FILE: Final = "defined in the running program"
@@ -38,9 +38,11 @@ def used(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Kind, Orig
 
 
 def require_named(settings: Settings, prefix: str = "") -> None:
-    """Look at all that the settings name and that is imported in a run only. Raises ConfigError with the
-    dotted key.
+    """Look at all that the settings name and that is imported in a run only, and at the classes of plug-ins.
+    Raises ConfigError with the dotted key.
     """
+    if not prefix:
+        require_kinds(settings)
     for key, look in settings.named().items():
         try:
             look()
@@ -50,6 +52,21 @@ def require_named(settings: Settings, prefix: str = "") -> None:
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, Settings):
                 require_named(one, f"{prefix}{key}.")
+
+
+def require_kinds(settings: Settings, prefix: str = "") -> None:
+    """Raises ConfigError, with the dotted key, for a plug-in's class that lacks a method of its kind."""
+    for key, value in settings:
+        for marker in markers_of(type(settings), key):
+            for name in _names(value):
+                try:
+                    if is_import_path(name) or name in registered(marker.kind):
+                        require_kind(marker.kind, name)
+                except ConfigError as error:
+                    raise ConfigError(f"{prefix}{key}: {error}") from error
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Settings):
+                require_kinds(one, f"{prefix}{key}.")
 
 
 def _names(value: Any) -> Iterator[str]:

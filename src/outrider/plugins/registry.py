@@ -74,9 +74,16 @@ def _found(kind: Kind, name: str) -> type:
     if not isinstance(found, type):
         raise ConfigError(f"{label} is no class{' and no function' if kind in _OF_FUNCTIONS else ''}")
     _require_settings(kind, label, found)
-    if not hasattr(found, "build"):
-        _require_methods(kind, f"{label} ({origin_of(found)})", found)
     return found
+
+
+def require_kind(kind: Kind, name: str) -> None:
+    """Raises ConfigError for a class that lacks a method of its kind. What a class builds by ``build`` is
+    looked at when it is built.
+    """
+    found = resolve(kind, name)
+    if not hasattr(found, "build"):
+        _require_methods(kind, f"{name} ({origin_of(found)})", found)
 
 
 def _require_methods(kind: Kind, label: str, one: object) -> None:

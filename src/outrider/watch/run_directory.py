@@ -114,6 +114,16 @@ def read_run(run_dir: Path) -> RunData:
     )
 
 
+def told_of_tasks(folder: Path) -> str:
+    """What is reported of the folder of an evaluation of tasks, which is no run; empty for any other."""
+    if not (folder / "results.jsonl").is_file() or (folder / "config.toml").is_file():
+        return ""
+    return (
+        f"{folder} holds an evaluation of eval --tasks, no run: its scores are in summary.json, its replies "
+        "in results.jsonl, and outrider inspect-log makes a log of them that inspect view opens"
+    )
+
+
 def finite(value: object) -> float | None:
     """The value as a float if it is a number that can be added up and drawn, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:

@@ -10,8 +10,7 @@ from typing import Any, Final
 from outrider.errors import DataError
 from outrider.file_lock import is_locked
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.runs import told_of_tasks
-from outrider.watch.run_directory import read_run
+from outrider.watch.run_directory import read_run, told_of_tasks
 from outrider.watch.viewer.alarms import alarms_of
 from outrider.watch.viewer.live import fingerprint, live_state
 from outrider.watch.viewer.rollout_index import RolloutIndex
