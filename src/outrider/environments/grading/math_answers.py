@@ -25,7 +25,9 @@ _POWER = r"(?:\^|\*\*)\s*"
 _NESTED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _EXPONENT = re.compile(_POWER + rf"({_NESTED}|\([^()]*\)|-?\d+(?:\.\d+)?|-?[A-Za-z]|\\[A-Za-z]+)")
 _REFUSED = (
-    re.compile(r"\d{4,}\s*!|[)}\]!]\s*!|\\(?:i*int|oint|sum|prod|lim|choose)(?![A-Za-z])|\\[dt]?binom\{?[^{}]*\d{4}"),
+    re.compile(
+        r"\d{4,}\s*!|[}\]!]\s*!|!\s*\)\s*!|\([^()A-Za-z]*\)\s*!|\\(?:i*int|oint|sum|prod|lim|choose)(?![A-Za-z])|\\[dt]?binom\{?[^{}]*\d{4}"
+    ),
     re.compile(r"\d\.?\s*E\s*[+-]?\s*\d{4,}"),
     # Nested functions and towers of powers, with or without braces.
     re.compile(r"(?:\\(?:sin|cos|tan|exp|log|ln)(?![A-Za-z])[\s({]*){3}", re.DOTALL),
@@ -127,5 +129,7 @@ def _is_safe(text: str) -> bool:
 
 
 def _is_small_tower(exponent: str) -> bool:
-    has_letter = re.search(r"[A-Za-z]", re.sub(r"\\(?:frac|cdot|times|pi)(?![A-Za-z])", " ", exponent)) is not None
+    has_letter = (
+        re.search(r"[A-Za-z]", re.sub(r"\\(?:frac|cdot|times|pi)(?![A-Za-z])", " ", exponent)) is not None
+    )
     return has_letter and all(len(digits) == 1 for digits in re.findall(r"\d+", exponent))

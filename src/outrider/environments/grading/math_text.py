@@ -1,5 +1,5 @@
-r"""Normal form of mathematical answers before they are compared: one spelling for what means the same, and the
-unit apart.
+r"""Normal form of mathematical answers before they are compared: one spelling for what means the same, and
+the unit apart.
 
 ``math-verify`` reads LaTeX. Model answers and data sets also have ``1e3``, ``x**2``, ``½``, ``10,\!080``, ``1
 1/2``, ``18 dollars``, ``3\mathrm{i}``, ``0.\overline{3}`` or what SymPy prints: ``sqrt(3)/2``, ``oo``,
@@ -40,14 +40,15 @@ _ROOTS: Final = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 
 _FUNCTIONS: Final = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "arcsin", "arccos", "arctan",
-    "arccot", "arcsec", "arccsc", "arsinh", "arcosh", "artanh", "ln", "log", "exp", "max", "min", "gcd", "lcm",
-    "det", "lim", "sup", "inf", "arg",
+    "arccot", "arcsec", "arccsc", "arsinh", "arcosh", "artanh", "ln", "log", "exp", "max", "min", "gcd",
+    "lcm", "det", "lim", "sup", "inf", "arg",
 })  # fmt: skip
 _PYTHON_FUNCTIONS: Final = {
-    **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "max", "min")},
+    **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")},
     **{f"a{name}": f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
     **{f"arc{name}": f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
     "asinh": "arsinh", "acosh": "arcosh", "atanh": "artanh", "ln": "ln", "Max": "max", "Min": "min",
+    "max": "max", "min": "min",
 }  # fmt: skip
 _GREEK: Final = (
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|upsilon|phi|chi"
@@ -65,7 +66,8 @@ _BARE_FUNCTION: Final = re.compile(
 )
 _SINGLE_UNITS: Final = frozenset("mgshLl")
 _REWRITES: Final = (
-    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|allowbreak|phantom\{[^{}]*\}|hspace\{[^{}]*\})"), " "),
+    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|allowbreak|[hv]?phantom\{[^{}]*\})"), " "),
+    (re.compile(r"\\[hv]space\*?\{[^{}]*\}"), " "),
     (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?=\s*(?:[\[\](){}|./<>]|\\[{}|a-z]))\s*\.?"), ""),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
@@ -115,15 +117,17 @@ _REPEATING: Final = re.compile(
     r"|\\(?:bar|dot)\s+(\d)(?!\d)|\((\d+)\)(?=\s*\Z))"
 )
 _DOTTED_DECIMAL: Final = re.compile(r"(?<![\d.,])(\d+)\.(\d+)\s*\\ldots(?![A-Za-z])")
-_AND_OR: Final = re.compile(r",?\s*\\text\s*\{\s*,?\s*(and|or)\s*\}|,?(?<![A-Za-z\\{])\s+(and|or)\s+(?![a-z]{2})")
+_AND_OR: Final = re.compile(
+    r",?\s*\\text\s*\{\s*,?\s*(and|or)\s*\}|,?(?<![A-Za-z\\{])\s+(and|or)\s+(?![a-z]{2})"
+)
 
 _COIN: Final = {"$": "dollar", "\u20ac": "euro", "\u00a3": "sterling", "\u00a5": "yen", "\u20b9": "rupee"}
 _BEFORE: Final = re.compile(r"\s*([-+]?)\s*\\?([$\u20ac\u00a3\u00a5\u20b9])\s*(?=[-+]?[\d.\\(])")
 _BEHIND: Final = re.compile(r"(?<=[\d})])\s*\\?([$\u20ac\u00a3\u00a5\u20b9])\s*\Z")
 _DEGREES: Final = re.compile(r"(?<=[\d})a-z])\s*\^\s*\\circ\s*(?:\\text\{\s*)?([CFK])?\s*\}?\Z")
-_POWER: Final = r"(?:\^\s*(?:\{([23])\}|([23])))?"
 _NAMED: Final = re.compile(
-    rf"(?P<amount>.*?[\dA-Za-z)}}\]!|])\s*(?P<text>(?:\s*\\text\s*\{{[^{{}}]*\}}\s*{_POWER.replace('(', '(?:').replace('(?:?:', '(?:')}\s*/?)+)",
+    r"(?P<amount>.*?[\dA-Za-z)}\]!|])\s*"
+    r"(?P<text>(?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{[23]\}|[23]))?\s*/?)+)",
     re.DOTALL,
 )
 _TEXT_PART: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
@@ -141,8 +145,10 @@ _UNITS: Final = {
         "sec s second", "min minute", "hour h hr", "L l liter litre", "mL ml milliliter millilitre",
         "gal gallon", "dollar usd buck", "euro eur", "degree deg", "day", "week", "month", "year yr", "cent",
         "cup", "unit", "person people", "child children", "man men", "woman women", "mouse mice",
-        "goose geese", "tooth teeth", "ox oxen", "die dice", "fish", "sheep", "deer", "loaf loaves", "leaf leaves",
-        "yen", "yuan rmb", "won", "rupee", "peso", "acre", "hectare", "newton", "joule", "watt", "volt", "ohm", "amp ampere", "mol mole",
+        "goose geese", "tooth teeth", "ox oxen", "die dice", "fish", "sheep", "deer", "loaf loaves",
+        "leaf leaves", "yen", "yuan rmb", "won", "rupee", "peso", "acre", "hectare", "newton", "joule",
+        "watt",
+        "volt", "ohm", "amp ampere", "mol mole",
         "hz hertz", "pa pascal", "kw kilowatt", "rpm", "bit", "byte", "point pt", "digit", "side", "way",
     )
     for name in names.split()
@@ -151,12 +157,14 @@ _RATES: Final = {"mph": "mi / hour", "kmph": "km / hour", "kph": "km / hour", "k
 _AROUND: Final = frozenset({"per", "square", "sq", "cubic", "cu", "squared", "cubed"})
 _NO_UNITS: Final = frozenset({
     "times", "plus", "minus", "hundreds", "thousands", "millions", "billions", "trillions", "dozens", "tens",
-    "halves", "thirds", "fourths", "fifths", "sixths", "eighths", "tenths", "hundredths", "thousandths", "quarters",
-    "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "quarter", "third", "score",
+    "halves", "thirds", "fourths", "fifths", "sixths", "eighths", "tenths", "hundredths", "thousandths",
+    "quarters", "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "quarter",
+    "third", "score",
     "or", "and", "more", "less", "least", "most", "than", "not", "no", "none", "pi", "over", "divided",
-    "multiplied", "by", "to", "from", "between", "remainder", "mod", "modulo", "if", "where", "when", "for", "with",
-    "without", "except", "choose", "factorial", "infinitely", "infinite", "twice", "double", "power", "powers",
-    "negative", "positive", "percent", "is", "are", "yes", "base", "cos", "sin", "as", "does", "exists",
+    "multiplied", "by", "to", "from", "between", "remainder", "mod", "modulo", "if", "where", "when", "for",
+    "with", "without", "except", "choose", "factorial", "infinitely", "infinite", "twice", "double", "power",
+    "powers", "negative", "positive", "percent", "is", "are", "yes", "base", "cos", "sin", "as", "does",
+    "exists",
     "equals", "thus", "hence",
 })  # fmt: skip
 
@@ -223,14 +231,14 @@ def _upright(text: str) -> str:
     r"""Letters, numbers and functions in upright or bold type are read as such; words stay in ``\text{}``."""
     text = re.sub(r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\mathrm{\1}", text)
     for _ in range(3):
-        text, count = _UPRIGHT.subn(lambda match: _upright_one(match, text), text)
-        if not count or r"\{" in text and count > 50:
+        text, count = _UPRIGHT.subn(_upright_one, text)
+        if not count or (r"\{" in text and count > 50):
             break
     return text
 
 
-def _upright_one(match: re.Match[str], text: str) -> str:
-    inside = match[2]
+def _upright_one(match: re.Match[str]) -> str:
+    text, inside = match.string, match[2]
     bare = inside.strip().rstrip(".")
     if bare in _FUNCTIONS:
         return f"\\{bare} "
@@ -238,7 +246,12 @@ def _upright_one(match: re.Match[str], text: str) -> str:
         is_quantity = re.search(r"[\d})]\s*(?:\\[,;: ]|~|\s)*\Z", text[: match.start()]) is not None
         rest = text[match.end() :].lstrip()
         is_last = not rest or rest[0] in "^/.,$"
-        if is_quantity and is_last and bare in _SINGLE_UNITS and not match[1].startswith(("mathbf", "bold", "bm")):
+        if (
+            is_quantity
+            and is_last
+            and bare in _SINGLE_UNITS
+            and not match[1].startswith(("mathbf", "bold", "bm"))
+        ):
             return rf"\text{{{inside}}}"
         return f" {bare} " if inside.strip() == bare else f" {bare}. "
     if re.fullmatch(r"[\s\d.,:/+*=()<>|-]*", inside) or re.fullmatch(r"\(?[A-Za-z]\)?[\s.:]*", inside):
@@ -388,7 +401,7 @@ def _dotted_decimal(match: re.Match[str]) -> str:
 
 
 def _in_radians(text: str) -> str:
-    """Degrees within an expression, as in the sine of 30 degrees; those at the end of a number are its unit."""
+    """Degrees within an expression, as in the sine of 30 degrees; behind a number they are its unit."""
     if r"^\circ" not in text or not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         return text
     return re.sub(
@@ -440,11 +453,12 @@ def split_top(text: str, separators: str) -> list[str]:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""An amount and what it counts, ``5 square meters`` as ``("5", "m^2")``; ``(text, "")`` for anything else.
+    r"""An amount and what it counts, ``5 square meters`` as ``("5", "m^2")``; ``(text, "")`` for anything
+    else.
 
     An amount is a number or an expression, such as ``3\pi``. A unit is a known one, a currency, degrees or a
-    plural ("apples"): "2 pi", "5 million" and "5 or more" are more than their number. Letters directly behind a
-    number are a unit from three on: ``5m`` may be five times m.
+    plural ("apples"): "2 pi", "5 million" and "5 or more" are more than their number. Letters directly behind
+    a number are a unit from three on: ``5m`` may be five times m.
     """
     text = text.strip()
     if (coin := _BEFORE.match(text)) is not None:
@@ -473,7 +487,9 @@ def split_unit(text: str) -> tuple[str, str]:
 def _is_amount(text: str) -> bool:
     """A number or an expression, in which no word stands."""
     bare = re.sub(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+", " ", text)
-    return bool(text.strip()) and re.search(r"[A-Za-z]{3,}", bare) is None and not text.rstrip().endswith("\\")
+    return (
+        bool(text.strip()) and re.search(r"[A-Za-z]{3,}", bare) is None and not text.rstrip().endswith("\\")
+    )
 
 
 def _unit(text: str, exponent: str) -> str:
@@ -499,11 +515,12 @@ def _unit(text: str, exponent: str) -> str:
     elif lowered[-1] in ("squared", "cubed"):
         exponent = "3" if lowered[-1] == "cubed" else "2"
         words, lowered = words[:-1], lowered[:-1]
-    if not words or not (_is_unit(words[-1]) or len(words) > 2 and lowered[-2] in ("per", "/", "a", "an", "each")):
+    is_rate = any(word in ("per", "/", "a", "an", "each") for word in lowered[1:-1])
+    if not words or not (_is_unit(words[-1]) or is_rate):
         return ""
-    if not all(_is_unit(word) or word == "/" for word in words) and any(len(word) < 3 for word in words[:-1]):
-        if not any(word in ("per", "/") for word in lowered):
-            return ""
+    # Adjectives may stand in front ("red marbles"), single letters may not ("a b cm").
+    if any(len(word) < 3 and not _is_unit(word) and word != "/" for word in words[:-1]) and not is_rate:
+        return ""
     return " ".join(map(_singular, words)) + (f"^{exponent}" if exponent else "")
 
 
@@ -521,4 +538,3 @@ def _singular(word: str) -> str:
         return _UNITS[word]
     lowered = word.lower() if len(word) >= 3 else word
     return _UNITS.get(lowered) or _UNITS.get(lowered.removesuffix("s")) or lowered.removesuffix("s")
-
