@@ -190,7 +190,7 @@ def test_no_verdict_at_all_is_unscored() -> None:
 
 @pytest.mark.parametrize("rule", ["strict", "arpo-eval"])
 def test_a_blank_reply_is_no_verdict_under_any_rule(rule: Any) -> None:
-    with chat_server([completion(" \n")]) as server:
+    with chat_server([completion(" \n"), completion("<think>It is correct")]) as server:
         found = ask(judge_at(server, rule=rule))
     assert (found.is_correct, found.num_asks) == (None, 2) and "no verdict" in found.fault
 

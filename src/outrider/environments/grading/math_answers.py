@@ -18,6 +18,7 @@ from outrider.environments.grading.math_structure import is_same_unit
 from outrider.environments.grading.math_text import one_spelling, split_unit
 
 MAX_CHARS = 200
+_MAX_SPELLED = 1000  # characters; a longer answer is compared as it is written
 _MAX_EXPONENT = 1000
 _MAX_GROUP_EXPONENT = 30
 _MAX_TERMS = 2000  # of the expanded power of a group, by the number of symbols in it
@@ -71,10 +72,14 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     """The verdict, where the texts alone give it; else what is to be evaluated."""
     if not prediction.strip() or not gold.strip():
         return Verdict.DIFFERENT
-    predicted, expected = one_spelling(prediction), one_spelling(gold)
+    predicted, expected = (
+        one_spelling(text) if len(text) <= _MAX_SPELLED else text.strip() for text in (prediction, gold)
+    )
     if _is_same_text(predicted, expected):
         return Verdict.EQUAL
-    (predicted, its_unit), (expected, unit) = split_unit(predicted), split_unit(expected)
+    (predicted, its_unit), (expected, unit) = (
+        split_unit(text) if len(text) <= _MAX_SPELLED else (text, "") for text in (predicted, expected)
+    )
     is_other_unit = (its_unit and expected.endswith(r"\%")) or (unit and predicted.endswith(r"\%"))
     if is_other_unit or not is_same_unit(its_unit, unit):
         return Verdict.DIFFERENT

@@ -32,6 +32,7 @@ _BUILDER: Final = re.compile(
 _BASED: Final = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _THOUSANDS: Final = re.compile(r"[-+]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)")
 _AMBIGUOUS: Final = "a number with a comma"
+_CURRENCIES: Final = frozenset({"dollar", "euro", "sterling", "yen", "rupee", "cent"})
 _MAX_SIGNS: Final = 3
 _MAX_MEMBERS: Final = 40
 
@@ -211,11 +212,12 @@ class _Comparer:
 
 def is_same_unit(left: str, right: str) -> bool:
     """Units of two amounts agree if one has none, if they are equal, or if one names the same thing more
-    precisely ("red marbles").
+    precisely ("red marbles", "dollars per pound").
     """
     if not left or not right or left == right:
         return True
-    return set(left.split()) < set(right.split()) or set(right.split()) < set(left.split())
+    fewer, more = sorted((set(left.split()), set(right.split())), key=len)
+    return fewer < more and ("/" not in more or bool(fewer & _CURRENCIES))
 
 
 def _bare(text: str) -> str:

@@ -133,7 +133,7 @@ _NAMED: Final = re.compile(
 _TEXT_PART: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BARE: Final = re.compile(
     r"(?P<amount>.*?[\d)}\]]|.*?\\pi|.*?\s[A-Za-z]|-?\d*[A-Za-z])(?:\s+|(?<=[\d})])(?=[A-Za-z]{3}))"
-    r"(?P<words>[A-Za-z]+(?:\s*[./]?\s*[A-Za-z]+)*)\s*(?P<power>\^\s*(?:\{[23]\}|[23]))?",
+    r"(?P<words>[A-Za-z]+(?:(?:\s+|\s*[./]\s*)[A-Za-z]+)*)\s*(?P<power>\^\s*(?:\{[23]\}|[23]))?",
     re.DOTALL,
 )
 _UNITS: Final = {
@@ -431,13 +431,15 @@ def _closing(text: str, start: int) -> int | None:
     return None
 
 
+_TOKEN: Final = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
+
+
 def split_top(text: str, separators: str) -> list[str]:
     """The parts between separators that stand in no bracket, brace or environment."""
     parts = [""]
-    depth = num_bars = 0
-    position = 0
+    depth = position = 0
     while position < len(text):
-        token = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.|.", re.DOTALL).match(text, position)
+        token = _TOKEN.match(text, position)
         assert token is not None
         sign = token[0]
         position = token.end()
@@ -445,7 +447,7 @@ def split_top(text: str, separators: str) -> list[str]:
             depth += 1
         elif sign in (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil") or sign.startswith(r"\end"):
             depth -= 1
-        if depth <= 0 and num_bars % 2 == 0 and sign in separators:
+        if depth <= 0 and sign in separators:
             parts.append("")
         else:
             parts[-1] += sign

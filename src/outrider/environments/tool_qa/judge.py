@@ -129,7 +129,8 @@ class Judge:
                 return Judgement(is_correct=None, num_asks=ask + 1, num_tokens=num_tokens, fault=str(fault))
             num_tokens += answer.num_tokens
             reply = answer.text
-            verdict = read_verdict(reply, rule=self.settings.rule) if reply.strip() else None
+            has_words = bool(without_thoughts(reply).strip())
+            verdict = read_verdict(reply, rule=self.settings.rule) if has_words else None
             if verdict is not None:
                 return Judgement(is_correct=verdict, num_asks=ask + 1, num_tokens=num_tokens, reply=reply)
             conversation += [
