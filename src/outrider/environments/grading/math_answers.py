@@ -34,6 +34,12 @@ _REFUSED = (
     re.compile(r"(?:\\(?:sin|cos|tan|exp|log|ln)(?![A-Za-z])[\s({]*){3}", re.DOTALL),
     re.compile(_EXPONENT.pattern + r"\s*(?:\^|\*\*)"),
 )
+# "Answer: 5", "\text{Area} = 5"
+_LABEL = re.compile(
+    r"(?:\\text\s*\{\s*[A-Za-z][A-Za-z ]*\}\s*[:=]|\\text\s*\{\s*[A-Za-z ]+[:=]\s*\}"
+    r"|[A-Za-z][A-Za-z ]{2,30}[:=]|(?:\\text\s*\{)?\s*(?:the )?(?:final )?answer is:?\s*\}?)\s*(?=\S)",
+    re.IGNORECASE,
+)
 # A hyphen between two words is none; every other sign tells one answer from another.
 _OPERATOR = re.compile(r"[+*/^_<>=]|(?<![A-Za-z]{2})-|-(?![A-Za-z]{2})")
 
@@ -77,6 +83,11 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     )
     if _is_same_text(predicted, expected):
         return Verdict.EQUAL
+    labels = [_LABEL.match(text) for text in (predicted, expected)]
+    if labels[0] and not labels[1]:
+        predicted = predicted[labels[0].end() :]
+    elif labels[1] and not labels[0]:
+        expected = expected[labels[1].end() :]
     (predicted, its_unit), (expected, unit) = (
         split_unit(text) if len(text) <= _MAX_SPELLED else (text, "") for text in (predicted, expected)
     )

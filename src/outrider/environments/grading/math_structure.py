@@ -23,7 +23,7 @@ _MATRIX: Final = re.compile(
 _RELATION: Final = re.compile(r"\\(?:le|ge|ne|approx|in|notin|subset|subseteq|equiv|sim)(?![A-Za-z])|[<>=]")
 _NAME: Final = re.compile(
     r"\s*(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\{[^{}]*\}|\w))?'*\s*(?:\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?\s*"
-    r"|\s*(?:[A-Za-z]\s*){2,4}|\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)\s*|\s*\\angle\s*[A-Z]+\s*|\s*\|[A-Z]+\|\s*"
+    r"|\s*\\(?:overrightarrow|overline|vec|hat|bar|widehat)\s*\{[^{}]*\}\s*|\s*(?:[A-Za-z]\s*){2,4}|\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)\s*|\s*\\angle\s*[A-Z]+\s*|\s*\|[A-Z]+\|\s*"
 )
 _BUILDER: Final = re.compile(
     r"\\\{\s*\(?([A-Za-z])\)?\s*(?:\\in\s*\\mathbb\{R\}|\\in\s*R)?\s*[|:]\s*(.+?)\s*(?:,\s*\1\s*\\in\s*\\mathbb\{R\}\s*)?\\\}",
@@ -86,6 +86,8 @@ class _Comparer:
                 return self._is_same_members(bare.members, other.members, is_ordered=False)
             if other.brackets == ("(", ")") or (other.brackets == ("[", "]") and len(other.members) > 2):
                 return self._is_same_members(bare.members, other.members, is_ordered=True)
+            if other.brackets == ("[", "]") and all(_bracketed(member) for member in other.members):
+                return self._is_same_members(bare.members, other.members, is_ordered=False)
             return other.brackets == ("[", "]") and len(other.members) == 1 == len(bare.members)
         if left.brackets != right.brackets:
             is_vector = {left.brackets, right.brackets} == {("(", ")"), (r"\langle", r"\rangle")}
@@ -132,6 +134,8 @@ class _Comparer:
         if any(is_percentage):
             if its_unit or unit:
                 return False
+            if all(is_percentage):
+                return self.is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
             if is_percentage[0] != is_percentage[1]:  # "12 percent" may be given as 12 or as 0.12
                 amounts = [text.removesuffix(r"\%") for text in (left, right)]
                 return self.is_same(*amounts) or self._same_value(left, right)
