@@ -327,10 +327,11 @@ def _signed(text: str) -> list[str]:
         return [text.replace("\x02", r"\pm").replace("\x03", r"\mp")]
     if "\x03" in text:
         return [text.replace("\x02", one).replace("\x03", other) for one, other in ("+-", "-+")]
-    signed = []
-    for signs in product("+-", repeat=num_signs):
-        left = iter(signs)
-        signed.append(re.sub("\x02", lambda _, left=left: next(left), text))  # type: ignore[misc]
+    first, *rest = text.split("\x02")
+    signed = [
+        first + "".join(sign + part for sign, part in zip(signs, rest, strict=True))
+        for signs in product("+-", repeat=num_signs)
+    ]
     return [re.sub(r"(\A|[=(\[{,])\s*\+", r"\1", one) for one in signed]
 
 
