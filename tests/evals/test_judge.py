@@ -90,7 +90,8 @@ def test_how_replies_are_read(reply: str, strict: bool | None, released: bool) -
         "The prediction gives a different year than the correct answer, 1969.",
         "The prediction lacks the correct city.",
         "Correct. However, the year differs.",
-        "Partially correct.", "Mostly correct", "incorrectly", "Correct?", "Correct or incorrect", "Yes and no",
+        "Partially correct.", "Mostly correct", "incorrectly", "Correct?", "Correct or incorrect",
+        "Yes and no",
         "Not incorrect", "Prediction: yes", "Correct answer: yes", "The answer is no.",
         "<judgment>The correct answer is the Danube, so this is a mismatch</judgment>",
         "<judgment>Partially correct</judgment>",
@@ -111,10 +112,11 @@ def test_a_reply_that_only_mentions_a_verdict_decides_nothing(reply: str) -> Non
         ("correct", "incorrect"), ("Yes.", "No."), ("TRUE", "false"), ("**Correct**", "**Incorrect**"),
         ("`correct`", "`wrong`"), ('"Correct"', "'incorrect'"), ("Judgment: correct", "**Judgement:** No"),
         ("Answer: yes", "Answer: **no**"), ("Final verdict - right", "Verdict: not correct"),
-        ("It is correct", "It isn't correct."), ("The prediction is correct.", "The prediction is not right."),
+        ("It is correct", "It isn't correct."), ("The prediction is correct.", "It is not right."),
         ("Yes, it is correct.", "No. It is wrong."), (r"$\boxed{\text{Correct}}$", r"\boxed{Incorrect}"),
         ('{"correct": true}', '```json\n{"judgment": "Incorrect", "reason": "other city"}\n```'),
-        ("<JUDGMENT> correct </JUDGMENT>", "<judgement>INCORRECT</judgement>"), ("Correct \u2713", "\u274c Incorrect"),
+        ("<JUDGMENT> correct </JUDGMENT>", "<judgement>INCORRECT</judgement>"),
+        ("Correct \u2713", "\u274c Incorrect"),
         ("<judgment>yes</judgment>", "<judgment>not correct</judgment>"),
         ("<think>Is it incorrect? <judgment>Incorrect</judgment></think><judgment>Correct</judgment>",
          "<think>It is correct.</think>\n\nIncorrect"),
@@ -188,7 +190,7 @@ def test_no_verdict_at_all_is_unscored() -> None:
 
 @pytest.mark.parametrize("rule", ["strict", "arpo-eval"])
 def test_a_blank_reply_is_no_verdict_under_any_rule(rule: Any) -> None:
-    with chat_server([completion(" \n")]) as server:
+    with chat_server([completion(" \n"), completion("<think>It is correct")]) as server:
         found = ask(judge_at(server, rule=rule))
     assert (found.is_correct, found.num_asks) == (None, 2) and "no verdict" in found.fault
 

@@ -14,20 +14,22 @@ _NAMES: Final = (
 )  # fmt: skip
 _NAME: Final = "|".join(sorted(map(re.escape, _NAMES), key=len, reverse=True))
 _PAIRS: Final = (
-    (r"\[THINK\]", r"\[/THINK\]"),  # Mistral
-    (r"\u25c1think\u25b7", r"\u25c1/think\u25b7"),  # Kimi-VL
-    (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),  # Command A
-    (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),  # Sky-T1, OpenThinker
-    (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),  # Apertus
-    (r"<\|channel>thought", r"<channel\|>"),  # Gemma 4
-    (r"<unused94>", r"<unused95>"),  # MedGemma
+    (r"(?<=\[)THINK\]", r"(?<=\[)/THINK\]"),  # Mistral
+    (r"(?<=\u25c1)think\u25b7", r"(?<=\u25c1)/think\u25b7"),  # Kimi-VL
+    (r"(?<=<)\|START_THINKING\|>", r"(?<=<)\|END_THINKING\|>"),  # Command A
+    (r"(?<=<)\|begin_of_thought\|>", r"(?<=<)\|end_of_thought\|>"),  # Sky-T1, OpenThinker
+    (r"(?<=<)\|inner_prefix\|>", r"(?<=<)\|inner_suffix\|>"),  # Apertus
+    (r"(?<=<)\|channel>thought", r"(?<=<)channel\|>"),  # Gemma 4
+    (r"(?<=<)unused94>", r"(?<=<)unused95>"),  # MedGemma
 )
+# The first sign of a marker comes first, alone, so that the search skips all other text quickly.
 _MARKERS: Final = re.compile(
-    rf"<(?P<end>/?)\s*(?P<name>{_NAME})(?:\s[^<>]*)?>|"
+    rf"[<\[\u25c1](?:(?<=<)(?P<end>/?)\s*(?P<name>{_NAME})(?:\s[^<>]*)?>|"
     + "|".join(
         rf"(?P<open{index}>{opening})|(?P<close{index}>{closing})"
         for index, (opening, closing) in enumerate(_PAIRS)
-    ),
+    )
+    + ")",
     re.IGNORECASE,
 )
 # gpt-oss: channels, with their special tokens or, where a server skips those, with the bare words.

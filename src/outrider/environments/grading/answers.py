@@ -99,8 +99,8 @@ def _last_pair(text: str) -> str | None:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case without markup (:func:`plain_words`), punctuation and articles, blanks collapsed; numbers keep
-    their sign and decimal point.
+    """Lower case without markup (:func:`plain_words`), punctuation and articles, blanks collapsed; numbers
+    keep their sign and decimal point.
 
     ``1,000`` becomes ``1000`` and ``12.0`` becomes ``12``. A text that would vanish (the choice ``A``, a lone
     ``%``) keeps its articles, or its punctuation.

@@ -18,7 +18,7 @@ from outrider.environments.grading.math_structure import is_same_unit
 from outrider.environments.grading.math_text import one_spelling, split_unit
 
 MAX_CHARS = 200
-_MAX_REWRITTEN_CHARS = 2000  # longer texts are compared as they are, in time proportional to their length
+_MAX_SPELLED = 1000  # characters; a longer answer is compared as it is written
 _MAX_EXPONENT = 1000
 _MAX_GROUP_EXPONENT = 30
 _MAX_TERMS = 2000  # of the expanded power of a group, by the number of symbols in it
@@ -26,11 +26,19 @@ _POWER = r"(?:\^|\*\*)\s*"
 _NESTED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _EXPONENT = re.compile(_POWER + rf"({_NESTED}|\([^()]*\)|-?\d+(?:\.\d+)?|-?[A-Za-z]|\\[A-Za-z]+)")
 _REFUSED = (
-    re.compile(r"\d{4,}\s*!|[)}\]!]\s*!|\\(?:i*int|oint|sum|prod|lim|choose)(?![A-Za-z])|\\[dt]?binom\{?[^{}]*\d{4}"),
+    re.compile(
+        r"\d{4,}\s*!|[}\]!]\s*!|!\s*\)\s*!|\([^()A-Za-z]*\)\s*!|\\(?:i*int|oint|sum|prod|lim|choose)(?![A-Za-z])|\\[dt]?binom\{?[^{}]*\d{4}"
+    ),
     re.compile(r"\d\.?\s*E\s*[+-]?\s*\d{4,}"),
     # Nested functions and towers of powers, with or without braces.
     re.compile(r"(?:\\(?:sin|cos|tan|exp|log|ln)(?![A-Za-z])[\s({]*){3}", re.DOTALL),
     re.compile(_EXPONENT.pattern + r"\s*(?:\^|\*\*)"),
+)
+# "Answer: 5", "\text{Area} = 5"
+_LABEL = re.compile(
+    r"(?:\\text\s*\{\s*[A-Za-z][A-Za-z ]*\}\s*[:=]|\\text\s*\{\s*[A-Za-z ]+[:=]\s*\}"
+    r"|[A-Za-z][A-Za-z ]{2,30}[:=]|(?:\\text\s*\{)?\s*(?:the )?(?:final )?answer is:?\s*\}?)\s*(?=\S)",
+    re.IGNORECASE,
 )
 # A hyphen between two words is none; every other sign tells one answer from another.
 _OPERATOR = re.compile(r"[+*/^_<>=]|(?<![A-Za-z]{2})-|-(?![A-Za-z]{2})")
@@ -70,12 +78,19 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     """The verdict, where the texts alone give it; else what is to be evaluated."""
     if not prediction.strip() or not gold.strip():
         return Verdict.DIFFERENT
-    if max(len(prediction), len(gold)) > _MAX_REWRITTEN_CHARS:
-        return _by_long_text(prediction, gold)
-    predicted, expected = one_spelling(prediction), one_spelling(gold)
+    predicted, expected = (
+        one_spelling(text) if len(text) <= _MAX_SPELLED else text.strip() for text in (prediction, gold)
+    )
     if _is_same_text(predicted, expected):
         return Verdict.EQUAL
-    (predicted, its_unit), (expected, unit) = split_unit(predicted), split_unit(expected)
+    labels = [_LABEL.match(text) for text in (predicted, expected)]
+    if labels[0] and not labels[1]:
+        predicted = predicted[labels[0].end() :]
+    elif labels[1] and not labels[0]:
+        expected = expected[labels[1].end() :]
+    (predicted, its_unit), (expected, unit) = (
+        split_unit(text) if len(text) <= _MAX_SPELLED else (text, "") for text in (predicted, expected)
+    )
     is_other_unit = (its_unit and expected.endswith(r"\%")) or (unit and predicted.endswith(r"\%"))
     if is_other_unit or not is_same_unit(its_unit, unit):
         return Verdict.DIFFERENT
@@ -88,13 +103,6 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
         return Verdict.DIFFERENT
     return (predicted, expected) if _is_safe(predicted) and _is_safe(expected) else Verdict.UNDECIDED
 
-
-def _by_long_text(prediction: str, gold: str) -> Verdict:
-    if _is_same_text(prediction, gold):
-        return Verdict.EQUAL
-    if _words(prediction) or _words(gold):
-        return Verdict.EQUAL if _is_same_wording(prediction, gold) else Verdict.DIFFERENT
-    return Verdict.UNDECIDED
 
 
 def _is_same_text(left: str, right: str) -> bool:
@@ -138,5 +146,7 @@ def _is_safe(text: str) -> bool:
 
 
 def _is_small_tower(exponent: str) -> bool:
-    has_letter = re.search(r"[A-Za-z]", re.sub(r"\\(?:frac|cdot|times|pi)(?![A-Za-z])", " ", exponent)) is not None
+    has_letter = (
+        re.search(r"[A-Za-z]", re.sub(r"\\(?:frac|cdot|times|pi)(?![A-Za-z])", " ", exponent)) is not None
+    )
     return has_letter and all(len(digits) == 1 for digits in re.findall(r"\d+", exponent))

@@ -1,13 +1,13 @@
-r"""Comparing mathematical answers part by part: lists, tuples, sets, intervals, unions, matrices, ratios and sums
-with dots. An algebra system compares the parts, which hold none of these.
+r"""Comparing mathematical answers part by part: lists, tuples, sets, intervals, unions, matrices, ratios and
+sums with dots. An algebra system compares the parts, which hold none of these.
 
-A computer algebra system reads a list with ``\ldots``, a ``\pm`` in a tuple or a chain ``1:2:3`` only in part, and
+A computer algebra system reads a list with ``\ldots``, a ``\pm`` in a tuple or a chain ``1:2:3`` in part, and
 what it does not read it does not compare. Here every part of one answer has a part of the other.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Final, Literal
 
@@ -17,26 +17,30 @@ SameValue = Callable[[str, str], bool]
 """Whether two expressions without structure have one value."""
 _DOTS: Final = r"\ldots"
 _CLOSERS: Final = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
-_MATRIX: Final = re.compile(r"\\begin\{([pbBvVs]?(?:small)?matrix|array|cases)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_MATRIX: Final = re.compile(
+    r"\\begin\{([pbBvVs]?(?:small)?matrix|array|cases)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL
+)
 _RELATION: Final = re.compile(r"\\(?:le|ge|ne|approx|in|notin|subset|subseteq|equiv|sim)(?![A-Za-z])|[<>=]")
 _NAME: Final = re.compile(
     r"\s*(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\{[^{}]*\}|\w))?'*\s*(?:\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?\s*"
-    r"|\s*(?:[A-Za-z]\s*){2,4}|\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)\s*|\s*\\angle\s*[A-Z]+\s*|\s*\|[A-Z]+\|\s*"
+    r"|\s*\\(?:overrightarrow|overline|vec|hat|bar|widehat)\s*\{[^{}]*\}\s*|\s*(?:[A-Za-z]\s*){2,4}|\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)\s*|\s*\\angle\s*[A-Z]+\s*|\s*\|[A-Z]+\|\s*"
 )
 _BUILDER: Final = re.compile(
-    r"\\\{\s*\(?([A-Za-z])\)?\s*(?:\\in\s*\\mathbb\{R\}|\\in\s*R)?\s*[|:]\s*(.+?)\s*(?:,\s*\1\s*\\in\s*\\mathbb\{R\}\s*)?\\\}", re.DOTALL
+    r"\\\{\s*\(?([A-Za-z])\)?\s*(?:\\in\s*\\mathbb\{R\}|\\in\s*R)?\s*[|:]\s*(.+?)\s*(?:,\s*\1\s*\\in\s*\\mathbb\{R\}\s*)?\\\}",
+    re.DOTALL,
 )
 _BASED: Final = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _THOUSANDS: Final = re.compile(r"[-+]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)")
 _AMBIGUOUS: Final = "a number with a comma"
+_CURRENCIES: Final = frozenset({"dollar", "euro", "sterling", "yen", "rupee", "cent"})
 _MAX_SIGNS: Final = 3
 _MAX_MEMBERS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """An answer in its parts. ``kind``: a bare list, a bracketed one, or a single expression; ``brackets`` are
-    those around it. ``word`` connects the parts of a list.
+    """An answer in its parts. ``kind``: a bare list, a bracketed one, or a single expression; ``brackets``
+    are those around it. ``word`` connects the parts of a list.
     """
 
     kind: Literal["one", "list", "bracketed"]
@@ -82,6 +86,8 @@ class _Comparer:
                 return self._is_same_members(bare.members, other.members, is_ordered=False)
             if other.brackets == ("(", ")") or (other.brackets == ("[", "]") and len(other.members) > 2):
                 return self._is_same_members(bare.members, other.members, is_ordered=True)
+            if other.brackets == ("[", "]") and all(_bracketed(member) for member in other.members):
+                return self._is_same_members(bare.members, other.members, is_ordered=False)
             return other.brackets == ("[", "]") and len(other.members) == 1 == len(bare.members)
         if left.brackets != right.brackets:
             is_vector = {left.brackets, right.brackets} == {("(", ")"), (r"\langle", r"\rangle")}
@@ -109,8 +115,8 @@ class _Comparer:
         return True
 
     def _is_same_mixed(self, single: str, other: _Parts) -> bool:
-        """An expression against something in several parts: a condition may name an interval, and a list of one
-        member is that member.
+        """An expression against something in several parts: a condition may name an interval, and a list of
+        one member is that member.
         """
         if len(other.members) == 1 and other.brackets in (("", ""), (r"\{", r"\}"), ("[", "]"), ("(", ")")):
             return other.brackets[0] != "[" and self.is_same(single, other.members[0])
@@ -128,6 +134,8 @@ class _Comparer:
         if any(is_percentage):
             if its_unit or unit:
                 return False
+            if all(is_percentage):
+                return self.is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
             if is_percentage[0] != is_percentage[1]:  # "12 percent" may be given as 12 or as 0.12
                 amounts = [text.removesuffix(r"\%") for text in (left, right)]
                 return self.is_same(*amounts) or self._same_value(left, right)
@@ -141,7 +149,9 @@ class _Comparer:
         if bases[0] and bases[1]:
             return _in_base(bases[0]) == _in_base(bases[1]) is not None
         if any(bases):  # a base that one of them does not write: the digits decide
-            digits = [match[1] if match else text.strip() for match, text in zip(bases, (left, right), strict=True)]
+            digits = [
+                match[1] if match else text.strip() for match, text in zip(bases, (left, right), strict=True)
+            ]
             return digits[0] == digits[1]
         return self._same_value(left, right)
 
@@ -163,7 +173,10 @@ class _Comparer:
         if "cases" in (matrices[0][1], matrices[1][1]):
             lists = [["&".join(map(_packed, row)) for row in matrix] for matrix in rows]
             return self._is_same_members(lists[0], lists[1], is_ordered=False)
-        if "v" in (matrices[0][1][0].lower() + matrices[1][1][0].lower()) and matrices[0][1] != matrices[1][1]:
+        if (
+            "v" in (matrices[0][1][0].lower() + matrices[1][1][0].lower())
+            and matrices[0][1] != matrices[1][1]
+        ):
             return None  # a determinant is a number
         if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
             return False
@@ -194,18 +207,21 @@ class _Comparer:
         if named[0][0] or named[1][0]:
             index = 0 if named[0][0] else 1
             other = (left, right)[1 - index]
-            if not _RELATION.search(other) or (named[index][1] == r"\in" and _RELATION.search(named[index][2]) is None):
+            if not _RELATION.search(other) or (
+                named[index][1] == r"\in" and _RELATION.search(named[index][2]) is None
+            ):
                 return self.is_same(named[index][2], other)
         return None
 
 
 def is_same_unit(left: str, right: str) -> bool:
     """Units of two amounts agree if one has none, if they are equal, or if one names the same thing more
-    precisely ("red marbles").
+    precisely ("red marbles", "dollars per pound").
     """
     if not left or not right or left == right:
         return True
-    return set(left.split()) < set(right.split()) or set(right.split()) < set(left.split())
+    fewer, more = sorted((set(left.split()), set(right.split())), key=len)
+    return fewer < more and ("/" not in more or bool(fewer & _CURRENCIES))
 
 
 def _bare(text: str) -> str:
@@ -294,7 +310,9 @@ def _listed(text: str) -> tuple[str, tuple[str, ...]]:
         masked = marked
     parts = [part.replace("\x01", "") for part in split_top(masked, separators)]
     parts = [part.strip() for part in parts if part.strip()]
-    return (words.pop() if len(words) == 1 else ","), tuple(signed for part in parts for signed in _signed(part))
+    return (words.pop() if len(words) == 1 else ","), tuple(
+        signed for part in parts for signed in _signed(part)
+    )
 
 
 def _signed(text: str) -> list[str]:
@@ -309,10 +327,11 @@ def _signed(text: str) -> list[str]:
         return [text.replace("\x02", r"\pm").replace("\x03", r"\mp")]
     if "\x03" in text:
         return [text.replace("\x02", one).replace("\x03", other) for one, other in ("+-", "-+")]
-    signed = []
-    for signs in product("+-", repeat=num_signs):
-        left = iter(signs)
-        signed.append(re.sub("\x02", lambda _, left=left: next(left), text))  # type: ignore[misc]
+    first, *rest = text.split("\x02")
+    signed = [
+        first + "".join(sign + part for sign, part in zip(signs, rest, strict=True))
+        for signs in product("+-", repeat=num_signs)
+    ]
     return [re.sub(r"(\A|[=(\[{,])\s*\+", r"\1", one) for one in signed]
 
 
@@ -321,11 +340,15 @@ def _split_command(text: str, command: str) -> list[str]:
 
 
 def _assigned(text: str) -> tuple[str, str, str]:
-    r"""The name, the sign and the value of ``x = 5``, ``x \in [0, 1]`` or a chain of equations; empty if it is
-    none.
+    r"""The name, the sign and the value of ``x = 5``, ``x \in [0, 1]`` or a chain of equations; empty for
+    anything else.
     """
     parts = split_top(re.sub(r"\\in(?![A-Za-z])", "\x00", text), "=\x00")
-    if len(parts) < 2 or not _NAME.fullmatch(parts[0]) or re.search(r"[<>]|\\(?:le|ge|ne)(?![a-z])", text.partition("\\mathbb")[0].partition("|")[0]):
+    if (
+        len(parts) < 2
+        or not _NAME.fullmatch(parts[0])
+        or re.search(r"[<>]|\\(?:le|ge|ne)(?![a-z])", text.partition("\\mathbb")[0].partition("|")[0])
+    ):
         return "", "", ""
     sign = r"\in" if "\x00" in re.sub(r"\\in(?![A-Za-z])", "\x00", text) else "="
     return _packed(parts[0]), sign, parts[-1].strip()

@@ -1,5 +1,5 @@
-r"""Normal form of mathematical answers before they are compared: one spelling for what means the same, and the
-unit apart.
+r"""Normal form of mathematical answers before they are compared: one spelling for what means the same, and
+the unit apart.
 
 ``math-verify`` reads LaTeX. Model answers and data sets also have ``1e3``, ``x**2``, ``½``, ``10,\!080``, ``1
 1/2``, ``18 dollars``, ``3\mathrm{i}``, ``0.\overline{3}`` or what SymPy prints: ``sqrt(3)/2``, ``oo``,
@@ -25,7 +25,8 @@ _LATEX_SIGNS: Final = {
     "\u2265": r"\ge ", "\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ",
     "\u2213": r"\mp ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2209": r"\notin ",
     "\u2205": r"\emptyset ", "\u2216": r"\setminus ", "\u2026": r"\ldots ", "\u22ef": r"\ldots ",
-    "\u00b0": r"^\circ ", "\u211d": r"\mathbb{R}", "\u2124": r"\mathbb{Z}", "\u2115": r"\mathbb{N}",
+    "\u00b0": r"^\circ ", "\u00ba": r"^\circ ", "\u211d": r"\mathbb{R}", "\u2124": r"\mathbb{Z}",
+    "\u2115": r"\mathbb{N}",
     "\u211a": r"\mathbb{Q}", "\u2102": r"\mathbb{C}", "\u2220": r"\angle ", "\u25b3": r"\triangle ",
     "\u03c0": r"\pi ", "\u2265\ufe00": r"\ge ", "\u230a": r"\lfloor ", "\u230b": r"\rfloor ",
     "\u2308": r"\lceil ", "\u2309": r"\rceil ", "\u27e8": r"\langle ", "\u27e9": r"\rangle ",
@@ -40,14 +41,15 @@ _ROOTS: Final = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 
 _FUNCTIONS: Final = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "arcsin", "arccos", "arctan",
-    "arccot", "arcsec", "arccsc", "arsinh", "arcosh", "artanh", "ln", "log", "exp", "max", "min", "gcd", "lcm",
-    "det", "lim", "sup", "inf", "arg",
+    "arccot", "arcsec", "arccsc", "arsinh", "arcosh", "artanh", "ln", "log", "exp", "max", "min", "gcd",
+    "lcm", "det", "lim", "sup", "inf", "arg",
 })  # fmt: skip
 _PYTHON_FUNCTIONS: Final = {
-    **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "max", "min")},
+    **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")},
     **{f"a{name}": f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
     **{f"arc{name}": f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
     "asinh": "arsinh", "acosh": "arcosh", "atanh": "artanh", "ln": "ln", "Max": "max", "Min": "min",
+    "max": "max", "min": "min",
 }  # fmt: skip
 _GREEK: Final = (
     "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|upsilon|phi|chi"
@@ -63,9 +65,11 @@ _UNIT_FRACTION: Final = re.compile(
 _BARE_FUNCTION: Final = re.compile(
     r"(?<![\\A-Za-z{])((?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log)(?![A-Za-z}])(?=\s*[\d(\\{A-Za-z^_])"
 )
+_FONT: Final = re.compile(r"\\(?:math(?:rm|it|bf|sf|tt|normal)|boldsymbol|bm)\s*\{")
 _SINGLE_UNITS: Final = frozenset("mgshLl")
 _REWRITES: Final = (
-    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|allowbreak|phantom\{[^{}]*\}|hspace\{[^{}]*\})"), " "),
+    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|allowbreak|[hv]?phantom\{[^{}]*\})"), " "),
+    (re.compile(r"\\[hv]space\*?\{[^{}]*\}"), " "),
     (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?=\s*(?:[\[\](){}|./<>]|\\[{}|a-z]))\s*\.?"), ""),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
@@ -108,6 +112,11 @@ _REWRITES: Final = (
     (re.compile(r"\\frac\s*(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\frac\s*(\d)\s*(\{)"), r"\\frac{\1}\2"),
     (re.compile(r"\\sqrt\s*([A-Za-z\d])"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<=\d)_(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"\[\s*(-\s*\\infty)"), r"(\1"),
+    (re.compile(r"(\\infty)\s*\]"), r"\1)"),
+    (re.compile(r"(?<![A-Za-z\\])Reals(?![A-Za-z])"), r"\\mathbb{R}"),
+    (re.compile(r"\A\s*=\s*"), ""),
     (re.compile(r"\s+"), " "),
 )  # fmt: skip
 _REPEATING: Final = re.compile(
@@ -115,21 +124,30 @@ _REPEATING: Final = re.compile(
     r"|\\(?:bar|dot)\s+(\d)(?!\d)|\((\d+)\)(?=\s*\Z))"
 )
 _DOTTED_DECIMAL: Final = re.compile(r"(?<![\d.,])(\d+)\.(\d+)\s*\\ldots(?![A-Za-z])")
-_AND_OR: Final = re.compile(r",?\s*\\text\s*\{\s*,?\s*(and|or)\s*\}|,?(?<![A-Za-z\\{])\s+(and|or)\s+(?![a-z]{2})")
+_AND_OR: Final = re.compile(
+    r",?\s*\\text\s*\{\s*,?\s*(and|or)\s*\}|,?(?<![A-Za-z\\{])\s+(and|or)\s+(?![a-z]{2})"
+)
 
-_COIN: Final = {"$": "dollar", "\u20ac": "euro", "\u00a3": "sterling", "\u00a5": "yen", "\u20b9": "rupee"}
+_COIN: Final = {
+    "$": "dollar",
+    "\u00a2": "cent",
+    "\u20ac": "euro",
+    "\u00a3": "sterling",
+    "\u00a5": "yen",
+    "\u20b9": "rupee",
+}
 _BEFORE: Final = re.compile(r"\s*([-+]?)\s*\\?([$\u20ac\u00a3\u00a5\u20b9])\s*(?=[-+]?[\d.\\(])")
-_BEHIND: Final = re.compile(r"(?<=[\d})])\s*\\?([$\u20ac\u00a3\u00a5\u20b9])\s*\Z")
+_BEHIND: Final = re.compile(r"(?<=[\d})])\s*\\?([$\u00a2\u20ac\u00a3\u00a5\u20b9])\s*\Z")
 _DEGREES: Final = re.compile(r"(?<=[\d})a-z])\s*\^\s*\\circ\s*(?:\\text\{\s*)?([CFK])?\s*\}?\Z")
-_POWER: Final = r"(?:\^\s*(?:\{([23])\}|([23])))?"
 _NAMED: Final = re.compile(
-    rf"(?P<amount>.*?[\dA-Za-z)}}\]!|])\s*(?P<text>(?:\s*\\text\s*\{{[^{{}}]*\}}\s*{_POWER.replace('(', '(?:').replace('(?:?:', '(?:')}\s*/?)+)",
+    r"(?P<amount>.*?[\dA-Za-z)}\]!|])\s*(?P<rate>/?)\s*"
+    r"(?P<text>(?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{[23]\}|[23]))?\s*/?)+)",
     re.DOTALL,
 )
 _TEXT_PART: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BARE: Final = re.compile(
     r"(?P<amount>.*?[\d)}\]]|.*?\\pi|.*?\s[A-Za-z]|-?\d*[A-Za-z])(?:\s+|(?<=[\d})])(?=[A-Za-z]{3}))"
-    r"(?P<words>[A-Za-z]+(?:\s*[./]?\s*[A-Za-z]+)*)\s*(?P<power>\^\s*(?:\{[23]\}|[23]))?",
+    r"(?P<words>[A-Za-z]+(?:(?:\s+|\s*[./]\s*)[A-Za-z]+)*)\s*(?P<power>\^\s*(?:\{[23]\}|[23]))?",
     re.DOTALL,
 )
 _UNITS: Final = {
@@ -141,22 +159,32 @@ _UNITS: Final = {
         "sec s second", "min minute", "hour h hr", "L l liter litre", "mL ml milliliter millilitre",
         "gal gallon", "dollar usd buck", "euro eur", "degree deg", "day", "week", "month", "year yr", "cent",
         "cup", "unit", "person people", "child children", "man men", "woman women", "mouse mice",
-        "goose geese", "tooth teeth", "ox oxen", "die dice", "fish", "sheep", "deer", "loaf loaves", "leaf leaves",
-        "yen", "yuan rmb", "won", "rupee", "peso", "acre", "hectare", "newton", "joule", "watt", "volt", "ohm", "amp ampere", "mol mole",
+        "goose geese", "tooth teeth", "ox oxen", "die dice", "fish", "sheep", "deer", "shrimp", "cattle",
+        "loaf loaves",
+        "leaf leaves", "yen", "yuan rmb", "won", "rupee", "peso", "acre", "hectare", "newton", "joule",
+        "watt",
+        "volt", "ohm", "amp ampere", "mol mole",
         "hz hertz", "pa pascal", "kw kilowatt", "rpm", "bit", "byte", "point pt", "digit", "side", "way",
     )
     for name in names.split()
 }  # fmt: skip
 _RATES: Final = {"mph": "mi / hour", "kmph": "km / hour", "kph": "km / hour", "kmh": "km / hour"}
 _AROUND: Final = frozenset({"per", "square", "sq", "cubic", "cu", "squared", "cubed"})
+_BEHIND_UNITS: Final = frozenset({
+    "old", "tall", "long", "wide", "high", "deep", "thick", "away", "apart", "later", "ago", "left",
+    "remaining",
+    "altogether", "total", "each",
+})  # fmt: skip
 _NO_UNITS: Final = frozenset({
     "times", "plus", "minus", "hundreds", "thousands", "millions", "billions", "trillions", "dozens", "tens",
-    "halves", "thirds", "fourths", "fifths", "sixths", "eighths", "tenths", "hundredths", "thousandths", "quarters",
-    "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "quarter", "third", "score",
+    "halves", "thirds", "fourths", "fifths", "sixths", "eighths", "tenths", "hundredths", "thousandths",
+    "quarters", "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "quarter",
+    "third", "score",
     "or", "and", "more", "less", "least", "most", "than", "not", "no", "none", "pi", "over", "divided",
-    "multiplied", "by", "to", "from", "between", "remainder", "mod", "modulo", "if", "where", "when", "for", "with",
-    "without", "except", "choose", "factorial", "infinitely", "infinite", "twice", "double", "power", "powers",
-    "negative", "positive", "percent", "is", "are", "yes", "base", "cos", "sin", "as", "does", "exists",
+    "multiplied", "by", "to", "from", "between", "remainder", "mod", "modulo", "if", "where", "when", "for",
+    "with", "without", "except", "choose", "factorial", "infinitely", "infinite", "twice", "double", "power",
+    "powers", "negative", "positive", "percent", "is", "are", "yes", "base", "cos", "sin", "as", "does",
+    "exists",
     "equals", "thus", "hence",
 })  # fmt: skip
 
@@ -172,8 +200,10 @@ def one_spelling(text: str) -> str:
     text = _SUBSCRIPT_RUN.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run.group()) + "}", text)
     text = _LATEX_SIGN.sub(lambda sign: _LATEX_SIGNS[sign.group()], text)
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
-    text = _UNIT_FRACTION.sub(_unit_fraction, _unwrapped(text))
+    text = _MODULE.sub("", _UNIT_FRACTION.sub(_unit_fraction, _unwrapped(text)))
     text = _upright(text)
+    if text.startswith("[[") and text.endswith("]]"):
+        text = f"Matrix({text})"
     text = _roots(text)
     text = _python_calls(text)
     text = _BARE_FUNCTION.sub(lambda match: "\\plainlog " if match[1] == "log" else f"\\{match[1]} ", text)
@@ -208,7 +238,10 @@ def _unwrapped(text: str) -> str:
             text = text.rstrip(".")[boxed.end() : -1]
             continue
         if text.startswith("{") and _closing(text, 0) == len(text) - 1:
-            text = text[1:-1] if "," not in text else rf"\{{{text[1:-1]}\}}"
+            inside = text[1:-1]
+            if re.fullmatch(r"(?:\s*\w+\s*:[^:{}<>=]+(?:,|\Z))+", inside):  # {x: 1, y: 2}
+                return inside.replace(":", "=")
+            text = inside if "," not in inside else rf"\{{{inside}\}}"
             continue
         break
     return re.sub(r"(?<!\\)\$(?![\d.])|(?<=[A-Za-z})])(?<!\\)\$", "", text) if text.count("$") > 1 else text
@@ -222,15 +255,23 @@ def _unit_fraction(match: re.Match[str]) -> str:
 def _upright(text: str) -> str:
     r"""Letters, numbers and functions in upright or bold type are read as such; words stay in ``\text{}``."""
     text = re.sub(r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\mathrm{\1}", text)
+    position = 0
+    while (
+        font := _FONT.search(text, position)
+    ) is not None:  # around more than a word: the font says nothing
+        end, position = _closing(text, font.end() - 1), font.end()
+        if end is not None and "{" in text[position:end]:
+            text = f"{text[: font.start()]}{text[position:end]}{text[end + 1 :]}"
+            position = font.start()
     for _ in range(3):
-        text, count = _UPRIGHT.subn(lambda match: _upright_one(match, text), text)
-        if not count or r"\{" in text and count > 50:
+        text, count = _UPRIGHT.subn(_upright_one, text)
+        if not count or (r"\{" in text and count > 50):
             break
     return text
 
 
-def _upright_one(match: re.Match[str], text: str) -> str:
-    inside = match[2]
+def _upright_one(match: re.Match[str]) -> str:
+    text, inside = match.string, match[2]
     bare = inside.strip().rstrip(".")
     if bare in _FUNCTIONS:
         return f"\\{bare} "
@@ -238,11 +279,18 @@ def _upright_one(match: re.Match[str], text: str) -> str:
         is_quantity = re.search(r"[\d})]\s*(?:\\[,;: ]|~|\s)*\Z", text[: match.start()]) is not None
         rest = text[match.end() :].lstrip()
         is_last = not rest or rest[0] in "^/.,$"
-        if is_quantity and is_last and bare in _SINGLE_UNITS and not match[1].startswith(("mathbf", "bold", "bm")):
+        if (
+            is_quantity
+            and is_last
+            and bare in _SINGLE_UNITS
+            and not match[1].startswith(("mathbf", "bold", "bm"))
+        ):
             return rf"\text{{{inside}}}"
         return f" {bare} " if inside.strip() == bare else f" {bare}. "
     if re.fullmatch(r"[\s\d.,:/+*=()<>|-]*", inside) or re.fullmatch(r"\(?[A-Za-z]\)?[\s.:]*", inside):
         return inside
+    if re.match(r"\s*[-+]?\s*(?:\\?\$\s*)?\d", inside):  # "5 cm", "2x"
+        return f" {inside} "
     if "\\" in inside and not match[1].startswith(("text", "mbox", "hbox", "emph")):
         return inside
     return rf"\text{{{inside}}}"
@@ -264,9 +312,10 @@ def _roots(text: str) -> str:
     return text
 
 
+_MODULE: Final = re.compile(r"(?<![A-Za-z\\])(?:np|numpy|math|cmath|sp|sympy|S)\.(?=[A-Za-z])")
 _CALL: Final = re.compile(
     r"(?<![\\A-Za-z])(sqrt|cbrt|root|floor|ceil|ceiling|exp|log|abs|Abs|Rational|Fraction|Integer|Float|Matrix|ImmutableMatrix|array"
-    r"|FiniteSet|Interval(?:\.(?:open|Lopen|Ropen))?|Union|Eq|Tuple|set|"
+    r"|S|FiniteSet|binomial|comb|factorial|Interval(?:\.(?:open|Lopen|Ropen))?|Union|Eq|Tuple|set|"
     + "|".join(sorted(_PYTHON_FUNCTIONS, key=len, reverse=True))
     + r")\s*(?=[(\[{])"
 )
@@ -332,6 +381,12 @@ def _python_call(name: str, arguments: Sequence[str]) -> str | None:
             if not all(row.strip().startswith("[") for row in split_top(first.strip()[1:-1], ",")):
                 rows = [[entry] for entry in split_top(first.strip()[1:-1], ",")]
             return r"\begin{pmatrix}" + r"\\".join("&".join(row) for row in rows) + r"\end{pmatrix}"
+        case "binomial" | "comb" if len(arguments) == 2:
+            return rf"\binom{{{first}}}{{{arguments[1]}}}"
+        case "factorial":
+            return f"{first}!" if first.isalnum() else f"({first})!"
+        case "S":
+            return first if first.isdigit() else None
         case "FiniteSet":
             return rf"\{{{', '.join(arguments)}\}}"
         case "Tuple":
@@ -342,6 +397,8 @@ def _python_call(name: str, arguments: Sequence[str]) -> str | None:
             return f"{first} = {arguments[1]}"
         case _ if name.startswith("Interval") and len(arguments) in (2, 3, 4):
             is_open = [name.endswith((".open", ".Lopen")), name.endswith((".open", ".Ropen"))]
+            is_open[0] |= first.replace(" ", "") == "-oo"
+            is_open[1] |= arguments[1].strip() == "oo"
             for index, flag in enumerate(arguments[2:]):
                 is_open[index] = flag in ("True", "1")
             return f"{'(' if is_open[0] else '['}{first},{arguments[1]}{')' if is_open[1] else ']'}"
@@ -388,7 +445,7 @@ def _dotted_decimal(match: re.Match[str]) -> str:
 
 
 def _in_radians(text: str) -> str:
-    """Degrees within an expression, as in the sine of 30 degrees; those at the end of a number are its unit."""
+    """Degrees within an expression, as in the sine of 30 degrees; behind a number they are its unit."""
     if r"^\circ" not in text or not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         return text
     return re.sub(
@@ -418,13 +475,15 @@ def _closing(text: str, start: int) -> int | None:
     return None
 
 
+_TOKEN: Final = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
+
+
 def split_top(text: str, separators: str) -> list[str]:
     """The parts between separators that stand in no bracket, brace or environment."""
     parts = [""]
-    depth = num_bars = 0
-    position = 0
+    depth = position = 0
     while position < len(text):
-        token = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.|.", re.DOTALL).match(text, position)
+        token = _TOKEN.match(text, position)
         assert token is not None
         sign = token[0]
         position = token.end()
@@ -432,7 +491,7 @@ def split_top(text: str, separators: str) -> list[str]:
             depth += 1
         elif sign in (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil") or sign.startswith(r"\end"):
             depth -= 1
-        if depth <= 0 and num_bars % 2 == 0 and sign in separators:
+        if depth <= 0 and sign in separators:
             parts.append("")
         else:
             parts[-1] += sign
@@ -440,11 +499,12 @@ def split_top(text: str, separators: str) -> list[str]:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""An amount and what it counts, ``5 square meters`` as ``("5", "m^2")``; ``(text, "")`` for anything else.
+    r"""An amount and what it counts, ``5 square meters`` as ``("5", "m^2")``; ``(text, "")`` for anything
+    else.
 
     An amount is a number or an expression, such as ``3\pi``. A unit is a known one, a currency, degrees or a
-    plural ("apples"): "2 pi", "5 million" and "5 or more" are more than their number. Letters directly behind a
-    number are a unit from three on: ``5m`` may be five times m.
+    plural ("apples"): "2 pi", "5 million" and "5 or more" are more than their number. Letters directly behind
+    a number are a unit from three on: ``5m`` may be five times m.
     """
     text = text.strip()
     if (coin := _BEFORE.match(text)) is not None:
@@ -457,7 +517,7 @@ def split_unit(text: str) -> tuple[str, str]:
     bare = text.removesuffix(".")
     match = _NAMED.fullmatch(bare)
     if match is not None:
-        words = re.sub(r"\^\s*\{?([23])\}?", r" ^\1 ", _TEXT_PART.sub(r" \1 ", match["text"]))
+        words = re.sub(r"\^\s*\{?([23])\}?", r" ^\1 ", _TEXT_PART.sub(r" \1 ", match["rate"] + match["text"]))
         amount = match["amount"]
         power = re.search(r"\^([23])", words)
         words = re.sub(r"\^[23]", " ", words)
@@ -473,7 +533,9 @@ def split_unit(text: str) -> tuple[str, str]:
 def _is_amount(text: str) -> bool:
     """A number or an expression, in which no word stands."""
     bare = re.sub(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+", " ", text)
-    return bool(text.strip()) and re.search(r"[A-Za-z]{3,}", bare) is None and not text.rstrip().endswith("\\")
+    return (
+        bool(text.strip()) and re.search(r"[A-Za-z]{3,}", bare) is None and not text.rstrip().endswith("\\")
+    )
 
 
 def _unit(text: str, exponent: str) -> str:
@@ -489,7 +551,7 @@ def _unit(text: str, exponent: str) -> str:
         if any(word in _NO_UNITS for word in lowered[end + 1 :]):
             return ""
         words, lowered = words[:end], lowered[:end]
-    if lowered[-1] == "old" and len(words) > 1:  # "years old"
+    if lowered[-1] in _BEHIND_UNITS and len(words) > 1:  # "years old"
         words, lowered = words[:-1], lowered[:-1]
     if any(word in _NO_UNITS for word in lowered):
         return ""
@@ -499,11 +561,12 @@ def _unit(text: str, exponent: str) -> str:
     elif lowered[-1] in ("squared", "cubed"):
         exponent = "3" if lowered[-1] == "cubed" else "2"
         words, lowered = words[:-1], lowered[:-1]
-    if not words or not (_is_unit(words[-1]) or len(words) > 2 and lowered[-2] in ("per", "/", "a", "an", "each")):
+    is_rate = any(word in ("per", "/", "a", "an", "each") for word in lowered[1:-1])
+    if not words or not (_is_unit(words[-1]) or is_rate):
         return ""
-    if not all(_is_unit(word) or word == "/" for word in words) and any(len(word) < 3 for word in words[:-1]):
-        if not any(word in ("per", "/") for word in lowered):
-            return ""
+    # Adjectives may stand in front ("red marbles"), single letters may not ("a b cm").
+    if any(len(word) < 3 and not _is_unit(word) and word != "/" for word in words[:-1]) and not is_rate:
+        return ""
     return " ".join(map(_singular, words)) + (f"^{exponent}" if exponent else "")
 
 
@@ -521,4 +584,3 @@ def _singular(word: str) -> str:
         return _UNITS[word]
     lowered = word.lower() if len(word) >= 3 else word
     return _UNITS.get(lowered) or _UNITS.get(lowered.removesuffix("s")) or lowered.removesuffix("s")
-

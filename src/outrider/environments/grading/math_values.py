@@ -1,5 +1,5 @@
-"""Whether two answers have one value, by ``math-verify``. Runs in a grading process only: nothing bounds its time
-or memory.
+"""Whether two answers have one value, by ``math-verify``. Runs in a grading process only: nothing bounds its
+time or memory.
 """
 
 import re
@@ -37,7 +37,9 @@ def _is_same_expression(left: str, right: str) -> bool:
             _is_same_expression(left.replace(r"\plainlog", name), right.replace(r"\plainlog", name))
             for name in (r"\ln", r"\log")
         )
-    is_cased = any(letter.swapcase() in text for text in (left, right) for letter in re.findall(r"[A-Z]", _letters(text)))
+    is_cased = any(
+        letter.swapcase() in text for text in (left, right) for letter in re.findall(r"[A-Z]", _letters(text))
+    )
     is_complex = any(re.search(r"(?<![A-Za-z\\])i(?![A-Za-z])", _letters(text)) for text in (left, right))
     parsed = [_parsed(text, is_cased, is_complex) for text in (left, right)]
     if parsed[0] is None or parsed[1] is None:
@@ -61,7 +63,11 @@ def _parsed(text: str, is_cased: bool, is_complex: bool) -> Any:
     config = ConversionConfig(lowercase_symbols=not is_cased)
     try:
         found = latex2sympy(
-            latex, is_real=not is_complex, convert_degrees=False, normalization_config=None, conversion_config=config
+            latex,
+            is_real=not is_complex,
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=config,
         )
     except Exception:  # the parser raises all kinds
         return None
@@ -111,7 +117,11 @@ def _is_zero_difference(left: Any, right: Any) -> bool:
 def _is_close(left: Any, right: Any) -> bool:
     """The library compares a fixed number of decimals; small numbers must not be equal for that."""
     try:
-        if isinstance(left, (sympy.MatrixBase, sympy.Set, sympy.Tuple)) or left.free_symbols or right.free_symbols:
+        if (
+            isinstance(left, (sympy.MatrixBase, sympy.Set, sympy.Tuple))
+            or left.free_symbols
+            or right.free_symbols
+        ):
             return True
         values = [complex(sympy.N(one)) for one in (left, right)]
     except Exception:

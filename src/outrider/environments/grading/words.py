@@ -1,5 +1,5 @@
-r"""One spelling for words that read the same: dashes, quotation marks, characters that are not visible, widths
-of characters, and the markup around words (LaTeX, Markdown, HTML).
+r"""One spelling for words that read the same: dashes, quotation marks, characters that are not visible,
+widths of characters, and the markup around words (LaTeX, Markdown, HTML).
 
 No letter, digit or sign that a reader sees is dropped.
 """
@@ -22,18 +22,26 @@ _HIDDEN: Final = (
     "\u202a\u202b\u202c\u202d\u202e\u2060\u2061\u2062\u2063\u2064\u2066\u2067\u2068\u2069\ufeff\u3164"
     + "".join(map(chr, range(0xFE00, 0xFE10)))
 )
-# Forms of letters, digits and signs that Unicode calls compatible: full-width, subscripts, ligatures, bold and
-# other mathematical alphabets, Roman numerals, squared units, "\u2026", "\u2103", "\u2116".
+# Compatible forms of letters, digits and signs (NFKC): full-width, subscripts, ligatures, mathematical
+# alphabets, Roman numerals, squared units, "\u2026", "\u2103", "\u2116".
 _COMPATIBLE: Final = re.compile(
     "[\u00bc-\u00be\u2024-\u2026\u2080-\u208e\u2100-\u214f\u2150-\u217f\u3000\u3300-\u33ff\ufb00-\ufb06\uff01-\uff5e\uffe0-\uffe6"
     "\U0001d400-\U0001d7ff]+"
 )
+_NOT_SEEN: Final = str.maketrans(dict.fromkeys(_HIDDEN))
 _SAME: Final = str.maketrans(
     dict.fromkeys(_DASHES, "-")
     | dict.fromkeys(_SINGLE_QUOTES, "'")
     | dict.fromkeys(_DOUBLE_QUOTES, '"')
-    | dict.fromkeys(_HIDDEN, None)
-    | {"\u3001": ",", "\u3002": ".", "\u30fb": "\u00b7", "\u2044": "/", "\u2215": "/", "\u2028": " ", "\u2029": " "}
+    | {
+        "\u3001": ",",
+        "\u3002": ".",
+        "\u30fb": "\u00b7",
+        "\u2044": "/",
+        "\u2215": "/",
+        "\u2028": " ",
+        "\u2029": " ",
+    }
 )
 _SUPERSCRIPT: Final = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+")
 _FRACTION: Final = re.compile("(?<=[0-9])(?=[\u00bc-\u00be\u2150-\u215e])")
@@ -45,7 +53,9 @@ _ACCENTS: Final = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "
                    ".": "\u0307", "c": "\u0327", "v": "\u030c", "H": "\u030b", "u": "\u0306", "k": "\u0328",
                    "r": "\u030a"}  # fmt: skip
 # \'e in a word, \'{e} anywhere, \c{c}: elsewhere \" is an escaped quotation mark.
-_ACCENT: Final = re.compile(r"(?<=[^\W\d_])\\(['`^\"~=.])([A-Za-z])|\\(['`^\"~=.]|[cvHukr](?=\s*\{))\s*\{\\?([A-Za-z])\}")
+_ACCENT: Final = re.compile(
+    r"(?<=[^\W\d_])\\(['`^\"~=.])([A-Za-z])|\\(['`^\"~=.]|[cvHukr](?=\s*\{))\s*\{\\?([A-Za-z])\}"
+)
 _LETTERS: Final = {r"\ss": "\u00df", r"\o": "\u00f8", r"\O": "\u00d8", r"\l": "\u0142", r"\L": "\u0141",
                    r"\ae": "\u00e6", r"\AE": "\u00c6", r"\oe": "\u0153", r"\OE": "\u0152", r"\aa": "\u00e5",
                    r"\AA": "\u00c5"}  # fmt: skip
@@ -54,12 +64,13 @@ _REWRITES: Final = (
     (re.compile(r"\\(?:left|right|displaystyle|limits|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])"), ""),
     (re.compile(r"(?<=\d)(?:\\[,!:;]|\{,\}|\\,\s?|,\\!)\s?(?=\d{3}(?!\d))"), ","),
     (re.compile(r"\\!|\\(?:text)?color\s*\{[^{}]*\}"), ""),
-    (re.compile(r"\\[,:; ]|\\q?quad(?![A-Za-z])|\\\\(?!\w)|(?<=[^\s~])~(?=[^\s~])|\\(?:enspace|thinspace)(?![A-Za-z])"), " "),
-    (re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "\u00b0"),
+    (re.compile(r"\\[,:; ]|\\(?:q?quad|enspace|thinspace)(?![A-Za-z])|\\\\(?!\w)"), " "),
+    (re.compile(r"(?<=[^\s~])~(?=[^\s~])"), " "),
+    (re.compile(r"\s?\^\s?(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "\u00b0"),
     (re.compile(r"\\[lc]?dots(?![A-Za-z])"), "..."),
     (re.compile(r"\\text(?:endash|emdash)(?![A-Za-z])|(?<=\w)---?(?=\w)"), "-"),
-    (re.compile(r"\[([^\]]+)\]\((?:https?://|www\.|/)[^)\s]*\)"), r"\1"),
-    (re.compile(r"</?(?:b|i|u|em|strong|sub|sup|span|code|small|mark|p|br|a|cite|q)(?:\s[^<>]*)?/?>", re.IGNORECASE), ""),
+    (re.compile(r"\[([^\[\]]+)\]\((?:https?://|www\.|/)[^)\s]*\)"), r"\1"),
+    (re.compile(r"</?(?:b|i|u|em|strong|su[bp]|span|code|small|mark|p|br|a|q)(?:\s[^<>]*)?/?>", re.I), ""),
 )  # fmt: skip
 _ENTITY: Final = re.compile(r"&(?:#\d{1,7}|#[xX][0-9A-Fa-f]{1,6}|[A-Za-z]{2,8});")
 _MAX_NESTED: Final = 8
@@ -67,6 +78,7 @@ _MAX_NESTED: Final = 8
 
 def plain_words(text: str) -> str:
     """The text in one spelling: without markup, in Unicode's composed form, with ASCII dashes and quotes."""
+    text = text.translate(_NOT_SEEN)
     if "&" in text:
         text = _ENTITY.sub(lambda match: html.unescape(match.group()), text)
     if "\\" in text:
@@ -78,7 +90,9 @@ def plain_words(text: str) -> str:
                 break
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text = _SUPERSCRIPT.sub(lambda run: "^" + unicodedata.normalize("NFKC", run.group()), text.translate(_SAME))
+    text = _SUPERSCRIPT.sub(
+        lambda run: "^" + unicodedata.normalize("NFKC", run.group()), text.translate(_SAME)
+    )
     text = _COMPATIBLE.sub(lambda run: unicodedata.normalize("NFKC", run.group()), _FRACTION.sub(" ", text))
     return unicodedata.normalize("NFC", text).translate(_SAME)
 

@@ -104,9 +104,9 @@ class Judge:
     def judge(self, question: str, answers: Sequence[str], prediction: str, *, key: str) -> Judgement:
         """The verdict on one prediction; ``key`` (task and sample) names its random stream.
 
-        Thoughts are no part of a prediction. A blank one is wrong and one that matches an answer as text is correct, both without asking. An
-        endpoint that gives up makes a judgement with a fault. Raises ModelError when the endpoint will never
-        answer (wrong key or address).
+        Thoughts are no part of a prediction. A blank one is wrong and one that matches an answer as text is
+        correct, both without asking. An endpoint that gives up makes a judgement with a fault. Raises
+        ModelError when the endpoint will never answer (wrong key or address).
         """
         prediction = without_thoughts(prediction)
         if not prediction.strip():
@@ -129,7 +129,8 @@ class Judge:
                 return Judgement(is_correct=None, num_asks=ask + 1, num_tokens=num_tokens, fault=str(fault))
             num_tokens += answer.num_tokens
             reply = answer.text
-            verdict = read_verdict(reply, rule=self.settings.rule) if reply.strip() else None
+            has_words = bool(without_thoughts(reply).strip())
+            verdict = read_verdict(reply, rule=self.settings.rule) if has_words else None
             if verdict is not None:
                 return Judgement(is_correct=verdict, num_asks=ask + 1, num_tokens=num_tokens, reply=reply)
             conversation += [
@@ -162,10 +163,10 @@ def read_verdict(reply: str, *, rule: Rule = "strict") -> bool | None:
     """Verdict in a reply; None when it decides nothing (``strict`` only). Thoughts are not read.
 
     ``strict``: the inside of the last judgment tag, or the whole reply if there is no tag, must be a bare
-    verdict: "Correct", "**incorrect**.", "Judgment: yes", ``{"correct": false}``, "It is not correct". Text that
-    only mentions one of these words decides nothing. ``arpo-eval``: the first tag or else the whole reply must
-    hold "correct" and none of "incorrect", "wrong" and "not correct", so that "Correct. Nothing is wrong" is a
-    no, as is "yes".
+    verdict: "Correct", "**incorrect**.", "Judgment: yes", ``{"correct": false}``, "It is not correct". Text
+    that only mentions one of these words decides nothing. ``arpo-eval``: the first tag or else the whole
+    reply must hold "correct" and none of "incorrect", "wrong" and "not correct", so that "Correct. Nothing is
+    wrong" is a no, as is "yes".
     """
     reply = without_thoughts(reply)
     if rule == "arpo-eval":
