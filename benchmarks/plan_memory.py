@@ -189,8 +189,8 @@ def main() -> None:
         job = row.job
         print(
             f"| {job.model} | {_trained(job)} | {job.ranks} | {job.precision} "
-            f"| {'again' if job.checkpoint else 'kept'} | {'yes' if job.reference else 'no'} | {row.measured / 1e6:,.0f} | {row.planned / 1e6:,.0f} "
-            f"| {row.off:+.1%} |",
+            f"| {'again' if job.checkpoint else 'kept'} | {'yes' if job.reference else 'no'} "
+            f"| {row.measured / 1e6:,.0f} | {row.planned / 1e6:,.0f} | {row.off:+.1%} |",
             flush=True,
         )
 

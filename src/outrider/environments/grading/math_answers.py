@@ -104,7 +104,6 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     return (predicted, expected) if _is_safe(predicted) and _is_safe(expected) else Verdict.UNDECIDED
 
 
-
 def _is_same_text(left: str, right: str) -> bool:
     """Blanks apart, but for one between two digits."""
     if "".join(left.split()) == "".join(right.split()) and not re.search(r"\d\s+\d", left + " | " + right):
