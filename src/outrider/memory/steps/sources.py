@@ -55,7 +55,7 @@ class Imported:
     trajectories: tuple[Trajectory, ...]
     questions: Mapping[str, str]
     problems: tuple[str, ...]
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 def import_trajectories(
