@@ -139,9 +139,7 @@ def test_a_missing_data_set_names_setting_path_and_folders(recipe: Path, kind: s
         else "environment={type='agent',function='m:run',train={path='trian.jsonl'}}"
     )
     settings = api.run_settings(recipe, overrides=[override])
-    with pytest.raises(
-        DataError, match=r"^environment\.train\.path: trian\.jsonl: no such file"
-    ) as e:
+    with pytest.raises(DataError, match=r"^environment\.train\.path: trian\.jsonl: no such file") as e:
         make_family(settings.environment).tasks("train")
     assert str(recipe.parent) in str(e.value) and str(Path.cwd()) in str(e.value)
 
