@@ -18,6 +18,7 @@ import pytest
 import outrider
 from outrider import api
 from outrider.cli import main
+from outrider.environments.base import EnvironmentSettings
 from outrider.environments.tool_qa.family import ToolsConfig, system_prompt
 from outrider.errors import ConfigError, DataError
 from outrider.train.data.task_checks import kind_of_tasks, num_training_tasks, repetition_lines
@@ -390,7 +391,7 @@ def test_notebooks_show_progress(shell: str, progress: str, monkeypatch: pytest.
 
 
 class NoEnvironment:
-    Settings = ToolsConfig
+    Settings = EnvironmentSettings
 
 
 class Silent:
@@ -426,7 +427,7 @@ def test_an_object_of_another_kind_is_one_line(kind: str, told: str, recipe: Pat
         ("trackers=['tests.train.test_first_week:NoEnvironment']", "is not a tracker: it has no method log"),
         ("buffer.embedder='tests.train.test_first_week:NoEnvironment'", "is not an embedder"),
         ("environment.protocol='tests.train.test_first_week:NoEnvironment'", "is not a call format"),
-        ("environment.tools=['tests.train.test_first_week:NoEnvironment']", "is not a tool"),
+        ("environment.tools=['tests.train.test_first_week:NoEnvironment']", "is no tool"),
         ("environment.tools=['tests.train.test_first_week:DATA']", "is no class and no function"),
     ],
 )
