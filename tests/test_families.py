@@ -18,6 +18,7 @@ from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
 from outrider.tokens.continuation import Continuation
 from outrider.tokens.load_check import check_template
+from outrider.tokens.token_bytes import token_bytes
 from outrider.types import Message, Role, ToolSchema
 from tests.conversations import TOOLS, Generator
 from tests.templates_of_families import FAMILIES, Family, tokenizer_of
@@ -342,3 +343,35 @@ def test_a_template_whose_turns_end_with_the_model_s_own_token_alone_is_named() 
     renderer = ChatRenderer(tokenizer)
     lines = check_template(renderer, ("user",)).notes()
     assert any("turns end with <|endoftext|>" in line for line in lines)
+
+
+# White space around an answer
+
+
+@pytest.mark.parametrize(
+    "name", ["llama2", "llama3", "llama3.0", "gemma3", "mistral v1", "mistral v3", "glm4"]
+)
+@pytest.mark.parametrize("answer", ["The end.\n", " The end.", "\n\nThe end. \n", "  b"])
+def test_a_demonstration_has_the_white_space_that_the_template_writes(name: str, answer: str) -> None:
+    """Imported answers often end with a line break: some templates trim them, others keep it."""
+    renderer = renderer_of(name, ("user",))
+    asked, said = Message(role="user", content="Who?"), Message(role="assistant", content=answer)
+    prompt = renderer.prompt([asked])
+    ids = [*prompt, *renderer.turn_ids(renderer.demonstration(answer, prompt), prompt, is_closed=True)]
+    ids += renderer.bridge(ids, [asked])
+    assert ids == list(renderer.template.encode(renderer.whole_text([asked, said, asked])))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("answer", ["The end.", "  b", "\u2603 It"])
+def test_the_bytes_of_a_sampled_turn_are_those_of_the_text_that_is_passed_on(name: str, answer: str) -> None:
+    """Whatever white space the template has in front of an answer, and SentencePiece in front of a word."""
+    renderer = renderer_of(name, ())
+    prompt = renderer.prompt([Message(role="user", content="Who?")])
+    ids = renderer.turn_ids(answer, prompt, is_closed=True)
+    said = renderer.turn_text(ids, context=prompt, is_closed=False).removeprefix(renderer.opened(prompt))
+    found = token_bytes(renderer.tokenizer, ids, said=said)
+    assert len(found) == len(ids)
+    assert b"".join(found).startswith(said.encode())
+    if FAMILIES[name].vocabulary != "always" and not FAMILIES[name].strips:
+        assert said.startswith(answer)

@@ -258,15 +258,29 @@ class ChatRenderer:
         return self.opened(context) + text
 
     def demonstration(self, text: str, context: Sequence[int]) -> str:
-        """A demonstrator's turn for a template that has opened a block of thinking: without a second opening,
-        and with the block closed in front of a text that does not think.
+        """A demonstrator's turn as the template writes it: without the white space around it that the
+        template drops, without a second opening of a block of thinking that the template has opened, and
+        with that block closed in front of a text that does not think.
         """
+        drops_before, drops_behind = self._drops_white_space
+        if drops_before and self._is_opened(context):
+            text = text.lstrip()
+        if drops_behind:
+            text = text.rstrip()
         opened = self.opened(context)
         if not text or not opened:
             return text
         if THINKING_END not in text:
             return f"\n{THINKING_END}\n\n{text}"
         return text.removeprefix(opened) if text.startswith(opened) else text.removeprefix("<think>")
+
+    @cached_property
+    def _drops_white_space(self) -> tuple[bool, bool]:
+        """Whether the template drops white space in front of an answer, and behind it (Llama 2 and 3)."""
+        answer = {"role": "assistant", "content": f"\n \n{MARK}\n \n"}
+        text = self.template.render([ASKED, answer], opened=False)
+        before, _, behind = text.partition(MARK)
+        return not before.endswith("\n \n"), not behind.startswith("\n \n")
 
     def turn_ids(self, text: str, context: Sequence[int], *, is_closed: bool) -> list[int]:
         """The ids of a turn that somebody else has written, as the template writes it behind ``context``:
@@ -283,7 +297,7 @@ class ChatRenderer:
             text = text.rstrip().removesuffix(end)
         for end in ends:
             text = text.replace(end, f"{end[0]} {end[1:]}")
-        lead = self.lead if self._is_opened(context) and not text.startswith(self.lead) else ""
+        lead = self.lead if self._is_opened(context) else ""
         ids = self.template.encode_behind(context, lead + text)
         if is_closed:
             ids += self._end_ids(text, (*context, *ids))

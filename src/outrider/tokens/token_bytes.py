@@ -21,17 +21,33 @@ def token_bytes(
 
     A vocabulary spells bytes in one of two ways: byte-level BPE writes one letter per byte, SentencePiece
     writes ``<0xE4>``. For other vocabularies, all bytes of a character belong to the token that completes it.
-    SentencePiece also writes a blank in front of a first word, which decoders drop or not: ``said``, the
-    turn's text if it is known, decides.
+    SentencePiece also writes a blank in front of a first word, and templates white space in front of an
+    answer. If ``said`` (the turn's text as it is passed on) is given, white space in front of it is left out.
     """
     text = text_of(tokenizer, token_ids, skip_special_tokens=False)
     pieces = _spelled(tokenizer, token_ids)
     if pieces is not None:
         shorter = [pieces[0][1:], *pieces[1:]] if pieces and pieces[0].startswith(b" ") else pieces
         if _reads_as(pieces, text) or _reads_as(shorter, text):
-            begins_with_blank = (text if said is None else said).startswith(" ")
-            return tuple(pieces if begins_with_blank else shorter)
-    return _by_decoding(tokenizer, token_ids)
+            if said is not None:
+                return _without_lead(pieces, said)
+            return tuple(pieces if _reads_as(pieces, text) else shorter)
+    pieces = _by_decoding(tokenizer, token_ids)
+    return tuple(pieces) if said is None else _without_lead(pieces, said)
+
+
+def _without_lead(pieces: Sequence[bytes], said: str) -> tuple[bytes, ...]:
+    """The bytes without what they have more of white space at the beginning than ``said``."""
+    num_more = _num_blanks(b"".join(pieces)) - _num_blanks(said.encode())
+    left: list[bytes] = []
+    for piece in pieces:
+        left.append(piece[max(0, num_more) :])
+        num_more -= len(piece)
+    return tuple(left)
+
+
+def _num_blanks(text: bytes) -> int:
+    return len(text) - len(text.lstrip())
 
 
 def token_text(piece: bytes) -> str:
@@ -107,7 +123,7 @@ def _letters() -> Mapping[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-def _by_decoding(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+def _by_decoding(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[bytes]:
     """What every token adds to the text. Decoding starts a few tokens earlier, since many decoders treat the
     first token of a text in their own way.
     """
@@ -125,4 +141,4 @@ def _by_decoding(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[bytes,
             continue
         pieces.append(whole[len(before) :].encode())
         start, read = read, end
-    return tuple(pieces)
+    return pieces
