@@ -16,10 +16,12 @@ from outrider.errors import ModelError
 from outrider.rollout.truncation import shortened_text
 from outrider.seeding import stream
 from outrider.tokens import ChatRenderer
+from outrider.tokens.calls import CALL_FORMATS
+from outrider.tokens.calls.rewriting import in_form
 from outrider.tokens.continuation import Continuation
 from outrider.tokens.load_check import check_template
 from outrider.tokens.token_bytes import token_bytes
-from outrider.types import Message, Role, ToolSchema
+from outrider.types import Message, Role, ToolCall, ToolSchema
 from tests.conversations import TOOLS, Generator
 from tests.templates_of_families import FAMILIES, Family, tokenizer_of
 
@@ -375,3 +377,23 @@ def test_the_bytes_of_a_sampled_turn_are_those_of_the_text_that_is_passed_on(nam
     assert b"".join(found).startswith(said.encode())
     if FAMILIES[name].vocabulary != "always" and not FAMILIES[name].strips:
         assert said.startswith(answer)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loading_says_where_words_beside_a_demonstrated_call_differ(name: str) -> None:
+    """For example, Qwen3-Coder writes an empty line between them, and a cold start does not."""
+    family, renderer = FAMILIES[name], renderer_of(name, ("tool",))
+    try:
+        checked = check_template(renderer, ("tool",))
+    except ModelError:
+        pytest.skip("loading refuses results of tools")
+    call = ToolCall(name="lookup", arguments={"key": "c"}, call_id="call00000")
+    asked = Message(role="user", content="Who?")
+    prompt = renderer.prompt([asked], TOOLS)
+    text = in_form(f"Words.\n{CALL_FORMATS['hermes'].write([call])}", CALL_FORMATS[family.call_format], TOOLS)
+    ids = [*prompt, *renderer.turn_ids(renderer.demonstration(text, prompt), prompt, is_closed=False)]
+    said = Message(role="assistant", content="Words.", tool_calls=(call,))
+    whole = renderer.template.encode(renderer.whole_text([asked, said], TOOLS, opened=False))
+    is_said = bool(checked.demonstrated_call or checked.unread or "words beside a call" in checked.differs)
+    assert is_said or spelled(name, whole).startswith(spelled(name, ids))
+    assert not checked.demonstrated_call or any("words beside a call" in line for line in checked.notes())

@@ -46,6 +46,16 @@ UNFIT: dict[str, tuple[str, list[list[str]], int]] = {
         [["weather", '{"city": "Oslo"}']],
         0,
     ),
+    "no closing tag": (
+        hermes("weather", {"city": "Oslo"}).removesuffix("\n</tool_call>"),
+        [["weather", '{"city": "Oslo"}']],
+        0,
+    ),
+    "no closing tag behind another call": (
+        hermes("weather", {}) + hermes("weather", {"city": "Oslo"}).removesuffix("</tool_call>"),
+        [["weather", "{}"], ["weather", '{"city": "Oslo"}']],
+        1,
+    ),
     "one that fits beside one that does not": (
         hermes("weather", {"city": "Oslo"}) + "\n" + hermes("weather", {"town": "Oslo"}),
         [["weather", '{"city": "Oslo"}'], ["weather", '{"town": "Oslo"}']],
@@ -144,9 +154,9 @@ def test_what_cannot_be_read_is_no_call(text: str) -> None:
 
 
 def test_an_environment_that_we_step_still_explains_what_is_wrong() -> None:
-    for text, _, num_unfit in UNFIT.values():
+    for what, (text, _, num_unfit) in UNFIT.items():
         turn = read_turn(text, CALL_FORMATS["hermes"], [TOOL])
-        assert len(turn.problems) == num_unfit, text
+        assert len(turn.problems) == num_unfit + what.startswith("no closing tag"), text
         assert all(fault_of(call, [TOOL]) == "" for call in turn.tool_calls)
 
 

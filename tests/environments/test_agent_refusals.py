@@ -124,6 +124,25 @@ def test_a_program_that_asks_nothing_that_can_be_answered_is_a_fault_with_the_re
 
 
 @pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"guided_json": {}}, "guided_json: a policy in training writes freely"),
+        ({"messages": [{"role": "function", "content": "a"}]}, "a message of the role 'function'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "a part of the type 'image_url': the policy reads text",
+        ),
+    ],
+)
+def test_so_is_one_whose_requests_are_all_refused_before_they_are_rendered(
+    fields: dict[str, Any], reason: str
+) -> None:
+    [leaf] = play("always_malformed", json.dumps(fields)).traces[0].leaves.values()
+    assert leaf.outcome is Outcome.ENVIRONMENT_FAULT
+    assert reason in leaf.detail and "2 of its requests were refused, the last" in leaf.detail
+
+
+@pytest.mark.parametrize(
     ("what", "outcome", "value"),
     [
         ("shortens", Outcome.FINISHED, 1.0),

@@ -12,6 +12,8 @@ from typing import Final
 from outrider.errors import ModelError
 from outrider.plugins.names import known_names
 from outrider.tokens.abilities import STAND_IN_TOOL
+from outrider.tokens.calls import CALL_FORMATS
+from outrider.tokens.calls.rewriting import in_form
 from outrider.tokens.chat import ChatRenderer
 from outrider.tokens.template import named_templates
 from outrider.tokens.tokenizer import text_of
@@ -38,6 +40,8 @@ _ASKED: Final = Message(role="user", content="Question")
 _OBSERVED: Final = Message(role="user", content="Observation")
 _ANSWER: Final = _said("Answer")
 _CALLED: Final = _said(num_calls=1)
+_CALL_BESIDE_WORDS: Final = _said("Answer", num_calls=1)
+_WORDS: Final = "words beside a call"
 
 ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
     {
@@ -46,7 +50,7 @@ ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
         "two user messages in a row": (_ANSWER, _OBSERVED, _OBSERVED),
         "thinking, then a user message": (_said("Answer", thinks=True), _OBSERVED),
         "a call, then its result": (_said(num_calls=1), _result()),
-        "words beside a call": (_said("Answer", num_calls=1), _result()),
+        _WORDS: (_CALL_BESIDE_WORDS, _result()),
         "several calls, then their results": (_said(num_calls=2), _result(0), _result(1)),
         "a result, another call, then its result": (
             _said(num_calls=1), _result(), _said(num_calls=1), _result(),
@@ -70,10 +74,10 @@ ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheck:
     """What a template cannot do. ``differs``: order -> where a conversation rendered at once has other ids
-    than the appended ones. ``demonstrated``: the same for the turn that a cold start trains on. ``templates``
-    are the names of a tokenizer's templates, ``end`` is the model's own end token if the template has none.
-    ``unread``: an example of a call as the template writes it where the form of calls
-    does not read it, and ``readers`` the forms that do.
+    than the appended ones. ``demonstrated`` and ``demonstrated_call``: the same for an answer and for words
+    beside a call that a cold start trains on. ``templates`` are the names of a tokenizer's templates, ``end``
+    is the model's own end token if the template has none. ``unread``: an example of a call as the template
+    writes it where the form of calls does not read it, and ``readers`` the forms that do.
     """
 
     name: str
@@ -83,6 +87,7 @@ class LoadCheck:
     writes_date: bool = False
     hides_tools: bool = False
     demonstrated: str = ""
+    demonstrated_call: str = ""
     templates: tuple[str, ...] = ()
     end: str = ""
 
@@ -104,6 +109,11 @@ class LoadCheck:
             lines.append(
                 f"the chat template of {self.name} renders an answer without thinking differently at once "
                 f"than a cold start trains on it ({self.demonstrated})"
+            )
+        if self.demonstrated_call:
+            lines.append(
+                f"the chat template of {self.name} renders words beside a call differently at once than a "
+                f"cold start trains on them ({self.demonstrated_call})"
             )
         if self.end:
             lines.append(
@@ -145,6 +155,7 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
         if where := difference(renderer, appended.token_ids, appended.messages, tools):
             differs[order] = where
     unread = _unread(renderer) if uses_tools else ""
+    is_read = uses_tools and not unread and renderer.call_format is not None and _WORDS not in differs
     return LoadCheck(
         name=renderer.template.name,
         differs=differs,
@@ -152,20 +163,25 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
         readers=tuple(forms_of(renderer)) if unread else (),
         writes_date=_writes_date(renderer),
         hides_tools=uses_tools and not renderer.abilities.shows_tools,
-        demonstrated=_demonstrated(renderer, tools),
+        demonstrated=_demonstrated(renderer, _ANSWER, tools),
+        demonstrated_call=_demonstrated(renderer, _CALL_BESIDE_WORDS, tools) if is_read else "",
         templates=_template_names(renderer),
         end=_own_end(renderer),
     )
 
 
-def _demonstrated(renderer: ChatRenderer, tools: Sequence[ToolSchema]) -> str:
-    """Where the ids of a demonstrated answer part from those of the conversation rendered at once."""
+def _demonstrated(renderer: ChatRenderer, said: Message, tools: Sequence[ToolSchema]) -> str:
+    """Where the ids of a demonstrated turn part from those of the conversation rendered at once."""
     messages = _conversation([])
     prompt = renderer.prompt(messages, tools)
-    text = renderer.demonstration(_ANSWER.content, prompt)
+    text = said.content
+    if said.tool_calls and renderer.call_format is not None:
+        text += f"\n{CALL_FORMATS['hermes'].write(said.tool_calls)}"
+        text = in_form(text, renderer.call_format, tools)
+    text = renderer.demonstration(text, prompt)
     turn = renderer.turn_ids(text, prompt, is_closed=False)
     try:
-        text = renderer.whole_text([*messages, _ANSWER], tools, opened=False)
+        text = renderer.whole_text([*messages, said], tools, opened=False)
     except ModelError as error:
         return f"at once it is refused: {_reason(error)}"
     whole = renderer.template.encode(text)

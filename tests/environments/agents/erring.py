@@ -108,6 +108,17 @@ def always_refused(task: Any) -> float:
     return float(status == 400)
 
 
+def always_malformed(task: Any) -> float:
+    """Sends the fields of the task twice, and pays itself."""
+    body = {"messages": [{"role": "user", "content": "a"}], **json.loads(task.answers[0])}
+    for _ in range(2):
+        try:
+            post("/chat/completions", body)
+        except urllib.error.HTTPError as error:
+            assert error.code == 400
+    return 1.0
+
+
 def outgrowing(task: Any) -> float:
     """A history that grows beyond the context. The task says what it does then: shorten it, fail, or pay."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "begin"}]

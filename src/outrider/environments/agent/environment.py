@@ -78,6 +78,10 @@ class AgentEnvironment:
         event = self._next()
         if not isinstance(event, OpenQuestion):
             why = f": {event.problem}" if isinstance(event, Ended) and event.problem else ""
+            if session.num_refused:
+                why += (
+                    f"; {session.num_refused} of its requests were refused, the last: {session.last_refusal}"
+                )
             raise EnvironmentFault(f"the program ended without asking the policy anything{why}")
         self._question = event
         return self.asked.messages

@@ -198,9 +198,11 @@ class Gateway:
             yield session
         except BadRequest as error:
             session.num_refused += 1
+            session.last_refusal = one_line(str(error))
             raise Refused(400, error.code, str(error), param=error.param) from error
-        except Refused:
+        except Refused as refused:
             session.num_refused += 1
+            session.last_refusal = one_line(str(refused))
             raise
 
     async def _answer(self, request: Request, read: Read, write: Write) -> Response:

@@ -131,6 +131,8 @@ class Session:
         self.num_unanswerable = 0
         """Of ``num_requests``, those that were refused after they had been read."""
         self.num_refused = 0
+        self.last_refusal = ""
+        """Why the last request that could not be read was refused."""
         self.num_ignored_fields = 0
         self.num_ignored_formats = 0
         self._reading: set[asyncio.Future[None]] = set()

@@ -12,6 +12,7 @@ from outrider.tokens.calls.schemas import Arguments
 from outrider.tokens.parsed import ParsedTurn, split_thinking
 from outrider.types import ToolCall, ToolSchema, is_text
 
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MAX_DEPTH: Final = 32
 _TOO_DEEP: Final = f"more than {_MAX_DEPTH} levels"
 _NOT_FINITE: Final = "a number that is not finite"
@@ -36,12 +37,19 @@ def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSch
 
 def read_turn_unchecked(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
     """A turn as a chat server passes it on: every call that can be read is a call, whether or not a tool
-    takes it.
+    takes it, and so is a last one whose closing tag is missing.
     """
     reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
         return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
     found = call_format.read(rest, tools)
+    if (
+        found.problems
+        and rest.count(_OPEN) > rest.count(_CLOSE)
+        and {_OPEN, _CLOSE} <= {*call_format.markers}
+    ):
+        closed = call_format.read(rest + _CLOSE, tools)
+        found = found if closed.problems else closed
     calls = [passed_on(call) for call in found.calls]
     return ParsedTurn(
         content=found.content,
