@@ -119,9 +119,7 @@ def _is_call(value: Any, names: Set[str]) -> bool:
         return is_bare or key is not None or any(isinstance(one, Mapping) for one in value.values())
     if not isinstance(name, str):
         return is_bare
-    return (
-        is_bare
-        and key is not None
-        and _NAME.fullmatch(name) is not None
-        and not isinstance(call_of(value, 0, keys=_KEYS), str)
-    )
+    if not is_bare or key is None or _NAME.fullmatch(name) is None:
+        return False
+    call = call_of(value, 0, keys=_KEYS)
+    return not isinstance(call, str) and not call.raw
