@@ -142,8 +142,9 @@ class EpisodeRunner:
         seed = reset_seed(self.run_seed, self.training_step, task.key)
         if fork is None:
             opening = await self._guarded(start_episode, environment, seed)
+            tools = tools_of(environment)  # a program may be over behind its first question
             ids, messages = await self._opening(environment, opening, refusals)
-            return _root(trace, ids, messages, tools_of(environment)), tuple(messages)
+            return _root(trace, ids, messages, tools), tuple(messages)
         await fork.restore(environment, reset_seed=seed, timeout_s=self.limits.step_timeout_s)
         return fork.last_node, fork.conversation
 
