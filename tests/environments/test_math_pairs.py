@@ -99,6 +99,21 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
         (r"\text{even}", "even"), ("No solution", "no solution"), (r"\text{June 20}", "June 20"),
         ("YES", "yes"),
     ],
+    "values that cancel": [
+        ("-1+1", "0"), ("1/2 - 1/2", "0"), (r"\sqrt{3+2\sqrt{2}}-1-\sqrt{2}", "0"), ("i-i", "0"),
+        (r"e^{i\pi}+1", "0"), ("0.0", "0"),
+    ],
+    "conditions": [
+        (r"x \leslant 5", r"x \le 5"), (r"x \geqslant 5", "5 <= x"), ("x >= 0 and x <= 1", "[0,1]"),
+        ("x <= 1 and x >= 0", r"0 \le x \le 1"), (r"x > 0 \land x < 1", "(0,1)"), ("x >= 0, 1 >= x", "[0,1]"),
+        (r"x \ge 0 \text{ and } x < 1", r"x \in [0,1)"), ("x < -1 or x > 1", r"(-\infty,-1)\cup(1,\infty)"),
+        (r"x\ge 0 \lor x\le -1", r"(-\infty,-1]\cup[0,\infty)"), ("x in (1,2]", "(1,2]"),
+        ("2x+3 = y", "2x+3"), (r"\{\}", r"\emptyset"), (r"\binom52", "10"), ("a_{1}", "a_1"),
+    ],
+    "units directly behind a number": [
+        ("5cm", "5"), ("5cm", r"5\text{ cm}"), ("5km", "5 km"), ("5lbs", "5 pounds"), ("3.5kg", "3.5"),
+        ("5m", "5 m"), ("5g", r"5\text{ g}"),
+    ],
     "mixed": [
         (r"\sqrt{2}\approx 1.414", r"\sqrt2"), (r"x\approx 3.14", "3.14"), (r"\approx 3.14", "3.14"),
         (r"12.5\%", "12.5"), (r"12.5\%", "0.125"), (r"5\text{cm}, 6\text{cm}", "5, 6"), ("x = 5 cm", "5"),
@@ -272,6 +287,17 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
         ("2x+3y", "2x+3z"), ("ab+c", "ab-c"), ("x=1,2", "x=1,3"), ("(p,q)=(1,2)", "(p,q)=(2,1)"),
         (r"10\%", "10 cm"), ("4 + 5 + 9", "4+5"), ("7, 11", "711"), ("-1, 1", "[-1,1]"), ("1/2", "1/3"),
         (r"-\frac{1}{2}", r"\frac{1}{2}"), (r"\frac{-1}{2}", r"\frac12"),
+    ],
+    "values that cancel": [("1-1", "1e-9"), ("1e-60", "0"), (r"\sqrt2-\sqrt2", "1e-9")],
+    "conditions": [
+        ("x > 0 and x < 1", "[0,1]"), ("x >= 0 and x <= 1", "(0,1)"), ("x >= 0 and y <= 1", "[0,1]"),
+        ("x >= 0 or x <= 1", "[0,1]"), ("x >= 0 and x <= 2", "[0,1]"), ("x >= 0 and x >= 1", "[0,1]"),
+        ("x < -1 or x > 1", "(-1,1)"), ("x < -1 or x > 1", r"(-\infty,-1]\cup[1,\infty)"),
+        (r"x \leslant 5", "x < 5"), ("x < -1, x > 1", "(-1,1)"), (r"-ab = \frac12", r"ab = \frac12"),
+        (r"\$30,0000", r"\$30,000"), ("30,000", "30, 0"), ("2x+3 = y", "2x+4"), ("2x+3 = y", "y"),
+    ],
+    "units directly behind a number": [
+        ("5cm", "5 m"), ("5cm", "6"), ("5m", "5"), ("5m", "5 cm"), ("5x", "5"), ("5ab", "5"), ("5km", "5m"),
     ],
     "mixed": [
         (r"12.5\%", "125"), ("sqrt(2)*I", "sqrt(2)"), ("1+I", "2"), ("5 kg", "5 g"), ("10 cm/s", "10 m/s"),

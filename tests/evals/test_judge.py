@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from outrider.environments.tool_qa.judge import (
     Judge,
     Judgement,
     JudgeSettings,
+    Rule,
     read_verdict,
 )
 from outrider.errors import ModelError
@@ -126,6 +128,17 @@ def test_a_reply_that_only_mentions_a_verdict_decides_nothing(reply: str) -> Non
 def test_a_bare_verdict_is_read_in_every_form(positive: str, negative: str) -> None:
     assert read_verdict(positive) is True
     assert read_verdict(negative) is False
+
+
+@pytest.mark.parametrize("rule", ["strict", "arpo-eval"])
+@pytest.mark.parametrize(
+    "part", ["<judgment>", "\u221a\xa9", "\n", "-", "<think>", "my ", "`", r"\boxed{", '{"a":', "e\u0301"]
+)
+def test_replies_without_end_are_read_in_bounded_time(part: str, rule: Rule) -> None:
+    begun = time.process_time()
+    for start in ("", "<", "Judgment: "):
+        read_verdict(start + part * (100_000 // len(part)) + "x", rule=rule)
+    assert time.process_time() - begun < 3
 
 
 @given(st.text(max_size=30), st.sampled_from(["Correct", "Incorrect"]))

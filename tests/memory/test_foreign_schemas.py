@@ -38,6 +38,9 @@ SCHEMAS = {
     "an index on a part": "CREATE INDEX more ON steps (text) WHERE length(text) > 3",
     "an index of ours on something else": "DROP INDEX trajectories_by_id; "
     "CREATE INDEX trajectories_by_id ON trajectories (agent)",
+    "a view in the place of statistics": "PRAGMA writable_schema = ON; INSERT INTO sqlite_master VALUES "
+    f"('view', 'sqlite_stat1', 'sqlite_stat1', 0, 'CREATE VIEW sqlite_stat1 AS {ENDLESS} "
+    "SELECT n AS tbl, n AS idx, n AS stat FROM r')",
     "a check": "DROP TABLE vectors; CREATE TABLE vectors (step_id INTEGER PRIMARY KEY, "
     "checksum INTEGER NOT NULL, vector BLOB NOT NULL CHECK (length(zeroblob(100000000)) > 0))",
     "a missing index": "DROP INDEX trajectories_by_id",

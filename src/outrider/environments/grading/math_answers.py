@@ -36,8 +36,9 @@ _REFUSED = (
 )
 # "Answer: 5", "\text{Area} = 5"
 _LABEL = re.compile(
-    r"(?:\\text\s*\{\s*[A-Za-z][A-Za-z ]*\}\s*[:=]|\\text\s*\{\s*[A-Za-z ]+[:=]\s*\}"
-    r"|[A-Za-z][A-Za-z ]{2,30}[:=]|(?:\\text\s*\{)?\s*(?:the )?(?:final )?answer is:?\s*\}?)\s*(?=\S)",
+    r"(?:\\text\s*\{\s*[A-Za-z][A-Za-z ]*\}\s*[:=]|\\text\s*\{[A-Za-z\s]+[:=]\s*\}"
+    r"|(?=[A-Za-z ]{0,28}[A-Za-z]{3})[A-Za-z][A-Za-z ]{2,30}[:=]"
+    r"|(?:\\text\s*\{)?\s*(?:the )?(?:final )?answer is:?\s*\}?)\s*(?=\S)",
     re.IGNORECASE,
 )
 # A hyphen between two words is none; every other sign tells one answer from another.
@@ -91,6 +92,10 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     (predicted, its_unit), (expected, unit) = (
         split_unit(text) if len(text) <= _MAX_SPELLED else (text, "") for text in (predicted, expected)
     )
+    if unit and not its_unit:
+        predicted, its_unit = _with_short_unit(predicted, unit)
+    elif its_unit and not unit:
+        expected, unit = _with_short_unit(expected, its_unit)
     is_other_unit = (its_unit and expected.endswith(r"\%")) or (unit and predicted.endswith(r"\%"))
     if is_other_unit or not is_same_unit(its_unit, unit):
         return Verdict.DIFFERENT
@@ -102,6 +107,13 @@ def _by_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     if words[0] != words[1]:
         return Verdict.DIFFERENT
     return (predicted, expected) if _is_safe(predicted) and _is_safe(expected) else Verdict.UNDECIDED
+
+
+def _with_short_unit(text: str, unit: str) -> tuple[str, str]:
+    """``5m`` as ``("5", "m")`` if that is the unit of the other answer; else ``(text, "")``."""
+    amount = text.removesuffix(unit)
+    is_unit = unit in ("m", "g") and amount != text and amount[-1:].isdigit()
+    return (amount, unit) if is_unit else (text, "")
 
 
 def _is_same_text(left: str, right: str) -> bool:

@@ -33,6 +33,9 @@ _BASED: Final = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _THOUSANDS: Final = re.compile(r"[-+]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)")
 _AMBIGUOUS: Final = "a number with a comma"
 _CURRENCIES: Final = frozenset({"dollar", "euro", "sterling", "yen", "rupee", "cent"})
+_BOUND: Final = re.compile(r"([^<>=]+?)(<|>|\\le(?![a-z])|\\ge(?![a-z]))([^<>=]+)")
+_VARIABLE: Final = re.compile(r"[A-Za-z]|\\[A-Za-z]+")
+_MIRRORED: Final = {">": "<", "<": ">", r"\ge": r"\le", r"\le": r"\ge"}
 _MAX_SIGNS: Final = 3
 _MAX_MEMBERS: Final = 40
 
@@ -70,6 +73,10 @@ class _Comparer:
     def _is_same_parts(self, left: _Parts, right: _Parts) -> bool:
         if left.kind == "one" and right.kind == "one":
             return self._is_same_one(left.members[0], right.members[0])
+        if (left.kind == "list") != (right.kind == "list"):
+            bare, other = (left, right) if left.kind == "list" else (right, left)
+            if (condition := _one_condition(bare)) is not None:
+                return self.is_same(condition, _written(other))
         if left.kind == "one" or right.kind == "one":
             single, other = (left, right) if left.kind == "one" else (right, left)
             return self._is_same_mixed(single.members[0], other)
@@ -256,13 +263,17 @@ def _inside(text: str, opening: str, closing: str) -> str | None:
 
 
 def _readings(text: str) -> list[_Parts]:
-    """The ways to read an answer; more than one only for ``3,125``, which is a number or two."""
+    """The ways to read an answer; more than one only for ``3,125``, which is a number or two (``3,025`` is
+    one).
+    """
     variants = _signed(text)
     if len(variants) > 1:
         return [_Parts("list", tuple(variants))]
     found: list[_Parts] = []
     if _THOUSANDS.fullmatch(text):
         found.append(_Parts("one", (text.replace(",", ""),)))
+        if ",0" in text:
+            return found
     brackets = _bracketed(text)
     if brackets is not None:
         return [brackets]
@@ -344,6 +355,8 @@ def _assigned(text: str) -> tuple[str, str, str]:
     anything else.
     """
     parts = split_top(re.sub(r"\\in(?![A-Za-z])", "\x00", text), "=\x00")
+    if len(parts) == 2 and "\x00" not in text and _NAME.fullmatch(parts[1]) and not _NAME.fullmatch(parts[0]):
+        parts.reverse()  # 2x + 3 = y
     if (
         len(parts) < 2
         or not _NAME.fullmatch(parts[0])
@@ -352,6 +365,33 @@ def _assigned(text: str) -> tuple[str, str, str]:
         return "", "", ""
     sign = r"\in" if "\x00" in re.sub(r"\\in(?![A-Za-z])", "\x00", text) else "="
     return _packed(parts[0]), sign, parts[-1].strip()
+
+
+def _one_condition(parts: _Parts) -> str | None:
+    r"""Two bounds of one variable as one condition: ``0 \le x \le 1`` for "x >= 0 and x <= 1", and a union of
+    intervals if "or" is between them. None for anything else.
+    """
+    bounds = [_BOUND.fullmatch(member) for member in parts.members]
+    if len(bounds) != 2 or parts.word not in ("and", "or", ","):
+        return None
+    names, limits = set(), {}
+    for bound in bounds:
+        if bound is None:
+            return None
+        left, sign, right = bound[1].strip(), bound[2], bound[3].strip()
+        if _VARIABLE.fullmatch(right):
+            left, sign, right = right, _MIRRORED[sign], left
+        if not _VARIABLE.fullmatch(left):
+            return None
+        names.add(left)
+        limits["<" if sign in ("<", r"\le") else ">"] = sign, right
+    if len(names) != 1 or len(limits) != 2:
+        return None
+    (below, largest), (above, smallest) = limits["<"], limits[">"]
+    if parts.word == "or":
+        closing, opening = ("]" if below != "<" else ")"), ("[" if above != ">" else "(")
+        return rf"(-\infty,{largest}{closing}\cup {opening}{smallest},\infty)"
+    return f"{smallest} {_MIRRORED[above]} {names.pop()} {below} {largest}"
 
 
 def _written(parts: _Parts) -> str:

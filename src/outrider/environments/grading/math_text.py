@@ -72,8 +72,8 @@ _REWRITES: Final = (
     (re.compile(r"\\[hv]space\*?\{[^{}]*\}"), " "),
     (re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?=\s*(?:[\[\](){}|./<>]|\\[{}|a-z]))\s*\.?"), ""),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
-    (re.compile(r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>="), r"\\ge "),
+    (re.compile(r"\\(?:leq?slant|leqq|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
+    (re.compile(r"\\(?:geq?slant|geqq|geq)(?![A-Za-z])|>="), r"\\ge "),
     (re.compile(r"\\(?:neq|not\s*=)(?![A-Za-z])|!=|<>"), r"\\ne "),
     (re.compile(r"\\lt(?![A-Za-z])"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
@@ -82,7 +82,11 @@ _REWRITES: Final = (
     (re.compile(r"\\([lr])brace(?![A-Za-z])"), lambda match: r"\{" if match[1] == "l" else r"\}"),
     (re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])"), "|"),
     (re.compile(r"\\(?:ldots|cdots|dots[bcmio]?|hdots|dotsb|vdots|ddots)(?![A-Za-z])|\.\.\.+"), r"\\ldots "),
-    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), r"\\text{ and }"),
+    (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), r"\\text{ or }"),
+    (re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s+in\s+(?=[\[(\\])"), r"\1\\in "),
+    (re.compile(r"(?<=[A-Za-z])_\s*\{(\w)\}(?!\w)"), r"_\1"),
     (re.compile(r"\\bigcup(?![A-Za-z])"), r"\\cup "),
     (re.compile(r"\\ast(?![A-Za-z])"), "*"),
     (re.compile(r"\\colon(?![A-Za-z])"), ":"),
@@ -111,6 +115,7 @@ _REWRITES: Final = (
     (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s*(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\frac\s*(\d)\s*(\{)"), r"\\frac{\1}\2"),
+    (re.compile(r"\\([dt]?binom)\s*(\d)\s*(\d)"), r"\\\1{\2}{\3}"),
     (re.compile(r"\\sqrt\s*([A-Za-z\d])"), r"\\sqrt{\1}"),
     (re.compile(r"(?<=\d)_(?=\d{3}(?!\d))"), ""),
     (re.compile(r"\[\s*(-\s*\\infty)"), r"(\1"),
@@ -146,7 +151,8 @@ _NAMED: Final = re.compile(
 )
 _TEXT_PART: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BARE: Final = re.compile(
-    r"(?P<amount>.*?[\d)}\]]|.*?\\pi|.*?\s[A-Za-z]|-?\d*[A-Za-z])(?:\s+|(?<=[\d})])(?=[A-Za-z]{3}))"
+    r"(?P<amount>.*?[\d)}\]]|.*?\\pi|.*?\s[A-Za-z]|-?\d*[A-Za-z])(?:\s+|(?<=[\d})])(?=[A-Za-z]{3})"
+    r"|(?<=\d)(?=(?:mm|cm|dm|km|kg|ft|yd|lb|oz|m[lL]|hr|lbs|hrs)\Z))"
     r"(?P<words>[A-Za-z]+(?:(?:\s+|\s*[./]\s*)[A-Za-z]+)*)\s*(?P<power>\^\s*(?:\{[23]\}|[23]))?",
     re.DOTALL,
 )
@@ -504,7 +510,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
     An amount is a number or an expression, such as ``3\pi``. A unit is a known one, a currency, degrees or a
     plural ("apples"): "2 pi", "5 million" and "5 or more" are more than their number. Letters directly behind
-    a number are a unit from three on: ``5m`` may be five times m.
+    a number are a unit from three on, or two such as "cm": ``5m`` may be five times m.
     """
     text = text.strip()
     if (coin := _BEFORE.match(text)) is not None:

@@ -123,7 +123,7 @@ def _is_close(left: Any, right: Any) -> bool:
             or right.free_symbols
         ):
             return True
-        values = [complex(sympy.N(one)) for one in (left, right)]
+        values = [_number(one) for one in (left, right)]
     except Exception:
         return True
     size = max(map(abs, values))
@@ -132,3 +132,13 @@ def _is_close(left: Any, right: Any) -> bool:
     return abs(values[0] - values[1]) <= _CLOSE * size or any(
         abs(values[0] * factor - values[1]) <= _CLOSE * size for factor in (100, 0.01)
     )
+
+
+def _number(expression: Any) -> complex:
+    """The value; 0 for parts that cancel, of which the library evaluates no digit: ``1 - 1`` is
+    ``0.e-125``.
+    """
+    real, imaginary = (
+        0.0 if getattr(part, "_prec", 53) == 1 else float(part) for part in sympy.N(expression).as_real_imag()
+    )
+    return complex(real, imaginary)

@@ -69,7 +69,7 @@ _REWRITES: Final = (
     (re.compile(r"\s?\^\s?(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\degree(?![A-Za-z])"), "\u00b0"),
     (re.compile(r"\\[lc]?dots(?![A-Za-z])"), "..."),
     (re.compile(r"\\text(?:endash|emdash)(?![A-Za-z])|(?<=\w)---?(?=\w)"), "-"),
-    (re.compile(r"\[([^\[\]]+)\]\((?:https?://|www\.|/)[^)\s]*\)"), r"\1"),
+    (re.compile(r"\[([^\[\]]+)\]\((?:https?://|www\.|/)[^)\s\[]*\)"), r"\1"),
     (re.compile(r"</?(?:b|i|u|em|strong|su[bp]|span|code|small|mark|p|br|a|q)(?:\s[^<>]*)?/?>", re.I), ""),
 )  # fmt: skip
 _ENTITY: Final = re.compile(r"&(?:#\d{1,7}|#[xX][0-9A-Fa-f]{1,6}|[A-Za-z]{2,8});")

@@ -34,7 +34,7 @@ INSTRUCTIONS: Final = (
 )
 ASK_AGAIN: Final = "I need the verdict alone: <judgment>Correct</judgment> or <judgment>Incorrect</judgment>."
 _OPENING_TAG: Final = re.compile(r"<\s*judge?ment\s*>", re.IGNORECASE)
-_TAG: Final = re.compile(r"<\s*/?\s*judge?ment\s*/?\s*>", re.IGNORECASE)
+_TAG: Final = re.compile(r"<\s*(?:/\s*)?judge?ment\s*(?:/\s*)?>", re.IGNORECASE)
 _VERDICTS: Final = {
     "correct": True, "right": True, "true": True,
     "incorrect": False, "wrong": False, "false": False,
@@ -55,6 +55,7 @@ _VERDICT_KEYS: Final = frozenset({
     "judgment", "judgement", "verdict", "decision", "answer", "result", "grade", "label", "correct",
     "is correct", "iscorrect",
 })  # fmt: skip
+_MAX_BARE: Final = 300  # characters; a longer text is no bare verdict
 _LATEX: Final = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
@@ -170,8 +171,8 @@ def read_verdict(reply: str, *, rule: Rule = "strict") -> bool | None:
     """
     reply = without_thoughts(reply)
     if rule == "arpo-eval":
-        found = re.search(r"<judgment>(.*?)</judgment>", reply, flags=re.DOTALL)
-        text = (found.group(1) if found else reply).lower()
+        inside, closing, _ = reply.partition("<judgment>")[2].partition("</judgment>")
+        text = (inside if closing else reply).lower()
         return "correct" in text and not any(word in text for word in ("incorrect", "wrong", "not correct"))
     openings = [match.end() for match in _OPENING_TAG.finditer(reply)]
     return _bare_verdict(_TAG.split(reply[openings[-1] if openings else 0 :], maxsplit=1)[0])
@@ -179,13 +180,17 @@ def read_verdict(reply: str, *, rule: Rule = "strict") -> bool | None:
 
 def _bare_verdict(text: str) -> bool | None:
     """The verdict that is all of a text, apart from labels, punctuation and markup."""
-    text = re.sub(r"```\w*", " ", unicodedata.normalize("NFKC", text)).strip()
+    text = re.sub(r"```\w*", " ", text).strip()
     if text.startswith("{"):
         return _json_verdict(text)
+    if len(text) > _MAX_BARE:
+        return None
+    text = unicodedata.normalize("NFKC", text)
     text = re.sub(r"</?\w+>", " ", _LATEX.sub(r"\1", _LATEX.sub(r"\1", text))).casefold()
     if "?" in text:
         return None
     text = " ".join(re.sub(r"[*_`~#\"\u201c\u201d\u00ab\u00bb]+", " ", text).split())
+    text = re.sub(r"\A(?:is not|isn['\u2019]?t) ", "not ", text)
     text = re.sub(r"isn['\u2019]?t\b", "is not", text)
     text = _LABEL.sub("", re.sub(r"['\u2018\u2019$()\[\]]", "", text).strip(), count=1)
     parts = [words for part in re.split(r"[.,;:!\n]+", text) if (words := _words(part))]
