@@ -227,13 +227,13 @@ class Collector:
                 continue
             num_tokens += reply.num_tokens
             turn = self._timed(endpoint_turn, reply, environment)
+            answers = is_answer(environment, turn.said)  # a program that has ended asks nothing
             self.whereabouts.at(f"{task.key}/{rollout}", "an environment's step")
             result: StepResult = self._timed(take_step, environment, turn.said)
             steps.append(step_of(turn.text, result))
             num_tool_calls += result.num_tool_calls
             if result.done:
                 is_cut = reply.truncated and not is_own_limit
-                answers = is_answer(environment, turn.said)
                 outcome = outcome_of(result, is_cut=is_cut, is_answer=answers)
             elif not result.observations:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")

@@ -244,6 +244,8 @@ class EpisodeRunner:
         question = asked_of(state.environment)
         finish, text, sampled = await self._generate(state, question)
         said = turn_message(state.environment, text)
+        # In front of the step: a program that has ended asks nothing.
+        answers = is_answer(state.environment, said)
         # Before the environment acts: a copy has to be of the state that this turn was written in.
         await self._pass(state, before, is_known=here)
         result = await self._act(state, text)
@@ -269,7 +271,7 @@ class EpisodeRunner:
         }
         observation = result.text
         state.steps.append(Step(text=text, observation=observation, is_terminal=result.done))
-        outcome = self._observe(state, result, finish, said, question, seen)
+        outcome = self._observe(state, result, finish, question, seen, is_answer=answers)
         state.turn += 1
         for hook in self.hooks:
             hook.after_turn(state)
@@ -352,9 +354,10 @@ class EpisodeRunner:
         state: EpisodeState,
         result: StepResult,
         finish: FinishReason,
-        said: Message,
         question: Conversation | None,
         seen: Seen | None,
+        *,
+        is_answer: bool,
     ) -> Outcome | None:
         """Append the observation, ``seen`` where a program asks, and decide whether the episode is over."""
         if result.done:
@@ -362,7 +365,7 @@ class EpisodeRunner:
             # a program's own limit cuts nothing that it did not want cut
             is_own_limit = question is not None and num_tokens == question.max_tokens
             cut = finish is FinishReason.LENGTH and not is_own_limit
-            return outcome_of(result, is_cut=cut, is_answer=is_answer(state.environment, said))
+            return outcome_of(result, is_cut=cut, is_answer=is_answer)
         if question is not None:
             appended = seen is not None and self._context.append_asked(state, seen, result)
             return None if appended else Outcome.TRUNCATED_TOKENS
