@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import outrider
+from outrider.cli import main
 from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError, InvalidResult, OutriderError
 from outrider.smoke.model import save_model
@@ -156,6 +157,24 @@ def test_repeated_keys_are_named_with_their_split(
     monkeypatch.setattr(World, "tasks", lambda self, one: twice if one == split else whole(self, one))
     with pytest.raises(DataError, match=f"split '{split}' of the environment world: tasks 1 and 2 .*'same'"):
         outrider.train(recipe(model), run=tmp_path / "run")
+
+
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["prompt", "--split", "train"]])
+def test_repeated_keys_are_named_before_a_run(
+    command: list[str],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    twice = [Task(key="same", question=f"{number}?") for number in range(4)]
+    monkeypatch.setattr(World, "tasks", lambda self, split: twice)
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        f'[model]\nname = "{model}"\n[environment]\ntype = "{HERE}:World"\n[algorithm]\ntype = "grpo"\n'
+    )
+    assert main([command[0], str(file), *command[1:]]) != 0
+    assert "tasks 1 and 2 have the same key 'same'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def _prompt(parsed: argparse.Namespace) -> int:
     from outrider.commands.first_prompt import first_prompt, rendered_ids, rendered_text, renderer_of
     from outrider.config_paths import require_paths
     from outrider.engines.model_names import require_known_model
-    from outrider.environments.families import make_family
+    from outrider.environments.families import make_family, split_tasks
     from outrider.plugins.imports import searched
 
     settings = _settings(parsed.recipe, overrides(parsed))
@@ -51,7 +51,7 @@ def _prompt(parsed: argparse.Namespace) -> int:
     split = parsed.split or settings.evaluation.split
     family = make_family(settings.environment)
     try:
-        tasks = family.tasks(split)
+        tasks = split_tasks(family, split)
         task = _chosen(tasks, parsed.task, split)
         factory = family.make()
         try:

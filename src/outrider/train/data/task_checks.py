@@ -12,6 +12,7 @@ from typing import Final
 
 from outrider.config import Settings
 from outrider.environments.base import TaskFamily
+from outrider.environments.families import split_tasks
 from outrider.environments.tool_qa.datasets import panel_hash
 from outrider.errors import DataError, OutriderError
 from outrider.rollout.evaluate import EvaluationSettings
@@ -77,7 +78,7 @@ def training_tasks(family: TaskFamily, settings: RunSettings) -> Sequence[Task]:
     from outrider.train.data.stages import require_tasks
 
     num_steps, size = settings.train.num_steps, settings.train.tasks_per_step
-    tasks = family.tasks("train") if num_steps or settings.cold_start.num_examples else ()
+    tasks = split_tasks(family, "train") if num_steps or settings.cold_start.num_examples else ()
     if num_steps and len(tasks) < size:
         raise DataError(f"{len(tasks)} training tasks are fewer than train.tasks_per_step = {size}")
     if num_steps:
@@ -89,7 +90,7 @@ def held_out_panel(family: TaskFamily, settings: EvaluationSettings) -> Sequence
     """The first ``num_tasks`` of the split. Raises DataError if they are not the panel that the recipe
     names.
     """
-    tasks = family.tasks(settings.split)[: settings.num_tasks]
+    tasks = split_tasks(family, settings.split)[: settings.num_tasks]
     found = panel_hash(tasks)
     if settings.panel is not None and found != settings.panel:
         raise DataError(
@@ -106,13 +107,13 @@ def tasks_to_compare(
     without training those of the recipe, if it has a file of them.
     """
     if train or evaluation.split == "train":
-        return train or family.tasks("train")
+        return train or split_tasks(family, "train")
     dataset = getattr(settings.environment, "train", None)
     path = getattr(dataset, "path", None)
     if not isinstance(dataset, Settings) or path is None or not path.is_file():
         return ()
     try:
-        return family.tasks("train")
+        return split_tasks(family, "train")
     except OutriderError:  # an evaluation does not need them
         return ()
 
