@@ -210,9 +210,12 @@ def tools_of(environment: Environment) -> Sequence[ToolSchema]:
 
 def is_answer(environment: Environment, said: Message) -> bool:
     """Whether a turn is an answer as a whole, as native turns without calls are: if the token limit cuts it,
-    it is not the answer that the policy was writing. Valid until the environment has acted on the turn.
+    it is not the answer that the policy was writing. A program of a user's own decides itself what a turn is.
+    Valid until the environment has acted on the turn.
     """
-    return isinstance(environment, NativeTools | OwnConversations) and not (said.tool_calls or said.problems)
+    if isinstance(environment, OwnConversations) or not isinstance(environment, NativeTools):
+        return False
+    return not (said.tool_calls or said.problems)
 
 
 def turn_message(environment: Environment, text: str) -> Message:

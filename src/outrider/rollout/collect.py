@@ -198,9 +198,7 @@ class Collector:
         outcome = None
         while outcome is None:
             room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - num_tokens)
-            limit = room
             conversation, room, stop = self._question(environment, conversation, room)
-            is_own_limit = room < limit  # a program's: it cuts nothing that it did not want cut
             if len(steps) >= self.limits.max_turns or room <= 0:
                 outcome = Outcome.TRUNCATED_TURNS if room > 0 else Outcome.TRUNCATED_TOKENS
                 break
@@ -233,8 +231,7 @@ class Collector:
             steps.append(step_of(turn.text, result))
             num_tool_calls += result.num_tool_calls
             if result.done:
-                is_cut = reply.truncated and not is_own_limit
-                outcome = outcome_of(result, is_cut=is_cut, is_answer=answers)
+                outcome = outcome_of(result, is_cut=reply.truncated, is_answer=answers)
             elif not result.observations:
                 raise EnvironmentFault("the environment neither answered nor ended the episode")
             else:

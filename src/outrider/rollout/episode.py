@@ -362,11 +362,7 @@ class EpisodeRunner:
     ) -> Outcome | None:
         """Append the observation, ``seen`` where a program asks, and decide whether the episode is over."""
         if result.done:
-            num_tokens = len(state.last_node.token_ids)
-            # a program's own limit cuts nothing that it did not want cut
-            is_own_limit = question is not None and num_tokens == question.max_tokens
-            cut = finish is FinishReason.LENGTH and not is_own_limit
-            return outcome_of(result, is_cut=cut, is_answer=is_answer)
+            return outcome_of(result, is_cut=finish is FinishReason.LENGTH, is_answer=is_answer)
         if question is not None:
             appended = seen is not None and self._context.append_asked(state, seen, result)
             return None if appended else Outcome.TRUNCATED_TOKENS
