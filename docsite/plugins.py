@@ -10,6 +10,7 @@ from outrider.metrics import Metric
 from outrider.metrics.docs import metrics_page
 from outrider.plugins.listing import rows
 from outrider.plugins.names import KINDS, Kind
+from outrider.plugins.presets import preset_types
 from outrider.plugins.registry import base_of, resolve, settings_of
 
 _HEAD: Final = """# Plug-ins
@@ -73,8 +74,11 @@ def _shared(name: str, keys: Sequence[str]) -> str:
 
 
 def _row(kind: Kind, name: str, came_from: str, what: str, is_broken: bool) -> str:
-    """A broken plug-in of an installed package has a row that says why, and no settings."""
-    settings, page = ("", "") if is_broken else (_settings(kind, name), _page(kind, name, came_from))
+    """A broken plug-in of an installed package has a row with the reason, and no settings; a preset has the
+    settings of its type.
+    """
+    is_plugin = not is_broken and name not in preset_types(kind)
+    settings, page = (_settings(kind, name), _page(kind, name, came_from)) if is_plugin else ("", "")
     cells = (f"`{name}`", came_from, what.replace("``", "`"), settings, page)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
@@ -115,7 +119,8 @@ def declared_by_plugins() -> Iterator[tuple[str, Sequence[Metric]]]:
     """What each plug-in measures beside what every run does, by the name that a recipe has."""
     for kind in KINDS:
         for name, came_from, _, is_broken in rows(kind):
-            metrics = () if is_broken else getattr(resolve(kind, name), "metrics", ())
+            is_plugin = not is_broken and name not in preset_types(kind)
+            metrics = () if not is_plugin else getattr(resolve(kind, name), "metrics", ())
             if metrics:
                 where = "" if came_from == "built in" else f" ({came_from})"
                 yield f"`{name}`, {kind}{where}", metrics
