@@ -6,6 +6,7 @@ from typing import Protocol, cast
 
 from safetensors import SafetensorError
 
+from outrider.config_paths import shown_path
 from outrider.engines.base import Engine, EngineContext
 from outrider.engines.local.choice import path_of
 from outrider.engines.local.model import load_model, resolve_precision
@@ -113,19 +114,19 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Weights of a checkpoint without its optimiser. Raises CheckpointError."""
     files = [name for name in tensor_files(checkpoint) if name != OPTIMIZER]
     if not any((checkpoint / name).is_file() for name in (*files, STATE)):
-        raise CheckpointError(f"{checkpoint} is no checkpoint: {_instead_of(checkpoint)}")
+        raise CheckpointError(f"{shown_path(checkpoint)} is no checkpoint: {_instead_of(checkpoint)}")
     for name in files:
         require_intact(checkpoint, name)
     try:
         masters = read_tensors(checkpoint, with_optimizer=False)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot read weights from {checkpoint}: {str(error).splitlines()[0]}"
+            f"cannot read weights from {shown_path(checkpoint)}: {str(error).splitlines()[0]}"
         ) from error
     if {n: t.shape for n, t in masters.items()} != {n: t.shape for n, t in policy.masters.items()}:
         raise CheckpointError(
-            f"{checkpoint} holds the weights of another model or adapter: set model.name, model.lora and "
-            "model.trained_layers as in the config.toml of its run"
+            f"{shown_path(checkpoint)} holds the weights of another model or adapter: set model.name, "
+            "model.lora and model.trained_layers as in the config.toml of its run"
         )
     for name, master in policy.masters.items():
         master.copy_(masters[name])
@@ -135,5 +136,5 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
 def _instead_of(folder: Path) -> str:
     """Name to suggest where a folder is no checkpoint: of a run directory its newest one."""
     if found := checkpoints_newest_first(folder / "checkpoints"):
-        return f"it is a run directory, name one of its checkpoints, such as {found[0]}"
+        return f"it is a run directory, name one of its checkpoints, such as {shown_path(found[0])}"
     return "it has no masters.safetensors; name a folder RUN/checkpoints/step-NNNNNN"
