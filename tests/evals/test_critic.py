@@ -145,9 +145,13 @@ def test_what_is_no_source_or_no_critic_is_told(
     assert main(["critic", "--from", str(tmp_path), *out, "expectile=1.5"]) == 2
     assert main(["critic", "--from", str(tmp_path), "--out", str(tmp_path / "gone" / "critic")]) == 2
     assert "is no folder" in capsys.readouterr().err
-    missing = ["engine.type=retrospex", f"engine.critic={tmp_path / 'gone'}"]
-    assert main(["eval", str(recipe), "--run", str(tmp_path / "run"), "--progress", "none", *missing]) == 1
-    assert "is no critic" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    (tmp_path / "empty").mkdir()
+    for folder, problem in (("empty", "is no critic"), ("gone", "engine.critic")):
+        missing = ["engine.type=retrospex", f"engine.critic={tmp_path / folder}"]
+        assert (
+            main(["eval", str(recipe), "--run", str(tmp_path / "run"), "--progress", "none", *missing]) == 1
+        )
+        assert problem in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_trajectories_of_a_file_are_learned_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
