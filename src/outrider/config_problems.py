@@ -49,7 +49,9 @@ def problem_line(kind: type[BaseModel], item: Mapping[str, Any], tree: Any = Non
     where, text = ".".join(path), item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "extra_forbidden":
-            text = f"unknown key{_EXPLAINED.get(path[-1]) or _meant(kind, path, sections, choices, tree)}"
+            is_owned = any(_owned(choice, path) for choice in choices)  # another type has this key
+            explained = None if is_owned else _EXPLAINED.get(path[-1])
+            text = f"unknown key{explained or _meant(kind, path, sections, choices, tree)}"
         case "union_tag_invalid":
             known = [name.strip(" '") for name in item["ctx"]["expected_tags"].split(",")]
             tag = item["ctx"]["tag"]
