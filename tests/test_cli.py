@@ -315,15 +315,16 @@ def test_a_dry_run_prints_what_loads_again_and_writes_nothing(
 
 
 def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "smollm2-135m-instruct"
     orders = [
-        ["train", str(recipe), "seed=9", "train.num_steps=3", "--dry-run", "--model", "m"],
-        ["train", str(recipe), "--model", "m", "seed=9", "--dry-run", "train.num_steps=3"],
+        ["train", str(recipe), "seed=9", "train.num_steps=3", "--dry-run", "--model", model],
+        ["train", str(recipe), "--model", model, "seed=9", "--dry-run", "train.num_steps=3"],
         [
             "train",
             "--dry-run",
             str(recipe),
             "--model",
-            "m",
+            model,
             "seed=1",
             "--progress",
             "none",
@@ -336,7 +337,7 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         assert main(arguments) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] == outputs[2]
-    assert "seed = 9" in outputs[0] and 'name = "m"' in outputs[0]
+    assert "seed = 9" in outputs[0] and f'name = "{model}"' in outputs[0]
 
 
 def _python(code: str) -> str:

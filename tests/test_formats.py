@@ -99,7 +99,7 @@ def _recipe(page: Path) -> None:
         str(settings.environment.corpus),
         str(settings.environment.train.path),
     ]  # type: ignore[union-attr]
-    assert set(named) <= set(_files())  # the page's own files
+    assert {Path(one).name for one in named} <= set(_files())  # the page's own files
 
 
 def _webshop(page: Path) -> None:

@@ -13,7 +13,8 @@ from benchmarks.by_task import make_parser as by_task_parser
 from benchmarks.diversity import make_parser as diversity_parser
 from benchmarks.learning import make_parser as learning_parser
 
-from outrider import cli
+from outrider import api, cli
+from outrider.commands import buffers
 from outrider.environments.scienceworld.tasks import NUM_VARIATIONS
 from outrider.evals import critic_training
 from outrider.evals.compare import render as compare_render
@@ -42,6 +43,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.chdir(ROOT)  # recipes are named from the root of the repository
     monkeypatch.setattr(RunDirectory, "create", stop)
+    for reader in (api, buffers):  # the papers' data is not here
+        monkeypatch.setattr(reader, "require_paths", lambda *given, **named: None)
     for module, name in (
         (buffer_commands, "build_buffer"), (buffer_commands, "import_trajectories"),
         (compare_render, "compare_runs"), (compare_render, "compare_tasks"),

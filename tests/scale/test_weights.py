@@ -161,9 +161,19 @@ def test_an_engine_serves_one_version_and_no_older_one(settings: RunSettings, tm
         actor.generate("one", asked, 2)
 
 
+class Tasks:
+    """An environment as an object has its methods."""
+
+    def tasks(self, split: str) -> tuple[()]:
+        return ()
+
+    def make(self) -> None:
+        """None is asked for."""
+
+
 def test_an_object_in_the_place_of_a_name_is_refused(settings: RunSettings) -> None:
     with (
-        registry.given({"environments": object()}),
+        registry.given({"environments": Tasks()}),
         pytest.raises(ConfigError, match="an object was given for environments"),
     ):
         Recipe.of(settings)
