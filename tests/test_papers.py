@@ -14,7 +14,7 @@ from benchmarks.diversity import make_parser as diversity_parser
 from benchmarks.learning import make_parser as learning_parser
 
 from outrider import api, cli
-from outrider.commands import buffers
+from outrider.commands import buffers, viewing
 from outrider.environments.scienceworld.tasks import NUM_VARIATIONS
 from outrider.evals import critic_training
 from outrider.evals.compare import render as compare_render
@@ -45,6 +45,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunDirectory, "create", stop)
     for reader in (api, buffers):  # the papers' data is not here
         monkeypatch.setattr(reader, "require_paths", lambda *given, **named: None)
+    monkeypatch.setattr(viewing, "require_run", lambda folder: None)  # nor are runs
     for module, name in (
         (buffer_commands, "build_buffer"), (buffer_commands, "import_trajectories"),
         (compare_render, "compare_runs"), (compare_render, "compare_tasks"),

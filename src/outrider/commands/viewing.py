@@ -70,13 +70,19 @@ def _compared(runs: Sequence[Path]) -> str:
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    from outrider.errors import DataError
     from outrider.watch.report import write_report
-    from outrider.watch.run_directory import told_of_tasks
 
-    if refusal := told_of_tasks(parsed.run):
-        raise DataError(refusal)
-    if not any((parsed.run / name).is_file() for name in ("config.toml", "metrics.jsonl")):
-        raise DataError(f"{parsed.run} is no run directory: it has no config.toml")
+    require_run(parsed.run)
     say(str(write_report(parsed.run)))
     return 0
+
+
+def require_run(folder: Path) -> None:
+    """Raises DataError for a folder that is no run directory."""
+    from outrider.errors import DataError
+    from outrider.watch.run_directory import told_of_tasks
+
+    if refusal := told_of_tasks(folder):
+        raise DataError(refusal)
+    if not any((folder / name).is_file() for name in ("config.toml", "metrics.jsonl")):
+        raise DataError(f"{folder} is no run directory: it has no config.toml")

@@ -25,10 +25,9 @@ class Continuation:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
-        self._stripping = {
-            i for i, token in tokenizer.added_tokens_decoder.items() if getattr(token, "rstrip", False)
-        }
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = {i: str(token) for i, token in added.items()}
+        self._stripping = {i for i, token in added.items() if getattr(token, "rstrip", False)}
 
     def encode(self, text: str, behind: Sequence[int] = ()) -> list[int]:
         """Ids of ``text`` behind other ids; without ids, in the middle of some text."""
