@@ -26,6 +26,9 @@ class Letters:
     def decode(self, tokens: Sequence[int], **_: Any) -> str:
         return "".join(f"<{token}>" for token in tokens)
 
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(letter) for letter in text]
+
 
 class Group:
     """A trace that is written node by node."""
