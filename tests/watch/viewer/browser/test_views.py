@@ -224,8 +224,11 @@ def test_alarms_lead_to_their_step(served: Served, at: At) -> None:
     page = at("alarms")
     found = served.data("alarms")
     assert page.locator(".alarms li").count() == len(found)
+    before = [alarm["text"] for alarm in found if alarm["step"] is None]
+    assert page.locator(".alarms li", has_text="before training").count() == len(before)
+    step = next(alarm["step"] for alarm in found if alarm["step"] is not None)
     page.locator(".alarms a").first.click()
-    page.wait_for_selector(f"h1:has-text('Step {found[0]['step']}')")
+    page.wait_for_selector(f"h1:has-text('Step {step}')")
 
 
 def test_a_task_is_shown_over_steps_and_evaluations(served: Served, recorded: Path, at: At) -> None:
