@@ -42,6 +42,7 @@ NUMBERS: dict[str, Callable[[float], Any]] = {
     **{f"numpy.{kind}": np.dtype(kind).type for kind in
        ("bool", "int8", "uint8", "int32", "int64", "uint64", "float16", "float32", "float64", "longdouble")},
     "array of no dimension": np.array,
+    "masked array without a mask": lambda value: np.ma.array([value]),
     "array of one element": lambda value: np.array([value]),
     "array of objects": lambda value: np.array(value, dtype=object),
     **{f"torch.{kind}": lambda value, kind=kind: torch.tensor(value, dtype=getattr(torch, kind))
@@ -54,6 +55,11 @@ NO_NUMBERS: dict[str, Any] = {
     "mapping": {"reward": 1.0}, "None": None,
     "array": np.ones(2), "tensor": torch.ones(2), "empty array": np.array([]), "date": np.datetime64("2020"),
     "object": object(),
+    "masked": np.ma.masked, "masked array": np.ma.array([1.0], mask=[True]),
+    "masked scalar": np.ma.array(1.0, mask=True),
+    "duration": np.timedelta64(1, "ns"), "date in nanoseconds": np.datetime64(1, "ns"),
+    "array of durations": np.array([np.timedelta64(1, "ns")]),
+    "objects of durations": np.array([np.timedelta64(1, "ns")], dtype=object),
 }  # fmt: skip
 NOT_FINITE: dict[str, Any] = {
     "nan": math.nan, "inf": math.inf, "numpy nan": np.float32("nan"), "tensor": torch.tensor(-math.inf),

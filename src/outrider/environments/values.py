@@ -89,6 +89,8 @@ def describe(value: Any) -> str:
 def _number(value: Any, name: str, *, wanted: str = "no finite number") -> float:
     found = value
     if not isinstance(found, int | float):
+        if _is_masked(value):
+            raise InvalidResult(f"{name} is masked, {wanted}")
         item = getattr(found, "item", None)
         if callable(item):
             try:
@@ -96,7 +98,7 @@ def _number(value: Any, name: str, *, wanted: str = "no finite number") -> float
             except Exception:  # several elements, or an array that is not on any device
                 found = None
         is_number = isinstance(found, Real | Decimal) or hasattr(type(found), "__float__")
-        if isinstance(found, _TEXT) or not is_number:
+        if isinstance(found, _TEXT) or not is_number or _is_date(value) or _is_date(found):
             raise InvalidResult(f"{name} is {describe(value)}, {wanted}")
     try:
         return float(found)
@@ -104,3 +106,18 @@ def _number(value: Any, name: str, *, wanted: str = "no finite number") -> float
         return math.inf
     except Exception as error:  # a number type of somebody else's
         raise InvalidResult(f"{name} is {describe(value)}, {wanted}") from error
+
+
+def _is_masked(value: Any) -> bool:
+    """Whether an element of NumPy's masked arrays is masked: ``item()`` returns the data below the mask."""
+    if not (hasattr(value, "mask") and hasattr(value, "filled")):
+        return False
+    try:
+        return bool(value.mask)
+    except ValueError:  # several elements, which are no number anyway
+        return False
+
+
+def _is_date(value: Any) -> bool:
+    """Whether a value is a date or duration of NumPy, which ``float()`` reads as a count of its unit."""
+    return getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M")
