@@ -52,7 +52,16 @@ def put(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("engine.max_rows", {"engine": {"type": "vllm"}}, "yours is vllm"),
         ("algorithm.first_wav", {}, "did you mean first_wave? It belongs to type arpo, yours is grpo"),
         ("algorithm.first_wave", {"algorithm": {"type": "rapo"}}, "did you mean algorithm.branch.first_wave"),
-        ("train.batch_size", {}, "did you mean cold_start.batch_size?"),
+        ("train.batch_size", {}, "did you mean train.tasks_per_step?"),
+        ("rollout.n", {}, "did you mean algorithm.group_size?"),
+        ("algorithm.num_generations", {}, "did you mean algorithm.group_size?"),
+        ("optimizer.lr", {}, "did you mean optimizer.learning_rate?"),
+        ("algorithm.kl_coef", {}, "did you mean algorithm.kl_weight?"),
+        ("algorithm.beta", {}, "did you mean algorithm.kl_weight or optimizer.beta2?"),
+        ("train.max_steps", {}, "did you mean train.num_steps?"),
+        ("rollout.max_new_tokens", {}, "mean rollout.max_turn_tokens or rollout.max_response_tokens?"),
+        ("optimizer.grad_clip", {}, "did you mean optimizer.max_grad_norm?"),
+        ("rollout.temperature", {}, "evaluation.temperature is that of evaluations"),
         ("train.learning_rate", {}, "did you mean cold_start.learning_rate or optimizer.learning_rate?"),
         ("trackers.wandb", {}, "trackers: is a list and has no keys (wandb)"),
         ("buffer.embedder.type", {}, "buffer.embedder: is a string and has no keys (type)"),
@@ -60,6 +69,17 @@ def put(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 )
 def test_an_unknown_key_names_the_type_that_has_it(path: str, sections: dict[str, Any], told: str) -> None:
     assert told in refusal(put({**BASE, **sections}, path, 1))
+
+
+@pytest.mark.parametrize("name", ["arpo", "aepo"])
+def test_a_first_wave_larger_than_the_group_names_the_keys_to_set(name: str) -> None:
+    told = refusal({**BASE, "algorithm": {"type": name, "group_size": 4}})
+    assert "set algorithm.first_wave to at most 4, or algorithm.group_size to at least 8" in told
+
+
+def test_a_branch_larger_than_the_group_names_the_keys_to_set() -> None:
+    told = refusal({**BASE, "algorithm": {"type": "combined", "group_size": 4, "branch": {}}})
+    assert "set algorithm.branch.first_wave to at most 4, or algorithm.group_size to at least 8" in told
 
 
 def test_a_key_of_a_tool_names_the_tool_that_has_it(tmp_path: Path) -> None:

@@ -29,6 +29,25 @@ _EXPLAINED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_schedule"), _SCHEDULE),
 }
 """Keys of other libraries that have no counterpart, and why."""
+_SIMILAR: Final[Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size", "rollout_batch_size", "per_device_train_batch_size"),
+        ("train.tasks_per_step",),
+    ),
+    **dict.fromkeys(
+        ("n", "num_generations", "num_rollouts", "rollouts_per_prompt"), ("algorithm.group_size",)
+    ),
+    **dict.fromkeys(("lr",), ("optimizer.learning_rate",)),
+    **dict.fromkeys(("kl_coef", "kl_coeff", "kl_loss_coef", "kl_beta"), ("algorithm.kl_weight",)),
+    **dict.fromkeys(("beta",), ("algorithm.kl_weight", "optimizer.beta2")),
+    **dict.fromkeys(("max_steps", "total_training_steps", "training_steps"), ("train.num_steps",)),
+    **dict.fromkeys(
+        ("max_new_tokens", "max_completion_length"),
+        ("rollout.max_turn_tokens", "rollout.max_response_tokens"),
+    ),
+    **dict.fromkeys(("grad_clip", "clip_grad", "max_grad"), ("optimizer.max_grad_norm",)),
+}
+"""Common names of other libraries, and the keys of ours that are suggested for them."""
 _SURE: Final = 0.8  # similarity above which a name is a typing error before it is anything else
 
 
@@ -174,6 +193,8 @@ def _meant(
     """
     *above, key = path
     names = {name for section in sections for name in section.model_fields}
+    if similar := _similar(kind, path, choices, tree):
+        return f", did you mean {' or '.join(similar)}?"
     elsewhere = _of_that_name(kind, path, tree)
     section = f"{'.'.join(path[: choices[-1].depth])}." if choices else ""
     if section and (near := [other for other in elsewhere if other.startswith(section)]):
@@ -187,6 +208,16 @@ def _meant(
     if (found := found or near_match(key, names)) is not None:
         return f", did you mean {'.'.join([*above, found])}?"
     return next((f", {told}" for choice in reversed(choices) if (told := _near_owned(choice, path))), "")
+
+
+def _similar(kind: type[BaseModel], path: Sequence[str], choices: Sequence[_Choice], tree: Any) -> list[str]:
+    """Keys of this configuration for a common name of other libraries; none if another type of the section
+    has a key of this name.
+    """
+    if path[-1] not in _SIMILAR or any(_owned(choice, path) for choice in choices):
+        return []
+    known = set(_paths(kind, tree, ""))
+    return [one for one in _SIMILAR[path[-1]] if one in known]
 
 
 def _of_that_name(kind: type[BaseModel], path: Sequence[str], tree: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from outrider.algorithms.arpo.formulas import entropy_advantage_factors
-from outrider.algorithms.arpo.hook import BranchHook, BranchSettings, require_countable
+from outrider.algorithms.arpo.hook import BranchHook, BranchSettings, first_wave_problem, require_countable
 from outrider.algorithms.base import GroupCredit, ObjectiveSettings, outcome_advantages, write_credit
 from outrider.algorithms.common.group_settings import with_preset
 from outrider.algorithms.common.loss_settings import needs_whole_rollouts
@@ -52,7 +52,7 @@ class ArpoSettings(BranchSettings, ObjectiveSettings):
     @model_validator(mode="after")
     def _possible(self) -> "ArpoSettings":
         if self.first_wave > self.group_size:
-            raise ValueError(f"first_wave {self.first_wave} exceeds group_size {self.group_size}")
+            raise ValueError(first_wave_problem("algorithm.", self.first_wave, self.group_size))
         require_countable(
             self.attribution,
             self.aggregation,

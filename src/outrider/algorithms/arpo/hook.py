@@ -50,6 +50,14 @@ class BranchSettings(Settings):
     penalty_scope: Literal["lineage", "prompt"] = "lineage"
 
 
+def first_wave_problem(section: str, first_wave: int, group_size: int) -> str:
+    """The message about a first wave that is larger than its group; ``section`` holds the key."""
+    return (
+        f"{section}first_wave {first_wave} exceeds group_size {group_size}: set {section}first_wave to "
+        f"at most {group_size}, or algorithm.group_size to at least {first_wave}"
+    )
+
+
 def require_countable(
     attribution: Attribution,
     aggregation: str,

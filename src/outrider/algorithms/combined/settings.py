@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.algorithms.arpo.hook import BranchSettings, require_countable
+from outrider.algorithms.arpo.hook import BranchSettings, first_wave_problem, require_countable
 from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.common.loss_settings import needs_whole_rollouts
 from outrider.algorithms.empo2.hook import MemorySettings
@@ -99,9 +99,7 @@ class CombinedSettings(OffPolicyObjective):
             require_known_ratio(self.loss, retrieval.ratio_weight)
         if branch is not None:
             if branch.first_wave > self.group_size:
-                raise ValueError(
-                    f"branch.first_wave {branch.first_wave} exceeds group_size {self.group_size}"
-                )
+                raise ValueError(first_wave_problem("algorithm.branch.", branch.first_wave, self.group_size))
             require_one_scale(branch.attribution, retrieval.ratio_weight if retrieval else 0.0)
             require_countable(
                 branch.attribution,
