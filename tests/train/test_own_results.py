@@ -173,7 +173,7 @@ def test_repeated_keys_are_named_before_a_run(
     file.write_text(
         f'[model]\nname = "{model}"\n[environment]\ntype = "{HERE}:World"\n[algorithm]\ntype = "grpo"\n'
     )
-    assert main([command[0], str(file), *command[1:]]) != 0
+    assert main([command[0], str(file), *command[1:]]) == 2
     assert "tasks 1 and 2 have the same key 'same'" in capsys.readouterr().err
 
 

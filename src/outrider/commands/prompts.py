@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.commands.parts import Commands, overrides
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.near import did_you_mean
 from outrider.printing import say
 
@@ -38,6 +38,18 @@ def add(commands: Commands) -> None:
 
 
 def _prompt(parsed: argparse.Namespace) -> int:
+    """Print the prompt. Raises ConfigError, as ``--dry-run`` does, for whatever keeps an episode from
+    starting.
+    """
+    try:
+        return _print_prompt(parsed)
+    except ConfigError:
+        raise
+    except OutriderError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _print_prompt(parsed: argparse.Namespace) -> int:
     from outrider.commands.first_prompt import first_prompt, rendered_ids, rendered_text, renderer_of
     from outrider.config_paths import require_paths
     from outrider.engines.model_names import require_known_model

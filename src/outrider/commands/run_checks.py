@@ -70,14 +70,7 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
 
 def _tasks(settings: "RunSettings", family: TaskFamily) -> Generator[str, None, FirstPrompt | None]:
     """Tasks of both splits, demonstrations, tools, and the first prompt."""
-    from outrider.train.data.task_checks import (
-        held_out_panel,
-        num_training_tasks,
-        overlap_line,
-        repetition_lines,
-        tasks_to_compare,
-        training_tasks,
-    )
+    from outrider.train.data.task_checks import held_out_panel, task_notes, training_tasks
 
     split = settings.evaluation.split
     train = _of_others("the training tasks cannot be read", lambda: training_tasks(family, settings))
@@ -87,11 +80,7 @@ def _tasks(settings: "RunSettings", family: TaskFamily) -> Generator[str, None, 
     if train:
         yield f"tasks: {_counted(train)} to train on"
     yield f"tasks: {_counted(test)} to evaluate on (split {split})"
-    known = tasks_to_compare(family, settings, train, settings.evaluation)
-    yield from overlap_line(num_training_tasks(known, test), len(test), split)
-    yield from repetition_lines(train, "train")
-    if split != "train":
-        yield from repetition_lines(test, split)
+    yield from task_notes(family, settings, train, test)[1]
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None:
         from outrider.train.data.experts import demonstrations_of
 

@@ -25,14 +25,7 @@ from outrider.train.components import Components, Elsewhere, token_counter
 from outrider.train.data.buffer_opening import open_buffer
 from outrider.train.data.experts import demonstrations_of
 from outrider.train.data.no_expert import require_experts
-from outrider.train.data.task_checks import (
-    held_out_panel,
-    num_training_tasks,
-    overlap_line,
-    repetition_lines,
-    tasks_to_compare,
-    training_tasks,
-)
+from outrider.train.data.task_checks import held_out_panel, task_notes, training_tasks
 from outrider.train.learner import Learner
 from outrider.train.models import (
     StartElsewhere,
@@ -64,7 +57,7 @@ def build(
     require_experts(settings)
     set_threads(settings.num_threads, device=settings.model.device)
     tasks = _read_tasks(settings, resumed=resumed)
-    for line in tasks.lines(settings.evaluation.split):
+    for line in tasks.notes:
         note(line)
     with ExitStack() as made:  # closed again where a later part cannot be made
         factory = tasks.family.make()
@@ -126,34 +119,30 @@ class _Played:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tasks:
     """Tasks to play, and the demonstrations of a cold start still to come (None: experts are asked).
-    ``num_training_tasks`` of the evaluation tasks are training tasks.
+    ``num_training_tasks`` of the evaluation tasks are training tasks; ``notes`` are lines for the log.
     """
 
     family: TaskFamily
     train: Sequence[Task]
     test: Sequence[Task]
     num_training_tasks: int
+    notes: Sequence[str]
     demonstrations: Mapping[str, Sequence[Step] | None] | None
-
-    def lines(self, split: str) -> list[str]:
-        """What somebody should know of them."""
-        lines = overlap_line(self.num_training_tasks, len(self.test), split)
-        lines += repetition_lines(self.train, "train")
-        return lines + (repetition_lines(self.test, split) if split != "train" else [])
 
 
 def _read_tasks(settings: RunSettings, *, resumed: bool) -> _Tasks:
     family = make_family(settings.environment)
     train = training_tasks(family, settings)
     test = held_out_panel(family, settings.evaluation)
-    known = tasks_to_compare(family, settings, train, settings.evaluation)
+    num_training, notes = task_notes(family, settings, train, test)
     begin = settings.cold_start if settings.cold_start.num_examples and not resumed else None
     named = begin.demonstrations if begin is not None else None
     return _Tasks(
         family=family,
         train=train,
         test=test,
-        num_training_tasks=num_training_tasks(known, test),
+        num_training_tasks=num_training,
+        notes=notes,
         demonstrations=None if named is None else demonstrations_of(named, train, settings.environment),
     )
 

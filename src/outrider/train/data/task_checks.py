@@ -73,6 +73,19 @@ def repetition_lines(tasks: Sequence[Task], split: str) -> list[str]:
     return lines
 
 
+def task_notes(
+    family: TaskFamily, settings: RunSettings, train: Sequence[Task], evaluation: Sequence[Task]
+) -> tuple[int, list[str]]:
+    """How many of the evaluation tasks are training tasks, and lines about that and about questions that
+    occur twice.
+    """
+    split = settings.evaluation.split
+    known = tasks_to_compare(family, settings, train, settings.evaluation)
+    num_training = num_training_tasks(known, evaluation)
+    lines = overlap_line(num_training, len(evaluation), split) + repetition_lines(train, "train")
+    return num_training, lines + (repetition_lines(evaluation, split) if split != "train" else [])
+
+
 def training_tasks(family: TaskFamily, settings: RunSettings) -> Sequence[Task]:
     """None if nothing is trained. Raises DataError if they do not fill a step."""
     from outrider.train.data.stages import require_tasks
