@@ -56,7 +56,8 @@ ToolSchema: TypeAlias = Mapping[str, Any]
 class ToolCall:
     """A tool that the policy asks for by a native call: a name and JSON. ``call_id`` is unique within its
     turn. ``raw`` is the text of arguments that are no JSON object; ``arguments`` is empty then, and
-    ``problem`` says in words what is wrong with them.
+    ``problem`` says in words what is wrong with them. A call that was read although its closing tag is
+    missing has a ``problem`` too.
     """
 
     name: str

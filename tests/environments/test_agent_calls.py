@@ -49,12 +49,12 @@ UNFIT: dict[str, tuple[str, list[list[str]], int]] = {
     "no closing tag": (
         hermes("weather", {"city": "Oslo"}).removesuffix("\n</tool_call>"),
         [["weather", '{"city": "Oslo"}']],
-        0,
+        1,
     ),
     "no closing tag behind another call": (
         hermes("weather", {}) + hermes("weather", {"city": "Oslo"}).removesuffix("</tool_call>"),
         [["weather", "{}"], ["weather", '{"city": "Oslo"}']],
-        1,
+        2,
     ),
     "one that fits beside one that does not": (
         hermes("weather", {"city": "Oslo"}) + "\n" + hermes("weather", {"town": "Oslo"}),
@@ -154,9 +154,9 @@ def test_what_cannot_be_read_is_no_call(text: str) -> None:
 
 
 def test_an_environment_that_we_step_still_explains_what_is_wrong() -> None:
-    for what, (text, _, num_unfit) in UNFIT.items():
+    for text, _, num_unfit in UNFIT.values():
         turn = read_turn(text, CALL_FORMATS["hermes"], [TOOL])
-        assert len(turn.problems) == num_unfit + what.startswith("no closing tag"), text
+        assert len(turn.problems) == num_unfit, text
         assert all(fault_of(call, [TOOL]) == "" for call in turn.tool_calls)
 
 

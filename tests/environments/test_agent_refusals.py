@@ -1,15 +1,20 @@
 """What the policy cannot be asked: status 400 in words, the program goes on, and no rollout is a fault."""
 
 import json
+import math
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.engines.scripted import ScriptedEngine  # noqa: E402
 from outrider.environments.agent.wire import read_chat  # noqa: E402
+from outrider.environments.base import StepResult, take_refusal  # noqa: E402
+from outrider.environments.conversing import OwnConversations, Refusal  # noqa: E402
+from outrider.errors import EnvironmentFault, InvalidResult, NonFiniteResult  # noqa: E402
 from outrider.rollout.conversing import Unanswerable, opening_ids  # noqa: E402
 from outrider.rollout.limits import Limits  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport  # noqa: E402
@@ -89,6 +94,44 @@ class Asking:
     def step(self, message: Any) -> Any: ...
     def result(self) -> Any: ...
     def close(self) -> Any: ...
+
+
+class Ended(Asking):
+    """A program that has ended: its property raises."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def asked(self) -> Any:  # type: ignore[override]
+        raise EnvironmentFault("the program asks nothing")
+
+
+def test_the_kind_of_an_environment_is_known_after_its_program_has_ended() -> None:
+    assert isinstance(Ended(), OwnConversations) and isinstance(Asking(["user"]), OwnConversations)
+    assert not isinstance(object(), OwnConversations)
+
+
+class Returning(Asking):
+    """Its ``refuse`` returns a given value."""
+
+    def __init__(self, returned: Any) -> None:
+        super().__init__(["user"])
+        self.returned = returned
+
+    def refuse(self, refusal: Any) -> Any:
+        return self.returned
+
+
+def test_what_a_refused_program_answers_is_checked_and_converted() -> None:
+    refusal = Refusal(reason="too long", is_too_long=True)
+    found = take_refusal(Returning(StepResult(reward=np.float32(0.5), done=np.bool_(True))), refusal)  # type: ignore[arg-type]
+    assert found is not None and (type(found.reward), found.reward, found.done) == (float, 0.5, True)
+    assert take_refusal(Returning(None), refusal) is None
+    with pytest.raises(NonFiniteResult, match="reward"):
+        take_refusal(Returning(StepResult(reward=math.nan)), refusal)
+    with pytest.raises(InvalidResult, match="what refuse returned"):
+        take_refusal(Returning("end"), refusal)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from outrider.config import Settings
-from outrider.environments.conversing import OwnConversations
+from outrider.environments.conversing import OwnConversations, Refusal, Refusing
 from outrider.environments.values import as_bool, as_count, as_float, as_metrics, describe
 from outrider.errors import EnvironmentFault, InvalidResult, ToolFault
 from outrider.tokens.calls import form_named, in_form, read_turn
@@ -280,9 +280,23 @@ def take_step(environment: Environment, message: Message) -> StepResult:
     Raises InvalidResult for other values and for what is no :class:`StepResult`, NonFiniteResult for a reward
     that is NaN or infinite.
     """
-    found = environment.step(message)
+    return _converted(environment.step(message), "step")
+
+
+def take_refusal(environment: Refusing, refusal: Refusal) -> StepResult | None:
+    """Refuse the request of a program; the answer with its numbers and flags in Python's own types, or None
+    if the program ended because its conversation is too long.
+
+    Raises InvalidResult and NonFiniteResult as :func:`take_step` does.
+    """
+    found: object = environment.refuse(refusal)
+    return None if found is None else _converted(found, "refuse")
+
+
+def _converted(found: object, method: str) -> StepResult:
+    """The result that ``method`` of an environment returned, with its fields checked and converted."""
     if not isinstance(found, StepResult):
-        raise InvalidResult(f"what step returned is {describe(found)}, no StepResult")
+        raise InvalidResult(f"what {method} returned is {describe(found)}, no StepResult")
     if found.message is not None and not isinstance(found.message, Message):
         raise InvalidResult(f"message is {describe(found.message)}, no Message")
     return replace(

@@ -2,9 +2,11 @@
 server, with a whole conversation each time.
 """
 
+from abc import ABCMeta
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
 from outrider.tokens.token_bytes import token_text
 from outrider.types import Message, ToolSchema
@@ -82,8 +84,28 @@ def before_stop(text: str, stop: Sequence[str], *, opened: int = 0) -> str:
     return text[: min(ends)] if ends else text
 
 
+_MISSING: Final = object()
+
+if TYPE_CHECKING:
+    _ProtocolType = ABCMeta
+else:
+    _ProtocolType = type(Protocol)
+
+
+class _StaticCheck(_ProtocolType):
+    """Metaclass of a protocol whose ``isinstance`` looks attributes up without evaluating properties, as
+    Python does from 3.12 on. In 3.11 the check would evaluate ``asked``, which raises after a program's end.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if not vars(cls).get("_is_protocol"):  # a class that inherits from the protocol
+            return super().__instancecheck__(instance)
+        names = (name for name in vars(cls) if not name.startswith("_"))
+        return all(getattr_static(instance, name, _MISSING) is not _MISSING for name in names)
+
+
 @runtime_checkable
-class OwnConversations(Protocol):
+class OwnConversations(Protocol, metaclass=_StaticCheck):
     """An environment of this kind; beside the contract of
     :class:`~outrider.environments.base.Environment`. The rollout finds out what of each conversation the
     policy has seen before, and takes the ids of that.

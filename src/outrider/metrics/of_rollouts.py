@@ -97,7 +97,8 @@ OF_ROLLOUTS: Final[tuple[Metric, ...]] = (
          "fields of requests that changed nothing, such as `temperature`, summed over requests", "constant",
          "the log names each once; the page on agent programs"),
         ("num_unfit_calls", "calls",
-         "calls that a program was given though they fit no schema of its tools, or name none of them",
+         "calls that a program was given though they fit no schema of its tools, name none of them, or lack "
+         "their closing tag",
          "falls towards 0", "sample rollouts in the report; the cold start"),
         ("num_failed_programs", "programs",
          "programs that ended with an error and were paid `failed_return`", "0 or rare",

@@ -16,6 +16,7 @@ from outrider.environments.base import (
     EnvironmentFactory,
     StepResult,
     start_episode,
+    take_refusal,
     take_step,
     turn_message,
 )
@@ -88,7 +89,7 @@ class Fork:
         if not refusals or not isinstance(environment, Refusing):
             return ()
         for refusal in refusals:
-            result = await guarded(environment.refuse, refusal, timeout_s=timeout_s)
+            result = await guarded(take_refusal, environment, refusal, timeout_s=timeout_s)
             if result is None or result.done:
                 raise EnvironmentFault("a program ended where it went on: it cannot fork by replay")
         asked = asked_of(environment)

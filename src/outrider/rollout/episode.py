@@ -13,6 +13,7 @@ from outrider.environments.base import (
     is_answer,
     recorded_turn,
     start_episode,
+    take_refusal,
     take_step,
     tools_of,
     turn_message,
@@ -193,7 +194,7 @@ class EpisodeRunner:
             words = f", {len(refusals)} times before" if refusals else ""
             raise EnvironmentFault(f"the program asks what cannot be answered{words}: {refusal.reason}")
         refusals.append((turn, refusal))
-        return await self._guarded(environment.refuse, refusal)
+        return await self._guarded(take_refusal, environment, refusal)
 
     async def _next_question(self, state: EpisodeState, result: StepResult) -> tuple[StepResult, Seen | None]:
         """What a program asks next and how the policy will see it, None where the rollout is cut or over.

@@ -141,11 +141,18 @@ class Remote:
 
     @property
     def num_replaced(self) -> Counter[str]:
-        """See :class:`outrider.scale.rollouts.Crew`."""
+        """How often each process was replaced, by its name."""
         return self.repairs.num_replaced
 
     def replace(self, gone: Mapping[str, ProcessGone], *, num_groups: int) -> None:
-        """See :class:`outrider.scale.rollouts.Crew`."""
+        """Replace processes that are gone, and any that fail meanwhile, until all of them run again.
+
+        Args:
+            gone: The faults, by the name of the process.
+            num_groups: Number of groups whose rollouts are generated again.
+
+        Raises ClusterFault if the limits on repairs are exceeded.
+        """
         self.repairs.count("rollout/num_groups_replayed", num_groups)
         left, done = dict(gone), set[str]()
         while left:
@@ -157,7 +164,7 @@ class Remote:
             done.add(name)
 
     def refund(self, num_repairs: int) -> None:
-        """See :class:`outrider.scale.rollouts.Crew`."""
+        """Do not count the last ``num_repairs`` repairs: a task caused them, and its group is masked."""
         self.repairs.refund(num_repairs)
 
     def _pid_of(self, name: str) -> int | None:

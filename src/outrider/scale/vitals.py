@@ -21,7 +21,7 @@ class RecordedWhereabouts(Whereabouts):
         weakref.finalize(self, os.close, self._file)
 
     def at(self, rollout: str, place: str) -> None:
-        """See :class:`outrider.rollout.whereabouts.Whereabouts`."""
+        """Record the new location of a rollout and write it to the shared memory file."""
         super().at(rollout, place)
         line = f"{rollout}: {place}".encode("utf-8", "replace")[:_SIZE]
         os.pwrite(self._file, line.ljust(_SIZE, b"\0"), 0)

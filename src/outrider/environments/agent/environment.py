@@ -88,20 +88,21 @@ class AgentEnvironment:
 
     @property
     def asked(self) -> Conversation:
-        """See :class:`~outrider.environments.conversing.OwnConversations`."""
+        """The conversation of the program's pending request. Raises EnvironmentFault if there is none."""
         if self._question is None:
             raise EnvironmentFault("the program asks nothing")
         return self._question.ask.conversation
 
     @property
     def call_format(self) -> str | None:
-        """See :class:`~outrider.environments.conversing.OwnConversations`."""
+        """The form of the policy's tool calls (``environment.tool_calls``); None without tool calls."""
         return self._config.tool_calls
 
     def read(self, text: str) -> Message:
-        """See :class:`~outrider.environments.conversing.OwnConversations`. As behind a server, the program
-        gets every call that can be read, whether or not a tool takes it; a turn with a call that cannot be
-        read is words.
+        """Parse a turn into the message that the program will receive.
+
+        As behind a server, the program gets every call that can be parsed, whether or not it fits a tool. If
+        a call cannot be parsed, the program gets the turn as plain text.
         """
         asked, drawn = self.asked, self._turn
         if drawn is None or drawn.kind != "drawn":
@@ -141,7 +142,7 @@ class AgentEnvironment:
         return replace(message, content=words, tool_calls=(), problems=(*message.problems, *problems))
 
     def sampled(self, turn: SampledTurn | ServedTurn) -> None:
-        """See :class:`~outrider.environments.conversing.OwnConversations`."""
+        """Store how the turn was sampled; the next ``read`` and ``step`` use it."""
         self._turn = turn
 
     def step(self, message: Message) -> StepResult:
@@ -153,7 +154,10 @@ class AgentEnvironment:
             raise EnvironmentFault("a program that asks for log-probs needs turns that were drawn here")
         message = self._taken(message)
         self._num_turns += 1
-        self._num_unfit_calls += sum(bool(fault_of(call, self.asked.tools)) for call in message.tool_calls)
+        tools = question.ask.conversation.tools
+        self._num_unfit_calls += sum(
+            bool(call.problem or fault_of(call, tools)) for call in message.tool_calls
+        )
         invalid = bool(message.problems)
         if not question.give(Answer(message=message, turn=turn)):
             return StepResult(messages=question.ask.conversation.messages[-1:], invalid=invalid)
@@ -162,7 +166,11 @@ class AgentEnvironment:
         return self._observed(self._next(), invalid=invalid)
 
     def refuse(self, refusal: Refusal) -> StepResult | None:
-        """See :class:`~outrider.environments.conversing.Refusing`."""
+        """Answer the pending request with status 400 and wait for the next request or the program's end.
+
+        Returns None if the conversation is too long and the program ends without a reward. Raises
+        EnvironmentFault for other ends without a reward, unless ``failed_return`` is set.
+        """
         question, session, self._turn = self._question, self._session, None
         if question is None or session is None:
             raise EnvironmentFault("the program asks nothing")

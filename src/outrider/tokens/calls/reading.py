@@ -37,7 +37,7 @@ def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSch
 
 def read_turn_unchecked(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
     """A turn as a chat server passes it on: every call that can be read is a call, whether or not a tool
-    takes it, and so is a last one whose closing tag is missing.
+    takes it, and so is a last one whose closing tag is missing (its ``problem`` says so).
     """
     reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
@@ -49,7 +49,9 @@ def read_turn_unchecked(text: str, call_format: CallFormat | None, tools: Sequen
         and {_OPEN, _CLOSE} <= {*call_format.markers}
     ):
         closed = call_format.read(rest + _CLOSE, tools)
-        found = found if closed.problems else closed
+        if closed.calls and not closed.problems:
+            last = replace(closed.calls[-1], problem=f"{_OPEN} is not closed.")
+            found = replace(closed, calls=(*closed.calls[:-1], last))
     calls = [passed_on(call) for call in found.calls]
     return ParsedTurn(
         content=found.content,

@@ -187,7 +187,7 @@ class Policy(Scorer):
                 parameter.copy_(self.masters[name])
 
     def export(self, folder: Path) -> None:
-        """See :func:`export`."""
+        """Write the model, its tokenizer and its configuration into ``folder``."""
         export(self.language_model, folder)
 
     def save(self, folder: Path) -> None:
